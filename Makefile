@@ -1,0 +1,42 @@
+# Everything runs from a virtual environment in .venv; `make` alone lists what there is.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+WORKERS ?= 2
+
+.DEFAULT_GOAL := help
+.PHONY: help setup test soak check format clean
+
+help:  ## list the targets
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */  make \1|/' | column -t -s '|' 2>/dev/null \
+		|| grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST)
+
+setup: $(STAMP)  ## create .venv and install the package with its tools
+
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "Tailrace needs Python 3.11 or newer; run make PYTHON=python3.12"; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@touch $(STAMP)
+
+test: setup  ## run the tests (WORKERS=n processes)
+	$(BIN)/python -m pytest -n $(WORKERS)
+
+soak: setup  ## run the long tests too slow for every change
+	$(BIN)/python -m pytest -n $(WORKERS) -m soak
+
+check: setup  ## lint, formatting, types, layers
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright
+	$(BIN)/lint-imports
+
+format: setup  ## rewrite the code in the house format
+	$(BIN)/ruff check --fix --exit-zero
+	$(BIN)/ruff format
+
+clean:  ## remove caches and build outputs (.venv and runs/ stay)
+	rm -rf build dist .pytest_cache .ruff_cache .import_linter_cache .hypothesis src/*.egg-info
+	find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +

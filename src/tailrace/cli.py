@@ -1,0 +1,243 @@
+"""The `tailrace` command: what a person types, turned into calls; what goes wrong, turned into one sentence.
+
+Only parsing lives here; every command imports what it needs when it runs, so that `--help` and mistakes answer at once.
+Exit codes: 0 done, 1 a replay found a difference, 2 bad input, 130 Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import NoReturn
+
+from tailrace import __version__
+
+SETTINGS = "Any setting can be given too: --schedule.kind sync, --cluster.gpus 64. --dry-run prints them all."
+DESCRIPTION = "RL post-training without the synchronization barrier: simulate, plan and examine a fleet."
+
+
+class UsageError(ValueError):
+    """The command line itself makes no sense."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    try:
+        status = _run(list(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()
+    except ValueError as error:  # ConfigError, JournalError and their like: sentences for the person who typed
+        if not _is_meant_for_people(error):
+            raise
+        print(f"tailrace: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("tailrace: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader (head, less) has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    return status
+
+
+def _is_meant_for_people(error: ValueError) -> bool:
+    """An error of our own; any other is a bug and keeps its trace."""
+    return type(error).__module__.partition(".")[0] in ("tailrace", "__main__")
+
+
+def _run(words: list[str]) -> int:
+    parser, commands = _parser()
+    if not words:
+        parser.print_help()
+        return 0
+    own, settings = _split(words, commands)
+    arguments = parser.parse_args(own)
+    command: Callable[[argparse.Namespace], int] = arguments.run
+    if settings and not hasattr(arguments, "files"):
+        raise UsageError(f"{arguments.command} has no option {settings[0]}; see tailrace {arguments.command} --help")
+    arguments.settings = settings
+    return command(arguments)
+
+
+# --------------------------------------------------------------------------------------------------------- commands
+
+
+def _simulate(arguments: argparse.Namespace) -> int:
+    from tailrace.compare import Request, compare
+
+    return compare(
+        Request(
+            files=arguments.files,
+            settings=arguments.settings,
+            gpus=arguments.gpus,
+            schedules=arguments.schedules,
+            as_json=arguments.json,
+            plot=arguments.plot,
+            record=arguments.record,
+            dry_run=arguments.dry_run,
+        )
+    )
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    from tailrace.config import load
+
+    config = load(arguments.files, arguments.settings)
+    from tailrace.obs.progress import Progress
+    from tailrace.planner import plan, plan_json, render_plan
+
+    with Progress("planning") as progress:
+        found = plan(config, progress)
+    if arguments.json:
+        import json
+
+        print(json.dumps(plan_json(found)))
+    else:
+        print(render_plan(found))
+    return 0
+
+
+def _story(arguments: argparse.Namespace) -> int:
+    from tailrace.obs.story import render_story, story
+    from tailrace.store.journal import Journal
+    from tailrace.types import parse_label
+
+    try:
+        parse_label(arguments.id)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    print(render_story(story(Journal(arguments.journal).entries(), arguments.id)))
+    return 0
+
+
+def _replay(arguments: argparse.Namespace) -> int:
+    from tailrace.obs.progress import Progress
+    from tailrace.sim.replay import render_difference, replay
+    from tailrace.store.journal import Journal
+
+    journal = Journal(arguments.journal)
+    with Progress("replaying") as progress:
+        replayed = replay(journal.entries(), journal.config, lambda done: progress(done, 0, "events"))
+    if not journal.complete:
+        print("note: the journal ends without a clean end: the run was interrupted, or goes on", file=sys.stderr)
+    if replayed.difference is None:
+        print(f"{replayed.events:,} events gave the same commands")
+        return 0
+    print(render_difference(replayed.difference))
+    writer = journal.meta.get("tailrace", "?")
+    print(f"written by tailrace {writer}, replayed by {__version__}: control has changed since, or the journal has")
+    return 1
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from tailrace.doctor import examine
+
+    print(examine(arguments.files, arguments.settings))
+    return 0
+
+
+# ---------------------------------------------------------------------------------------------------------- parsing
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}; see {self.prog} --help")
+
+
+def _parser() -> tuple[_Parser, dict[str, _Parser]]:
+    parser = _Parser(prog="tailrace", description=DESCRIPTION, allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"tailrace {__version__}")
+    group = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Parser)
+
+    def add(name: str, run: Callable[[argparse.Namespace], int], text: str, epilog: str = "") -> _Parser:
+        command = group.add_parser(name, help=text, description=text, epilog=epilog, allow_abbrev=False)
+        command.set_defaults(run=run)
+        return command
+
+    simulate = add("simulate", _simulate, "simulate the five schedules side by side", SETTINGS)
+    simulate.add_argument(
+        "files", nargs="+", metavar="FILE", help="settings in TOML; later files override earlier ones"
+    )
+    simulate.add_argument("--gpus", type=_counts, metavar="N,N,...", help="numbers of GPUs to simulate instead of one")
+    simulate.add_argument("--schedules", type=_names, metavar="A,B,...", help="only these schedules")
+    simulate.add_argument("--json", action="store_true", help="one JSON object for programs instead of a table")
+    simulate.add_argument("--plot", type=Path, metavar="FILE", help="draw throughput and timeline (.png or .html)")
+    simulate.add_argument("--record", type=Path, metavar="DIR", help="keep the journal of a single simulation there")
+    simulate.add_argument("--dry-run", action="store_true", help="check and print all settings, simulate nothing")
+
+    plan = add("plan", _plan, "find the best split, schedule and settings for a fleet", SETTINGS)
+    plan.add_argument("files", nargs="+", metavar="FILE", help="settings in TOML; later files override earlier ones")
+    plan.add_argument("--json", action="store_true", help="one JSON object for programs")
+
+    story = add("story", _story, "tell the life of one part of a recorded run, event by event")
+    story.add_argument("journal", type=Path, metavar="RUN", help="the directory that --record wrote")
+    story.add_argument(
+        "id", metavar="ID", help="trajectory t17, group g3, replica r0, relay h0, version v5 or prompt p3"
+    )
+
+    replay = add("replay", _replay, "run a journal through a fresh control plane and compare the commands")
+    replay.add_argument("journal", type=Path, metavar="RUN", help="the directory that --record wrote")
+
+    doctor = add("doctor", _doctor, "what this machine, and these settings, can and cannot do", SETTINGS)
+    doctor.add_argument("files", nargs="*", metavar="FILE", help="settings in TOML to examine")
+    return parser, dict(group.choices)
+
+
+def _split(words: list[str], commands: dict[str, _Parser]) -> tuple[list[str], list[str]]:
+    """The command's own words, and the settings among them: every other `--name`, with the value that follows it."""
+    name, rest = words[0], words[1:]
+    if name.startswith("-"):
+        return words, []
+    if name not in commands:
+        raise UsageError(f"there is no command '{name}'; {_nearest_command(name, list(commands))}")
+    takes_value = {o: a.nargs != 0 for a in commands[name]._actions for o in a.option_strings}
+    own, settings = [name], list[str]()
+    while rest:
+        word = rest.pop(0)
+        option, equals, _ = word.partition("=")
+        if not word.startswith("--") or word == "--" or option in takes_value:
+            own.append(word)
+            if takes_value.get(option) and not equals and rest:
+                own.append(rest.pop(0))
+            continue
+        _refuse_misspelt(option, [each for each in takes_value if each.startswith("--")])
+        settings.append(word)
+        if not equals and rest and not rest[0].startswith("--") and not _is_lone_flag(option, rest[0]):
+            settings.append(rest.pop(0))
+    return own, settings
+
+
+def _is_lone_flag(option: str, following: str) -> bool:
+    """`--repack.enabled run.toml`: the word after a yes-or-no setting is not its value unless it says yes or no."""
+    from tailrace.config.fields import fields, is_bool
+
+    key = option[2:].replace("-", "_")
+    return key in fields() and is_bool(key) and following.lower() not in ("true", "false", "unset")
+
+
+def _refuse_misspelt(option: str, known: list[str]) -> None:
+    close = get_close_matches(option, known, n=1, cutoff=0.75)
+    if close and "." not in option:
+        raise UsageError(f"there is no option {option}; did you mean {close[0]}?")
+
+
+def _nearest_command(name: str, known: list[str]) -> str:
+    close = get_close_matches(name, known, n=1)
+    return f"did you mean '{close[0]}'?" if close else f"the commands are {', '.join(known)}"
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _counts(text: str) -> list[int]:
+    names = _names(text)
+    if not names or not all(name.isdecimal() and int(name) > 0 for name in names):
+        raise argparse.ArgumentTypeError(f"'{text}' is not a list of GPU counts; write --gpus 64,256,1024")
+    return sorted({int(name) for name in names})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,202 @@
+"""`tailrace simulate`: which simulations a request means, their checks, and what is shown, drawn or recorded of them.
+
+The promise: every combination is checked before the first simulation starts, and nothing is written before that. A
+schedule that nobody asked for by name and that cannot run with these settings is left out, with a note that says why.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from difflib import get_close_matches
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tailrace.config import Config, ConfigError, load, render, with_values
+from tailrace.config.tree import SCHEDULES
+
+
+class RequestError(ValueError):
+    """Options of `simulate` that do not go together."""
+
+
+class Request(NamedTuple):
+    """What a person asked `tailrace simulate` for."""
+
+    files: Sequence[str]
+    settings: Sequence[str] = ()
+    gpus: Sequence[int] | None = None
+    schedules: Sequence[str] | None = None
+    as_json: bool = False
+    plot: Path | None = None
+    record: Path | None = None
+    dry_run: bool = False
+
+
+def compare(request: Request) -> int:
+    """Check, simulate, show. Returns the exit code."""
+    config = load(request.files, request.settings)
+    kinds = _kinds(request)
+    _refuse_plot(request.plot)
+    rows = _rows(config, request.gpus or [config.cluster.gpus], kinds)
+    if request.record:
+        _refuse_record(request.record, rows)
+    if request.dry_run:
+        print(render(rows[0] if len(rows) == 1 else config))
+        return 0
+    _simulate_and_show(request, config, rows)
+    return 0
+
+
+# --------------------------------------------------------------------------------------------------- what is meant
+
+
+def _kinds(request: Request) -> list[str]:
+    """The schedules asked for by name; none means all that can run."""
+    chosen = any(word.partition("=")[0] == "--schedule.kind" for word in request.settings)
+    if request.schedules is None:
+        return [load(request.files, request.settings).schedule.kind] if chosen else []
+    if chosen:
+        raise RequestError("--schedules and --schedule.kind both choose schedules; write one of them")
+    for name in request.schedules:
+        if name not in SCHEDULES:
+            close = get_close_matches(name, SCHEDULES, n=1)
+            advice = f"did you mean {close[0]}?" if close else f"there are {', '.join(SCHEDULES)}"
+            raise RequestError(f"--schedules has '{name}', which is no schedule; {advice}")
+    if not request.schedules:
+        raise RequestError(f"--schedules names no schedule; there are {', '.join(SCHEDULES)}")
+    return [kind for kind in SCHEDULES if kind in request.schedules]
+
+
+def _rows(config: Config, gpus: Sequence[int], kinds: Sequence[str]) -> list[Config]:
+    """One checked config per simulation."""
+    _note_scaling(config, gpus)
+    rows: list[Config] = []
+    for count in gpus:
+        own = _checked(_resized(config, count) | {"schedule.kind": kinds[0] if kinds else config.schedule.kind}, config)
+        for kind in kinds or SCHEDULES:
+            if kind == own.schedule.kind:
+                rows.append(own)
+                continue
+            try:
+                rows.append(_checked(_resized(config, count) | {"schedule.kind": kind}, config))
+            except ConfigError as error:
+                if kinds:
+                    raise
+                _note(f"{kind} on {count:,} GPUs is left out: {error}")
+    return rows
+
+
+def _checked(values: dict[str, Any], config: Config) -> Config:
+    from tailrace.sim.costs import check_fit
+    from tailrace.sim.lengths import LengthLaw
+
+    row = with_values(config, values)
+    check_fit(row)
+    LengthLaw(row.workload, row.run.seed)  # refuses figures that no law has, and files that cannot be read
+    return row
+
+
+def _resized(config: Config, gpus: int) -> dict[str, Any]:
+    """A cluster of another size; a trainer of so many GPUs grows or shrinks with it, in units it can work in."""
+    values: dict[str, Any] = {"cluster.gpus": gpus}
+    if config.split.trainer_gpus and gpus != config.cluster.gpus:
+        unit = config.split.trainer_parallel
+        scaled = config.split.trainer_gpus * gpus / config.cluster.gpus
+        values["split.trainer_gpus"] = max(unit, round(scaled / unit) * unit)
+    return values
+
+
+def _note_scaling(config: Config, gpus: Sequence[int]) -> None:
+    sizes = [(count, _resized(config, count).get("split.trainer_gpus")) for count in gpus]
+    scaled = [f"{trainer:,} of {count:,}" for count, trainer in sizes if trainer]
+    if scaled:
+        given = f"{config.split.trainer_gpus:,} of {config.cluster.gpus:,}"
+        _note(f"split.trainer_gpus ({given}) grows with the cluster: {', '.join(scaled)}")
+
+
+def _note(text: str) -> None:
+    print(f"note: {text}", file=sys.stderr)
+
+
+# ---------------------------------------------------------------------------------------------------------- refusing
+
+
+def _refuse_record(folder: Path, rows: Sequence[Config]) -> None:
+    from tailrace.store.journal import refuse_existing
+
+    if len(rows) != 1:
+        raise RequestError(
+            f"--record keeps the journal of one simulation, but these are {len(rows)}; "
+            "pick one schedule and one GPU count, for example --schedules trajectory --gpus 64"
+        )
+    refuse_existing(folder)
+
+
+def _refuse_plot(path: Path | None) -> None:
+    if path is None:
+        return
+    if path.suffix.lower() not in (".png", ".html"):
+        raise RequestError(f"--plot {path} has an unknown ending; write a name that ends in .png or .html")
+    if not path.parent.is_dir():
+        raise RequestError(f"--plot {path} is in a directory that does not exist; make it first, or name another")
+    if path.is_dir():
+        raise RequestError(f"--plot {path} is a directory; name a file in it")
+    if path.suffix.lower() == ".png" and find_spec("matplotlib") is None:
+        raise RequestError("drawing a .png needs matplotlib; install tailrace[plot], or write --plot out.html")
+
+
+# ------------------------------------------------------------------------------------------------ running and showing
+
+
+def _simulate_and_show(request: Request, config: Config, rows: Sequence[Config]) -> None:
+    import msgspec
+
+    outcomes = _run(request, rows)
+    results = [msgspec.to_builtins(outcome.result) for outcome in outcomes]
+    if request.plot:
+        from tailrace.obs.plots import draw
+
+        timelines = {each.result.schedule: each.timeline for each in outcomes if each.timeline}
+        _write_plot(draw, request.plot, results, timelines, _title(config))
+    if request.as_json:
+        print(msgspec.json.encode({"config": config, "results": results}).decode())
+    else:
+        from tailrace.obs.tables import print_results
+
+        print_results(results, f"{_title(config)}: ", sys.stdout)
+    if request.record:
+        print(f"recorded in {request.record}", file=sys.stderr)
+
+
+def _write_plot(draw: Any, path: Path, *what: Any) -> None:
+    try:
+        draw(path, *what)
+    except OSError as error:
+        raise RequestError(f"--plot {path} cannot be written ({error.strerror}); name another file") from error
+
+
+def _run(request: Request, rows: Sequence[Config]) -> list[Any]:
+    from tailrace.obs.progress import Progress
+    from tailrace.sim.sweep import describe, simulate, sweep
+
+    smallest = min(row.cluster.gpus for row in rows)
+    timelines = [request.plot is not None and row.cluster.gpus == smallest for row in rows]
+    with Progress("simulating") as progress:
+        if not request.record:
+            return sweep(rows, timelines, progress)
+        (row,) = rows
+        with _journal(request.record, row) as journal:
+            steps = lambda done: progress(done, row.run.steps, describe(row))  # noqa: E731
+            return [simulate(row, journal.record, timelines[0], steps)]
+
+
+def _journal(folder: Path, config: Config) -> Any:
+    from tailrace.store.journal import JournalWriter
+
+    return JournalWriter(folder, config)
+
+
+def _title(config: Config) -> str:
+    return config.run.name or config.model.preset or f"{config.model.parameters / 1e9:.3g}B parameters"

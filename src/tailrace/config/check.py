@@ -1,0 +1,204 @@
+"""Rules between settings that need no hardware to judge. Each rule looks at one thing and says what to write instead.
+
+`load` calls `check` on every Config; code that builds a Config by hand may call it too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from tailrace.config.errors import refuse
+from tailrace.config.fields import RefusedError, accept, fields, read
+from tailrace.config.tree import Config, Workload
+
+Rule = Callable[[Config], Iterator[str]]
+
+
+def check(config: Config) -> None:
+    """Raise ConfigError with the first thing that cannot work and the number of the others."""
+    refuse(list(_bad_values(config)))  # first alone: rules may rely on every value being in its range
+    refuse([problem for rule in RULES for problem in rule(config)])
+
+
+def _bad_values(config: Config) -> Iterator[str]:
+    for key in fields():
+        try:
+            accept(key, read(config, key))
+        except RefusedError as error:
+            yield str(error)
+
+
+def _model_is_complete(config: Config) -> Iterator[str]:
+    missing = [name for name in ("parameters", "layers", "hidden", "heads") if not getattr(config.model, name)]
+    if len(missing) == 4:
+        yield "no model is given; write model.preset = 'qwen2.5-7b', model.hf_config or the model's own figures"
+    elif missing:
+        yield f"model.{missing[0]} is missing; write it, or a model.preset that has it"
+
+
+def _model_heads_fit(config: Config) -> Iterator[str]:
+    model = config.model
+    if model.heads and model.kv_heads and model.heads % model.kv_heads:
+        yield f"model.heads is {model.heads}, which {model.kv_heads} kv_heads cannot share; write a divisor of heads"
+    if model.active_parameters > model.parameters > 0:
+        yield "model.active_parameters is more than model.parameters; it is the part that one token uses"
+    if not model.bytes_per_weight or not model.bytes_per_kv:
+        yield "model.bytes_per_weight and model.bytes_per_kv are above 0; write 2 for bfloat16 or 1 for fp8"
+
+
+def _gpus_are_split(config: Config) -> Iterator[str]:
+    if config.colocated:
+        return
+    gpus, trainer = config.cluster.gpus, config.trainer_gpus
+    setting = "split.trainer_gpus" if config.split.trainer_gpus else "split.trainer_share"
+    if trainer > gpus:
+        yield f"split.trainer_gpus is {trainer} but cluster.gpus is {gpus}; write fewer, or more cluster.gpus"
+    elif trainer == gpus == 1:
+        yield "cluster.gpus is 1, too few for a trainer beside a replica; write 2 or more, or split.colocated = true"
+    elif trainer == gpus:
+        yield f"{setting} gives the trainer all {gpus} GPUs and leaves none to generate; write less"
+
+
+def _replica_fits(config: Config) -> Iterator[str]:
+    ways, per_host = config.split.tensor_parallel, config.cluster.gpus_per_host
+    if 0 < config.rollout_gpus < ways:
+        yield (
+            f"split.tensor_parallel is {ways} but only {config.rollout_gpus} GPUs generate, so no replica fits; "
+            f"write {config.rollout_gpus} or less, or give the trainer fewer"
+        )
+    if ways > per_host and ways % per_host:
+        yield (
+            f"split.tensor_parallel is {ways}, neither within a host of {per_host} GPUs nor whole hosts; "
+            f"write at most {per_host} or a multiple of it"
+        )
+    if config.model.heads and config.model.heads % ways:
+        choices = ", ".join(map(str, _divisors(config.model.heads)))
+        yield f"split.tensor_parallel is {ways}, which does not divide the model's heads; write one of {choices}"
+
+
+def _divisors(number: int) -> list[int]:
+    return [each for each in range(1, number + 1) if number % each == 0]
+
+
+def _trainer_divides(config: Config) -> Iterator[str]:
+    ways, gpus = config.split.trainer_parallel, config.trainer_gpus
+    if gpus % ways:
+        yield f"split.trainer_parallel is {ways}, which does not divide the trainer's {gpus} GPUs; write a divisor"
+    tensor_ways = config.split.trainer_tensor_parallel
+    if ways % tensor_ways:
+        yield (
+            f"split.trainer_tensor_parallel is {tensor_ways}, which does not divide split.trainer_parallel = {ways}; "
+            f"the tensor ways are part of those"
+        )
+
+
+def _batch_divides(config: Config) -> Iterator[str]:
+    parts, prompts = config.trainer.mini_batches, config.workload.prompts_per_step
+    if parts > prompts:
+        yield f"trainer.mini_batches is {parts}, more than workload.prompts_per_step; write {prompts} or less"
+    survivors, size = config.groups.min_survivors, config.workload.group_size
+    if survivors > size:
+        yield f"groups.min_survivors is {survivors}, more than workload.group_size; write {size} or less"
+
+
+def _lengths_follow_a_law(config: Config) -> Iterator[str]:
+    lengths = config.workload.lengths
+    yield from LAWS[lengths.law](config.workload)
+    if lengths.file and lengths.law != "empirical":
+        yield f"workload.lengths.file is not read under law '{lengths.law}'; write workload.lengths.law = 'empirical'"
+    if (lengths.tail_share or lengths.tail_alpha) and lengths.law != "mixture":
+        yield f"workload.lengths has a tail, but its law is '{lengths.law}'; write workload.lengths.law = 'mixture'"
+    if lengths.drift_per_step <= -1:
+        yield "workload.lengths.drift_per_step leaves no length at all; write a value above -1"
+
+
+def _lognormal(workload: Workload) -> Iterator[str]:
+    lengths = workload.lengths
+    given = [name for name in ("median", "mean", "sigma", "p99") if getattr(lengths, name)]
+    if len(given) != 2:
+        yield f"workload.lengths has {_listed(given)}; {_two_figures(given)}"
+    elif 0 < lengths.mean < lengths.median and workload.max_completion_tokens >= 2 * lengths.median:
+        # The mean is taken after the cap. Only a cap below twice the median can pull it under the median.
+        yield "workload.lengths.mean is below the median, which no log-normal law has; write a mean of median or more"
+    elif lengths.p99 and lengths.p99 <= max(lengths.median, lengths.mean):
+        yield "workload.lengths.p99 is not above the median and the mean; write a larger p99"
+
+
+def _listed(names: list[str]) -> str:
+    return " and ".join(names) or "no figures"
+
+
+def _two_figures(given: list[str]) -> str:
+    if len(given) > 2:
+        return "two determine the law, so set the others to 0"
+    return "give two of median, mean, sigma and p99, for example median = 2000 and sigma = 1"
+
+
+def _mixture(workload: Workload) -> Iterator[str]:
+    lengths = workload.lengths
+    yield from _lognormal(workload)
+    if not 0 < lengths.tail_share < 1:
+        yield "workload.lengths.tail_share is the part of the mixture in the tail; write a value between 0 and 1"
+    if lengths.tail_alpha <= 1:
+        alpha = f"workload.lengths.tail_alpha = {lengths.tail_alpha:g}"
+        yield f"a Pareto tail with {alpha} has no finite mean; write a value above 1"
+
+
+def _empirical(workload: Workload) -> Iterator[str]:
+    if not workload.lengths.file:
+        yield "workload.lengths.law is 'empirical' but there is no workload.lengths.file; write the path of the samples"
+
+
+def _fixed(workload: Workload) -> Iterator[str]:
+    given = [figure for figure in (workload.lengths.mean, workload.lengths.median) if figure]
+    if not given:
+        yield "workload.lengths.law is 'fixed' but there is no length; write workload.lengths.mean"
+    elif len(given) == 2:
+        yield "workload.lengths has a mean and a median, but its law is 'fixed'; set one of them to 0"
+
+
+LAWS: dict[str, Callable[[Workload], Iterator[str]]] = {
+    "lognormal": _lognormal,
+    "mixture": _mixture,
+    "empirical": _empirical,
+    "fixed": _fixed,
+}
+
+
+def _turns_fit(config: Config) -> Iterator[str]:
+    turns = config.workload.turns
+    if turns.mean > turns.maximum:
+        yield f"workload.turns.mean is {turns.mean:g} but workload.turns.maximum is {turns.maximum}; raise the maximum"
+
+
+def _some_data_is_fresh_enough(config: Config) -> Iterator[str]:
+    """Data that is always older than the bound would be dropped for ever."""
+    schedule, bound = config.schedule, config.schedule.max_staleness
+    ahead = int(schedule.steps_ahead or 0)
+    if schedule.kind == "one_step" and bound < 1:
+        yield "schedule.max_staleness is 0, but 'one_step' trains one version behind; write 1, or the kind 'sync'"
+    if schedule.kind == "stream" and bound < ahead:
+        yield f"schedule.max_staleness is {bound}, below steps_ahead, so 'stream' never trains; write {ahead} or more"
+    unpublished = schedule.publish_every - 1
+    if bound < unpublished:
+        yield f"schedule.max_staleness is {bound}, too few until the next publish; write {unpublished} or more"
+
+
+def _restarts_back_off(config: Config) -> Iterator[str]:
+    health = config.health
+    if health.backoff_max_s < health.backoff_s:
+        yield f"health.backoff_max_s is below health.backoff_s; write {health.backoff_s:g} or more"
+
+
+RULES: tuple[Rule, ...] = (
+    _model_is_complete,
+    _model_heads_fit,
+    _gpus_are_split,
+    _replica_fits,
+    _trainer_divides,
+    _batch_divides,
+    _lengths_follow_a_law,
+    _turns_fit,
+    _some_data_is_fresh_enough,
+    _restarts_back_off,
+)

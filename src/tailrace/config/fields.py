@@ -1,0 +1,144 @@
+"""The settings as a flat table: dotted key -> what the field accepts.
+
+Derived from the tree once, and used by everything that speaks to people: reading options, refusing values, proposing
+keys. `accept` is the only place where a value is judged against its field.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from difflib import get_close_matches
+from functools import cache
+from typing import Any, NamedTuple, get_args
+
+import msgspec
+from msgspec.inspect import BoolType, FloatType, IntType, LiteralType, NoneType, Type, UnionType, type_info
+
+from tailrace.config.tree import Config, Section
+
+UNSET = "unset"  # how a person writes None, which TOML has no word for
+
+
+class RefusedError(ValueError):
+    """A value that its field does not take; the text begins with the key."""
+
+
+class Field(NamedTuple):
+    """What a setting accepts: its annotation, what that is apart from None, and whether None is allowed."""
+
+    annotation: Any
+    kind: Type
+    optional: bool
+
+
+@cache
+def fields() -> dict[str, Field]:
+    """Every setting that holds a value, in the order of the tree."""
+    return dict(_leaves(Config, ""))
+
+
+@cache
+def sections() -> frozenset[str]:
+    """Every dotted name that holds settings rather than a value."""
+    return frozenset(key.rsplit(".", depth)[0] for key in fields() for depth in range(1, key.count(".") + 1))
+
+
+def _leaves(section: type[Section], prefix: str) -> Iterator[tuple[str, Field]]:
+    for field in msgspec.structs.fields(section):
+        annotation: Any = field.type
+        if isinstance(annotation, type) and issubclass(annotation, Section):
+            yield from _leaves(annotation, f"{prefix}{field.name}.")
+        else:
+            yield prefix + field.name, _field(annotation)
+
+
+def _field(annotation: Any) -> Field:
+    kind = type_info(annotation)
+    if not isinstance(kind, UnionType):
+        return Field(annotation, kind, optional=False)
+    return Field(annotation, next(each for each in kind.types if not isinstance(each, NoneType)), optional=True)
+
+
+def leaf(key: str) -> str:
+    return key.rpartition(".")[2]
+
+
+def read(config: Config, key: str) -> Any:
+    """The value of one setting."""
+    value: Any = config
+    for name in key.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def accept(key: str, value: Any) -> Any:
+    """The value as the field stores it (4.0 becomes 4 where a whole number is wanted), or RefusedError."""
+    field = fields()[key]
+    if field.optional and value == UNSET:
+        return None
+    if isinstance(value, float) and not math.isfinite(value):
+        raise RefusedError(f"{key} is {value}; it wants {wanted(key)}, and a finite one")
+    try:
+        return msgspec.convert(_whole(value, field.kind), field.annotation)
+    except msgspec.ValidationError:
+        raise RefusedError(f"{key} is {shown(value)}; it wants {wanted(key)}{_meant(value, field)}") from None
+
+
+def wanted(key: str) -> str:
+    """What the field takes, in words: "a whole number of 0 or more"."""
+    field = fields()[key]
+    return f"{_wanted(field)} (or '{UNSET}')" if field.optional else _wanted(field)
+
+
+def is_bool(key: str) -> bool:
+    return isinstance(fields()[key].kind, BoolType)
+
+
+def is_number(key: str) -> bool:
+    return isinstance(fields()[key].kind, IntType | FloatType)
+
+
+def shown(value: Any) -> str:
+    """A value as a person would recognise it from a file: true, 'four', a list."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, dict):
+        return "a table"
+    return "a list" if isinstance(value, list) else repr(value)
+
+
+def _whole(value: Any, kind: Type) -> Any:
+    """1e3 is a whole number to a person, though TOML calls it a float."""
+    is_integral = isinstance(value, float) and value.is_integer()
+    return int(value) if is_integral and isinstance(kind, IntType) else value
+
+
+def _wanted(field: Field) -> str:
+    match field.kind:
+        case IntType():
+            return "a whole number" + _range(field.kind)
+        case FloatType():
+            return "a number" + _range(field.kind)
+        case LiteralType():
+            *first, last = (f"'{each}'" for each in get_args(field.annotation))
+            return f"{', '.join(first)} or {last}"
+        case BoolType():
+            return "true or false"
+        case _:
+            return "text in quotes"
+
+
+def _range(kind: IntType | FloatType) -> str:
+    if kind.gt is not None:
+        return f" above {kind.gt}"
+    if kind.ge is not None and kind.le is not None:
+        return f" from {kind.ge} to {kind.le}"
+    return "" if kind.ge is None else f" of {kind.ge} or more"
+
+
+def _meant(value: Any, field: Field) -> str:
+    if not isinstance(field.kind, LiteralType) or not isinstance(value, str):
+        return ""
+    close = get_close_matches(value.lower(), get_args(field.annotation), n=1)
+    return f"; did you mean '{close[0]}'?" if close else ""

@@ -1,0 +1,104 @@
+"""From files and command-line words to one checked Config. The only door through which settings enter.
+
+Files are composed left to right, options come last, then the model's shape is looked up and the whole is checked.
+Every error is a ConfigError: one sentence that says what is wrong, where, and what to write instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tailrace.config.check import check
+from tailrace.config.errors import ConfigError, refuse
+from tailrace.config.fields import RefusedError, accept, fields, sections
+from tailrace.config.names import unknown
+from tailrace.config.render import changes
+from tailrace.config.shapes import resolve
+from tailrace.config.sources import Given, nested, read_file
+from tailrace.config.tree import Config, Workload
+from tailrace.config.words import read_words
+
+LAW = {f"workload.lengths.{name}" for name in ("law", "median", "mean", "sigma", "p99", "file")}
+
+
+def load(paths: Sequence[str | Path], overrides: Sequence[str] = ()) -> Config:
+    """`load(["base.toml", "mine.toml"], ["--schedule.kind", "sync"])`."""
+    settings: dict[str, Given] = {}
+    for path in paths:
+        settings |= read_file(path)
+    return _build(settings | read_words(overrides))
+
+
+def with_values(config: Config, values: Mapping[str, Any]) -> Config:
+    """A checked copy with some settings changed: `with_values(config, {"schedule.kind": "sync"})`."""
+    kept = {key: Given(value, "") for key, value in changes(config).items()}
+    return _build(kept | {key: Given(value, "") for key, value in values.items()})
+
+
+def _build(settings: Mapping[str, Given]) -> Config:
+    values = _accepted(settings)
+    config = msgspec.convert(nested(_default_law(values)), Config)
+    config = msgspec.structs.replace(config, model=resolve(config.model))
+    check(config)
+    return config
+
+
+def _accepted(settings: Mapping[str, Given]) -> dict[str, Any]:
+    """Every value as its field stores it; all that is wrong in one error."""
+    values: dict[str, Any] = {}
+    problems: list[str] = []
+    for key, given in settings.items():
+        try:
+            values |= _one(key, given)
+        except ConfigError as error:
+            problems.append(str(error))
+    refuse(problems)
+    return values
+
+
+def _one(key: str, given: Given) -> dict[str, Any]:
+    if key in fields():
+        try:
+            return {key: accept(key, given.value)}
+        except RefusedError as error:
+            raise ConfigError(_placed(str(error), given.where)) from None
+    if key in sections() and given.value == {}:
+        return {}
+    raise ConfigError(_unknown(key, given))
+
+
+def _unknown(key: str, given: Given) -> str:
+    if given.where.startswith("--"):
+        return _section_taken_for_value(key, "--") or unknown(key, "--")
+    return _placed(_section_taken_for_value(key) or _value_taken_for_section(key) or unknown(key), given.where)
+
+
+def _section_taken_for_value(key: str, dashes: str = "") -> str:
+    if key not in sections():
+        return ""
+    example = next(each for each in fields() if each.startswith(f"{key}."))
+    return f"{dashes}{key} is a section, not a setting; write one of its settings, for example {dashes}{example}"
+
+
+def _value_taken_for_section(key: str) -> str:
+    owner = next((each for each in fields() if key.startswith(f"{each}.")), "")
+    return f"{key} does not exist because {owner} is a single value; write {owner} = ..." if owner else ""
+
+
+def _placed(sentence: str, where: str) -> str:
+    """In a file: its name in front. An option: with its dashes. In a program: the sentence alone."""
+    if where.startswith("--"):
+        return f"--{sentence}"
+    return f"{where}: {sentence}" if where else sentence
+
+
+def _default_law(values: dict[str, Any]) -> dict[str, Any]:
+    """Keep the default law of lengths unless some part of a law is given: half of each would be neither."""
+    if LAW & values.keys():
+        return values
+    default = Workload().lengths
+    return values | {"workload.lengths.median": default.median, "workload.lengths.sigma": default.sigma}

@@ -1,0 +1,79 @@
+"""A Config back into TOML, such that `load` reads the same Config: for `--dry-run` and for fragments to paste."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from tailrace.config.fields import UNSET, fields, leaf, read
+from tailrace.config.shapes import SHAPE_FIELDS, origin_shape
+from tailrace.config.tree import Config, Lengths
+
+DEFAULT = Config()
+_ESCAPES = {code: f"\\u{code:04x}" for code in (*range(0x20), 0x7F)} | {ord('"'): '\\"', ord("\\"): "\\\\"}
+
+
+def render(config: Config, only_changed: bool = False) -> str:
+    """TOML text, one table per section. What the model's preset says is shown as a comment, not repeated."""
+    known = _from_preset(config)
+    values = changes(config) if only_changed else {key: read(config, key) for key in fields() if key not in known}
+    comments = {} if only_changed else known
+    return "\n".join(_tables(values, comments))
+
+
+def changes(config: Config) -> dict[str, Any]:
+    """The settings that differ from the default, by dotted key: the least that makes this Config."""
+    known = _from_preset(config)
+    return {key: value for key, value in _differing(config) if key not in known}
+
+
+def _differing(config: Config) -> Iterator[tuple[str, Any]]:
+    for key in fields():
+        value = read(config, key)
+        if value != _default(config, key):
+            yield key, value
+
+
+def _default(config: Config, key: str) -> Any:
+    """A law of lengths is all default or none of it, because `load` never mixes a given law with the default one."""
+    section, _, name = key.rpartition(".")
+    if section == "workload.lengths" and config.workload.lengths != DEFAULT.workload.lengths:
+        return getattr(Lengths(), name)
+    return read(DEFAULT, key)
+
+
+def _from_preset(config: Config) -> dict[str, Any]:
+    """The figures of the model that its preset or file gives, so that another preset can take their place."""
+    shape = origin_shape(config.model)
+    given = {name: getattr(config.model, name) for name in SHAPE_FIELDS if shape}
+    return {f"model.{name}": value for name, value in given.items() if value == shape.get(name)}
+
+
+def _tables(values: Mapping[str, Any], comments: Mapping[str, Any]) -> Iterator[str]:
+    sections: dict[str, list[str]] = {}
+    for key in fields():
+        if key in values or key in comments:
+            sections.setdefault(key.rpartition(".")[0], []).append(key)
+    for section, keys in sections.items():
+        yield f"[{section}]"
+        for key in keys:
+            yield _line(key, values[key]) if key in values else f"# {_line(key, comments[key])}"
+        yield ""
+
+
+def _line(key: str, value: Any) -> str:
+    return f"{leaf(key)} = {_literal(value)}"
+
+
+def _literal(value: Any) -> str:
+    match value:
+        case None:
+            return f'"{UNSET}"'
+        case bool():
+            return "true" if value else "false"
+        case str():
+            return f'"{value.translate(_ESCAPES)}"'
+        case float() if value.is_integer() and abs(value) < 1e15:
+            return str(int(value))
+        case _:
+            return repr(value)

@@ -1,0 +1,105 @@
+"""TOML files into settings: reading, `extends`, and where every value came from.
+
+Settings are held flat, by dotted key, so composing files left to right is a dictionary update and an error can name
+the file.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+from tailrace.config.errors import ConfigError
+
+PATH_KEYS = ("model.hf_config", "workload.lengths.file")
+
+
+class Given(NamedTuple):
+    """A value and where it was written: a file, or an option as it was typed."""
+
+    value: Any
+    where: str
+
+
+def read_file(path: str | Path) -> dict[str, Given]:
+    """The settings of one file on top of those it extends."""
+    return _read(Path(path), ())
+
+
+def anchored(key: str, value: Any, folder: Path) -> Any:
+    """A path made absolute, so that it means the same wherever the settings are written to; else the value itself."""
+    is_path = key in PATH_KEYS and isinstance(value, str) and value
+    return str((folder / value).resolve()) if is_path else value
+
+
+def flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """`{"schedule": {"kind": "sync"}}` as `("schedule.kind", "sync")`. An empty table stays one."""
+    for name, value in table.items():
+        if isinstance(value, dict) and value:
+            yield from flat(cast("dict[str, Any]", value), f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse of `flat`."""
+    table: dict[str, Any] = {}
+    for key, value in settings.items():
+        *path, name = key.split(".")
+        inner = table
+        for part in path:
+            inner = inner.setdefault(part, {})
+        inner[name] = value
+    return table
+
+
+def read_text(path: Path) -> str:
+    """The text of a file a person named, or one sentence about why there is none."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise ConfigError(f"{path} does not exist{_neighbour(path)}") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{path} is a directory; name a file in it, for example {path / 'run.toml'}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 text (byte {error.start}); save it as UTF-8") from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror}); check its path and permissions") from None
+
+
+def _read(path: Path, readers: tuple[Path, ...]) -> dict[str, Given]:
+    if path.resolve() in readers:
+        chain = " -> ".join(each.name for each in (*readers, path))
+        raise ConfigError(f"{path} extends itself ({chain}); remove one extends")
+    table = _parse(path)
+    settings: dict[str, Given] = {}
+    for base in _bases(path, table.pop("extends", [])):
+        settings |= _read(base, (*readers, path.resolve()))
+    return settings | {key: Given(anchored(key, value, path.parent), str(path)) for key, value in flat(table)}
+
+
+def _parse(path: Path) -> dict[str, Any]:
+    text = read_text(path)
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        reason = str(error)
+        raise ConfigError(f"{path} is not valid TOML: {reason[:1].lower()}{reason[1:]}") from None
+
+
+def _bases(path: Path, extends: Any) -> list[Path]:
+    names = cast("list[Any]", extends if isinstance(extends, list) else [extends])
+    if not all(isinstance(name, str) and name for name in names):
+        raise ConfigError(f'{path}: extends wants a file name or a list of them; write extends = "base.toml"')
+    return [path.parent / name for name in names]
+
+
+def _neighbour(path: Path) -> str:
+    if not path.parent.is_dir():
+        return f", nor does the directory {path.parent}"
+    names = [each.name for each in path.parent.iterdir() if each.is_file()]
+    close = get_close_matches(path.name, names, n=1)
+    return f"; did you mean {path.parent / close[0]}?" if close else "; check its path"

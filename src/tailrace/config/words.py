@@ -1,0 +1,74 @@
+"""Command-line words into settings: `--schedule.kind sync`, `--schedule.kind=sync`, `--repack.enabled`.
+
+A value is read as TOML would read it, guided by its field: text needs no quotes, a flag may stand alone. Whether the
+value fits is not judged here.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from tailrace.config.errors import ConfigError
+from tailrace.config.fields import fields, is_bool, is_number
+from tailrace.config.sources import Given, anchored
+
+
+def read_words(words: Sequence[str]) -> dict[str, Given]:
+    """Settings by dotted key; of an option given twice the last one counts."""
+    return {key: Given(anchored(key, _value(key, text), Path.cwd()), f"--{key}") for key, text in _options(list(words))}
+
+
+def _options(words: list[str]) -> Iterator[tuple[str, str | None]]:
+    while words:
+        name, equals, text = _option(words.pop(0))
+        if equals:
+            yield name, text
+        elif words and not words[0].startswith("--"):
+            yield name, words.pop(0)
+        else:
+            yield name, None
+
+
+def _option(word: str) -> tuple[str, str, str]:
+    if not word.startswith("--") or word == "--":
+        raise ConfigError(f"'{word}' is not an option; a setting is written --schedule.kind sync, with two dashes")
+    name, equals, text = word[2:].partition("=")
+    return name.replace("-", "_"), equals, text
+
+
+def _value(key: str, text: str | None) -> Any:
+    known = key in fields()
+    if text is None:
+        if known and not is_bool(key):
+            raise ConfigError(f"--{key} has no value; write --{key} VALUE or --{key}=VALUE")
+        return True
+    if known and is_bool(key):
+        return {"true": True, "false": False}.get(text.lower(), text)
+    return _number(text) if known and is_number(key) else _unquoted(text)
+
+
+def _number(text: str) -> Any:
+    """The number, or the text itself for the field to refuse. `.5` and `007` are not TOML, but are clear enough."""
+    value = _toml(text)
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return value
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def _unquoted(text: str) -> str:
+    value = _toml(text) if text[:1] in ("'", '"') else text
+    return value if isinstance(value, str) else text
+
+
+def _toml(text: str) -> Any:
+    try:
+        table = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return None
+    return table["value"] if len(table) == 1 else None

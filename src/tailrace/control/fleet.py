@@ -1,0 +1,133 @@
+"""The rollout manager's memory: every replica, what it holds, what it generates under, and how much room it has.
+
+    replica:  lost -> ready <-> pulling            pulling: loads a version from a relay
+                      ready -> releasing -> ready  releasing: hands its work back, for repack
+              any  -> lost -> (started again) ... -> quarantined, with the reason
+
+Owned by the plane. Choices that need the whole picture (when to pull, what to feed) are made there; this file answers
+questions about single replicas and picks the ones with room.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Iterator
+from typing import Literal
+
+import msgspec
+
+from tailrace.control.ledger import NONE, NOWHERE
+from tailrace.protocol import ReplicaJoined
+from tailrace.types import HostId, RelayId, ReplicaId, TrajectoryId, Version
+
+
+class Replica(msgspec.Struct):
+    id: ReplicaId
+    host: HostId = NOWHERE
+    incarnation: int = 0
+    state: Literal["lost", "ready", "pulling", "releasing", "quarantined"] = "lost"
+    since: float = 0.0  # when it came into this state
+    last_seen: float = 0.0
+    version: Version = NONE
+    target: Version = NONE  # while pulling
+    source: RelayId = NONE  # while pulling
+    kv_capacity: int = 0
+    roofline: int = 0
+    kv_tokens: int = 0  # as last reported
+    pledged: int = 0  # tokens given to it since that report
+    waiting: int = 0  # as last reported
+    kv_checked: int = 0  # at the last look for repack
+    batch: int = 0  # how many samples its present batch began with
+    assigned: dict[TrajectoryId, None] = {}
+    restarts: int = 0
+    restart_at: float = 0.0
+    reason: str = ""
+
+    @property
+    def live(self) -> bool:
+        return self.state in ("ready", "pulling", "releasing")
+
+    @property
+    def kv_load(self) -> int:
+        return self.kv_tokens + self.pledged
+
+    def enter(self, state: Literal["lost", "ready", "pulling", "releasing", "quarantined"], now: float) -> None:
+        self.state = state
+        self.since = now
+
+
+class Fleet(msgspec.Struct):
+    replicas: dict[ReplicaId, Replica] = {}
+    on_host: dict[HostId, list[ReplicaId]] = {}
+    hungry: dict[ReplicaId, None] = {}  # ready replicas that could take more than they were given
+    moves: dict[ReplicaId, ReplicaId] = {}  # releasing replica -> where its work is to go
+    live: int = 0
+    kv_capacity: int = 0  # of the replica that joined with the smallest
+    offered: Version = NONE  # newest version that all replicas were told to load (schedule `partial`)
+
+    def join(self, now: float, event: ReplicaJoined) -> Replica:
+        replica = self.replicas.get(event.replica)
+        if replica is None:
+            replica = self.replicas[event.replica] = Replica(event.replica)
+        self._house(replica, event.host)
+        if not replica.live:
+            self.live += 1
+        self.moves.pop(replica.id, None)
+        replica.incarnation = event.incarnation
+        replica.version = event.version
+        replica.kv_capacity = event.kv_capacity
+        self.kv_capacity = min(self.kv_capacity or event.kv_capacity, event.kv_capacity)
+        replica.roofline = event.roofline
+        replica.kv_tokens = replica.pledged = replica.waiting = replica.kv_checked = 0
+        replica.last_seen = now
+        replica.reason = ""
+        replica.enter("ready", now)
+        return replica
+
+    def _house(self, replica: Replica, host: HostId) -> None:
+        """A replica may come back on another host than it was lost on."""
+        if replica.host != host:
+            if replica.host != NOWHERE:
+                self.on_host[replica.host].remove(replica.id)
+            self.on_host.setdefault(host, []).append(replica.id)
+            replica.host = host
+
+    def current(self, id: ReplicaId, incarnation: int) -> Replica | None:
+        """The replica, if this incarnation of it is the living one."""
+        replica = self.replicas.get(id)
+        if replica is None or replica.incarnation != incarnation or not replica.live:
+            return None
+        return replica
+
+    def lose(self, now: float, replica: Replica, reason: str) -> None:
+        self.live -= 1
+        self.hungry.pop(replica.id, None)
+        self.moves.pop(replica.id, None)
+        replica.reason = reason
+        replica.assigned = {}
+        replica.enter("lost", now)
+
+    def fits(self, mean_tokens: float) -> float:
+        """How many sequences of average length the smallest KV cache of the fleet holds; 0 if nothing is known yet."""
+        return self.kv_capacity / mean_tokens if mean_tokens else 0.0
+
+    def ready(self) -> Iterator[Replica]:
+        return (replica for replica in self.replicas.values() if replica.state == "ready")
+
+
+def roomiest(replicas: Iterable[Replica], sizes: list[int], kv_share: float) -> list[ReplicaId | None]:
+    """A replica for each of `sizes` (tokens of KV), always the one with the lowest share of KV in use; None: no room."""
+    heap = [
+        (replica.kv_load / replica.kv_capacity, replica.id, replica.kv_load, replica.kv_capacity)
+        for replica in replicas
+    ]
+    heapq.heapify(heap)
+    chosen: list[ReplicaId | None] = []
+    for size in sizes:
+        if heap and heap[0][2] + size <= heap[0][3] * kv_share:
+            _, id, load, capacity = heap[0]
+            heapq.heapreplace(heap, ((load + size) / capacity, id, load + size, capacity))
+            chosen.append(id)
+        else:
+            chosen.append(None)
+    return chosen

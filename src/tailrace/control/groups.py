@@ -1,0 +1,52 @@
+"""How a group comes to its end, other than by being trained: complete, cut short, dropped or failed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tailrace.control import sampling
+from tailrace.control.ledger import Group
+from tailrace.control.state import Desk
+from tailrace.protocol import Assignment, Cancel, Forget
+from tailrace.types import ReplicaId, TrajectoryId
+
+
+def close_if_complete(desk: Desk, group: Group) -> None:
+    """Without unfinished samples a group goes to the buffer, or has failed if too few of them survived."""
+    if not group.unfinished and not desk.ledger.close(group, desk.config.groups.min_survivors):
+        end(desk, group, desk.ledger.give_up)
+
+
+def end(desk: Desk, group: Group, how: Callable[[Group], tuple[TrajectoryId, ...]]) -> None:
+    """A group leaves without being trained. In a round another one takes its place."""
+    desk.send(Forget(how(group)))
+    desk.more_work = True
+    if desk.traits.rounds:
+        desk.state.round.to_open += 1
+
+
+def drop_doomed(desk: Desk) -> None:
+    for group in sampling.doomed(desk.config, desk.ledger, desk.training.version):
+        _cut_short(desk, group)
+        end(desk, group, desk.ledger.drop_stale)
+
+
+def deliver_overdue(desk: Desk) -> None:
+    """Past its deadline a group goes on with the samples that are done, or not at all."""
+    for group in desk.ledger.overdue(desk.now - desk.config.groups.deadline_s):
+        _cut_short(desk, group)
+        close_if_complete(desk, group)
+
+
+def _cut_short(desk: Desk, group: Group) -> None:
+    """Stop what still runs of a group."""
+    homes = {id: desk.ledger.samples[id].replica for id in group.samples}
+    by_replica: dict[ReplicaId, list[Assignment]] = {}
+    for one in desk.ledger.cut_short(group):
+        by_replica.setdefault(homes[one.trajectory], []).append(one)
+    for id, samples in by_replica.items():
+        replica = desk.fleet.replicas[id]
+        for one in samples:
+            del replica.assigned[one.trajectory]
+        desk.send(Cancel(id, replica.incarnation, tuple(samples)))
+        desk.touch(replica)

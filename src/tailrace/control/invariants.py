@@ -1,0 +1,114 @@
+"""The conservation laws, as code. `ControlPlane.check()` runs them; the tests do so after every event."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from tailrace.config.tree import Config
+from tailrace.control.fleet import Fleet
+from tailrace.control.ledger import NONE, NOWHERE, Group, Ledger
+from tailrace.control.relays import Relays
+from tailrace.control.state import State
+from tailrace.control.training import Training
+
+
+def check_all(config: Config, state: State) -> None:
+    _groups_balance(state.ledger)
+    _samples_balance(state.ledger)
+    _every_sample_has_one_place(state.ledger, state.fleet)
+    _staleness_is_bounded(config, state.ledger, state.training)
+    _history_agrees(config, state.ledger, state.training)
+    _relays_agree(config, state.relays)
+    _replicas_agree(state)
+
+
+def _groups_balance(ledger: Ledger) -> None:
+    tally = ledger.tally
+    assert tally.started == tally.ended + len(ledger.groups), "groups started == ended + in flight"
+    assert tally.started == ledger.next_group, "every group number was used once"
+    states = [group.state for group in ledger.groups.values()]
+    assert states.count("open") == ledger.open_groups, "open groups are counted"
+    ready = [group.id for group in ledger.groups.values() if group.state == "ready"]
+    assert sorted(ready) == sorted(ledger.ready), "the buffer holds exactly the ready groups"
+    indexed = {id: oldest for oldest, ids in ledger.open_by_oldest.items() for id in ids}
+    started = {g.id: g.oldest for g in ledger.groups.values() if g.state == "open" and g.oldest != NONE}
+    assert indexed == started, "the index by oldest version holds exactly the open groups"
+
+
+def _samples_balance(ledger: Ledger) -> None:
+    assert len(ledger.samples) == sum(len(group.samples) for group in ledger.groups.values()), "no sample without group"
+    for group in ledger.groups.values():
+        _check_group(ledger, group)
+
+
+def _check_group(ledger: Ledger, group: Group) -> None:
+    states = [ledger.samples[id].state for id in group.samples]
+    unfinished = states.count("waiting") + states.count("running")
+    assert unfinished == group.unfinished, f"group {group.id} counts its unfinished samples"
+    if group.state != "open":
+        assert not unfinished, f"group {group.id} is {group.state} with unfinished samples"
+    else:
+        assert unfinished, f"group {group.id} is open without unfinished samples"
+
+
+def _every_sample_has_one_place(ledger: Ledger, fleet: Fleet) -> None:
+    held = {id: replica.id for replica in fleet.replicas.values() for id in replica.assigned}
+    running = {s.id: s.replica for s in ledger.samples.values() if s.state == "running"}
+    assert held == running, "replicas hold exactly the running samples"
+    assert len(held) == sum(len(r.assigned) for r in fleet.replicas.values()), "no sample is on two replicas"
+    waiting = {s.id for s in ledger.samples.values() if s.state == "waiting"}
+    assert waiting == set(ledger.waiting), "the waiting list holds exactly the waiting samples"
+    assert all(ledger.samples[id].replica == NOWHERE for id in waiting), "who waits has no replica"
+    assert all(r.live or not r.assigned for r in fleet.replicas.values()), "the dead hold nothing"
+    assert fleet.live == sum(r.live for r in fleet.replicas.values()), "live replicas are counted"
+
+
+def _staleness_is_bounded(config: Config, ledger: Ledger, training: Training) -> None:
+    bound = training.version - config.schedule.max_staleness
+    for group in ledger.groups.values():
+        if group.state == "training":
+            assert group.oldest >= bound, f"group {group.id} is trained {training.version - group.oldest} versions late"
+
+
+def _history_agrees(config: Config, ledger: Ledger, training: Training) -> None:
+    assert training.durable <= training.step <= training.version, "the trainer is between its checkpoint and the newest"
+    assert set(training.past) <= set(range(training.durable, training.version + 1)), "what is durable is not kept"
+    now = training.past.get(training.version)
+    parts = now.parts if now else []
+    assert training.taken == sum(len(groups) for groups in parts), "groups of the current step are counted"
+    assert len(parts) <= config.trainer.mini_batches, "a step has no more parts than it should"
+    picked = {one.group for groups in parts for one in groups}
+    under_way = {group.id for group in ledger.groups.values() if group.state == "training"}
+    assert under_way <= picked, "what is being trained belongs to the current step"
+
+
+def _replicas_agree(state: State) -> None:
+    pulling = [replica for replica in state.fleet.replicas.values() if replica.state == "pulling"]
+    assert state.pulling == len(pulling), "pulls are counted"
+    readers = {(relay.id, v): count for relay in state.relays.relays.values() for v, count in relay.readers.items()}
+    assert readers == Counter((one.source, one.target) for one in pulling), "a version that is being read is known"
+    releasing = {replica.id for replica in state.fleet.replicas.values() if replica.state == "releasing"}
+    assert set(state.fleet.moves) == releasing, "who hands back its work has somewhere to send it"
+
+
+def _relays_agree(config: Config, relays: Relays) -> None:
+    live = [relay for relay in relays.relays.values() if relay.live]
+    assert relays.live == len(live), "live relays are counted"
+    holders: dict[int, int] = {}
+    for relay in live:
+        for version in relay.versions:
+            holders[version] = holders.get(version, 0) + 1
+    assert holders == relays.holders, "holders of versions are counted"
+    if live:
+        reached = _reachable(config, relays)
+        assert sorted(reached) == sorted(relay.id for relay in live), "the routes reach every live relay once"
+
+
+def _reachable(config: Config, relays: Relays) -> list[int]:
+    if config.relay.topology == "tree":
+        return list(relays.order)
+    reached, at = [relays.master], relays.master
+    while at in relays.after and len(reached) <= relays.live:
+        at = relays.after[at]
+        reached.append(at)
+    return reached

@@ -1,0 +1,258 @@
+"""Which state every prompt, sample and group is in: the account that must always balance.
+
+    prompt:  pooled -> opened as a group
+    sample:  waiting -> running -> done            running -> waiting when its replica is lost or releases it
+                                \\-> failed         after its last attempt
+    group:   open -> ready -> training -> trained -> forgotten (once a checkpoint covers it)
+                 \\-> dropped (too stale: its prompt is pooled again) | failed (too few samples survived)
+
+The prompt pool, the partial pool (samples with a prefix) and the experience buffer (ready groups) are views of this.
+Owned by the plane; nothing outside `control` writes to it. It promises that a group is trained at most once, and that
+`started == trained + dropped_stale + failed + in flight`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+import msgspec
+
+from tailrace.control.fifo import Fifo
+from tailrace.protocol import Assignment, Request, TrainGroup, TrajectoryMeta
+from tailrace.types import GroupId, Prompt, ReplicaId, TrajectoryId, Version
+
+NOWHERE: ReplicaId = -1
+NONE: Version = -1
+
+
+class Sample(msgspec.Struct, gc=False):
+    """One sample of a group."""
+
+    id: TrajectoryId
+    group: GroupId
+    state: Literal["waiting", "running", "done", "failed"] = "waiting"
+    replica: ReplicaId = NOWHERE
+    epoch: int = 0  # grows with every assignment: what older assignments still send is ignored
+    failures: int = 0
+    tokens: int = 0  # of the prefix in the vault, or in all
+    oldest: Version = NONE  # of its tokens; NONE: nothing of it exists
+    newest: Version = NONE
+
+
+class Group(msgspec.Struct, gc=False):
+    """The samples of one prompt, from opening to training."""
+
+    id: GroupId
+    prompt: Prompt
+    samples: list[TrajectoryId]
+    unfinished: int
+    opened_at: float
+    state: Literal["open", "ready", "training"] = "open"
+    oldest: Version = NONE
+
+
+class Tally(msgspec.Struct, gc=False):
+    """How many groups have come to which end."""
+
+    started: int = 0
+    trained: int = 0
+    dropped_stale: int = 0
+    failed: int = 0
+
+    @property
+    def ended(self) -> int:
+        return self.trained + self.dropped_stale + self.failed
+
+
+class Ledger(msgspec.Struct):
+    pool: Fifo[Prompt] = msgspec.field(default_factory=Fifo[Prompt])
+    received: int = 0  # prompts that ever came from the source
+    groups: dict[GroupId, Group] = {}
+    samples: dict[TrajectoryId, Sample] = {}
+    waiting: dict[TrajectoryId, None] = {}  # samples without a replica, in the order in which they lost or lack it
+    ready: dict[GroupId, None] = {}  # the experience buffer, in the order of completion
+    open_by_oldest: dict[Version, dict[GroupId, None]] = {}  # open groups whose oldest token is of that version
+    by_opening: Fifo[GroupId] = msgspec.field(default_factory=Fifo[GroupId])
+    tally: Tally = msgspec.field(default_factory=Tally)
+    open_groups: int = 0
+    finished_samples: int = 0
+    finished_tokens: int = 0  # prompts included
+    next_group: GroupId = 0
+    next_sample: TrajectoryId = 0
+
+    # ------------------------------------------------------------------------------------------------- opening
+
+    def add_prompts(self, prompts: Iterable[Prompt]) -> None:
+        for prompt in prompts:
+            self.pool.push(prompt)
+            self.received += 1
+
+    def open_group(self, now: float, size: int) -> Group:
+        """Take the next prompt and make its samples; they wait for a replica."""
+        first = self.next_sample
+        ids = list(range(first, first + size))
+        group = Group(self.next_group, self.pool.pop(), ids, size, now)
+        self.next_group += 1
+        self.next_sample += size
+        self.groups[group.id] = group
+        for id in ids:
+            self.samples[id] = Sample(id, group.id)
+            self.waiting[id] = None
+        self.by_opening.push(group.id)
+        self.tally.started += 1
+        self.open_groups += 1
+        return group
+
+    # ----------------------------------------------------------------------------------------------- assignment
+
+    def assign(self, id: TrajectoryId, replica: ReplicaId, version: Version) -> Request:
+        """Give a waiting sample to a replica that generates under `version`."""
+        sample = self.samples[id]
+        del self.waiting[id]
+        sample.state = "running"
+        sample.replica = replica
+        sample.epoch += 1
+        resume = sample.oldest != NONE
+        if not resume:
+            sample.oldest = version
+        sample.newest = version
+        group = self.groups[sample.group]
+        self._note_oldest(group, sample.oldest)
+        prompt = group.prompt
+        return Request(id, sample.epoch, group.id, prompt.id, prompt.tokens, resume)
+
+    def _note_oldest(self, group: Group, version: Version) -> None:
+        """Keep the index of open groups by their oldest version: staleness bounds are read off it."""
+        if group.oldest != NONE and group.oldest <= version:
+            return
+        self._unindex(group)
+        group.oldest = version
+        self.open_by_oldest.setdefault(version, {})[group.id] = None
+
+    def _unindex(self, group: Group) -> None:
+        if group.oldest == NONE:
+            return
+        same = self.open_by_oldest[group.oldest]
+        same.pop(group.id, None)
+        if not same:
+            del self.open_by_oldest[group.oldest]
+
+    def current(self, id: TrajectoryId, epoch: int) -> Sample | None:
+        """The sample, if it is running under this very assignment; None for anything late or doubled."""
+        sample = self.samples.get(id)
+        if sample is None or sample.epoch != epoch or sample.state != "running":
+            return None
+        return sample
+
+    def unassign(self, sample: Sample) -> None:
+        """Its replica has it no longer: it waits for another, keeping the prefix that the vault has."""
+        sample.state = "waiting"
+        sample.replica = NOWHERE
+        self.waiting[sample.id] = None
+
+    def keep_prefix(self, sample: Sample, meta: TrajectoryMeta) -> None:
+        sample.tokens = meta.tokens
+        sample.oldest = meta.oldest
+        sample.newest = meta.newest
+
+    # ------------------------------------------------------------------------------------------------ completion
+
+    def finish(self, sample: Sample, meta: TrajectoryMeta) -> None:
+        self.keep_prefix(sample, meta)
+        self._end_sample(sample, "done")
+        self.finished_samples += 1
+        self.finished_tokens += meta.tokens + self.groups[sample.group].prompt.tokens
+
+    @property
+    def mean_tokens(self) -> float:
+        """Mean length of what has been finished so far; 0 while nothing has."""
+        return self.finished_tokens / self.finished_samples if self.finished_samples else 0.0
+
+    def fail(self, sample: Sample, attempts: int) -> None:
+        """Try again from the start, or give the sample up after its last attempt."""
+        sample.failures += 1
+        sample.tokens = 0
+        sample.oldest = sample.newest = NONE
+        if sample.failures < attempts:
+            self.unassign(sample)
+        else:
+            self._end_sample(sample, "failed")
+
+    def _end_sample(self, sample: Sample, state: Literal["done", "failed"]) -> None:
+        sample.state = state
+        sample.replica = NOWHERE
+        self.waiting.pop(sample.id, None)
+        self.groups[sample.group].unfinished -= 1
+
+    def survivors(self, group: Group) -> list[TrajectoryId]:
+        return [id for id in group.samples if self.samples[id].state == "done"]
+
+    def close(self, group: Group, min_survivors: int) -> bool:
+        """Move a group without unfinished samples to the buffer; False if too few survived: it has failed."""
+        survivors = self.survivors(group)
+        if len(survivors) < min_survivors:
+            return False
+        self._unindex(group)
+        group.oldest = min(self.samples[id].oldest for id in survivors)
+        group.state = "ready"
+        self.open_groups -= 1
+        self.ready[group.id] = None
+        return True
+
+    def cut_short(self, group: Group) -> list[Assignment]:
+        """End every unfinished sample of a group; returns the running ones, to be cancelled, as assignments."""
+        running: list[Assignment] = []
+        for id in group.samples:
+            sample = self.samples[id]
+            if sample.state == "running":
+                running.append(Assignment(id, sample.epoch))
+            if sample.state in ("running", "waiting"):
+                self._end_sample(sample, "failed")
+        return running
+
+    # ---------------------------------------------------------------------------------------------------- endings
+
+    def take(self, group: Group) -> TrainGroup:
+        """Hand a ready group to the trainer: from here it is never picked again."""
+        del self.ready[group.id]
+        group.state = "training"
+        return TrainGroup(group.id, tuple(self.survivors(group)))
+
+    def retire(self, group_id: GroupId) -> tuple[TrajectoryId, ...]:
+        """A group is trained: it leaves the account. Returns its trajectories, whose payloads can be freed later."""
+        assert self.groups[group_id].state == "training", group_id
+        self.tally.trained += 1
+        return self._remove(self.groups[group_id])
+
+    def drop_stale(self, group: Group) -> tuple[TrajectoryId, ...]:
+        """Too old to train on: the group is gone, its prompt goes back to the pool."""
+        self.tally.dropped_stale += 1
+        self.pool.push(group.prompt)
+        return self._remove(group)
+
+    def give_up(self, group: Group) -> tuple[TrajectoryId, ...]:
+        self.tally.failed += 1
+        return self._remove(group)
+
+    def _remove(self, group: Group) -> tuple[TrajectoryId, ...]:
+        if group.state == "open":
+            self._unindex(group)
+            self.open_groups -= 1
+        self.ready.pop(group.id, None)
+        for id in group.samples:
+            del self.samples[id]
+        del self.groups[group.id]
+        return tuple(group.samples)
+
+    def overdue(self, opened_before: float) -> list[Group]:
+        """Open groups that were opened before that moment; each is reported once."""
+        late: list[Group] = []
+        while len(self.by_opening):
+            group = self.groups.get(self.by_opening.first())
+            if group is not None and group.state == "open":
+                if group.opened_at > opened_before:
+                    break
+                late.append(group)
+            self.by_opening.pop()
+        return late

@@ -1,0 +1,129 @@
+"""The control plane: `handle(now, event) -> [Command]`, and nothing else gets in or out.
+
+It decides what starts where, who pulls which weights and when, what moves, what trains next, and what happens when
+something dies. It reads no clock, draws no random number and does no I/O: time is an argument, a timer is a command
+answered by an event, so the same events always give the same commands. Two drivers run it: `runtime` with real
+processes, `sim` in virtual time.
+
+An event is handled in two steps. Its handler brings the books up to date (`ledger`, `fleet`, `relays`, `training`) and
+leaves notes; then `_decide` starts, always in the same order, whatever has become possible.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from tailrace.config.tree import Config
+from tailrace.control import moves, replicas, rounds, steps, watch, weights, work
+from tailrace.control.invariants import check_all
+from tailrace.control.state import Desk, State
+from tailrace.protocol import (
+    Alive,
+    Checkpointed,
+    Command,
+    ControllerRestarted,
+    Event,
+    Finished,
+    Parked,
+    Progressed,
+    PromptsAdded,
+    PullFailed,
+    RelayJoined,
+    RelayLost,
+    ReplicaJoined,
+    ReplicaLost,
+    RunStarted,
+    SampleFailed,
+    TimerFired,
+    Trained,
+    TrainerJoined,
+    TrainerLost,
+    VersionStored,
+    WeightsLoaded,
+)
+
+
+def _prompts_added(desk: Desk, event: PromptsAdded) -> None:
+    if event.start == desk.ledger.received:
+        desk.state.fetching = False
+        desk.state.exhausted = event.last
+        desk.ledger.add_prompts(event.prompts)
+        desk.more_work = True
+
+
+HANDLERS: dict[type[Event], Callable[[Desk, Any], None]] = {
+    RunStarted: watch.run_started,
+    PromptsAdded: _prompts_added,
+    ReplicaJoined: replicas.joined,
+    ReplicaLost: replicas.lost,
+    Progressed: replicas.progressed,
+    Finished: replicas.finished,
+    SampleFailed: replicas.sample_failed,
+    WeightsLoaded: replicas.weights_loaded,
+    PullFailed: replicas.pull_failed,
+    Parked: moves.parked,
+    RelayJoined: weights.relay_joined,
+    RelayLost: weights.relay_lost,
+    VersionStored: weights.version_stored,
+    TrainerJoined: steps.joined,
+    TrainerLost: steps.lost,
+    Trained: steps.trained,
+    Checkpointed: steps.checkpointed,
+    Alive: watch.alive,
+    TimerFired: watch.timer_fired,
+    ControllerRestarted: watch.controller_restarted,
+}
+HEARTBEATS = (Progressed, Alive)  # they only inform
+
+
+class ControlPlane:
+    def __init__(self, config: Config, state: State | None = None) -> None:
+        self.config = config
+        self.state = state or State()
+        self._desk = Desk(config, self.state)
+
+    def handle(self, now: float, event: Event) -> list[Command]:
+        desk = self._desk
+        desk.clear(now)
+        if not self.state.stopped or type(event) is ControllerRestarted:  # its last order may not have been sent
+            HANDLERS[type(event)](desk, event)
+        if not self.state.stopped and type(event) not in HEARTBEATS:
+            self._decide(desk)
+        return desk.commands
+
+    def _decide(self, desk: Desk) -> None:
+        """The trainer first, then the weights it made, then work for the replicas, then moves between them."""
+        weights.publish(desk)
+        if self.state.stopped:
+            return
+        steps.train(desk)
+        work.fetch_prompts(desk)
+        if desk.traits.rounds:
+            rounds.advance(desk)
+        else:
+            self._give_work(desk)
+        if desk.repack_due and desk.repacks:
+            moves.consider(desk)
+
+    def _give_work(self, desk: Desk) -> None:
+        if desk.more_work:
+            if desk.ledger.waiting:
+                work.place_waiting(desk)
+            for id in desk.fleet.hungry:
+                desk.touch(desk.fleet.replicas[id])
+        for replica in desk.touched.values():
+            work.settle(desk, replica)
+
+    def snapshot(self) -> bytes:
+        return msgspec.msgpack.encode(self.state)
+
+    @classmethod
+    def restore(cls, config: Config, snapshot: bytes) -> ControlPlane:
+        return cls(config, msgspec.msgpack.decode(snapshot, type=State))
+
+    def check(self) -> None:
+        """Raise AssertionError if any conservation law or invariant is broken."""
+        check_all(self.config, self.state)

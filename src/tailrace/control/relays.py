@@ -1,0 +1,200 @@
+"""Who holds which version, along which routes versions travel, who is the master, and what may be freed.
+
+Relays form a chain, or a tree of a given fan-out, below the master, to which the trainer pushes. A relay forwards each
+chunk while it receives it, so a broadcast takes little longer than one transfer. Routes are standing orders: `Route`
+is sent only when a neighbour changes, which is a constant number of commands for any loss or arrival, and relays that
+have a version do not receive it again.
+
+Owned by the plane. The methods return the commands that their change asks for.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from tailrace.config.tree import Relay as RelayConfig
+from tailrace.control.ledger import NONE
+from tailrace.protocol import Command, Drop, Route
+from tailrace.types import RelayId, Version
+
+
+class Relay(msgspec.Struct):
+    id: RelayId
+    incarnation: int = 0
+    live: bool = False
+    last_seen: float = 0.0
+    versions: list[Version] = []  # ascending
+    place: int = NONE  # in `Relays.order`
+    readers: dict[Version, int] = {}  # pulls that are under way, from this or an earlier incarnation
+    restarts: int = 0
+    restart_at: float = 0.0
+    reason: str = ""
+
+    @property
+    def newest(self) -> Version:
+        return self.versions[-1] if self.versions else NONE
+
+
+class Relays(msgspec.Struct):
+    """`order` is the chain or, read as a heap, the tree; `order[0]` is the master. Empty places are None (chain only)."""
+
+    relays: dict[RelayId, Relay] = {}
+    order: list[RelayId] = []
+    after: dict[RelayId, RelayId] = {}  # chain: its successor
+    before: dict[RelayId, RelayId] = {}  # chain: its predecessor
+    holders: dict[Version, int] = {}  # how many live relays hold a version
+    live: int = 0
+    epoch: int = 0
+    master: RelayId = NONE
+    tail: RelayId = NONE
+    newest_everywhere: Version = NONE
+
+    # --------------------------------------------------------------------------------------------------- members
+
+    def join(
+        self, now: float, config: RelayConfig, id: RelayId, incarnation: int, versions: tuple[Version, ...]
+    ) -> list[Command]:
+        relay = self.relays.setdefault(id, Relay(id))
+        relay.incarnation = incarnation
+        relay.live = True
+        relay.last_seen = now
+        relay.versions = sorted(set(versions))
+        relay.reason = ""
+        self.live += 1
+        for version in relay.versions:
+            self.holders[version] = self.holders.get(version, 0) + 1
+        self._note_everywhere()
+        return self._attach(config, relay)
+
+    def current(self, id: RelayId, incarnation: int) -> Relay | None:
+        relay = self.relays.get(id)
+        return relay if relay is not None and relay.live and relay.incarnation == incarnation else None
+
+    def lose(self, config: RelayConfig, relay: Relay, reason: str) -> list[Command]:
+        relay.live = False
+        relay.reason = reason
+        self.live -= 1
+        for version in relay.versions:
+            self._forget_holder(version)
+        relay.versions = []
+        commands = self._splice(relay) if config.topology == "chain" else self._replace_in_tree(config, relay)
+        self._note_everywhere()
+        return commands
+
+    # ---------------------------------------------------------------------------------------------------- routes
+
+    def _attach(self, config: RelayConfig, relay: Relay) -> list[Command]:
+        """A new member goes to the end, where only one other relay has to know of it."""
+        if config.topology == "tree":
+            relay.place = len(self.order)
+            self.order.append(relay.id)
+            self.master = self.order[0]
+            changed = [relay.id] if relay.place == 0 else [self.order[(relay.place - 1) // config.fan_out], relay.id]
+            return self._tree_routes(config, changed)
+        previous, self.tail = self.tail, relay.id
+        if previous == NONE:
+            self.master = relay.id
+            return [self._route(relay, ())]
+        self.after[previous] = relay.id
+        self.before[relay.id] = previous
+        return [self._route(self.relays[previous], (relay.id,)), self._route(relay, ())]
+
+    def _splice(self, relay: Relay) -> list[Command]:
+        """Chain: its predecessor forwards to its successor from now on."""
+        previous, following = self.before.pop(relay.id, NONE), self.after.pop(relay.id, NONE)
+        if following != NONE:
+            self.before.pop(following)
+            if previous != NONE:
+                self.before[following] = previous
+        if previous != NONE:
+            self.after.pop(previous)
+            if following != NONE:
+                self.after[previous] = following
+        if self.master == relay.id:
+            self.master = following
+        if self.tail == relay.id:
+            self.tail = previous
+        if previous == NONE:
+            return []
+        return [self._route(self.relays[previous], () if following == NONE else (following,))]
+
+    def _replace_in_tree(self, config: RelayConfig, relay: Relay) -> list[Command]:
+        """Tree: the last leaf takes the free place, so that at most three relays learn something new."""
+        hole, relay.place = relay.place, NONE
+        last = self.order.pop()
+        changed = [self.order[(len(self.order) - 1) // config.fan_out]] if self.order else []
+        if last != relay.id:
+            self.order[hole] = last
+            self.relays[last].place = hole
+            changed += [last] if hole == 0 else [self.order[(hole - 1) // config.fan_out], last]
+        self.master = self.order[0] if self.order else NONE
+        return self._tree_routes(config, list(dict.fromkeys(changed)))
+
+    def _tree_routes(self, config: RelayConfig, changed: list[RelayId]) -> list[Command]:
+        return [self._route(self.relays[id], self._children(config, self.relays[id].place)) for id in changed]
+
+    def _children(self, config: RelayConfig, place: int) -> tuple[RelayId, ...]:
+        first = place * config.fan_out + 1
+        return tuple(self.order[first : first + config.fan_out])
+
+    def _route(self, relay: Relay, targets: tuple[RelayId, ...]) -> Command:
+        self.epoch += 1
+        return Route(relay.id, relay.incarnation, self.epoch, targets)
+
+    # -------------------------------------------------------------------------------------------------- versions
+
+    def stored(self, relay: Relay, version: Version) -> bool:
+        """Record that a relay holds a version; False if that was known."""
+        if version in relay.versions:
+            return False
+        relay.versions.append(version)
+        relay.versions.sort()
+        self.holders[version] = self.holders.get(version, 0) + 1
+        self._note_everywhere()
+        return True
+
+    def retire(self, config: RelayConfig, relay: Relay, version_bytes: float) -> list[Command]:
+        """Free the oldest versions beyond the quota; never the newest, never one that is being read."""
+        keep = config.keep_versions
+        if config.quota_gbytes:
+            keep = max(1, min(keep, int(config.quota_gbytes * 1e9 / max(version_bytes, 1.0))))
+        surplus = relay.versions[: max(0, len(relay.versions) - keep)]
+        freed = [version for version in surplus if not relay.readers.get(version)]
+        for version in freed:
+            relay.versions.remove(version)
+            self._forget_holder(version)
+        return [Drop(relay.id, relay.incarnation, version) for version in freed]
+
+    def source_for(self, host: RelayId, version: Version) -> Relay | None:
+        """Where a replica on `host` gets a version: from its own relay, or from the master while that one is gone."""
+        own = self.relays.get(host)
+        if own is not None and own.live:
+            return own if version in own.versions else None
+        master = self.relays.get(self.master)
+        return master if master is not None and version in master.versions else None
+
+    def newest_for(self, host: RelayId) -> Version:
+        own = self.relays.get(host)
+        if own is not None and own.live:
+            return own.newest
+        return self.relays[self.master].newest if self.master != NONE else NONE
+
+    def begin_read(self, relay: Relay, version: Version) -> None:
+        relay.readers[version] = relay.readers.get(version, 0) + 1
+
+    def end_read(self, id: RelayId, version: Version) -> None:
+        """A pull has ended, one way or the other."""
+        readers = self.relays[id].readers
+        readers[version] -= 1
+        if not readers[version]:
+            del readers[version]
+
+    def _forget_holder(self, version: Version) -> None:
+        self.holders[version] -= 1
+        if not self.holders[version]:
+            del self.holders[version]
+
+    def _note_everywhere(self) -> None:
+        complete = [version for version, count in self.holders.items() if count == self.live]
+        if complete:
+            self.newest_everywhere = max(self.newest_everywhere, max(complete))

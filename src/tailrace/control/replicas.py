@@ -1,0 +1,123 @@
+"""What replicas report, written into the books."""
+
+from __future__ import annotations
+
+from tailrace.control import groups, health, weights
+from tailrace.control.fleet import Replica
+from tailrace.control.ledger import Sample
+from tailrace.control.state import Desk
+from tailrace.protocol import (
+    Assignment,
+    Cancel,
+    Finished,
+    Progressed,
+    PullFailed,
+    ReplicaJoined,
+    ReplicaLost,
+    SampleFailed,
+    WeightsLoaded,
+)
+
+
+def joined(desk: Desk, event: ReplicaJoined) -> None:
+    known = desk.fleet.replicas.get(event.replica)
+    if known is not None and event.incarnation <= known.incarnation:
+        return
+    if known is not None:
+        weights.end_pull(desk, known)
+    replica = desk.fleet.join(desk.now, event)
+    _reconcile(desk, replica, event.held)
+    desk.touch(replica)
+    desk.more_work = True
+
+
+def _reconcile(desk: Desk, replica: Replica, held: tuple[Assignment, ...]) -> None:
+    """Compare what control believes a replica has with what it says it has; both sides forget the difference."""
+    ledger = desk.ledger
+    stray = [one for one in held if not _is_assigned(desk, replica, one)]
+    if stray:
+        desk.send(Cancel(replica.id, replica.incarnation, tuple(stray)))
+    kept = {one.trajectory for one in held} - {one.trajectory for one in stray}
+    missing = [id for id in replica.assigned if id not in kept]
+    for id in missing:
+        del replica.assigned[id]
+        ledger.unassign(ledger.samples[id])
+
+
+def _is_assigned(desk: Desk, replica: Replica, one: Assignment) -> bool:
+    sample = desk.ledger.current(one.trajectory, one.epoch)
+    return sample is not None and sample.replica == replica.id
+
+
+def lost(desk: Desk, event: ReplicaLost) -> None:
+    replica = desk.fleet.current(event.replica, event.incarnation)
+    if replica is not None:
+        lose(desk, replica, event.reason)
+
+
+def lose(desk: Desk, replica: Replica, reason: str) -> None:
+    """Its samples wait for another replica; it is started again after a pause."""
+    weights.end_pull(desk, replica)
+    for id in replica.assigned:
+        desk.ledger.unassign(desk.ledger.samples[id])
+    desk.fleet.lose(desk.now, replica, reason)
+    health.plan_restart(desk.config.health, desk.now, replica)
+    desk.more_work = True
+
+
+def progressed(desk: Desk, event: Progressed) -> None:
+    replica = desk.fleet.current(event.replica, event.incarnation)
+    if replica is not None:
+        replica.last_seen = desk.now
+        replica.kv_tokens = event.kv_tokens
+        replica.waiting = event.waiting
+        replica.pledged = 0
+
+
+def finished(desk: Desk, event: Finished) -> None:
+    sample = desk.ledger.current(event.meta.id, event.meta.epoch)
+    if sample is not None:
+        replica = _detach(desk, sample)
+        replica.restarts = 0
+        desk.ledger.finish(sample, event.meta)
+        groups.close_if_complete(desk, desk.ledger.groups[sample.group])
+
+
+def sample_failed(desk: Desk, event: SampleFailed) -> None:
+    sample = desk.ledger.current(event.trajectory, event.epoch)
+    if sample is not None:
+        _detach(desk, sample)
+        desk.ledger.fail(sample, desk.config.groups.attempts)
+        groups.close_if_complete(desk, desk.ledger.groups[sample.group])
+        desk.more_work = True
+
+
+def _detach(desk: Desk, sample: Sample) -> Replica:
+    replica = desk.fleet.replicas[sample.replica]
+    del replica.assigned[sample.id]
+    desk.touch(replica)
+    return replica
+
+
+def weights_loaded(desk: Desk, event: WeightsLoaded) -> None:
+    replica = _pulling(desk, event)
+    if replica is not None:
+        weights.end_pull(desk, replica)
+        replica.version = event.version
+        replica.last_seen = desk.now
+        desk.touch(replica)
+        desk.more_work = desk.more_work or bool(desk.ledger.waiting)
+
+
+def pull_failed(desk: Desk, event: PullFailed) -> None:
+    """A replica that cannot load what its relay holds is started afresh: its memory or its link is broken."""
+    replica = _pulling(desk, event)
+    if replica is not None:
+        lose(desk, replica, f"could not load version {event.version}: {event.reason}")
+
+
+def _pulling(desk: Desk, event: WeightsLoaded | PullFailed) -> Replica | None:
+    replica = desk.fleet.current(event.replica, event.incarnation)
+    if replica is None or replica.state != "pulling" or replica.target != event.version:
+        return None
+    return replica

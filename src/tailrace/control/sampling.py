@@ -1,0 +1,76 @@
+"""What may start, and what trains next.
+
+`admits` only saves work: it keeps the fleet from starting what could not be trained in time. `pick` is the one place
+that guarantees `max_staleness`: whatever happened before, no group older than the bound leaves it.
+
+Staleness is counted in versions, from the oldest token of a group to the version that trains on it, queue time
+included. Two policies keep the bound: `drop` throws away what came too late (and pools its prompt again); `wait`
+lets the trainer wait for what is due now, so nothing is thrown away.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from tailrace.config.tree import Config
+from tailrace.control.ledger import Group, Ledger
+from tailrace.types import Version
+
+
+class Picked(msgspec.Struct):
+    """`groups` to train on now (empty: not yet), and `stale` ones to drop."""
+
+    groups: list[Group]
+    stale: list[Group]
+
+
+def admits(config: Config, ledger: Ledger, taken: int, lag: int = 0) -> int:
+    """How many more groups may be open, ready or in the current step (`taken` of those), by the staleness bound.
+
+    `lag` says how many versions the weights that they would start under are behind the trainer's. What is certain to
+    come too late does not start; under `wait` neither does what would come too late in its turn.
+    """
+    schedule = config.schedule
+    ahead = schedule.max_staleness if schedule.steps_ahead is None else schedule.steps_ahead
+    if lag > schedule.max_staleness:
+        return 0
+    if schedule.staleness_policy == "wait":
+        ahead = min(ahead, schedule.max_staleness - lag)
+    limit = int((ahead + 1) * config.workload.prompts_per_step)
+    return limit - ledger.open_groups - len(ledger.ready) - taken
+
+
+def pick(config: Config, ledger: Ledger, version: Version, wanted: int, left_in_step: int) -> Picked:
+    """Choose `wanted` groups for a step on top of `version`; `left_in_step` counts the places that step still has."""
+    bound = version - config.schedule.max_staleness  # the oldest version that may still be trained on
+    if config.schedule.staleness_policy == "wait" and left_in_step - wanted < _due(ledger, bound):
+        return Picked([], [])  # open groups that would be too old for the next step keep their places in this one
+    ready = [ledger.groups[id] for id in ledger.ready]
+    fresh = [group for group in ready if group.oldest >= bound]
+    stale = [group for group in ready if group.oldest < bound]
+    if len(fresh) < wanted:
+        return Picked([], stale)
+    if config.schedule.staleness_policy == "wait":  # earliest deadline first, or the wait could come too late
+        fresh.sort(key=lambda group: group.oldest)
+    elif config.schedule.order == "freshest":
+        fresh.sort(key=lambda group: -group.oldest)
+    return Picked(fresh[:wanted], stale)
+
+
+def _due(ledger: Ledger, bound: Version) -> int:
+    """Open groups that only this step could still take."""
+    return sum(len(groups) for oldest, groups in ledger.open_by_oldest.items() if oldest <= bound)
+
+
+def doomed(config: Config, ledger: Ledger, version: Version) -> list[Group]:
+    """Open groups that no future step could take: finishing them would be wasted work."""
+    if config.schedule.staleness_policy == "wait":
+        return []
+    bound = version - config.schedule.max_staleness
+    late = [oldest for oldest in sorted(ledger.open_by_oldest) if oldest < bound]
+    return [ledger.groups[id] for oldest in late for id in ledger.open_by_oldest[oldest]]
+
+
+def part_sizes(groups: int, parts: int) -> list[int]:
+    """How many groups each mini-batch of a step gets: as even as possible."""
+    return [groups // parts + (1 if part < groups % parts else 0) for part in range(parts)]

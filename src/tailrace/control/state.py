@@ -1,0 +1,81 @@
+"""Everything the control plane knows (`State`), and the desk at which one event is handled (`Desk`)."""
+
+from __future__ import annotations
+
+import msgspec
+
+from tailrace.config.tree import Config
+from tailrace.control import sampling
+from tailrace.control.fleet import Fleet, Replica
+from tailrace.control.ledger import NONE, Ledger
+from tailrace.control.relays import Relays
+from tailrace.control.schedules import traits
+from tailrace.control.training import Training
+from tailrace.protocol import Command
+from tailrace.types import ReplicaId, Version
+
+
+class Round(msgspec.Struct):
+    """The fleet-wide round of the schedules that have a barrier. Round n makes the data of step n."""
+
+    number: int = 0
+    running: bool = False
+    to_open: int = 0  # groups of this round that are not open yet
+
+
+class State(msgspec.Struct):
+    """A snapshot is this, encoded."""
+
+    ledger: Ledger = msgspec.field(default_factory=Ledger)
+    fleet: Fleet = msgspec.field(default_factory=Fleet)
+    relays: Relays = msgspec.field(default_factory=Relays)
+    training: Training = msgspec.field(default_factory=Training)
+    round: Round = msgspec.field(default_factory=Round)
+    pulling: int = 0  # replicas that are loading weights
+    pushing: Version = NONE  # version on its way from the trainer to the master
+    fetching: bool = False
+    exhausted: bool = False  # the source has no more prompts
+    timers: dict[str, float] = {}  # when the next firing of each is due
+    stopped: str = ""  # why the run is over
+    repacks: int = 0
+    moved: int = 0
+
+
+class Desk:
+    """What the functions of this package share while they handle one event.
+
+    Handlers bring the books up to date and leave notes here; `plane.py` then decides, in one fixed order, what the notes
+    make possible. So no handler calls another one, and none has to know all the consequences of what it records.
+    """
+
+    def __init__(self, config: Config, state: State) -> None:
+        self.config = config
+        self.traits = traits(config)
+        self.part_sizes = sampling.part_sizes(config.workload.prompts_per_step, config.trainer.mini_batches)
+        self.ledger = state.ledger
+        self.fleet = state.fleet
+        self.relays = state.relays
+        self.training = state.training
+        self.state = state
+        self.clear(0.0)
+
+    def clear(self, now: float) -> None:
+        self.now = now
+        self.commands: list[Command] = []
+        self.touched: dict[ReplicaId, Replica] = {}  # may pull or take work now
+        self.more_work = False  # there may be work for replicas that found none before
+        self.repack_due = False
+
+    def send(self, command: Command) -> None:
+        self.commands.append(command)
+
+    def touch(self, replica: Replica) -> None:
+        self.touched[replica.id] = replica
+
+    def admits(self, lag: int = 0) -> int:
+        """How many more groups may be opened, under weights that are `lag` versions behind."""
+        return sampling.admits(self.config, self.ledger, self.training.taken, lag)
+
+    @property
+    def repacks(self) -> bool:
+        return self.config.schedule.kind == "trajectory" and self.config.repack.enabled

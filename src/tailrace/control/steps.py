@@ -1,0 +1,106 @@
+"""The trainer's side: which part it trains next, what it must repeat after a restart, and when a version is made."""
+
+from __future__ import annotations
+
+from tailrace.control import groups, health, sampling
+from tailrace.control.ledger import NONE
+from tailrace.control.state import Desk
+from tailrace.protocol import Checkpointed, Forget, Stop, Trained, TrainerJoined, TrainerLost
+
+
+def train(desk: Desk) -> None:
+    """Give the trainer its next part: one that it must repeat, or a newly picked one."""
+    training = desk.training
+    if not training.live or training.busy:
+        return
+    if training.repeating:
+        desk.send(training.repeat(len(desk.part_sizes)))
+        return
+    wanted = desk.part_sizes[training.part]
+    left = desk.config.workload.prompts_per_step - training.taken
+    if len(desk.ledger.ready) >= (wanted if desk.traits.streams else left):
+        _train_on_picked(desk, wanted, left)
+
+
+def _train_on_picked(desk: Desk, wanted: int, left: int) -> None:
+    ledger, training = desk.ledger, desk.training
+    picked = sampling.pick(desk.config, ledger, training.version, wanted, left)
+    for group in picked.stale:
+        groups.end(desk, group, ledger.drop_stale)
+    if picked.groups:
+        trajectories = [id for group in picked.groups for id in group.samples]
+        taken = tuple([ledger.take(group) for group in picked.groups])
+        desk.send(training.begin(taken, trajectories, len(desk.part_sizes)))
+
+
+def joined(desk: Desk, event: TrainerJoined) -> None:
+    training = desk.training
+    if event.incarnation <= training.incarnation:
+        return
+    if event.step < training.durable:
+        stop(desk, f"the trainer came back at step {event.step}; its checkpoint of step {training.durable} is gone")
+        return
+    if not _catch_up(desk, event):
+        stop(desk, f"the trainer came with step {event.step}, part {event.part}, which it was never told to train")
+    elif not desk.state.stopped:
+        training.join(desk.now, event.incarnation, event.step, event.part)
+        desk.state.pushing = NONE
+
+
+def _catch_up(desk: Desk, event: TrainerJoined) -> bool:
+    """Record the parts that are in its weights though the report was lost; False if it has more than was ordered."""
+    training = desk.training
+    while (training.step, training.part) < (event.step, event.part) and training.repeating:
+        _part_trained(desk)
+    return (training.step, training.part) >= (event.step, event.part) and event.part < len(desk.part_sizes)
+
+
+def lost(desk: Desk, event: TrainerLost) -> None:
+    if desk.training.live and event.incarnation == desk.training.incarnation:
+        lose(desk, event.reason)
+
+
+def lose(desk: Desk, reason: str) -> None:
+    desk.training.live = desk.training.busy = False
+    desk.training.reason = reason
+    health.plan_restart(desk.config.health, desk.now, desk.training)
+
+
+def trained(desk: Desk, event: Trained) -> None:
+    training = desk.training
+    now_at = (training.incarnation, training.step, training.part)
+    if not training.busy or (event.incarnation, event.step, event.part) != now_at:
+        return
+    training.last_seen = desk.now
+    training.restarts = 0
+    _part_trained(desk)
+
+
+def _part_trained(desk: Desk) -> None:
+    training = desk.training
+    for one in training.past[training.step].parts[training.part]:
+        if one.group in desk.ledger.groups:  # not there if this part is a repetition
+            desk.ledger.retire(one.group)
+    if training.advance(len(desk.part_sizes)):
+        _version_made(desk)
+
+
+def _version_made(desk: Desk) -> None:
+    if desk.training.version >= desk.config.run.steps:
+        stop(desk, "all steps are done")
+        return
+    groups.drop_doomed(desk)
+    desk.more_work = True
+    desk.repack_due = True
+
+
+def checkpointed(desk: Desk, event: Checkpointed) -> None:
+    if event.incarnation == desk.training.incarnation:
+        freed = desk.training.checkpointed(min(event.step, desk.training.step))  # it may overtake `Trained`
+        if freed:
+            desk.send(Forget(tuple(freed)))
+
+
+def stop(desk: Desk, reason: str) -> None:
+    desk.state.stopped = reason
+    desk.send(Stop(reason))

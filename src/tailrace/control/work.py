@@ -1,0 +1,115 @@
+"""Who gets which samples: new groups as far as admission goes, and first of all the samples that lost their replica."""
+
+from __future__ import annotations
+
+from itertools import islice
+from math import ceil
+
+from tailrace.control import weights
+from tailrace.control.fleet import Replica, roomiest
+from tailrace.control.ledger import NONE
+from tailrace.control.state import Desk
+from tailrace.protocol import FetchPrompts, Generate
+from tailrace.types import ReplicaId, TrajectoryId, Version
+
+
+def settle(desk: Desk, replica: Replica) -> None:
+    """A replica may have come to a point where it pulls, or takes new work."""
+    if replica.state != "ready" or (replica.assigned and not desk.traits.interrupts):
+        return
+    version = weights.wanted(desk, replica)
+    if version > replica.version and weights.pull(desk, replica, version):
+        return
+    if replica.version != NONE:
+        _feed(desk, replica)
+
+
+def _feed(desk: Desk, replica: Replica) -> None:
+    """Give a replica what it has room for: first what waits, then new groups."""
+    room = quota(desk) - len(replica.assigned)
+    given = list(islice(desk.ledger.waiting, max(room, 0)))
+    given += _open_groups(desk, room - len(given), desk.training.version - replica.version)
+    left = room - len(given)
+    if left > 0 and (2 * left >= desk.config.workload.group_size or not (given or replica.assigned)):
+        desk.fleet.hungry[replica.id] = None
+    else:
+        desk.fleet.hungry.pop(replica.id, None)
+    if given:
+        replica.batch = len(given) + len(replica.assigned)
+        generate(desk, replica, given)
+
+
+def _open_groups(desk: Desk, room: int, lag: int) -> list[TrajectoryId]:
+    """Samples of new groups for about `room` places. A group is split only where a replica cannot take a whole one."""
+    size = desk.config.workload.group_size
+    if room <= 0 or 2 * room < min(size, quota(desk)):
+        return []
+    wanted = max(1, round(room / size)) if room >= size // 2 else 1
+    count = min(wanted, desk.admits(lag), len(desk.ledger.pool))
+    samples = [id for _ in range(count) for id in desk.ledger.open_group(desk.now, size).samples]
+    return samples if quota(desk) >= size else samples[:room]
+
+
+def quota(desk: Desk) -> int:
+    """Samples that one replica should have in hand: its share of a step, or as many as keep its KV cache full.
+
+    A batch drains while it is generated, so the cache stays full only if some samples have to wait at first. A schedule
+    that interrupts pays for everything in flight at every update: there the share is enough.
+    """
+    workload, live = desk.config.workload, max(1, desk.fleet.live)
+    if desk.config.schedule.max_inflight:
+        return max(1, ceil(desk.config.schedule.max_inflight / live))
+    share = max(1, ceil(workload.trajectories_per_step / live))
+    return (
+        share
+        if desk.traits.interrupts
+        else max(share, int(desk.config.schedule.kv_fill * desk.fleet.fits(desk.ledger.mean_tokens)))
+    )
+
+
+def place_waiting(desk: Desk) -> None:
+    """Samples that lost their replica go on, if possible, on one that has the same version; others wait to be fed."""
+    by_version: dict[Version, list[TrajectoryId]] = {}
+    for id in desk.ledger.waiting:
+        if desk.ledger.samples[id].newest != NONE:
+            by_version.setdefault(desk.ledger.samples[id].newest, []).append(id)
+    for version, ids in by_version.items():
+        place(desk, ids, peers(desk, version))
+
+
+def peers(desk: Desk, version: Version) -> list[Replica]:
+    """Replicas that are generating under a version, or could."""
+    return [r for r in desk.fleet.ready() if r.version == version and (r.assigned or desk.traits.interrupts)]
+
+
+def place(desk: Desk, ids: list[TrajectoryId], candidates: list[Replica]) -> None:
+    """Each sample to the replica with most KV room; what fits nowhere goes on waiting."""
+    chosen = roomiest(candidates, [kv_size(desk, id) for id in ids], desk.config.repack.kv_threshold)
+    by_replica: dict[ReplicaId, list[TrajectoryId]] = {}
+    for id, replica in zip(ids, chosen, strict=True):
+        if replica is not None:
+            by_replica.setdefault(replica, []).append(id)
+    for replica, given in by_replica.items():
+        generate(desk, desk.fleet.replicas[replica], given)
+
+
+def generate(desk: Desk, replica: Replica, ids: list[TrajectoryId]) -> None:
+    ledger, assigned = desk.ledger, replica.assigned
+    requests = tuple([ledger.assign(id, replica.id, replica.version) for id in ids])
+    for id in ids:
+        assigned[id] = None
+    replica.pledged += sum([kv_size(desk, id) for id in ids])
+    desk.send(Generate(replica.id, replica.incarnation, requests))
+
+
+def kv_size(desk: Desk, id: TrajectoryId) -> int:
+    sample = desk.ledger.samples[id]
+    return sample.tokens + desk.ledger.groups[sample.group].prompt.tokens
+
+
+def fetch_prompts(desk: Desk) -> None:
+    """Keep at least a step's worth of prompts at hand."""
+    wanted = desk.config.workload.prompts_per_step
+    if not desk.state.fetching and not desk.state.exhausted and len(desk.ledger.pool) < wanted:
+        desk.state.fetching = True
+        desk.send(FetchPrompts(desk.ledger.received, 2 * wanted))

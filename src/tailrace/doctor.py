@@ -1,0 +1,213 @@
+"""`tailrace doctor`: what this machine has, and what these settings would make of the fleet they describe.
+
+Nothing is started and nothing is written. Settings that cannot work raise ConfigError, as everywhere.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from tailrace import __version__
+from tailrace.config import Config, ConfigError, load, with_values
+from tailrace.config.tree import SCHEDULES
+
+PACKAGES = (
+    ("matplotlib", "--plot can write .png", "--plot can write .html only; install tailrace[plot] for .png"),
+    ("torch", "there for training", "simulating and planning do not need it"),
+    ("transformers", "there for loading models", "model.preset and model.hf_config work without it"),
+    ("ray", "there for clusters", "not needed on one machine"),
+    ("vllm", "there as an engine", "not needed to simulate"),
+)
+Section = tuple[str, list[tuple[str, str]]]
+
+
+def examine(files: Sequence[str], settings: Sequence[str]) -> str:
+    """The whole report. With files or settings, also what they mean."""
+    config = load(files, settings) if files or settings else None
+    sections: list[Section] = list(_fleet(config)) if config else []
+    return "\n\n".join(_rendered(section) for section in [_machine(), *sections])
+
+
+def _rendered(section: Section) -> str:
+    title, facts = section
+    width = max(len(name) for name, _ in facts)
+    return "\n".join([title, *[f"  {name:<{width}}  {text}" for name, text in facts]])
+
+
+# ------------------------------------------------------------------------------------------------------ this machine
+
+
+def _machine() -> Section:
+    facts = [
+        ("tailrace", __version__),
+        ("Python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
+        ("cores", _cores()),
+        ("memory", _memory()),
+        ("disk", f"{shutil.disk_usage('.').free / 1e9:,.0f} GB free here"),
+        ("GPUs", _gpus()),
+    ]
+    return "this machine", facts + [(name, _package(name, there, missing)) for name, there, missing in PACKAGES]
+
+
+def _cores() -> str:
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return f"{usable}, of which simulations use up to two" if usable > 1 else "1"
+
+
+def _memory() -> str:
+    try:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
+    except (ValueError, OSError):
+        return "unknown"
+    limit = _container_limit() / 1e9
+    return f"{total:,.0f} GB" + (f", {limit:,.0f} GB in this container" if 0 < limit < total else "")
+
+
+def _container_limit() -> float:
+    try:
+        return float(Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii"))
+    except (OSError, ValueError):  # none, or "max"
+        return 0.0
+
+
+def _gpus() -> str:
+    query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return "none found (no nvidia-smi); simulating and planning need none"
+    cards = [line.strip() for line in answer.splitlines() if line.strip()]
+    kinds = dict.fromkeys(cards)
+    return "; ".join(f"{cards.count(kind)} x {kind}" for kind in kinds) or "none found; simulating needs none"
+
+
+def _package(name: str, there: str, missing: str) -> str:
+    return f"installed: {there}" if find_spec(name) else f"not installed: {missing}"
+
+
+# --------------------------------------------------------------------------------------------------------- the fleet
+
+
+def _fleet(config: Config) -> Iterator[Section]:
+    from tailrace.sim.costs import check_fit
+
+    check_fit(config)
+    yield "these settings", _settings_facts(config)
+    yield "generation", _generation_facts(config)
+    yield "training", _training_facts(config)
+    yield "weights", _weights_facts(config)
+    yield "schedules", [(kind, _verdict(config, kind)) for kind in SCHEDULES]
+    warnings = list(_warnings(config))
+    if warnings:
+        yield "worth a look", [("-", text) for text in warnings]
+
+
+def _settings_facts(config: Config) -> list[tuple[str, str]]:
+    model, cluster = config.model, config.cluster
+    active = f", {model.active / 1e9:.3g}B active" if model.active < model.parameters else ""
+    shape = f"{model.parameters / 1e9:.3g}B parameters{active}, {model.weight_bytes / 1e9:,.1f} GB of weights"
+    split = (
+        f"all {cluster.gpus:,} in turn"
+        if config.colocated
+        else f"{config.trainer_gpus:,} train, {config.rollout_gpus:,} generate"
+    )
+    ways = config.split.tensor_parallel
+    idle = config.rollout_gpus - config.replicas * ways
+    return [
+        ("model", f"{model.preset or 'own figures'}: {shape}, {model.kv_bytes_per_token / 1e3:,.0f} kB of KV a token"),
+        ("cluster", f"{cluster.gpus:,} x {cluster.gpu}, {cluster.gpus_per_host} a host: {split}"),
+        ("replicas", f"{config.replicas:,} of {_gpus_each(ways)}" + (f", {idle} GPUs left over" if idle else "")),
+    ]
+
+
+def _gpus_each(ways: int) -> str:
+    return f"{ways} GPU{'s' if ways > 1 else ''} each"
+
+
+def _generation_facts(config: Config) -> list[tuple[str, str]]:
+    from tailrace.sim.costs import Costs
+    from tailrace.sim.lengths import LengthLaw
+
+    costs, workload = Costs(config), config.workload
+    cap, law = workload.max_completion_tokens, LengthLaw(workload, config.run.seed)
+    typical, longest = workload.prompt_tokens + law.mean, workload.prompt_tokens + cap
+    per_replica = workload.trajectories_per_step / config.replicas
+    room = f"{costs.kv_capacity:,} tokens: {costs.kv_capacity // typical:,.0f} typical"
+    step_ms = 1e3 * (costs.decode_base(1) + costs.decode_per_kv_token * typical)
+    return [
+        ("completions", f"mean {law.mean:,.0f}, median {law.median:,.0f}, p99 {law.p99:,.0f} tokens, cut at {cap:,}"),
+        ("KV of a replica", f"{room} or {costs.kv_capacity // longest:,} longest sequences"),
+        ("work of a step", f"{workload.trajectories_per_step:,} trajectories, {per_replica:,.1f} a replica"),
+        ("roofline batch", f"{costs.roofline:,} sequences; up to there a decode step is bound by reading the weights"),
+        ("decode step", f"{step_ms:.1f} ms for one sequence: the longest takes {step_ms / 1e3 * cap:,.0f} s at least"),
+    ]
+
+
+def _training_facts(config: Config) -> list[tuple[str, str]]:
+    from tailrace.sim.costs import TRAINING_BYTES, Costs
+
+    costs = Costs(config)
+    per_gpu = TRAINING_BYTES * config.model.parameters / config.trainer_gpus
+    of, parts = costs.trainer_gpu.memory_bytes, config.trainer.mini_batches
+    return [
+        ("memory", f"{per_gpu / 1e9:,.1f} of {of / 1e9:,.0f} GB a GPU for weights, gradients and optimiser"),
+        ("a step", f"{parts} parts of {config.workload.prompts_per_step / parts:,.4g} groups"),
+    ]
+
+
+def _weights_facts(config: Config) -> list[tuple[str, str]]:
+    from tailrace.sim.costs import Costs
+
+    costs = Costs(config)
+    hosts = -(-config.replicas // config.replicas_per_host)
+    return [
+        ("push", f"{_seconds(costs.push())}: trainer to master relay, the trainer's only stall"),
+        (
+            "broadcast",
+            f"{_seconds(costs.broadcast(hosts))}: to the relays of {hosts:,} hosts, while everybody works",
+        ),
+        ("pull", f"{_seconds(costs.pull(remote=False))}: relay to replica, when it suits the replica"),
+    ]
+
+
+def _seconds(value: float) -> str:
+    return f"{value:,.1f} s" if value >= 1 else f"{1e3 * value:,.0f} ms"
+
+
+def _verdict(config: Config, kind: str) -> str:
+    from tailrace.sim.costs import check_fit
+
+    try:
+        check_fit(with_values(config, {"schedule.kind": kind}))
+    except ConfigError as error:
+        return f"cannot run: {error}"
+    return "can run" + (", as these settings say" if kind == config.schedule.kind else "")
+
+
+def _warnings(config: Config) -> Iterator[str]:
+    from tailrace.sim.costs import Costs
+    from tailrace.sim.lengths import LengthLaw
+
+    costs, workload = Costs(config), config.workload
+    law = LengthLaw(workload, config.run.seed)
+    group = workload.prompt_tokens + workload.group_size * law.mean
+    longest = workload.prompt_tokens + workload.max_completion_tokens
+    if group > costs.kv_capacity:
+        yield f"a typical group ({group:,.0f} tokens) is larger than the KV of a replica: its samples will take turns"
+    elif costs.kv_capacity < 4 * longest:
+        few = costs.kv_capacity // longest
+        yield f"a replica holds only {few} of the longest sequences: raise split.tensor_parallel"
+    if config.replicas < 2 and config.schedule.kind == "trajectory":
+        yield "there is one replica only: repack has nowhere to move anything"
+    if workload.trajectories_per_step < config.replicas:
+        yield f"a step has fewer trajectories than there are replicas ({config.replicas:,}): some stay idle"
+    if law.p99 >= workload.max_completion_tokens and workload.lengths.law != "fixed":
+        yield "more than 1 % of completions are cut at workload.max_completion_tokens"
+    if config.rollout_gpus % config.split.tensor_parallel:
+        yield "the GPUs that generate are no multiple of split.tensor_parallel: the rest stays unused"

@@ -1,0 +1,143 @@
+"""A plan as text to read and paste, and as an object for programs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from tailrace.config import Config
+from tailrace.config.fields import UNSET, fields, leaf, read
+from tailrace.planner.search import Candidate, Plan
+from tailrace.sim.measure import Result
+
+COLUMNS = ("", "tokens/s", "step s", "trainer idle", "rollout idle", "staleness", "$ per M tokens")
+
+
+def render_plan(plan: Plan) -> str:
+    """Verdict, fragment, table, reasons and alternatives, as plain text."""
+    parts = [_verdict(plan), _recommendation(plan), _table(list(_rows(plan))), _why(plan)]
+    if plan.alternatives:
+        parts.append("Next best:\n" + _table([_row(describe(each.config), each.result) for each in plan.alternatives]))
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def fragment(asked: Config, best: Config) -> str:
+    """The settings of `best` that differ from `asked`, as TOML: to be loaded after the user's file."""
+    tables: dict[str, list[str]] = {}
+    for key, value in differences(asked, best).items():
+        tables.setdefault(key.rpartition(".")[0], []).append(f"{leaf(key)} = {_literal(value)}")
+    return "\n\n".join("\n".join((f"[{section}]", *lines)) for section, lines in tables.items())
+
+
+def _literal(value: Any) -> str:
+    """Searched settings are words, truth values and numbers, which TOML and JSON write alike."""
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else json.dumps(value)
+
+
+def differences(asked: Config, best: Config) -> dict[str, Any]:
+    changed = [key for key in fields() if read(asked, key) != read(best, key)]
+    return {key: UNSET if (value := read(best, key)) is None else value for key in changed}
+
+
+def plan_json(plan: Plan) -> dict[str, Any]:
+    """The plan for programs: plain values only."""
+    return {
+        "best": _entry(plan, Candidate(plan.best, plan.result)),
+        "baseline": _entry(plan, plan.baseline),
+        "own": _entry(plan, plan.own) if plan.own else None,
+        "alternatives": [_entry(plan, each) for each in plan.alternatives],
+        "gain": plan.gain,
+        "async_helps": plan.async_helps,
+        "theta_star": plan.theta_star,
+        "theory": msgspec.to_builtins(plan.theory),
+        "fragment": fragment(plan.asked, plan.best),
+        "reasons": list(plan.reasons),
+        "simulations": plan.simulations,
+    }
+
+
+def _entry(plan: Plan, candidate: Candidate) -> dict[str, Any]:
+    return {
+        "changes": differences(plan.asked, candidate.config),
+        "result": msgspec.to_builtins(candidate.result),
+        "trainer_gpus": candidate.config.trainer_gpus,
+        "rollout_gpus": candidate.config.rollout_gpus,
+    }
+
+
+def describe(config: Config) -> str:
+    """A config in a few words: "trajectory, 24 + 40 GPUs, TP 1, staleness 2"."""
+    shared = f"{config.cluster.gpus} GPUs shared"
+    gpus = shared if config.colocated else f"{config.trainer_gpus} + {config.rollout_gpus} GPUs"
+    words = [config.schedule.kind, gpus, f"TP {config.split.tensor_parallel}"]
+    if config.schedule.kind not in ("sync", "one_step"):
+        words.append(f"staleness {config.schedule.max_staleness}")
+    if config.schedule.max_inflight:
+        words.append(f"{config.schedule.max_inflight} in flight")
+    return ", ".join(words)
+
+
+def _verdict(plan: Plan) -> str:
+    if plan.async_helps:
+        return f"{_capital(describe(plan.best))}: {plan.gain:.2f} times the throughput of synchronous training."
+    margin = f"the best of it gives {plan.gain:.2f} times synchronous training" if plan.alternatives else "none can run"
+    return f"Asynchrony will not help here: {margin}. Train synchronously ({describe(plan.best)})."
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def _recommendation(plan: Plan) -> str:
+    text = fragment(plan.asked, plan.best)
+    return f"Paste into your config:\n\n{text}" if text else "Your config has the best settings already."
+
+
+def _rows(plan: Plan) -> Iterator[tuple[str, ...]]:
+    yield _row("plan", plan.result)
+    if plan.async_helps:
+        yield _row("sync", plan.baseline.result)
+    if plan.own:
+        yield _row("yours", plan.own.result)
+
+
+def _row(name: str, result: Result) -> tuple[str, ...]:
+    return (
+        name,
+        f"{result.tokens_per_s:,.0f}",
+        f"{result.step_s:.1f}",
+        f"{result.trainer_idle:.0%}",
+        f"{result.rollout_idle:.0%}",
+        f"{result.staleness.mean:.1f} / {result.staleness.max}",
+        f"{result.dollars_per_million_tokens:.3f}",
+    )
+
+
+def _table(rows: list[tuple[str, ...]]) -> str:
+    lines = [COLUMNS, *rows]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(COLUMNS))]
+    return "\n".join(_aligned(line, widths) for line in lines)
+
+
+def _aligned(line: tuple[str, ...], widths: list[int]) -> str:
+    first, *others = widths
+    return "  ".join((line[0].ljust(first), *(cell.rjust(width) for cell, width in zip(line[1:], others, strict=True))))
+
+
+def _why(plan: Plan) -> str:
+    notes = [*plan.reasons, *_theory_note(plan)]
+    if plan.own is None:
+        notes.append("Your config as it is does not fit its GPUs, so there is no row for it.")
+    return "Why:\n" + "\n".join(f"- {note}" for note in notes)
+
+
+def _theory_note(plan: Plan) -> Iterator[str]:
+    if plan.theory and plan.async_helps:
+        chosen = plan.best.trainer_gpus / plan.best.cluster.gpus
+        yield (
+            f"Theory balances at {plan.theta_star:.0%} of the GPUs for the trainer (theta*); the simulated best has "
+            f"{chosen:.0%}."
+        )

@@ -1,0 +1,364 @@
+"""The words between control and everybody else: events (facts, past tense) and commands (imperatives).
+
+An event reports what happened to a part; a command asks a part for something, and every command that takes time is
+answered by exactly one event. Both are tagged structs: the wire, the journal and the tests share this one form.
+
+Late messages are harmless because everything carries the number that was current when it was sent: a replica, relay
+or trainer has an `incarnation` that grows with every start, and every assignment of a sample has an `epoch`. Control
+ignores what does not match.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from tailrace.types import GroupId, HostId, Prompt, PromptId, RelayId, ReplicaId, Struct, TrajectoryId, Version
+
+Part = Literal["replica", "relay", "trainer"]
+TRAINER = 0  # the trainer is one part, whatever its number of ranks
+
+
+class Assignment(Struct):
+    """A sample, as given to a replica for the `epoch`-th time."""
+
+    trajectory: TrajectoryId
+    epoch: int
+
+
+class TrajectoryMeta(Struct):
+    """All that control ever sees of a trajectory: ids, counts and versions, never its tokens."""
+
+    id: TrajectoryId
+    epoch: int
+    tokens: int  # sampled or inserted after the prompt
+    oldest: Version
+    newest: Version
+    finish: str = ""
+    reward: float | None = None
+
+
+class Request(Struct):
+    """One sample to generate. `resume`: go on from what the vault holds of it."""
+
+    trajectory: TrajectoryId
+    epoch: int
+    group: GroupId
+    prompt: PromptId
+    prompt_tokens: int
+    resume: bool = False
+
+
+class TrainGroup(Struct):
+    """A group as the trainer gets it: the samples that made it."""
+
+    group: GroupId
+    trajectories: tuple[TrajectoryId, ...]
+
+
+# ---------------------------------------------------------------------------------------------------------- events
+
+
+class Event(Struct, tag_field="kind", tag=True):
+    """Something that happened. Subclasses say what."""
+
+
+class RunStarted(Event):
+    """The first event of a run: so many replicas and relays are to be started."""
+
+    replicas: int
+    relays: int
+
+
+class PromptsAdded(Event):
+    """Answer to `FetchPrompts`: the prompts from place `start` of the source on; `last` when it has no more."""
+
+    start: int
+    prompts: tuple[Prompt, ...]
+    last: bool = False
+
+
+class ReplicaJoined(Event):
+    """A replica is there, for the first time or again. `held`: the work it still has, if it outlived the controller."""
+
+    replica: ReplicaId
+    incarnation: int
+    host: HostId
+    version: Version
+    kv_capacity: int  # tokens
+    roofline: int  # largest batch whose decode step is still flat
+    held: tuple[Assignment, ...] = ()
+
+
+class ReplicaLost(Event):
+    """Its process ended or its connection broke."""
+
+    replica: ReplicaId
+    incarnation: int
+    reason: str
+
+
+class Progressed(Event):
+    """A replica's heartbeat, with its load."""
+
+    replica: ReplicaId
+    incarnation: int
+    kv_tokens: int
+    running: int
+    waiting: int
+
+
+class Finished(Event):
+    """A sample is generated and scored; its payload is in the vault."""
+
+    replica: ReplicaId
+    meta: TrajectoryMeta
+
+
+class SampleFailed(Event):
+    """The environment or the reward of a sample raised, hung or answered nonsense."""
+
+    replica: ReplicaId
+    trajectory: TrajectoryId
+    epoch: int
+    reason: str
+
+
+class Parked(Event):
+    """Answer to `Release`: the replica has stopped these; their prefixes are in the vault."""
+
+    replica: ReplicaId
+    incarnation: int
+    samples: tuple[TrajectoryMeta, ...]
+
+
+class WeightsLoaded(Event):
+    """Answer to `LoadWeights`."""
+
+    replica: ReplicaId
+    incarnation: int
+    version: Version
+
+
+class PullFailed(Event):
+    """The other answer to `LoadWeights`."""
+
+    replica: ReplicaId
+    incarnation: int
+    version: Version
+    reason: str
+
+
+class RelayJoined(Event):
+    """A relay is there, holding `versions`."""
+
+    relay: RelayId
+    incarnation: int
+    versions: tuple[Version, ...] = ()
+
+
+class RelayLost(Event):
+    relay: RelayId
+    incarnation: int
+    reason: str
+
+
+class VersionStored(Event):
+    """A relay holds all of a version, checked and sealed. From the master it also answers `Publish`."""
+
+    relay: RelayId
+    incarnation: int
+    version: Version
+
+
+class TrainerJoined(Event):
+    """The trainer is there, with the weights after `step` steps and `part` parts of the next."""
+
+    incarnation: int
+    step: int
+    part: int = 0
+
+
+class TrainerLost(Event):
+    incarnation: int
+    reason: str
+
+
+class Trained(Event):
+    """Answer to `Train`: this part of this step is in the weights."""
+
+    incarnation: int
+    step: int
+    part: int
+
+
+class Checkpointed(Event):
+    """The weights after `step` steps are on disk: what they were trained on need not be kept for a repetition."""
+
+    incarnation: int
+    step: int
+
+
+class Alive(Event):
+    """Heartbeat of a relay or of the trainer."""
+
+    part: Part
+    id: int
+    incarnation: int
+
+
+class TimerFired(Event):
+    """Answer to `SetTimer`."""
+
+    timer: str
+
+
+class ControllerRestarted(Event):
+    """Control was restored from snapshot and journal: silence until now says nothing about the others."""
+
+
+AnyEvent = (
+    RunStarted
+    | PromptsAdded
+    | ReplicaJoined
+    | ReplicaLost
+    | Progressed
+    | Finished
+    | SampleFailed
+    | Parked
+    | WeightsLoaded
+    | PullFailed
+    | RelayJoined
+    | RelayLost
+    | VersionStored
+    | TrainerJoined
+    | TrainerLost
+    | Trained
+    | Checkpointed
+    | Alive
+    | TimerFired
+    | ControllerRestarted
+)
+
+# -------------------------------------------------------------------------------------------------------- commands
+
+
+class Command(Struct, tag_field="kind", tag=True):
+    """Something to do. Subclasses say what; the comment says which event answers."""
+
+
+class FetchPrompts(Command):
+    """-> PromptsAdded. The place makes it harmless to ask, or to be answered, twice."""
+
+    start: int
+    count: int
+
+
+class Generate(Command):
+    """-> one Finished, SampleFailed or Parked entry per request."""
+
+    replica: ReplicaId
+    incarnation: int
+    requests: tuple[Request, ...]
+
+
+class Release(Command):
+    """Stop everything and hand it back -> Parked."""
+
+    replica: ReplicaId
+    incarnation: int
+
+
+class Cancel(Command):
+    """Nobody wants these any more; no answer."""
+
+    replica: ReplicaId
+    incarnation: int
+    samples: tuple[Assignment, ...]
+
+
+class LoadWeights(Command):
+    """-> WeightsLoaded or PullFailed. `relay` is the one on the replica's host while that lives."""
+
+    replica: ReplicaId
+    incarnation: int
+    version: Version
+    relay: RelayId
+
+
+class Train(Command):
+    """-> Trained. The last part of a step makes version `step + 1`."""
+
+    incarnation: int
+    step: int
+    part: int
+    last: bool
+    groups: tuple[TrainGroup, ...]
+
+
+class Publish(Command):
+    """Push this version to the master relay -> VersionStored of that relay."""
+
+    incarnation: int
+    version: Version
+    relay: RelayId
+
+
+class Route(Command):
+    """From now on forward to these relays whatever they lack; an older epoch is ignored. No answer."""
+
+    relay: RelayId
+    incarnation: int
+    epoch: int
+    targets: tuple[RelayId, ...]
+
+
+class Drop(Command):
+    """Free a version nobody reads. No answer."""
+
+    relay: RelayId
+    incarnation: int
+    version: Version
+
+
+class Forget(Command):
+    """The payloads of these trajectories are not needed any more: free or archive them. No answer."""
+
+    trajectories: tuple[TrajectoryId, ...]
+
+
+class Start(Command):
+    """Start a part (again) -> ReplicaJoined, RelayJoined or TrainerJoined, with a larger incarnation."""
+
+    part: Part
+    id: int
+    attempt: int
+
+
+class SetTimer(Command):
+    """-> TimerFired, at `at` or soon after."""
+
+    timer: str
+    at: float
+
+
+class Stop(Command):
+    """The run is over. No answer."""
+
+    reason: str
+
+
+AnyCommand = (
+    FetchPrompts
+    | Generate
+    | Release
+    | Cancel
+    | LoadWeights
+    | Train
+    | Publish
+    | Route
+    | Drop
+    | Forget
+    | Start
+    | SetTimer
+    | Stop
+)

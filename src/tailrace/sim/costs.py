@@ -1,0 +1,214 @@
+"""How long things take, from first principles: bytes over bandwidth, arithmetic over peak, and a few efficiencies.
+
+One set of constants serves every model, card and schedule; `benchmarks/published.py` holds them against published
+figures. They say what a good general-purpose engine and trainer reach, not what the hardware could do at best:
+
+- decoding: a step reads all weights and the KV of every running sequence, pays its arithmetic, a fixed launch cost and
+  some host work per sequence (fitted to vLLM 0.24 with log-probs on one H200, five batch sizes and two models, to 15 %);
+- prefill and forward passes reach PREFILL of the card's peak, forward + backward TRAINING of it;
+- tensor parallelism adds two all-reduces a layer; data-parallel training moves the sharded weights three times;
+- a step of training is as slow as its slowest rank, and a sequence is never split over more than `trainer_parallel`
+  GPUs: with many GPUs and long tails, the longest sequence is the step.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from math import sqrt
+
+import numpy as np
+
+from tailrace.config.errors import ConfigError
+from tailrace.config.tree import Config
+from tailrace.sim.gpus import Gpu, find
+
+BANDWIDTH = 0.8  # share of the published memory bandwidth that decoding reaches
+PREFILL = 0.65  # share of peak arithmetic in prefill and in forward passes
+FORWARD = (
+    0.33  # share of peak arithmetic in the trainer's extra forward passes (verl: one costs 0.4 to 0.5 of an update)
+)
+TRAINING = 0.45  # share of peak arithmetic in forward + backward
+LAYER_S = 200e-6  # floor of one layer in a decode step: a dozen small kernels, however little they do
+PER_SEQUENCE_S = 27e-6  # host work per sequence and decode step: scheduling, sampling, log-probs, detokenising
+ALL_REDUCE_S = 12e-6  # latency of one small all-reduce within a host
+ENGINE_MEMORY = 0.88  # share of a card that weights and KV of an engine may take
+COLOCATED_MEMORY = 0.7  # the same where a trainer shares the card
+ENGINE_RESERVE = 2e9  # bytes per card for activations and graphs
+TRAINING_BYTES = 18  # per parameter: bf16 weights and gradients, float32 master weights and two Adam moments
+SWITCH_S = 10.0  # colocated: freeing one role's memory and building the other's, once per change
+PULL_S = 0.05  # start of a pull: pause, map, switch
+
+
+class Costs:
+    """The cost model of one config. Attributes are plain floats, because the engine model reads them at every event."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.model = config.model
+        self.gpu: Gpu = find(config.cluster.gpu)
+        self.trainer_gpu: Gpu = find(config.cluster.trainer_gpu or config.cluster.gpu)
+        ways = config.split.tensor_parallel
+        bandwidth = ways * self.gpu.memory_bytes_per_s * BANDWIDTH
+        read_share = self.model.active / self.model.parameters if self.model.parameters else 1.0
+        self.decode_fixed = self.model.layers * (LAYER_S + (2 * ALL_REDUCE_S if ways > 1 else 0.0))
+        self.decode_weights = self.model.weight_bytes / bandwidth
+        self.decode_read_share = read_share
+        self._bases: dict[int, float] = {}
+        self.decode_per_sequence = PER_SEQUENCE_S
+        self.decode_arithmetic = 2 * self.model.active / (ways * self.gpu.flops * PREFILL)
+        self.decode_per_kv_token = self.model.kv_bytes_per_token / bandwidth
+        self.prefill_per_token = 2 * self.model.active / (ways * self.gpu.flops * PREFILL)
+        self.prefill_per_token2 = self._attention(1) / (ways * self.gpu.flops * PREFILL)
+
+    # ------------------------------------------------------------------------------------------------- generation
+
+    def decode_base(self, running: int) -> float:
+        """Seconds of one decode step beside reading the KV, which depends on the number of running sequences alone."""
+        known = self._bases.get(running)
+        if known is None:
+            known = self._bases[running] = self._decode_base(running)
+        return known
+
+    def _decode_base(self, running: int) -> float:
+        weights = self.decode_weights
+        if self.decode_read_share < 1.0:  # each sequence wakes other experts; enough of them wake all
+            weights *= 1.0 - (1.0 - self.decode_read_share) ** running
+        return self.decode_fixed + self.decode_per_sequence * running + max(weights, self.decode_arithmetic * running)
+
+    def prefill(self, tokens: int, context: int) -> float:
+        """Seconds to process `tokens` more on top of `context`, alone."""
+        return tokens * (self.prefill_per_token + self.prefill_per_token2 * (tokens + 2 * context))
+
+    def _attention(self, tokens: float) -> float:
+        """Arithmetic of causal attention over a sequence, forward."""
+        width = (self.model.head_dim or self.model.hidden // max(self.model.heads, 1)) * self.model.heads
+        return 2.0 * self.model.layers * width * tokens * tokens
+
+    @cached_property
+    def kv_capacity(self) -> int:
+        """Tokens of KV that one replica can hold."""
+        ways = self.config.split.tensor_parallel
+        share = COLOCATED_MEMORY if self.config.colocated else ENGINE_MEMORY
+        room = ways * (self.gpu.memory_bytes * share - ENGINE_RESERVE) - self.model.weight_bytes
+        return int(room / self.model.kv_bytes_per_token)
+
+    @cached_property
+    def roofline(self) -> int:
+        """The largest batch at which the weights, not the arithmetic, set the pace of a decode step."""
+        chosen = self.config.rollout.roofline_batch
+        balance = self.gpu.flops * PREFILL / (self.gpu.memory_bytes_per_s * BANDWIDTH)
+        return chosen or max(1, int(balance * self.model.bytes_per_weight / 2))
+
+    # --------------------------------------------------------------------------------------------------- training
+
+    def train(self, lengths: list[int]) -> float:
+        """Seconds of one mini-batch: the slowest rank's work, or the exchange of weights and gradients if that is longer."""
+        sizes = np.asarray(lengths, dtype=np.float64)
+        ways = self.config.split.trainer_parallel
+        ranks = max(1, self.config.trainer_gpus // ways)
+        forward = 2.0 * self.model.active * sizes + self._attention(1.0) * sizes * sizes
+        passes = 3.0 / TRAINING + self.config.trainer.forward_passes / FORWARD
+        work = forward * passes / (ways * self.trainer_gpu.flops) + sizes * self._between_ways
+        slowest = max(float(work.sum()) / ranks, float(work.max(initial=0.0)))
+        return max(slowest, self._exchange(ranks))
+
+    @cached_property
+    def _between_ways(self) -> float:
+        """Seconds per token in which tensor ways exchange activations: two all-reduces a layer, in forward, recomputation
+        and backward. Pipeline and context ways divide that work between them; what they exchange is small."""
+        split = self.config.split
+        tensor_ways = split.trainer_tensor_parallel
+        passes = 3.0 + self.config.trainer.forward_passes
+        volume = passes * 2 * self.model.layers * self.model.hidden * 2.0 * 2.0 * (tensor_ways - 1) / tensor_ways
+        seconds = volume / (self.trainer_gpu.interconnect_bytes_per_s * BANDWIDTH)
+        return seconds * tensor_ways / split.trainer_parallel
+
+    def _exchange(self, ranks: int) -> float:
+        """Gather for forward, gather for backward, scatter of the gradients: each moves this rank's share once."""
+        if ranks == 1:
+            return 0.0
+        cluster = self.config.cluster
+        per_gpu = cluster.network_gbytes_per_s * 1e9 / cluster.gpus_per_host
+        within_host = self.config.trainer_gpus <= cluster.gpus_per_host
+        link = self.trainer_gpu.interconnect_bytes_per_s if within_host else per_gpu
+        return 3.0 * self.model.weight_bytes / self.config.split.trainer_parallel / link
+
+    # ---------------------------------------------------------------------------------------------------- weights
+
+    def push(self) -> float:
+        """Trainer to master relay: the trainer's only stall."""
+        if self.config.colocated:
+            return 0.0
+        return self.model.weight_bytes / (self.config.cluster.network_gbytes_per_s * 1e9)
+
+    def chunks(self, relays: int) -> float:
+        """How many chunks a version is cut into: as configured, or what makes the chain fastest."""
+        chunk = self.config.relay.chunk_mbytes * 1e6
+        if chunk:
+            return max(1.0, self.model.weight_bytes / chunk)
+        latency = self.config.cluster.hop_latency_us * 1e-6
+        if latency <= 0 or relays <= 2:
+            return 1.0 if relays <= 2 else 1e6
+        return max(1.0, sqrt((relays - 2) * self.transfer / latency))
+
+    @cached_property
+    def transfer(self) -> float:
+        """All of a version over one link between two hosts."""
+        return self.model.weight_bytes / (self.config.cluster.network_gbytes_per_s * 1e9)
+
+    def hop(self, relays: int, fan_out: int) -> float:
+        """One chunk over one hop; a relay with several targets shares its link between them."""
+        chunks = self.chunks(relays)
+        return self.config.cluster.hop_latency_us * 1e-6 + fan_out * self.transfer / chunks
+
+    def broadcast_start(self, relays: int) -> float:
+        """Until the first relay after the master has everything; each one after it needs one hop more."""
+        return self.chunks(relays) * self.hop(relays, 1)
+
+    def broadcast(self, relays: int) -> float:
+        """A version along a whole chain of `relays`, the master included."""
+        if relays < 2:
+            return 0.0
+        return (relays - 2 + self.chunks(relays)) * self.hop(relays, 1)
+
+    def pull(self, remote: bool) -> float:
+        """Relay to replica: each GPU copies its shard over its own link, or from another host over the network."""
+        shard = self.model.weight_bytes / self.config.split.tensor_parallel
+        if self.config.colocated:
+            return PULL_S + shard / self.gpu.interconnect_bytes_per_s
+        return PULL_S + shard / self.gpu.host_bytes_per_s + (self.transfer if remote else 0.0)
+
+    # ------------------------------------------------------------------------------------------------------- money
+
+    @property
+    def dollars_per_hour(self) -> float:
+        if self.config.colocated:
+            return self.config.cluster.gpus * self.gpu.dollars_per_hour
+        rollout = self.config.rollout_gpus * self.gpu.dollars_per_hour
+        return rollout + self.config.trainer_gpus * self.trainer_gpu.dollars_per_hour
+
+
+def check_fit(config: Config) -> None:
+    """Refuse a model that does not fit its GPUs, before anything starts."""
+    costs = Costs(config)
+    need = config.workload.prompt_tokens + config.workload.max_completion_tokens
+    if costs.kv_capacity < need:
+        raise ConfigError(_too_large_to_serve(config, costs, need))
+    per_gpu = TRAINING_BYTES * config.model.parameters / config.trainer_gpus
+    if per_gpu > costs.trainer_gpu.memory_bytes:
+        fewest = int(TRAINING_BYTES * config.model.parameters / costs.trainer_gpu.memory_bytes) + 1
+        raise ConfigError(
+            f"training {config.model.parameters / 1e9:.3g}B parameters takes {per_gpu / 1e9:.0f} GB on each of "
+            f"{config.trainer_gpus} {costs.trainer_gpu.name}, which have {costs.trainer_gpu.memory_bytes / 1e9:.0f} GB; "
+            f"give the trainer at least {fewest} GPUs (split.trainer_gpus)"
+        )
+
+
+def _too_large_to_serve(config: Config, costs: Costs, need: int) -> str:
+    ways = config.split.tensor_parallel
+    per_card = costs.gpu.memory_bytes * (COLOCATED_MEMORY if config.colocated else ENGINE_MEMORY) - ENGINE_RESERVE
+    wanted = config.model.weight_bytes + need * config.model.kv_bytes_per_token
+    return (
+        f"a replica of {ways} {costs.gpu.name} has no room for {config.model.parameters / 1e9:.3g}B parameters and one "
+        f"sequence of {need} tokens; write split.tensor_parallel = {2 ** int(np.ceil(np.log2(wanted / per_card)))} or more"
+    )

@@ -1,0 +1,274 @@
+"""A replica's engine in virtual time: continuous batching with a bounded KV cache, an event per turn, never per token.
+
+All running sequences gain one token per decode step, and the time of a step is linear in the KV tokens that it reads.
+So between two changes of the batch the engine's progress is a parabola in time, and the next change (a turn ends, or
+the KV cache is full) is found in closed form. `clock` counts decode steps; a sequence ends at a fixed clock reading.
+
+Sequences that do not fit wait; when the cache is full the youngest goes back to the queue and is recomputed later, as in
+the engines people use. The samples of a group share their prompt's KV while they are here together.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from heapq import heappop, heappush
+from math import inf, sqrt
+
+from tailrace.sim.costs import Costs
+from tailrace.sim.episodes import Turn
+from tailrace.types import GroupId, TrajectoryId, Version
+
+HEADROOM_STEPS = 48  # room for so many decode steps must be left when a sequence is let in, or it is sent back soon
+MAKE_ROOM_STEPS = 16  # and so much is made when the cache is full
+
+
+class Sequence:
+    """A trajectory as an engine has it. `tokens` is up to date while it is not running."""
+
+    __slots__ = (
+        "end",
+        "epoch",
+        "group",
+        "newest",
+        "oldest",
+        "place",
+        "prompt",
+        "stop",
+        "tokens",
+        "trajectory",
+        "turn",
+        "turns",
+    )
+
+    def __init__(self, trajectory: TrajectoryId, group: GroupId, prompt: int, turns: tuple[Turn, ...]) -> None:
+        self.trajectory = trajectory
+        self.group = group
+        self.prompt = prompt
+        self.turns = turns
+        self.turn = 0
+        self.tokens = 0  # after the prompt, tool output included
+        self.stop = turns[0].tokens  # token count at which the present turn ends
+        self.end = 0.0  # the engine's clock reading when that will be
+        self.epoch = 0
+        self.oldest: Version = -1
+        self.newest: Version = -1
+        self.place = "outside"  # waiting, running, calling (a tool), outside
+
+
+class Engine:
+    __slots__ = (
+        "_base", "_groups", "_heap", "_per_kv", "batch", "busy_s", "capacity", "clock", "costs", "generated", "held", "kv", "kv_seconds",
+        "max_running", "slowdown", "stall_until", "time", "waiting",
+    )  # fmt: skip
+
+    def __init__(self, costs: Costs, now: float) -> None:
+        self.costs = costs
+        self.capacity = float(costs.kv_capacity)
+        self.max_running = costs.config.rollout.max_running
+        self._base = costs.decode_base
+        self._per_kv = costs.decode_per_kv_token
+        self.slowdown = 1.0
+        self.time = now
+        self.stall_until = now
+        self.clock = 0.0
+        self.kv = 0.0
+        self.held: dict[TrajectoryId, Sequence] = {}
+        self.waiting: deque[Sequence] = deque()
+        self.batch: dict[TrajectoryId, Sequence] = {}  # what is running, in the order of admission
+        self._heap: list[tuple[float, TrajectoryId, Sequence]] = []  # by end of turn; entries may be out of date
+        self._groups: dict[GroupId, int] = {}  # how many samples of a group have their KV here
+        self.busy_s = 0.0
+        self.kv_seconds = 0.0
+        self.generated = 0.0
+
+    # -------------------------------------------------------------------------------------------------- from outside
+
+    def submit(self, now: float, sequences: list[Sequence]) -> None:
+        self.advance(now)
+        for sequence in sequences:
+            sequence.place = "waiting"
+            self.held[sequence.trajectory] = sequence
+        self.waiting.extend(sequences)
+        self._admit(now)
+
+    def withdraw(self, now: float) -> list[Sequence]:
+        """Stop and hand back everything."""
+        self.advance(now)
+        sequences = list(self.held.values())
+        for sequence in sequences:
+            self._note_tokens(sequence)
+            sequence.place = "outside"
+        for collection in (self.held, self.waiting, self.batch, self._heap, self._groups):
+            collection.clear()
+        self.kv = 0.0
+        return sequences
+
+    def cancel(self, now: float, trajectory: TrajectoryId) -> None:
+        self.advance(now)
+        sequence = self.held.pop(trajectory)
+        if sequence.place == "waiting":
+            self.waiting.remove(sequence)
+        else:
+            self._free(sequence)
+        sequence.place = "outside"
+        self._admit(now)
+
+    def stall(self, now: float, seconds: float) -> None:
+        """Do nothing else for so long (a pull, a prefill)."""
+        self.advance(now)
+        self.stall_until = max(self.stall_until, now) + seconds * self.slowdown
+
+    def switch_weights(self, now: float, version: Version, recompute: bool) -> None:
+        """What is in flight goes on under other weights; its KV is computed again, or kept as it is."""
+        self.advance(now)
+        seconds = 0.0
+        for sequence in self.held.values():
+            self._note_tokens(sequence)
+            sequence.newest = version
+            if sequence.tokens == 0:
+                sequence.oldest = version
+            if recompute and sequence.place != "waiting":
+                seconds += self.costs.prefill(sequence.prompt + sequence.tokens, 0)
+        self.stall(now, seconds)
+
+    def finish_call(self, now: float, sequence: Sequence) -> None:
+        """A tool has answered: its output is read, and the next turn begins."""
+        self.advance(now)
+        turn = sequence.turns[sequence.turn]
+        context = sequence.prompt + sequence.tokens
+        sequence.turn += 1
+        sequence.tokens += turn.tool_tokens
+        sequence.stop = sequence.tokens + sequence.turns[sequence.turn].tokens
+        self.kv += turn.tool_tokens
+        self._run(sequence)
+        self.stall(now, self.costs.prefill(turn.tool_tokens, context))
+
+    # ----------------------------------------------------------------------------------------------------------- time
+
+    def advance(self, now: float) -> None:
+        """Decode up to `now`. The driver wakes the engine at every change, so none lies in between."""
+        start = self.time
+        if now <= start:
+            return
+        self.time = now
+        if self.stall_until > start:
+            stalled = min(self.stall_until, now) - start
+            self.busy_s += stalled
+            self.kv_seconds += self.kv * stalled
+            start += stalled
+        elapsed = now - start
+        if self.batch and elapsed > 0.0:
+            self._decode(elapsed)
+        else:
+            self.kv_seconds += self.kv * elapsed
+
+    def _decode(self, elapsed: float) -> None:
+        running = len(self.batch)
+        rate = self._base(running) + self._per_kv * self.kv
+        growth = self._per_kv * running
+        seconds = elapsed / self.slowdown
+        steps = (sqrt(rate * rate + 2.0 * growth * seconds) - rate) / growth
+        self.clock += steps
+        self.kv += steps * running
+        self.generated += steps * running
+        self.busy_s += elapsed
+        self.kv_seconds += (self.kv - 0.5 * steps * running) * elapsed
+
+    def next_change(self) -> float:
+        """When the next turn ends or the cache is full, if nothing happens before."""
+        if not self.batch:
+            return inf
+        heap = self._heap
+        while not self._is_current(heap[0]):
+            heappop(heap)
+        running = len(self.batch)
+        steps = heap[0][0] - self.clock
+        if running > 1:
+            steps = min(steps, (self.capacity - self.kv) / running)
+        if steps < 0.0:
+            steps = 0.0
+        seconds = steps * (self._base(running) + self._per_kv * (self.kv + 0.5 * running * steps))
+        begin = self.stall_until if self.stall_until > self.time else self.time
+        return begin + seconds * self.slowdown
+
+    def _is_current(self, entry: tuple[float, TrajectoryId, Sequence]) -> bool:
+        return entry[2].place == "running" and entry[2].end == entry[0]
+
+    def ended_turns(self, now: float) -> list[Sequence]:
+        """Advance to `now` and take out the sequences whose turn is over; make room if the cache is full."""
+        self.advance(now)
+        ended: list[Sequence] = []
+        heap = self._heap
+        while heap and heap[0][0] <= self.clock + 1e-3:
+            entry = heappop(heap)
+            if self._is_current(entry):
+                self._end_turn(entry[2])
+                ended.append(entry[2])
+        if not ended:
+            self._make_room()
+        self._admit(now)
+        return ended
+
+    # ------------------------------------------------------------------------------------------------------ the batch
+
+    def _admit(self, now: float) -> None:
+        """Let waiting sequences in while there is room for them and for everybody's next steps."""
+        seconds = 0.0
+        while self.waiting and len(self.batch) < self.max_running:
+            sequence = self.waiting[0]
+            shared = sequence.prompt if sequence.group in self._groups else 0
+            tokens = sequence.prompt + sequence.tokens - shared
+            if self.batch and self.kv + tokens + HEADROOM_STEPS * len(self.batch) > self.capacity:
+                break
+            self.waiting.popleft()
+            self.kv += tokens
+            self._groups[sequence.group] = self._groups.get(sequence.group, 0) + 1
+            self._run(sequence)
+            seconds += self.costs.prefill(tokens, shared)
+        if seconds:
+            self.stall(now, seconds)
+
+    def _run(self, sequence: Sequence) -> None:
+        sequence.place = "running"
+        sequence.end = self.clock + (sequence.stop - sequence.tokens)
+        self.batch[sequence.trajectory] = sequence
+        heappush(self._heap, (sequence.end, sequence.trajectory, sequence))
+
+    def _note_tokens(self, sequence: Sequence) -> None:
+        if sequence.place == "running":
+            sequence.tokens = max(sequence.tokens, int(sequence.stop - max(0.0, sequence.end - self.clock)))
+
+    def _end_turn(self, sequence: Sequence) -> None:
+        """Its KV stays while a tool is called, and goes when the trajectory is done."""
+        if sequence.turn + 1 < len(sequence.turns):
+            del self.batch[sequence.trajectory]
+            sequence.place = "calling"
+            sequence.tokens = sequence.stop
+        else:
+            self._free(sequence)
+            del self.held[sequence.trajectory]
+            sequence.place = "outside"
+            sequence.tokens = sequence.stop
+
+    def _free(self, sequence: Sequence) -> None:
+        """Take its KV away; the prompt's goes with the last sample of the group."""
+        tokens = float(sequence.tokens)
+        if sequence.place == "running":
+            del self.batch[sequence.trajectory]
+            tokens = sequence.stop - (sequence.end - self.clock)
+            self._note_tokens(sequence)
+        left = self._groups[sequence.group] - 1
+        if left:
+            self._groups[sequence.group] = left
+        else:
+            del self._groups[sequence.group]
+            tokens += sequence.prompt
+        self.kv = max(0.0, self.kv - tokens) if self._groups else 0.0
+
+    def _make_room(self) -> None:
+        """The youngest go back to the queue, to be recomputed when there is room."""
+        while len(self.batch) > 1 and self.kv + MAKE_ROOM_STEPS * len(self.batch) > self.capacity:
+            sequence = self.batch[next(reversed(self.batch))]
+            self._free(sequence)
+            sequence.place = "waiting"
+            self.waiting.appendleft(sequence)

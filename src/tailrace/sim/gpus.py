@@ -1,0 +1,105 @@
+"""A catalogue of GPUs: what a card holds, moves and computes, and what an hour of it costs.
+
+Figures are the makers' published ones: dense (without sparsity) bf16 with fp32 accumulation, decimal gigabytes, and
+bandwidth in one direction. What a program attains of them is the cost model's affair. Cards without a switch between
+them talk over PCIe. T4 and V100 have no bf16: their row has fp16.
+
+Prices are round figures of public clouds on demand, per GPU-hour. They differ widely by place, time and contract:
+override them before drawing conclusions about money.
+"""
+
+from __future__ import annotations
+
+import difflib
+from typing import NamedTuple
+
+from tailrace.config.errors import ConfigError
+
+PCIE3 = 12e9  # what copies attain of x16, one direction
+PCIE4 = 25e9
+PCIE5 = 50e9
+
+
+class Gpu(NamedTuple):
+    """One card. Bytes, bytes per second, FLOP per second, dollars."""
+
+    name: str
+    memory_bytes: float
+    memory_bytes_per_s: float
+    flops: float  # dense bf16
+    interconnect_bytes_per_s: float  # to the other GPUs of its host, per GPU and direction
+    host_bytes_per_s: float  # to and from the host's memory
+    dollars_per_hour: float
+
+
+GPUS: tuple[Gpu, ...] = (
+    # name, memory, memory bandwidth, dense bf16, interconnect, host link, price
+    Gpu("A100-40GB", 40e9, 1.555e12, 312e12, 300e9, PCIE4, 1.5),
+    Gpu("A100-80GB", 80e9, 2.039e12, 312e12, 300e9, PCIE4, 2.0),
+    Gpu("A800", 80e9, 2.039e12, 312e12, 200e9, PCIE4, 1.8),  # an A100 with NVLink cut to 400 GB/s in both directions
+    Gpu("H100", 80e9, 3.35e12, 989e12, 450e9, PCIE5, 3.0),  # SXM
+    Gpu("H100-PCIe", 80e9, 2.0e12, 756e12, PCIE5, PCIE5, 2.5),
+    Gpu("H800", 80e9, 3.35e12, 989e12, 200e9, PCIE5, 2.5),  # an H100 with NVLink cut to 400 GB/s in both directions
+    Gpu("H20", 96e9, 4.0e12, 148e12, 450e9, PCIE5, 1.5),
+    Gpu("H200", 141e9, 4.8e12, 989e12, 450e9, PCIE5, 3.5),
+    Gpu("B200", 180e9, 8.0e12, 2.25e15, 900e9, PCIE5, 5.0),
+    Gpu("GB200", 186e9, 8.0e12, 2.5e15, 900e9, 450e9, 6.0),  # reaches its host over NVLink-C2C
+    Gpu("B300", 288e9, 8.0e12, 2.25e15, 900e9, PCIE5, 6.0),
+    Gpu("MI300X", 192e9, 5.3e12, 1.307e15, 448e9, PCIE5, 2.5),
+    Gpu("MI325X", 256e9, 6.0e12, 1.307e15, 448e9, PCIE5, 3.0),
+    Gpu("MI355X", 288e9, 8.0e12, 2.5e15, 537e9, PCIE5, 4.5),
+    Gpu("L4", 24e9, 0.3e12, 121e12, PCIE4, PCIE4, 0.7),
+    Gpu("L40S", 48e9, 0.864e12, 362e12, PCIE4, PCIE4, 1.5),
+    Gpu("A10G", 24e9, 0.6e12, 70e12, PCIE4, PCIE4, 1.0),
+    Gpu("RTX-4090", 24e9, 1.008e12, 165e12, PCIE4, PCIE4, 0.5),
+    Gpu("RTX-5090", 32e9, 1.792e12, 209.5e12, PCIE5, PCIE5, 0.8),
+    Gpu("RTX-3090", 24e9, 0.936e12, 71e12, PCIE4, PCIE4, 0.3),
+    Gpu("RTX-A6000", 48e9, 0.768e12, 155e12, PCIE4, PCIE4, 0.7),
+    Gpu("T4", 16e9, 0.32e12, 65e12, PCIE3, PCIE3, 0.4),
+    Gpu("V100", 32e9, 0.9e12, 125e12, 150e9, PCIE3, 1.0),  # SXM2
+)
+
+_ALIASES = {
+    "a100": "A100-80GB",
+    "a100sxm": "A100-80GB",
+    "a10080gb": "A100-80GB",
+    "a100sxm480gb": "A100-80GB",  # as the driver says it: "NVIDIA A100-SXM4-80GB"
+    "a100sxm440gb": "A100-40GB",
+    "h100sxm": "H100",
+    "h100sxm5": "H100",
+    "h10080gb": "H100",
+    "h10080gbhbm3": "H100",
+    "h800sxm": "H800",
+    "h200sxm": "H200",
+    "h200141gb": "H200",
+    "v10032gb": "V100",
+    "v100sxm232gb": "V100",
+    "4090": "RTX-4090",
+    "5090": "RTX-5090",
+    "3090": "RTX-3090",
+    "a6000": "RTX-A6000",
+}
+_MAKERS = ("nvidia", "amd", "geforce", "instinct", "tesla")
+
+
+def find(name: str) -> Gpu:
+    """The card of that name; case, separators and the maker's name do not matter."""
+    key = _plain(name)
+    if key in _ROWS:
+        return _ROWS[key]
+    near = difflib.get_close_matches(key, _ROWS, n=1, cutoff=0.0)[0]
+    raise ConfigError(
+        f"There is no GPU {name!r} in the catalogue; the nearest is {_ROWS[near].name}. Write one of "
+        f"{', '.join(gpu.name for gpu in GPUS)}, or add a row of your own to GPUS in {__name__}."
+    )
+
+
+def _plain(name: str) -> str:
+    plain = "".join(letter for letter in name.lower() if letter.isalnum())
+    for maker in _MAKERS:
+        plain = plain.removeprefix(maker)
+    return plain
+
+
+_ROWS = {_plain(gpu.name): gpu for gpu in GPUS}
+_ROWS |= {alias: _ROWS[_plain(name)] for alias, name in _ALIASES.items()}

@@ -1,0 +1,1 @@
+"""What a run leaves on disk: one SQLite file that any client opens."""

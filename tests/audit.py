@@ -1,0 +1,101 @@
+"""The promises of the control plane, checked from outside: by the events that go in and the commands that come out."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from tailrace.config.tree import Config
+from tailrace.control.plane import ControlPlane
+from tailrace.protocol import (
+    Command,
+    Event,
+    Finished,
+    Forget,
+    Generate,
+    PromptsAdded,
+    Publish,
+    SampleFailed,
+    Train,
+    Trained,
+)
+
+
+class Audit:
+    """The promises, kept by listening alone."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.received: dict[int, None] = {}
+        self.prompt_of: dict[int, int] = {}  # of a group
+        self.epoch: dict[int, int] = {}  # newest assignment of a trajectory
+        self.oldest: dict[tuple[int, int], int] = {}  # as reported for a trajectory under an epoch
+        self.failures: Counter[int] = Counter()
+        self.parts: dict[tuple[int, int], Train] = {}  # first order to train (step, part)
+        self.step_of: dict[int, int] = {}  # of a group, once it is trained on
+        self.forgotten: set[int] = set()
+        self.published = -1
+        self.trained_until = (-1, -1)
+        self.progress_at = 0.0
+
+    def listen(self, now: float, event: Event, commands: list[Command]) -> None:
+        if isinstance(event, PromptsAdded) and event.start == len(self.received):
+            self.received.update({prompt.id: None for prompt in event.prompts})
+        elif isinstance(event, Finished):
+            if event.meta.epoch == self.epoch.get(event.meta.id):
+                self.oldest.setdefault((event.meta.id, event.meta.epoch), event.meta.oldest)
+        elif isinstance(event, SampleFailed):
+            self.failures[event.trajectory] += 1
+        elif isinstance(event, Trained) and (event.step, event.part) > self.trained_until:
+            self.trained_until = (event.step, event.part)
+            self.progress_at = now
+        for command in commands:
+            self._order(command)
+
+    def _order(self, command: Command) -> None:
+        if isinstance(command, Generate):
+            for request in command.requests:
+                assert request.epoch > self.epoch.get(request.trajectory, 0), "epochs only grow"
+                assert request.trajectory not in self.forgotten, "what is forgotten does not start again"
+                self.epoch[request.trajectory] = request.epoch
+                self.prompt_of[request.group] = request.prompt
+        elif isinstance(command, Train):
+            self._train(command)
+        elif isinstance(command, Forget):
+            assert self.forgotten.isdisjoint(command.trajectories), "a payload is freed once"
+            self.forgotten.update(command.trajectories)
+        elif isinstance(command, Publish):
+            assert command.version >= self.published, "published versions never go back"
+            self.published = command.version
+
+    def _train(self, command: Train) -> None:
+        first = self.parts.setdefault((command.step, command.part), command)
+        assert (first.groups, first.last) == (command.groups, command.last), (
+            "a repetition is the same as the first time"
+        )
+        for group in command.groups:
+            assert self.step_of.setdefault(group.group, command.step) == command.step, "nothing is trained twice"
+            assert len(group.trajectories) >= self.config.groups.min_survivors
+            for id in group.trajectories:
+                assert id not in self.forgotten, "payloads are kept until they are trained on"
+                age = command.step - self.oldest[id, self.epoch[id]]
+                assert age <= self.config.schedule.max_staleness, f"trajectory {id} is trained {age} versions late"
+        trained = [group.group for group in command.groups if self.parts[command.step, command.part] is command]
+        assert len(trained) == len(set(trained))
+
+    def finish(self, plane: ControlPlane) -> None:
+        """Every prompt and every payload that ever came up is somewhere."""
+        ledger, training = plane.state.ledger, plane.state.training
+        assert len(self.step_of) == sum(len(part.groups) for part in self.parts.values()), "nothing is trained twice"
+        pooled = [prompt.id for prompt in ledger.pool.contents()]
+        live = [group.prompt.id for group in ledger.groups.values()]
+        trained = [self.prompt_of[group] for group in self.step_of if group not in ledger.groups]
+        places = Counter(pooled + live + trained)
+        assert max(places.values(), default=1) == 1, "no prompt is in two places"
+        assert set(places) <= set(self.received)
+        failed = len(self.received) - len(places)
+        assert failed == ledger.tally.failed, "no prompt is lost"
+        assert not failed or self.failures or self.config.groups.deadline_s < 1e9, "nothing fails without a reason"
+        assert len(trained) == ledger.tally.trained
+        kept = {id for step in training.past.values() for id in step.trajectories} | set(ledger.samples)
+        assert set(self.epoch) <= self.forgotten | kept, "every payload is freed in the end"
+        assert self.forgotten.isdisjoint(kept)

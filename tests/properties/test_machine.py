@@ -1,0 +1,356 @@
+"""No order, duplication or loss of messages, and no nonsense, breaks an invariant of the control plane.
+
+`Fleet` is a little honest world: it answers every command as the parts would. Hypothesis decides which answer arrives
+when, twice or never, who dies meanwhile, and which messages nobody should ever have sent.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from audit import Audit
+from tailrace.config.tree import (
+    SCHEDULES,
+    Config,
+    Faults,
+    Groups,
+    Health,
+    Lengths,
+    Model,
+    Relay,
+    Run,
+    Schedule,
+    Trainer,
+    Workload,
+)
+from tailrace.control.plane import ControlPlane
+from tailrace.protocol import (
+    Alive,
+    Assignment,
+    Checkpointed,
+    Command,
+    ControllerRestarted,
+    Event,
+    FetchPrompts,
+    Finished,
+    Generate,
+    LoadWeights,
+    Parked,
+    Progressed,
+    PromptsAdded,
+    Publish,
+    PullFailed,
+    RelayJoined,
+    RelayLost,
+    Release,
+    ReplicaJoined,
+    ReplicaLost,
+    Route,
+    RunStarted,
+    SampleFailed,
+    Start,
+    Stop,
+    TimerFired,
+    Train,
+    Trained,
+    TrainerJoined,
+    TrainerLost,
+    TrajectoryMeta,
+    VersionStored,
+    WeightsLoaded,
+)
+from tailrace.sim.cluster import Simulation
+from tailrace.types import Prompt
+
+REPLICAS, RELAYS = 3, 2
+
+
+def small(seed: int) -> Config:
+    draw = random.Random(seed)
+    return Config(
+        workload=Workload(prompts_per_step=2, group_size=2, prompt_tokens=10),
+        schedule=Schedule(
+            kind=draw.choice(SCHEDULES),
+            max_staleness=draw.choice([1, 2]),
+            staleness_policy=draw.choice(["drop", "wait"]),
+            order=draw.choice(["fifo", "freshest"]),
+            steps_ahead=draw.choice([None, 1]),
+        ),
+        relay=Relay(topology=draw.choice(["chain", "tree"])),
+        groups=Groups(deadline_s=draw.choice([20.0, 1e9]), min_survivors=1, attempts=2),
+        health=Health(max_restarts=50, backoff_s=0.5, backoff_max_s=2.0, pull_deadline_s=10.0),
+        trainer=Trainer(mini_batches=draw.choice([1, 2]), checkpoint_every=2),
+        run=Run(steps=50),
+    )
+
+
+class Fleet:
+    """Parts that do what they are told, and the answers that are on their way."""
+
+    def __init__(self, config: Config) -> None:
+        self.plane = ControlPlane(config)
+        self.audit = Audit(config)
+        self.now = 0.0
+        self.answers: list[Event] = []
+        self.incarnations: dict[tuple[str, int], int] = {}
+        self.versions = dict.fromkeys(range(REPLICAS), -1)
+        self.stored: dict[int, dict[int, None]] = {id: {} for id in range(RELAYS)}
+        self.held: dict[int, dict[int, TrajectoryMeta]] = {id: {} for id in range(REPLICAS)}
+        self.oldest: dict[int, int] = {}
+        self.position = (0, 0)
+        self.saved = 0
+        self.over = False
+        self.hear(RunStarted(REPLICAS, RELAYS))
+
+    def hear(self, event: Event) -> None:
+        commands = self.plane.handle(self.now, event)
+        self.audit.listen(self.now, event, commands)
+        self.plane.check()
+        for command in commands:
+            self.obey(command)
+
+    def obey(self, command: Command) -> None:
+        answers = self.answers
+        match command:
+            case FetchPrompts(start=start, count=count):
+                answers.append(PromptsAdded(start, tuple(Prompt(id, 10) for id in range(start, start + count))))
+            case Generate():
+                self.generate(command)
+            case Release(replica=id, incarnation=incarnation):
+                if self.is_current("replica", id, incarnation):
+                    answers.append(Parked(id, incarnation, tuple(self.held[id].values())))
+                    self.held[id] = {}
+            case LoadWeights(replica=id, incarnation=incarnation, version=version):
+                if self.is_current("replica", id, incarnation):
+                    self.versions[id] = version
+                    answers.append(WeightsLoaded(id, incarnation, version))
+            case Publish(version=version, relay=relay):
+                self.store(relay, version)
+            case Route(relay=relay, targets=targets):
+                for target in targets:
+                    for version in self.stored[relay]:
+                        self.store(target, version)
+            case Train():
+                self.train(command)
+            case Start(part=part, id=id):
+                self.start(part, id)
+            case Stop():
+                self.over = True
+
+    def is_current(self, part: str, id: int, incarnation: int) -> bool:
+        return self.incarnations.get((part, id)) == incarnation
+
+    def generate(self, command: Generate) -> None:
+        id = command.replica
+        if not self.is_current("replica", id, command.incarnation):
+            return
+        for request in command.requests:
+            version = self.versions[id]
+            oldest = self.oldest.get(request.trajectory, version) if request.resume else version
+            self.oldest[request.trajectory] = oldest
+            meta = TrajectoryMeta(request.trajectory, request.epoch, 50, oldest, version)
+            self.held[id][request.trajectory] = meta
+            if request.trajectory % 11 == 5 and request.epoch % 2:
+                self.answers.append(SampleFailed(id, request.trajectory, request.epoch, "the tool hung"))
+            else:
+                self.answers.append(Finished(id, meta))
+
+    def store(self, relay: int, version: int) -> None:
+        if relay in self.stored:
+            self.stored[relay][version] = None
+            self.answers.append(VersionStored(relay, self.incarnations[("relay", relay)], version))
+
+    def train(self, command: Train) -> None:
+        if not self.is_current("trainer", 0, command.incarnation):
+            return
+        if (command.step, command.part) == self.position:
+            self.position = (command.step + 1, 0) if command.last else (command.step, command.part + 1)
+            if command.last and command.step % 2:
+                self.saved = command.step + 1
+                self.answers.append(Checkpointed(command.incarnation, self.saved))
+        self.answers.append(Trained(command.incarnation, command.step, command.part))
+
+    def start(self, part: str, id: int) -> None:
+        """It has lost its memory; what it sent before may still arrive."""
+        if part == "replica":
+            self.versions[id], self.held[id] = -1, {}
+        elif part == "relay":
+            self.stored[id] = {}
+        else:
+            self.position = (self.saved, 0)
+        self.introduce(part, id)
+
+    def introduce(self, part: str, id: int) -> None:
+        self.incarnations[part, id] = incarnation = self.incarnations.get((part, id), 0) + 1
+        if part == "replica":
+            held = tuple(Assignment(meta.id, meta.epoch) for meta in self.held[id].values())
+            self.answers.append(ReplicaJoined(id, incarnation, id % RELAYS, self.versions[id], 1000, 8, held))
+        elif part == "relay":
+            self.answers.append(RelayJoined(id, incarnation, tuple(self.stored[id])))
+        else:
+            self.answers.append(TrainerJoined(incarnation, *self.position))
+
+    # --------------------------------------------------------------------------------------- what hypothesis chooses
+
+    def act(self, choice: int, number: int) -> None:
+        if choice < 10 and self.answers:
+            place = number % len(self.answers) if choice < 6 else 0
+            event = self.answers[place] if choice == 0 else self.answers.pop(place)
+            if choice != 1:  # else it is lost
+                self.hear(event)
+        elif choice == 10:
+            self.now += number % 5
+            self.hear(TimerFired("health" if number % 2 else "repack"))
+        elif choice == 11:
+            self.hear(self.death(number))
+        elif choice == 12:
+            parts = [part for part in self.incarnations if part[0] != "relay" or part[1] < RELAYS]
+            self.introduce(*parts[number % len(parts)])
+        elif choice == 13:
+            self.plane = ControlPlane.restore(self.plane.config, self.plane.snapshot())
+            self.hear(ControllerRestarted())
+            for part in list(self.incarnations):
+                self.introduce(*part)
+        else:
+            self.hear(nonsense(random.Random(number)))
+
+    def death(self, number: int) -> Event:
+        kind, id = number % 3, number // 3
+        if kind == 0:
+            return ReplicaLost(id % REPLICAS, self.incarnations.get(("replica", id % REPLICAS), 0), "it died")
+        if kind == 1:
+            return RelayLost(id % RELAYS, self.incarnations.get(("relay", id % RELAYS), 0), "it died")
+        return TrainerLost(self.incarnations.get(("trainer", 0), 0), "it died")
+
+
+def nonsense(draw: random.Random) -> Event:
+    """A well-formed message with any small numbers: some of them hit, most of them should be ignored."""
+
+    def n(most: int = 4) -> int:
+        return draw.randint(-1, most)
+
+    def meta() -> TrajectoryMeta:
+        oldest = max(0, n(3))
+        return TrajectoryMeta(n(40), n(3), draw.randint(0, 500), oldest, oldest + draw.randint(0, 2))
+
+    makers = [
+        lambda: PromptsAdded(n(8), ()),
+        lambda: ReplicaLost(n(), n(), "?"),
+        lambda: Progressed(n(), n(), draw.randint(0, 2000), n(9), n(9)),
+        lambda: Finished(n(), meta()),
+        lambda: SampleFailed(n(), n(40), n(3), "?"),
+        lambda: Parked(n(), n(), tuple(meta() for _ in range(n(3)))),
+        lambda: WeightsLoaded(n(), n(), n()),
+        lambda: PullFailed(n(), n(), n(), "?"),
+        lambda: RelayLost(n(), n(), "?"),
+        lambda: VersionStored(n(), n(), n(90)),
+        lambda: TrainerLost(n(), "?"),
+        lambda: Trained(n(), n(), n(2)),
+        lambda: Checkpointed(n(), n(9)),
+        lambda: Alive(draw.choice(["replica", "relay", "trainer"]), n(), n()),
+        lambda: TimerFired(draw.choice(["health", "repack", "lunch"])),
+        lambda: RelayJoined(max(0, n(1)), n(2), tuple(n(9) for _ in range(n(4)))),
+        lambda: ReplicaJoined(
+            max(0, n(2)), n(2), max(0, n(1)), n(0), 1000, 8, tuple(Assignment(n(40), n(2)) for _ in range(n()))
+        ),
+    ]
+    return draw.choice(makers)()
+
+
+ACTIONS = st.lists(st.tuples(st.integers(0, 15), st.integers(0, 10**6)), min_size=40, max_size=250)
+QUICK = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+LONG = settings(QUICK, max_examples=5000)
+
+
+def keep_promises(seed: int, actions: list[tuple[int, int]]) -> Fleet:
+    fleet = Fleet(small(seed))
+    for choice, number in actions:
+        if fleet.over:
+            break
+        fleet.act(choice, number)
+    fleet.audit.finish(fleet.plane)
+    return fleet
+
+
+@given(st.integers(0, 200), ACTIONS)
+@QUICK
+def test_no_order_duplication_or_loss_of_messages_breaks_an_invariant(seed, actions):
+    keep_promises(seed, actions)
+
+
+@pytest.mark.soak
+@given(st.integers(0, 10**6), ACTIONS)
+@LONG
+def test_no_order_duplication_or_loss_of_messages_breaks_an_invariant_at_length(seed, actions):
+    keep_promises(seed, actions)
+
+
+def test_the_little_world_really_trains():
+    """Else the tests above would say little."""
+    steps = [keep_promises(seed, troubled(seed)).plane.state.training.version for seed in range(20)]
+    assert sum(step > 2 for step in steps) > 10
+
+
+def troubled(seed: int) -> list[tuple[int, int]]:
+    draw = random.Random(seed)
+    choices = [0, 2, 3, 4, 7, 8, 9, 10, 10, 11, 12, 15]
+    return [(draw.choice(choices), draw.randrange(10**6)) for _ in range(1500)]
+
+
+# -------------------------------------------------------------------------------------------------------- purity
+
+REPLAY = """
+import sys, msgspec
+from tailrace.config.tree import Config
+from tailrace.control.plane import ControlPlane
+from tailrace.protocol import AnyEvent
+lines = sys.stdin.buffer.read().splitlines()
+plane = ControlPlane(msgspec.json.decode(lines[0], type=Config))
+decoder = msgspec.json.Decoder(tuple[float, AnyEvent])
+for line in lines[1:]:
+    sys.stdout.buffer.write(msgspec.json.encode(plane.handle(*decoder.decode(line))) + b"\\n")
+sys.stdout.buffer.write(plane.snapshot())
+"""
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_the_same_events_give_the_same_commands_whatever_the_hash_seed(kind):
+    config = Config(
+        model=Model(parameters=494e6, layers=24, hidden=896, heads=14, kv_heads=2, head_dim=64),
+        workload=Workload(prompts_per_step=16, group_size=4, lengths=Lengths(median=500, sigma=1.0)),
+        schedule=Schedule(kind=kind, steps_ahead=1 if kind == "stream" else None),
+        faults=Faults(
+            replica_per_hour=300, relay_per_hour=100, trainer_per_hour=50, controller_per_hour=50, restart_s=1
+        ),
+        run=Run(steps=3, seed=5),
+    )
+    events, commands = [msgspec.json.encode(config)], []
+
+    def listen(now: float, event: Event, answer: list[Command]) -> None:
+        events.append(msgspec.json.encode((now, event)))
+        commands.append(msgspec.json.encode(answer))
+
+    simulation = Simulation(config, listen)
+    simulation.run()
+    expected = b"\n".join([*commands, simulation.plane.snapshot()])
+    assert len(commands) > 200
+    for hash_seed in ("1", "2"):
+        assert replay(b"\n".join(events), hash_seed) == expected
+
+
+def replay(journal: bytes, hash_seed: str) -> bytes:
+    source = Path(__file__).parents[2] / "src"
+    environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(source)}
+    done = subprocess.run(
+        [sys.executable, "-c", REPLAY], input=journal, env=environment, capture_output=True, check=True, timeout=60
+    )
+    return done.stdout
