@@ -267,7 +267,9 @@ def nonsense(draw: random.Random) -> Event:
 
 
 ACTIONS = st.lists(st.tuples(st.integers(0, 15), st.integers(0, 10**6)), min_size=40, max_size=250)
-QUICK = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+QUICK = settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+)
 LONG = settings(QUICK, max_examples=5000)
 
 

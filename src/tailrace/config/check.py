@@ -179,8 +179,9 @@ def _some_data_is_fresh_enough(config: Config) -> Iterator[str]:
         yield "schedule.max_staleness is 0, but 'one_step' trains one version behind; write 1, or the kind 'sync'"
     if schedule.kind == "stream" and bound < ahead:
         yield f"schedule.max_staleness is {bound}, below steps_ahead, so 'stream' never trains; write {ahead} or more"
-    unpublished = schedule.publish_every - 1
-    if bound < unpublished:
+    behind = 1 if schedule.kind == "one_step" else ahead if schedule.kind == "stream" else 0
+    unpublished = behind + schedule.publish_every - 1
+    if schedule.publish_every > 1 and bound < unpublished:
         yield f"schedule.max_staleness is {bound}, too few until the next publish; write {unpublished} or more"
 
 

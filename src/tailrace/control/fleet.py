@@ -116,7 +116,7 @@ class Fleet(msgspec.Struct):
 
 
 def roomiest(replicas: Iterable[Replica], sizes: list[int], kv_share: float) -> list[ReplicaId | None]:
-    """A replica for each of `sizes` (tokens of KV), always the one with the lowest share of KV in use; None: no room."""
+    """A replica for each of `sizes` (tokens of KV), always the one with the lowest share in use; None: no room."""
     heap = [
         (replica.kv_load / replica.kv_capacity, replica.id, replica.kv_load, replica.kv_capacity)
         for replica in replicas

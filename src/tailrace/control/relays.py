@@ -36,7 +36,7 @@ class Relay(msgspec.Struct):
 
 
 class Relays(msgspec.Struct):
-    """`order` is the chain or, read as a heap, the tree; `order[0]` is the master. Empty places are None (chain only)."""
+    """A tree is `order`, read as a heap, with the master first; a chain is `after` and `before`."""
 
     relays: dict[RelayId, Relay] = {}
     order: list[RelayId] = []
@@ -197,4 +197,4 @@ class Relays(msgspec.Struct):
     def _note_everywhere(self) -> None:
         complete = [version for version, count in self.holders.items() if count == self.live]
         if complete:
-            self.newest_everywhere = max(self.newest_everywhere, max(complete))
+            self.newest_everywhere = max(self.newest_everywhere, *complete)

@@ -6,7 +6,7 @@ fits into, so that a few replicas end up full and the rest are free to pull newe
 
 Traps handled here: a lone straggler's KV never falls, so having finished half its batch counts as past the peak too; a
 replica that is planned to receive is not emptied later; loads include the plan so far. The plane handles the others:
-replicas in the middle of a pull are not offered, and the fit is checked again when the work has really been handed back.
+replicas in the middle of a pull are not offered, and the fit is checked again when the work has been handed back.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from tailrace.types import Version
 
 
 def advance(desk: Desk) -> None:
-    """Finish the round, bring all replicas to the next version, begin the next round; as far as that is possible now."""
+    """Finish the round, bring all replicas to the next version, begin the next round; as far as possible now."""
     round, ledger = desk.state.round, desk.ledger
     if round.running and not round.to_open and not ledger.open_groups:
         round.running = False
@@ -38,7 +38,8 @@ def _fleet_is_at(desk: Desk, version: Version) -> bool:
     if target < version or desk.state.pulling or not desk.fleet.live:
         return False
     outdated = [replica for replica in desk.fleet.ready() if replica.version < target]
-    if any([weights.pull(desk, replica, target) for replica in outdated]):
+    ordered = [weights.pull(desk, replica, target) for replica in outdated]
+    if any(ordered):
         return False
     return all(replica.version >= version for replica in desk.fleet.ready())
 

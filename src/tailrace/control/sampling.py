@@ -30,14 +30,18 @@ def admits(config: Config, ledger: Ledger, taken: int, lag: int = 0) -> int:
     `lag` says how many versions the weights that they would start under are behind the trainer's. What is certain to
     come too late does not start; under `wait` neither does what would come too late in its turn.
     """
+    if lag > config.schedule.max_staleness:
+        return 0
+    return admission_limit(config, lag) - ledger.open_groups - len(ledger.ready) - taken
+
+
+def admission_limit(config: Config, lag: int = 0) -> int:
+    """Groups that may be under way at once: a step's worth, and that again for every step ahead."""
     schedule = config.schedule
     ahead = schedule.max_staleness if schedule.steps_ahead is None else schedule.steps_ahead
-    if lag > schedule.max_staleness:
-        return 0
     if schedule.staleness_policy == "wait":
         ahead = min(ahead, schedule.max_staleness - lag)
-    limit = int((ahead + 1) * config.workload.prompts_per_step)
-    return limit - ledger.open_groups - len(ledger.ready) - taken
+    return int((ahead + 1) * config.workload.prompts_per_step)
 
 
 def pick(config: Config, ledger: Ledger, version: Version, wanted: int, left_in_step: int) -> Picked:

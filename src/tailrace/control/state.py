@@ -44,7 +44,7 @@ class State(msgspec.Struct):
 class Desk:
     """What the functions of this package share while they handle one event.
 
-    Handlers bring the books up to date and leave notes here; `plane.py` then decides, in one fixed order, what the notes
+    Handlers bring the books up to date and leave notes here; `plane.py` then decides, in one fixed order, what they
     make possible. So no handler calls another one, and none has to know all the consequences of what it records.
     """
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import islice
 from math import ceil
 
-from tailrace.control import weights
+from tailrace.control import sampling, weights
 from tailrace.control.fleet import Replica, roomiest
 from tailrace.control.ledger import NONE
 from tailrace.control.state import Desk
@@ -56,15 +56,15 @@ def quota(desk: Desk) -> int:
     A batch drains while it is generated, so the cache stays full only if some samples have to wait at first. A schedule
     that interrupts pays for everything in flight at every update: there the share is enough.
     """
-    workload, live = desk.config.workload, max(1, desk.fleet.live)
-    if desk.config.schedule.max_inflight:
-        return max(1, ceil(desk.config.schedule.max_inflight / live))
-    share = max(1, ceil(workload.trajectories_per_step / live))
-    return (
-        share
-        if desk.traits.interrupts
-        else max(share, int(desk.config.schedule.kv_fill * desk.fleet.fits(desk.ledger.mean_tokens)))
-    )
+    config, live = desk.config, max(1, desk.fleet.live)
+    if config.schedule.max_inflight:
+        return max(1, ceil(config.schedule.max_inflight / live))
+    share = ceil(config.workload.trajectories_per_step / live)
+    if desk.traits.interrupts:
+        return max(1, share)
+    most = sampling.admission_limit(config) * config.workload.group_size // live  # a larger batch would starve others
+    full = int(config.schedule.kv_fill * desk.fleet.fits(desk.ledger.mean_tokens))
+    return max(1, share, min(full, most))
 
 
 def place_waiting(desk: Desk) -> None:

@@ -86,6 +86,7 @@ class Simulation:
         self.meter = Meter(config, self.costs, self.replicas, self.trainer, timeline)
         self.faults = Faults(self)
         self.stopped = ""
+        self.handled = 0  # events
         self._inbox: deque[Event] = deque()
         self._hop = self.costs.hop(hosts, 1 if config.relay.topology == "chain" else config.relay.fan_out)
         self._actions: dict[type[Command], Callable[[Any], None]] = {
@@ -128,6 +129,7 @@ class Simulation:
         inbox, now = self._inbox, self.kernel.now
         while inbox and not self.faults.controller_down:
             event = inbox.popleft()
+            self.handled += 1
             commands = self.plane.handle(now, event)
             if self.observer:
                 self.observer(now, event, commands)

@@ -102,7 +102,7 @@ class Costs:
     # --------------------------------------------------------------------------------------------------- training
 
     def train(self, lengths: list[int]) -> float:
-        """Seconds of one mini-batch: the slowest rank's work, or the exchange of weights and gradients if that is longer."""
+        """Seconds of one mini-batch: the slowest rank's work, and the exchange of weights and gradients."""
         sizes = np.asarray(lengths, dtype=np.float64)
         ways = self.config.split.trainer_parallel
         ranks = max(1, self.config.trainer_gpus // ways)
@@ -110,7 +110,7 @@ class Costs:
         passes = 3.0 / TRAINING + self.config.trainer.forward_passes / FORWARD
         work = forward * passes / (ways * self.trainer_gpu.flops) + sizes * self._between_ways
         slowest = max(float(work.sum()) / ranks, float(work.max(initial=0.0)))
-        return max(slowest, self._exchange(ranks))
+        return slowest + self._exchange(ranks)
 
     @cached_property
     def _between_ways(self) -> float:

@@ -4,8 +4,8 @@ All running sequences gain one token per decode step, and the time of a step is 
 So between two changes of the batch the engine's progress is a parabola in time, and the next change (a turn ends, or
 the KV cache is full) is found in closed form. `clock` counts decode steps; a sequence ends at a fixed clock reading.
 
-Sequences that do not fit wait; when the cache is full the youngest goes back to the queue and is recomputed later, as in
-the engines people use. The samples of a group share their prompt's KV while they are here together.
+Sequences that do not fit wait; when the cache is full the youngest goes back to the queue and is recomputed later, as
+in the engines people use. The samples of a group share their prompt's KV while they are here together.
 """
 
 from __future__ import annotations

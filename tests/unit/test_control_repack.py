@@ -1,0 +1,79 @@
+"""Repack: who may give, who may take, and what is looked at again when the work has been handed back."""
+
+from drive import Drive, config, only
+from tailrace.control.repack import Move, View, plan
+from tailrace.protocol import Generate, Parked, Progressed, Release, ReplicaLost, TimerFired
+
+
+def view(id, kv, version=1, before=None, requests=2, waiting=0, batch=100, limit=100, roofline=8):
+    return View(id, version, kv, kv + 1 if before is None else before, limit, requests, waiting, batch, roofline)
+
+
+def test_the_smallest_goes_to_the_fullest_that_still_has_room():
+    assert plan([view(0, 10), view(1, 50), view(2, 80)]) == [Move(0, 2)]
+    assert plan([view(0, 30), view(1, 50), view(2, 80)]) == [Move(0, 1)]
+
+
+def test_a_lone_straggler_whose_kv_never_falls_is_past_its_peak():
+    straggler = view(0, 10, before=5, requests=1, batch=16)
+    assert plan([straggler, view(1, 50)]) == [Move(0, 1)]
+    assert not plan([view(0, 10, before=5, requests=15, batch=16), view(1, 50)])
+
+
+def test_a_target_does_not_become_a_source():
+    moves = plan([view(id, 20 + id) for id in range(4)])
+    assert moves
+    assert not {move.source for move in moves} & {move.target for move in moves}
+
+
+def test_loads_include_the_plan_so_far():
+    moves = plan([view(id, 40, requests=1) for id in range(5)])
+    received = [move.target for move in moves]
+    assert max(received.count(id) for id in received) == 1  # 40 + 40 fits below 100, a third 40 does not
+    assert not plan([view(0, 1, requests=5), view(1, 2, requests=5)]), "nor more requests than the roofline"
+
+
+def test_only_the_same_version_exchanges_work():
+    assert not plan([view(0, 10, version=1), view(1, 10, version=2)])
+
+
+def test_one_candidate_alone_stays():
+    assert not plan([view(0, 10)])
+    assert not plan([view(0, 10), view(1, 10, waiting=3), view(2, 100), view(3, 0, requests=0)])
+
+
+def tail():
+    """Two replicas at the end of their batches, and prompts for new ones."""
+    drive = Drive(config(prompts=2, size=4)).join_all()
+    for replica in (0, 1):
+        for request in drive.running(replica)[:-1]:
+            drive.finish(request)
+        drive.tell(Progressed(replica, 1, 60, 1, 0))
+    return drive
+
+
+def test_a_release_is_followed_by_generation_elsewhere_from_the_prefix():
+    drive = tail()
+    (release,) = [c for c in drive.tell(TimerFired("repack"), after=5.0) if isinstance(c, Release)]
+    (request,) = drive.running(release.replica)
+    commands = drive.tell(Parked(release.replica, 1, (drive.meta(request),)))
+    order = next(c for c in commands if isinstance(c, Generate) and c.replica != release.replica)
+    (moved,) = order.requests
+    assert (moved.trajectory, moved.resume, moved.epoch) == (request.trajectory, True, request.epoch + 1)
+
+
+def test_the_fit_is_checked_again_when_the_work_has_been_handed_back():
+    drive = tail()
+    (release,) = [c for c in drive.tell(TimerFired("repack"), after=5.0) if isinstance(c, Release)]
+    (request,) = drive.running(release.replica)
+    target = 1 - release.replica
+    drive.tell(Progressed(target, 1, 9_990, 8, 0))  # its cache has filled up meanwhile
+    order = only(drive.tell(Parked(release.replica, 1, (drive.meta(request),))), Generate)
+    assert order.replica == release.replica
+
+
+def test_a_move_whose_source_dies_is_forgotten():
+    drive = tail()
+    (release,) = [c for c in drive.tell(TimerFired("repack"), after=5.0) if isinstance(c, Release)]
+    drive.tell(ReplicaLost(release.replica, 1, "it died"))
+    assert not drive.plane.state.fleet.moves

@@ -1,0 +1,114 @@
+"""What makes the five schedules different: what is in flight at an update, and when replicas pull."""
+
+import pytest
+
+from drive import Drive, config
+from tailrace.config.tree import Schedule, Trainer
+from tailrace.protocol import Generate, LoadWeights, RelayJoined, ReplicaLost, Train, VersionStored
+
+STEPS_AHEAD = {"stream": 1}
+
+
+def driven(kind, replicas=2, relays=1, **sections):
+    schedule = Schedule(kind=kind, max_staleness=2, steps_ahead=STEPS_AHEAD.get(kind), max_inflight=4)
+    return Drive(config(schedule=schedule, **sections), replicas=replicas, relays=relays).join_all()
+
+
+def finish_until_trained(drive, step):
+    """Finish samples, oldest first, until the trainer has made the version after `step`."""
+    while drive.plane.state.training.version <= step:
+        if drive.plane.state.training.busy:
+            drive.train()
+        else:
+            drive.finish(drive.running()[0])
+
+
+def pulls(drive):
+    return [(order.replica, order.version) for order in drive.orders(LoadWeights)]
+
+
+def test_sync_generates_nothing_while_it_trains_and_pulls_together():
+    drive = driven("sync")
+    drive.finish_all()
+    assert drive.plane.state.training.busy
+    assert not drive.running()
+    drive.train()
+    assert not drive.running()
+    drive.store_everywhere(1)
+    assert pulls(drive)[-2:] == [(0, 1), (1, 1)]
+    drive.load(0)
+    assert not drive.running(), "the barrier: nobody starts before everybody is there"
+    drive.load(1)
+    assert len(drive.running(0)) == len(drive.running(1)) == 2
+
+
+@pytest.mark.parametrize("kind", ["one_step", "stream"])
+def test_one_step_and_stream_generate_the_next_round_while_they_train(kind):
+    drive = driven(kind)
+    drive.finish_all()
+    assert drive.plane.state.training.busy
+    assert len(drive.running()) == 4, "round 1 runs on version 0"
+    drive.train()
+    drive.store_everywhere(1)
+    assert not any(version == 1 for _, version in pulls(drive)), "nobody pulls in the middle of a round"
+    drive.finish_all()
+    assert pulls(drive)[-2:] == [(0, 1), (1, 1)]
+
+
+def test_one_step_takes_whole_rounds_and_stream_takes_mini_batches():
+    for kind, expected in (("one_step", 0), ("stream", 1)):
+        drive = driven(kind, trainer=Trainer(mini_batches=2))
+        first = [request for request in drive.running() if request.group == 0]
+        for request in first:
+            drive.finish(request)
+        assert len(drive.orders(Train)) == expected
+
+
+def test_partial_pulls_at_once_and_its_work_goes_on_under_the_new_weights():
+    drive = driven("partial", relays=2)
+    finish_until_trained(drive, 0)
+    running = drive.running()
+    assert running
+    drive.tell(VersionStored(0, 1, 1))
+    assert not any(version == 1 for _, version in pulls(drive)), "not before it is everywhere"
+    drive.tell(VersionStored(1, 1, 1))
+    assert sorted(pulls(drive)[-2:]) == [(0, 1), (1, 1)]
+    drive.load(0)
+    drive.load(1)
+    kept = {request.trajectory: request.epoch for request in drive.running()}
+    assert all(kept[request.trajectory] == request.epoch for request in running)
+
+
+def test_under_partial_a_replica_whose_relay_comes_back_pulls_again():
+    drive = driven("partial", relays=2)
+    drive.tell(RelayJoined(1, 2))
+    drive.tell(ReplicaLost(1, 1, "it died"))
+    drive.join(1, incarnation=2, version=-1)
+    before = len(pulls(drive))
+    drive.tell(VersionStored(1, 2, 0))  # no news for the fleet, but for this host
+    assert pulls(drive)[before:] == [(1, 0)]
+
+
+def test_trajectory_replicas_pull_on_their_own_when_their_work_is_done():
+    drive = driven("trajectory")
+    finish_until_trained(drive, 0)
+    drive.store_everywhere(1)
+    busy = [id for id in (0, 1) if drive.running(id)]
+    assert busy
+    assert not any(pull in pulls(drive) for pull in [(id, 1) for id in busy]), "what runs keeps its version"
+    drive.finish_all(busy[0])
+    assert pulls(drive)[-1] == (busy[0], 1)
+    drive.load(busy[0])
+    drive.fetch()
+    order = drive.orders(Generate)[-1]
+    assert order.replica == busy[0]
+    sample = drive.plane.state.ledger.samples[order.requests[0].trajectory]
+    assert sample.oldest == sample.newest == 1
+
+
+def test_a_replica_that_joins_in_the_middle_of_a_round_helps():
+    drive = driven("sync", replicas=3)
+    drive.tell(ReplicaLost(2, 1, "it died"))
+    drive.join(2, incarnation=2, version=0)
+    drive.tell(ReplicaLost(0, 1, "it died too"))
+    assert drive.running(2)

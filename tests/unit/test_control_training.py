@@ -1,0 +1,105 @@
+"""The trainer repeats exactly what its checkpoint lacks, versions never go back, and payloads live until then."""
+
+import pytest
+
+from drive import Drive, config, only, published
+from tailrace.config.tree import Run, Schedule, Trainer
+from tailrace.protocol import Checkpointed, Forget, Stop, Train, Trained, TrainerJoined, TrainerLost
+
+
+def driven(steps=0, **sections):
+    """After so many steps, with the groups of the next one ready or being generated."""
+    drive = Drive(config(**{"schedule": Schedule(max_staleness=4, max_inflight=4), **sections}), replicas=1).join_all()
+    for _ in range(steps):
+        train_a_step(drive)
+    return drive
+
+
+def train_a_step(drive):
+    version = drive.plane.state.training.version
+    while drive.plane.state.training.version == version:
+        while not drive.plane.state.training.busy:
+            drive.finish_all()
+        drive.train()
+    drive.store_everywhere(version + 1)
+    if drive.plane.state.pulling:
+        drive.load(0)
+
+
+def test_a_trainer_from_an_older_checkpoint_repeats_the_same_parts():
+    drive = driven(steps=2)
+    first, second = drive.orders(Train)[:2]
+    drive.tell(TrainerLost(1, "it died"))
+    repeated = [only(drive.tell(TrainerJoined(2, 0)), Train)]
+    repeated.append(only(drive.train(), Train))
+    assert [(one.step, one.part, one.groups) for one in repeated] == [
+        (one.step, one.part, one.groups) for one in (first, second)
+    ]
+    assert drive.plane.state.training.version == 2
+    trained = drive.plane.state.ledger.tally.trained
+    drive.train()
+    assert drive.plane.state.ledger.tally.trained == trained == 4
+
+
+def test_published_versions_never_go_back():
+    drive = driven(steps=2)
+    drive.tell(TrainerJoined(2, 0))
+    while drive.plane.state.training.repeating:
+        drive.train()
+    versions = [version for version, _ in published(drive)]
+    assert versions == sorted(versions)
+
+
+def test_payloads_are_kept_until_a_checkpoint_covers_them():
+    drive = driven(steps=2)
+    assert not drive.orders(Forget)
+    commands = drive.tell(Checkpointed(1, 1))
+    step_0 = [id for group in drive.orders(Train)[0].groups for id in group.trajectories]
+    assert sorted(only(commands, Forget).trajectories) == sorted(step_0)
+
+
+def test_a_checkpoint_that_overtakes_the_report_of_its_step_frees_nothing_too_early():
+    drive = driven(steps=1)
+    drive.tell(Checkpointed(1, 2))
+    assert drive.plane.state.training.durable == 1
+
+
+def test_a_part_counts_once_and_only_from_the_living_trainer():
+    drive = driven(trainer=Trainer(mini_batches=2))
+    while not drive.orders(Train):
+        drive.finish_all()
+    drive.tell(Trained(0, 0, 0))
+    drive.tell(Trained(1, 0, 1))
+    assert drive.plane.state.training.busy
+    drive.tell(Trained(1, 0, 0))
+    drive.tell(Trained(1, 0, 0))
+    assert (drive.plane.state.training.step, drive.plane.state.training.part) == (0, 1)
+
+
+def test_what_the_trainer_did_before_its_report_was_lost_is_caught_up_with():
+    drive = driven(steps=1)
+    while not drive.plane.state.training.busy:
+        drive.finish_all()
+    drive.tell(TrainerJoined(2, 2))  # it has trained step 1, saved it and died
+    assert drive.plane.state.training.version == 2
+    assert drive.plane.state.ledger.tally.trained == 4
+
+
+@pytest.mark.parametrize(("step", "part"), [(7, 0), (1, 3), (2, 0)])
+def test_a_trainer_with_steps_that_nobody_ordered_ends_the_run(step, part):
+    drive = driven(steps=1)
+    assert "never told to train" in only(drive.tell(TrainerJoined(2, step, part)), Stop).reason
+
+
+def test_a_trainer_without_its_checkpoint_ends_the_run():
+    drive = driven(steps=2)
+    drive.tell(Checkpointed(1, 2))
+    assert "checkpoint of step 2 is gone" in only(drive.tell(TrainerJoined(2, 1)), Stop).reason
+
+
+def test_the_run_ends_after_its_last_step():
+    drive = driven(run=Run(steps=1))
+    while not drive.orders(Train):
+        drive.finish_all()
+    assert only(drive.train(), Stop).reason == "all steps are done"
+    assert drive.tick() == []
