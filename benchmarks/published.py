@@ -163,6 +163,7 @@ def areal(schedule: str, model: str, gpus: int, ways: int, trainer_ways: int, co
             "workload__lengths__median": 11000,
             "workload__lengths__mean": 13000,
             "schedule__max_staleness": 4,
+            "schedule__steps_ahead": 4,
         }
     return case("areal_1_5b", schedule, **settings)
 
@@ -203,7 +204,9 @@ def verl_rows() -> list[Row]:
     for gpus, sync_s, async_s in ((32, 790, 295), (128, 356, 151)):
         fast, slow = verl_async(gpus), case("verl_7b_h20", "sync", cluster__gpus=gpus)
         rows += [
-            Row("verl", f"fully async over colocated, {gpus} GPUs", sync_s / async_s, "speed-up", (fast, slow), speed_up),
+            Row(
+                "verl", f"fully async over colocated, {gpus} GPUs", sync_s / async_s, "speed-up", (fast, slow), speed_up
+            ),
             Row("verl", f"colocated, {gpus} GPUs, s a step", sync_s, "absolute", (slow,), lambda r: r.step_s),
             Row("verl", f"fully async, {gpus} GPUs, s a step", async_s, "absolute", (fast,), lambda r: r.step_s),
         ]
@@ -261,7 +264,12 @@ def order_rows(results: dict[Case, Result]) -> list[str]:
         if averages[faster] < 0.98 * averages[slower]:
             wrong.append(f"Laminar, mean: {faster} should be ahead of {slower}")
     for row in rows():
-        if row.kind == "speed-up" and row.published > 1 and row.cases and row.predict(*[results[c] for c in row.cases]) < 0.98:
+        if (
+            row.kind == "speed-up"
+            and row.published > 1
+            and row.cases
+            and row.predict(*[results[c] for c in row.cases]) < 0.98
+        ):
             wrong.append(f"{row.source}, {row.figure}")
     return wrong
 
@@ -284,7 +292,9 @@ def main() -> None:
 def report(console: Console, lines: list[tuple[Row, float]], wrong_order: list[str]) -> None:
     grid = Table("source", "figure", "kind", "published", "ours", "error")
     for row, ours in lines:
-        grid.add_row(row.source, row.figure, row.kind, f"{row.published:,.4g}", f"{ours:,.4g}", f"{error(row, ours):+.0%}")
+        grid.add_row(
+            row.source, row.figure, row.kind, f"{row.published:,.4g}", f"{ours:,.4g}", f"{error(row, ours):+.0%}"
+        )
     console.print(grid)
     errors = [abs(error(row, ours)) for row, ours in lines if row.kind == "speed-up"]
     summary = {
@@ -298,9 +308,13 @@ def report(console: Console, lines: list[tuple[Row, float]], wrong_order: list[s
     console.print("order of the schedules: " + ("; ".join(wrong_order) or "right in every row"))
     console.print("\nAssumed where the papers are silent, alike for all schedules of a workload:", *ASSUMED, sep="\n  ")
     console.print("\nNot reproduced, and what is missing:", *MISSING, sep="\n  ")
-    data = [{"source": r.source, "figure": r.figure, "kind": r.kind, "published": r.published, "ours": o} for r, o in lines]
+    data = [
+        {"source": r.source, "figure": r.figure, "kind": r.kind, "published": r.published, "ours": o} for r, o in lines
+    ]
     out = ROOT / "benchmarks" / "results" / "published.json"
-    out.write_text(json.dumps({"summary": summary, "rows": data, "assumed": ASSUMED, "missing": MISSING}, indent=1) + "\n")
+    out.write_text(
+        json.dumps({"summary": summary, "rows": data, "assumed": ASSUMED, "missing": MISSING}, indent=1) + "\n"
+    )
 
 
 def error(row: Row, ours: float) -> float:

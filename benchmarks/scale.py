@@ -54,7 +54,9 @@ def curve(console: Console) -> list[dict[str, float]]:
     for replicas in REPLICAS:
         settings = {"cluster.gpus": replicas * 8, "workload.prompts_per_step": replicas}
         rows.append({"replicas": replicas, **apart("fleet_200k.toml", settings)})
-        console.print(f"{replicas:>6,} replicas: {rows[-1]['us_per_event']:.1f} us an event, {rows[-1]['wall_s']:.0f} s")
+        console.print(
+            f"{replicas:>6,} replicas: {rows[-1]['us_per_event']:.1f} us an event, {rows[-1]['wall_s']:.0f} s"
+        )
     return rows
 
 

@@ -33,6 +33,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"tailrace: {error}", file=sys.stderr)
         return 2
+    except RuntimeError as error:
+        if type(error).__name__ != "Standstill":
+            raise
+        print(
+            f"tailrace: the simulated fleet came to a standstill: {error}; please report this config", file=sys.stderr
+        )
+        return 3
     except KeyboardInterrupt:
         print("tailrace: interrupted", file=sys.stderr)
         return 130

@@ -76,6 +76,7 @@ class Ledger(msgspec.Struct):
     by_opening: Fifo[GroupId] = msgspec.field(default_factory=Fifo[GroupId])
     tally: Tally = msgspec.field(default_factory=Tally)
     open_groups: int = 0
+    unfinished: int = 0  # samples that wait or run
     finished_samples: int = 0
     finished_tokens: int = 0  # prompts included
     next_group: GroupId = 0
@@ -102,6 +103,7 @@ class Ledger(msgspec.Struct):
         self.by_opening.push(group.id)
         self.tally.started += 1
         self.open_groups += 1
+        self.unfinished += size
         return group
 
     # ----------------------------------------------------------------------------------------------- assignment
@@ -184,6 +186,7 @@ class Ledger(msgspec.Struct):
         sample.replica = NOWHERE
         self.waiting.pop(sample.id, None)
         self.groups[sample.group].unfinished -= 1
+        self.unfinished -= 1
 
     def survivors(self, group: Group) -> list[TrajectoryId]:
         return [id for id in group.samples if self.samples[id].state == "done"]

@@ -38,8 +38,11 @@ def admits(config: Config, ledger: Ledger, taken: int, lag: int = 0) -> int:
 def admission_limit(config: Config, lag: int = 0) -> int:
     """Groups that may be under way at once: a step's worth, and that again for every step ahead."""
     schedule = config.schedule
-    ahead = schedule.max_staleness if schedule.steps_ahead is None else schedule.steps_ahead
-    if schedule.staleness_policy == "wait":
+    waits = schedule.staleness_policy == "wait"
+    ahead = schedule.steps_ahead
+    if ahead is None:  # where late work is dropped, starting all that could be in time would waste much of it
+        ahead = schedule.max_staleness if waits else schedule.max_staleness / 2
+    if waits:
         ahead = min(ahead, schedule.max_staleness - lag)
     return int((ahead + 1) * config.workload.prompts_per_step)
 

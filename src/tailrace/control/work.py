@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import islice
 from math import ceil
 
-from tailrace.control import sampling, weights
+from tailrace.control import weights
 from tailrace.control.fleet import Replica, roomiest
 from tailrace.control.ledger import NONE
 from tailrace.control.state import Desk
@@ -29,8 +29,7 @@ def _feed(desk: Desk, replica: Replica) -> None:
     room = quota(desk) - len(replica.assigned)
     given = list(islice(desk.ledger.waiting, max(room, 0)))
     given += _open_groups(desk, room - len(given), desk.training.version - replica.version)
-    left = room - len(given)
-    if left > 0 and (2 * left >= desk.config.workload.group_size or not (given or replica.assigned)):
+    if _could_take_more(desk, replica, room - len(given), bool(given)):
         desk.fleet.hungry[replica.id] = None
     else:
         desk.fleet.hungry.pop(replica.id, None)
@@ -39,13 +38,21 @@ def _feed(desk: Desk, replica: Replica) -> None:
         generate(desk, replica, given)
 
 
+def _could_take_more(desk: Desk, replica: Replica, room: int, was_given: bool) -> bool:
+    """A replica with work takes more only if its schedule lets it; then it is worth asking again for half a group."""
+    if was_given or replica.assigned:
+        return desk.traits.interrupts and 2 * room >= desk.config.workload.group_size
+    return room > 0
+
+
 def _open_groups(desk: Desk, room: int, lag: int) -> list[TrajectoryId]:
     """Samples of new groups for about `room` places. A group is split only where a replica cannot take a whole one."""
     size = desk.config.workload.group_size
     if room <= 0 or 2 * room < min(size, quota(desk)):
         return []
-    wanted = max(1, round(room / size)) if room >= size // 2 else 1
-    count = min(wanted, desk.admits(lag), len(desk.ledger.pool))
+    admitted = desk.admits(lag)
+    fair = ceil(admitted / max(1, len(desk.fleet.hungry)))  # where work is short, everybody gets some of it
+    count = min(max(1, round(room / size)), fair, len(desk.ledger.pool))
     samples = [id for _ in range(count) for id in desk.ledger.open_group(desk.now, size).samples]
     return samples if quota(desk) >= size else samples[:room]
 
@@ -62,7 +69,8 @@ def quota(desk: Desk) -> int:
     share = ceil(config.workload.trajectories_per_step / live)
     if desk.traits.interrupts:
         return max(1, share)
-    most = sampling.admission_limit(config) * config.workload.group_size // live  # a larger batch would starve others
+    under_way = desk.ledger.unfinished + max(0, desk.admits()) * config.workload.group_size
+    most = under_way // live  # where admission is what limits, a larger batch here would leave others without work
     full = int(config.schedule.kv_fill * desk.fleet.fits(desk.ledger.mean_tokens))
     return max(1, share, min(full, most))
 

@@ -34,12 +34,13 @@ STATE_COLOURS = {
     "generating": ("#7eaad0", "#4f86b8"),
     "pulling": ("#17365c", "#dcecfb"),
     "repacked": ("#f2c744", "#e3b93a"),
+    "training": ("#a9c7a0", "#5f8a57"),
     "idle": ("#ebe8e1", "#2b2f36"),
     "lost": ("#c2297a", "#f0569f"),
 }
-CALM = ("idle", "generating")  # long states, drawn under the short ones
+CALM = ("idle", "generating", "training")  # long states, drawn under the short ones
 UNKNOWN_STATE = ("#9a9a9a", "#808080")
-STATE_WORDS = {"pulling": "pulling weights", "repacked": "emptied by repack"}
+STATE_WORDS = {"training": "lent to the trainer", "pulling": "pulling weights", "repacked": "emptied by repack"}
 
 
 class Series(NamedTuple):

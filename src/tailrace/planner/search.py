@@ -25,7 +25,7 @@ from tailrace.config import Config, ConfigError, with_values
 from tailrace.config.tree import ScheduleKind
 from tailrace.planner.balance import Theory, theory
 from tailrace.planner.reasons import reasons_for
-from tailrace.sim.cluster import Simulation, Stuck
+from tailrace.sim.cluster import Simulation, Standstill
 from tailrace.sim.costs import check_fit
 from tailrace.sim.gpus import find
 from tailrace.sim.measure import Result
@@ -418,7 +418,7 @@ def simulate(config: Config) -> Result | None:
     """One simulation, in whatever process; None where the fleet came to a standstill."""
     try:
         return Simulation(config).run()
-    except Stuck:
+    except Standstill:
         return None
 
 

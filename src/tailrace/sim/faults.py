@@ -115,13 +115,13 @@ class Faults:
         replica = self.random.choice(self.sim.replicas)
         replica.engine.advance(self.sim.kernel.now)
         replica.engine.slowdown = SLOW_FACTOR
-        self.sim.wake(replica)
+        self.sim.rollouts.wake(replica)
         self.sim.kernel.after(self.random.expovariate(1 / self.config.restart_s), self._recover, replica)
 
     def _recover(self, replica: SimReplica) -> None:
         replica.engine.advance(self.sim.kernel.now)
         replica.engine.slowdown = 1.0
-        self.sim.wake(replica)
+        self.sim.rollouts.wake(replica)
 
     def _partition(self) -> None:
         """A host, or the trainer, cannot talk to the controller or to other hosts for a while."""

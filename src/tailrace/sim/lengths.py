@@ -140,8 +140,9 @@ def _from_text(path: Path) -> list[float]:
 
 
 def _from_journal(path: Path) -> list[float]:
-    # Read-only, so that a mistyped path does not leave an empty database behind.
-    with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as journal:
+    # Read-only, so that nothing is left behind: no empty database for a mistyped path, no side files for a quiet one.
+    quiet = "" if path.with_name(path.name + "-wal").exists() else "&immutable=1"
+    with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro{quiet}", uri=True)) as journal:
         rows = journal.execute("SELECT json_extract(event, '$.meta.tokens') FROM journal WHERE kind = 'Finished'")
         return [float(tokens) for (tokens,) in rows if tokens is not None]
 

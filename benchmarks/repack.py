@@ -1,0 +1,44 @@
+"""Repack, on and off, with the same seed: Laminar-like mathematics on 64 replicas with a trainer that keeps up.
+
+    python benchmarks/repack.py           # prints the table, writes benchmarks/results/repack.json
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from tailrace.config import load, with_values
+from tailrace.sim.cluster import Simulation
+
+ROOT = Path(__file__).parents[1]
+SETTINGS = {"cluster.gpus": 192, "split.trainer_gpus": 128, "schedule.kind": "trajectory", "run.steps": 15}
+
+
+def measure(repack: bool) -> dict[str, object]:
+    config = load([ROOT / "examples" / "clusters" / "laminar_math_7b.toml"])
+    simulation = Simulation(with_values(config, {**SETTINGS, "repack.enabled": repack}))
+    row = msgspec.to_builtins(simulation.run())
+    ages: Counter[int] = sum(simulation.meter.ages.values(), Counter())
+    row["share_below_3"] = sum(n for age, n in ages.items() if age < 3) / sum(ages.values())
+    return row
+
+
+def main() -> None:
+    on, off = measure(True), measure(False)
+    grid = Table("figure", "repack on", "off", "on / off")
+    for key in ("generated_tokens_per_s", "tokens_per_s", "kv_usage", "moved", "share_below_3"):
+        ratio = on[key] / off[key] if off[key] else float("nan")  # type: ignore[operator]
+        grid.add_row(key, f"{on[key]:,.4g}", f"{off[key]:,.4g}", f"{ratio:.2f}")
+    grid.add_row("staleness mean / max", *(f"{r['staleness']['mean']:.1f} / {r['staleness']['max']}" for r in (on, off)), "")  # type: ignore[index]
+    Console().print(grid)
+    (ROOT / "benchmarks" / "results" / "repack.json").write_text(json.dumps({"on": on, "off": off}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""The trainer in virtual time: one part after the other, a checkpoint now and then."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tailrace.protocol import Checkpointed, Train, Trained
+from tailrace.sim.costs import SWITCH_S
+
+if TYPE_CHECKING:
+    from tailrace.sim.cluster import Simulation
+
+
+class Learner:
+    def __init__(self, simulation: Simulation) -> None:
+        self.sim = simulation
+
+    def train(self, command: Train) -> None:
+        trainer, now = self.sim.trainer, self.sim.kernel.now
+        if not trainer.alive or trainer.incarnation != command.incarnation or self.sim.faults.is_cut(trainer):
+            return
+        if (command.step, command.part) < (trainer.step, trainer.part):  # the report has not come through
+            self.sim.tell(trainer, Trained(trainer.incarnation, command.step, command.part))
+            return
+        assert (command.step, command.part) == (trainer.step, trainer.part), "parts are trained in their order"
+        if trainer.doing is not None:
+            return  # it is at it already; one report answers both orders
+        sequences = [self.sim.vault[id] for group in command.groups for id in group.trajectories]
+        seconds = self.sim.costs.train([s.prompt + s.tokens for s in sequences])
+        if self.sim.config.colocated:
+            seconds += SWITCH_S if command.part == 0 else 0.0
+            self._pause_engines(seconds)
+        self.sim.meter.picked(command, sequences)
+        trainer.doing = command
+        trainer.busy_s += seconds
+        trainer.free_at = max(trainer.free_at, now) + seconds
+        self.sim.kernel.at(trainer.free_at, self._part_done, command)
+
+    def _pause_engines(self, seconds: float) -> None:
+        """Colocated: what is in flight waits while its GPUs train."""
+        for replica in self.sim.replicas:
+            self.sim.meter.mark(replica, "training", self.sim.kernel.now)
+            if replica.engine.held:
+                replica.engine.stall(self.sim.kernel.now, seconds)
+                self.sim.rollouts.wake(replica)
+
+    def _resume_engines(self) -> None:
+        for replica in self.sim.replicas:
+            self.sim.meter.mark(replica, "generating" if replica.engine.held else "idle", self.sim.kernel.now)
+
+    def _part_done(self, command: Train) -> None:
+        trainer = self.sim.trainer
+        if trainer.doing is not command:
+            return
+        trainer.doing = None
+        trainer.part += 1
+        if self.sim.config.colocated:
+            self._resume_engines()
+        if command.last:
+            trainer.step, trainer.part = trainer.step + 1, 0
+            self.sim.meter.stepped(trainer.step, self.sim.kernel.now)
+        self.sim.tell(trainer, Trained(trainer.incarnation, command.step, command.part))
+        if command.last and trainer.step % self.sim.config.trainer.checkpoint_every == 0:
+            trainer.saved = trainer.step
+            self.sim.tell(trainer, Checkpointed(trainer.incarnation, trainer.step))
