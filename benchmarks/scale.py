@@ -1,6 +1,6 @@
 """What the control plane and its virtual-time driver cost at scale.
 
-    python benchmarks/scale.py            # 1,024 GPUs with five schedules; cost per event up to 25,000 replicas; 200,000 GPUs
+    python benchmarks/scale.py            # 1,024 GPUs with five schedules; then 1,000 to 25,000 replicas (200,000 GPUs)
 
 Writes benchmarks/results/scale.json. Each measurement runs in a process of its own, so that peak memory is its own.
 """
@@ -12,6 +12,7 @@ import resource
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from rich.console import Console
@@ -25,7 +26,7 @@ ROOT = Path(__file__).parents[1]
 REPLICAS = (1000, 2500, 5000, 10000, 25000)
 
 
-def measure(preset: str, settings: dict[str, object]) -> dict[str, float]:
+def measure(preset: str, settings: Mapping[str, object]) -> dict[str, float]:
     """Simulate in this process; seconds of CPU, events handled by the control plane, and peak memory."""
     config = with_values(load([ROOT / "examples" / "clusters" / preset]), settings)
     simulation = Simulation(config)
@@ -43,8 +44,8 @@ def measure(preset: str, settings: dict[str, object]) -> dict[str, float]:
     }
 
 
-def apart(preset: str, settings: dict[str, object]) -> dict[str, float]:
-    words = [sys.executable, __file__, "--measure", preset, json.dumps(settings)]
+def apart(preset: str, settings: Mapping[str, object]) -> dict[str, float]:
+    words = [sys.executable, __file__, "--measure", preset, json.dumps(dict(settings))]
     return json.loads(subprocess.run(words, check=True, capture_output=True, text=True).stdout)
 
 
@@ -78,7 +79,8 @@ def main() -> None:
     large = rows[-1]
     grid = Table("replicas", "GPUs", "events", "us per event", "wall s", "peak GB")
     for row in rows:
-        grid.add_row(*(f"{row[k]:,.0f}" for k in ("replicas",)), f"{row['replicas'] * 8:,.0f}", f"{row['events']:,.0f}", f"{row['us_per_event']:.1f}", f"{row['wall_s']:.0f}", f"{row['peak_gb']:.2f}")  # fmt: skip
+        counts = [f"{number:,.0f}" for number in (row["replicas"], row["replicas"] * 8, row["events"])]
+        grid.add_row(*counts, f"{row['us_per_event']:.1f}", f"{row['wall_s']:.0f}", f"{row['peak_gb']:.2f}")
     console.print(grid)
     console.print(f"cost per event, 25,000 over 1,000 replicas: {large['us_per_event'] / rows[0]['us_per_event']:.2f}x")
     out = {"five_schedules_1024_gpus": small, "curve": rows}

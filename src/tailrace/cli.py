@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"tailrace: {error}", file=sys.stderr)
         return 2
     except RuntimeError as error:
-        if type(error).__name__ != "Standstill":
+        if type(error).__name__ != "StandstillError":
             raise
         print(
             f"tailrace: the simulated fleet came to a standstill: {error}; please report this config", file=sys.stderr

@@ -127,7 +127,9 @@ BAD_OPTIONS = [
     ("--num-generations 8", "write --workload.group_size"),
     ("--actor_rollout_ref.rollout.n 8", "verl's name, not an option here; write --workload.group_size"),
     ("--max_off_policy_steps 8", "prime-rl's name, not an option here; write --schedule.max_staleness"),
-    ("--async_training.staleness_threshold 0.5", "--schedule.max_staleness (in versions, not as a share"),
+    ("--async_training.staleness_threshold 0.5", "--schedule.steps_ahead (max_staleness is the bound in versions)"),
+    ("--max_head_offpolicyness 4", "--schedule.max_staleness (and the same for schedule.steps_ahead)"),
+    ("--cluster.network_gbytes_per_s 0", "it wants a number above 0"),
     ("--partial_rollout", "schedule.kind (write schedule.kind = 'partial')"),
 ]
 
@@ -354,7 +356,8 @@ changed = st.fixed_dictionaries(
         "model.preset": st.sampled_from(list(SHAPES)),
         "model.parameters": st.floats(1, 1e13),
         "model.hidden": st.integers(1, 10**5),
-        "cluster.network_gbytes_per_s": amounts,
+        "cluster.network_gbytes_per_s": st.floats(0, 1e12, exclude_min=True),
+        "cluster.collective_gbytes_per_s": amounts,
         "split.colocated": st.sampled_from([None, True, False]),
         "schedule.kind": st.sampled_from(["sync", "stream", "partial", "trajectory"]),
         "schedule.steps_ahead": st.none() | st.floats(0, 4),

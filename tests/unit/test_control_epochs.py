@@ -1,12 +1,13 @@
 """Late, doubled and lost messages are harmless, and groups come to their end whatever happens to their samples."""
 
 from drive import Drive, config, only
-from tailrace.config.tree import Groups
+from tailrace.config.tree import Groups, Schedule
 from tailrace.protocol import Assignment, Cancel, Finished, Forget, Generate, Parked, ReplicaLost, SampleFailed
 
 
 def driven(**sections):
-    return Drive(config(**sections)).join_all()
+    """A step's worth of groups is under way, one on each replica, and no more may start."""
+    return Drive(config(schedule=Schedule(max_inflight=4, steps_ahead=0), **sections)).join_all()
 
 
 def test_a_sample_counts_once_however_often_it_is_reported():

@@ -43,8 +43,12 @@ def test_one_candidate_alone_stays():
 
 
 def tail():
-    """Two replicas at the end of their batches, and prompts for new ones."""
+    """Two replicas at the end of their batches, newer weights for them to pull, and prompts for new batches."""
     drive = Drive(config(prompts=2, size=4)).join_all()
+    drive.finish_all()
+    drive.train()
+    drive.store_everywhere(1)
+    drive.fetch()
     for replica in (0, 1):
         for request in drive.running(replica)[:-1]:
             drive.finish(request)

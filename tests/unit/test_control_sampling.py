@@ -58,6 +58,14 @@ def test_wait_keeps_the_places_of_what_only_this_step_can_take():
     assert pick(settings(max_staleness=1), ledger(ready=[10, 10], started=[9]), 10, 2, 2).groups  # drop does not wait
 
 
+def test_wait_keeps_the_places_that_later_steps_will_not_have():
+    """Version 9 is due by the next step, which has two places: of three open groups one needs a place in this step."""
+    config = settings(max_staleness=2, staleness_policy="wait")
+    assert not pick(config, ledger(ready=[10, 10], started=[9, 9, 9]), 10, 2, 2).groups
+    assert pick(config, ledger(ready=[10, 10], started=[9, 9]), 10, 2, 2).groups
+    assert pick(config, ledger(ready=[9, 9], started=[9, 9, 9]), 10, 2, 2).groups, "nothing that is open is more urgent"
+
+
 def test_wait_takes_the_earliest_deadline_first():
     config = settings(max_staleness=2, staleness_policy="wait", order="freshest")
     assert ages(pick(config, ledger(ready=[10, 8, 9]), 10, 2, 2).groups) == [8, 9]

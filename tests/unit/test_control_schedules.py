@@ -106,6 +106,22 @@ def test_trajectory_replicas_pull_on_their_own_when_their_work_is_done():
     assert sample.oldest == sample.newest == 1
 
 
+def test_a_trajectory_replica_takes_more_work_until_there_is_something_newer_to_pull():
+    drive = driven("trajectory")
+    first = drive.running(0)
+    drive.finish(first[0])
+    assert {request.group for request in drive.running(0)} > {first[0].group}, "it is filled up before it is empty"
+    finish_until_trained(drive, 0)
+    drive.store_everywhere(1)
+    drive.fetch()
+    before = len(drive.orders(Generate))
+    (last, *others) = drive.running(0)
+    for request in others:
+        drive.finish(request)
+    assert drive.running(0) == [last]
+    assert len(drive.orders(Generate)) == before, "what runs is finished first"
+
+
 def test_a_replica_that_joins_in_the_middle_of_a_round_helps():
     drive = driven("sync", replicas=3)
     drive.tell(ReplicaLost(2, 1, "it died"))

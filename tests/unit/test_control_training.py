@@ -4,7 +4,8 @@ import pytest
 
 from drive import Drive, config, only, published
 from tailrace.config.tree import Run, Schedule, Trainer
-from tailrace.protocol import Checkpointed, Forget, Stop, Train, Trained, TrainerJoined, TrainerLost
+from tailrace.protocol import Checkpointed, Forget, PromptsAdded, Stop, Train, Trained, TrainerJoined, TrainerLost
+from tailrace.types import Prompt
 
 
 def driven(steps=0, **sections):
@@ -103,3 +104,14 @@ def test_the_run_ends_after_its_last_step():
         drive.finish_all()
     assert only(drive.train(), Stop).reason == "all steps are done"
     assert drive.tick() == []
+
+
+def test_a_source_that_runs_dry_ends_the_run_and_says_what_is_left():
+    drive = Drive(config(schedule=Schedule(max_inflight=4)), replicas=1)
+    drive.tell(PromptsAdded(0, tuple(Prompt(id, 10) for id in range(3)), last=True))
+    drive.join_all()
+    for _ in range(3):
+        drive.finish_all()
+        if drive.plane.state.training.busy:
+            drive.train()
+    assert drive.orders(Stop)[-1].reason == "the prompts ran out after 1 steps; 1 groups are left over"

@@ -3,6 +3,7 @@
 import json
 import time
 
+import msgspec
 import pytest
 
 from tailrace.config import ConfigError, load, render, with_values
@@ -10,6 +11,7 @@ from tailrace.planner import plan, plan_json, render_plan, theory
 from tailrace.planner.balance import balance
 from tailrace.planner.report import fragment
 from tailrace.planner.search import Effort, Point, Search, Space, simulate, theories_of
+from tailrace.sim.cluster import Simulation
 
 SMALL = {
     "model.preset": "qwen2.5-1.5b",
@@ -101,6 +103,48 @@ def test_the_plan_is_at_least_as_good_as_its_start_and_as_the_users_config(small
     assert small_plan.result.tokens_per_s >= 0.99 * small_plan.own.result.tokens_per_s
     assert small_plan.result.tokens_per_s >= small_plan.baseline.result.tokens_per_s
     assert small_plan.simulations <= BUDGET
+
+
+def searched(config, rate):
+    """A search whose simulator is `rate(config, long)`."""
+    some = Simulation(with_values(config, {"run.steps": 2})).run()
+    effort = Effort(BUDGET, 4, 10)
+
+    def evaluate(configs):
+        return [msgspec.structs.replace(some, tokens_per_s=rate(each, each.run.steps == 10)) for each in configs]
+
+    search = Search(config, theories_of(config), effort, evaluate, lambda *_: None)
+    search.screen()
+    search.tune_best()
+    return search.conclude()
+
+
+def test_the_plan_does_not_lose_to_a_start_that_short_runs_underrate():
+    """It has its place among the finalists even where all the others are taken by points that screened better."""
+    config = config_with()
+    start = Space(config, theories_of(config)).config_of(_starts(config)[-1], 10)
+
+    def rate(each, long):
+        if each.schedule.kind != "trajectory":
+            return 10.0
+        is_start = each.split == start.split and each.schedule == start.schedule
+        return (200.0 if long else 100.0) if is_start else 110.0
+
+    assert searched(config, rate).result.tokens_per_s == 200
+
+
+def test_the_plan_does_not_lose_to_a_synchronous_config_that_short_runs_underrate():
+    config = config_with(**{"schedule.kind": "sync", "split.tensor_parallel": 2})
+
+    def rate(each, long):
+        if each.schedule.kind != "sync":
+            return 10.0
+        return 120.0 if long and each.split.tensor_parallel == 2 else 100.0 / each.split.tensor_parallel
+
+    found = searched(config, rate)
+    assert found.own
+    assert found.result.tokens_per_s == found.own.result.tokens_per_s == found.baseline.result.tokens_per_s == 120
+    assert found.best == config
 
 
 def _starts(config):

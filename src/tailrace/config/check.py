@@ -174,7 +174,7 @@ def _turns_fit(config: Config) -> Iterator[str]:
 def _some_data_is_fresh_enough(config: Config) -> Iterator[str]:
     """Data that is always older than the bound would be dropped for ever."""
     schedule, bound = config.schedule, config.schedule.max_staleness
-    ahead = int(schedule.steps_ahead or 0)
+    ahead = min(1, bound) if schedule.steps_ahead is None else int(schedule.steps_ahead)  # what `stream` lags behind
     if schedule.kind == "one_step" and bound < 1:
         yield "schedule.max_staleness is 0, but 'one_step' trains one version behind; write 1, or the kind 'sync'"
     if schedule.kind == "stream" and bound < ahead:

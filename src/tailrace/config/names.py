@@ -70,8 +70,8 @@ PEERS: dict[str, PeerName] = {
     "rollout_max_prompt_len": PeerName("slime", "workload.prompt_tokens", "the usual length, not the limit"),
     # staleness
     "max_off_policy_steps": PeerName("prime-rl", "schedule.max_staleness"),
-    "max_head_offpolicyness": PeerName("AReaL", "schedule.max_staleness"),
-    "staleness_threshold": PeerName("verl", "schedule.max_staleness", "in versions, not as a share of the samples"),
+    "max_head_offpolicyness": PeerName("AReaL", "schedule.max_staleness", "and the same for schedule.steps_ahead"),
+    "staleness_threshold": PeerName("verl", "schedule.steps_ahead", "max_staleness is the bound in versions"),
     "max_trajectory_age_steps": PeerName("NeMo-RL", "schedule.max_staleness"),
     "max_staleness_steps": PeerName("SkyRL", "schedule.max_staleness"),
     "max_lag": PeerName("PipelineRL", "schedule.max_staleness", "in versions, not in samples"),

@@ -61,7 +61,11 @@ class Cluster(Section):
     gpus: Count = 8
     gpus_per_host: Count = 8
     trainer_gpu: str = ""  # another kind of card for the trainer; empty: the same
-    network_gbytes_per_s: Amount = 100.0  # host to host, host memory to host memory
+    network_gbytes_per_s: Annotated[float, Meta(gt=0)] = 100.0  # host to host, host memory to host memory
+    collective_gbytes_per_s: Amount = (
+        0.0  # a system without relays: weights go to all replicas in one collective of this
+    )
+    # rate, and trainer and replicas stop for it (verl's documentation: 57 GB in 6 to 7 s); 0: through the relay tier
     hop_latency_us: Amount = 25.0  # start of one message between two hosts
 
 
@@ -124,9 +128,9 @@ class Schedule(Section):
     max_staleness: Natural = 4  # versions between a trajectory's oldest token and the step that trains on it
     staleness_policy: Literal["drop", "wait"] = "drop"
     order: Literal["fifo", "freshest"] = "fifo"
-    steps_ahead: Amount | None = (
-        None  # how many steps of data may be started ahead of the trainer; unset: max_staleness
-    )
+    # how many steps of data may be started ahead of the trainer; unset: half of max_staleness under `drop`, all of it
+    # under `wait`, at most 1 for `stream`
+    steps_ahead: Amount | None = None
     max_inflight: Natural = 0  # trajectories in flight over all replicas; 0: one step's worth (trajectory: see kv_fill)
     kv_fill: Annotated[float, Meta(gt=0)] = (
         1.5  # trajectory: size of a replica's batch, as a multiple of what its KV holds

@@ -37,7 +37,9 @@ def _groups_balance(ledger: Ledger) -> None:
 
 def _samples_balance(ledger: Ledger) -> None:
     assert len(ledger.samples) == sum(len(group.samples) for group in ledger.groups.values()), "no sample without group"
-    assert ledger.unfinished == sum(group.unfinished for group in ledger.groups.values()), "unfinished samples are counted"
+    assert ledger.unfinished == sum(group.unfinished for group in ledger.groups.values()), (
+        "unfinished samples are counted"
+    )
     for group in ledger.groups.values():
         _check_group(ledger, group)
 

@@ -97,14 +97,15 @@ class ControlPlane:
     def _decide(self, desk: Desk) -> None:
         """The trainer first, then the weights it made, then work for the replicas, then moves between them."""
         weights.publish(desk)
+        if not self.state.stopped:
+            steps.train(desk)
         if self.state.stopped:
             return
-        steps.train(desk)
-        work.fetch_prompts(desk)
         if desk.traits.rounds:
             rounds.advance(desk)
         else:
             self._give_work(desk)
+        work.fetch_prompts(desk)
         if desk.repack_due and desk.repacks:
             moves.consider(desk)
 

@@ -50,23 +50,33 @@ def admission_limit(config: Config, lag: int = 0) -> int:
 def pick(config: Config, ledger: Ledger, version: Version, wanted: int, left_in_step: int) -> Picked:
     """Choose `wanted` groups for a step on top of `version`; `left_in_step` counts the places that step still has."""
     bound = version - config.schedule.max_staleness  # the oldest version that may still be trained on
-    if config.schedule.staleness_policy == "wait" and left_in_step - wanted < _due(ledger, bound):
-        return Picked([], [])  # open groups that would be too old for the next step keep their places in this one
     ready = [ledger.groups[id] for id in ledger.ready]
     fresh = [group for group in ready if group.oldest >= bound]
     stale = [group for group in ready if group.oldest < bound]
     if len(fresh) < wanted:
         return Picked([], stale)
-    if config.schedule.staleness_policy == "wait":  # earliest deadline first, or the wait could come too late
-        fresh.sort(key=lambda group: group.oldest)
+    if config.schedule.staleness_policy == "wait":
+        fresh.sort(key=lambda group: group.oldest)  # earliest deadline first
+        per_step = config.workload.prompts_per_step
+        if _must_wait(ledger, fresh[wanted - 1].oldest, bound, left_in_step - wanted, per_step):
+            return Picked([], stale)
     elif config.schedule.order == "freshest":
         fresh.sort(key=lambda group: -group.oldest)
     return Picked(fresh[:wanted], stale)
 
 
-def _due(ledger: Ledger, bound: Version) -> int:
-    """Open groups that only this step could still take."""
-    return sum(len(groups) for oldest, groups in ledger.open_by_oldest.items() if oldest <= bound)
+def _must_wait(ledger: Ledger, latest: Version, bound: Version, places: int, per_step: int) -> bool:
+    """True if training now, on groups as young as `latest`, would leave too few places for older ones that are open.
+
+    `places` is what this step has left after it; a group of version v can be trained until step v + max_staleness. Ready
+    groups need no look: the oldest of them are being chosen.
+    """
+    claimed = 0
+    for oldest in sorted(version for version in ledger.open_by_oldest if version < latest):
+        claimed += len(ledger.open_by_oldest[oldest])
+        if claimed > places + max(0, oldest - bound) * per_step:
+            return True
+    return False
 
 
 def doomed(config: Config, ledger: Ledger, version: Version) -> list[Group]:

@@ -20,6 +20,8 @@ def train(desk: Desk) -> None:
     left = desk.config.workload.prompts_per_step - training.taken
     if len(desk.ledger.ready) >= (wanted if desk.traits.streams else left):
         _train_on_picked(desk, wanted, left)
+    elif desk.state.exhausted and not len(desk.ledger.pool) and not desk.ledger.open_groups:
+        stop(desk, f"the prompts ran out after {training.version} steps; {len(desk.ledger.ready)} groups are left over")
 
 
 def _train_on_picked(desk: Desk, wanted: int, left: int) -> None:

@@ -14,11 +14,18 @@ from tailrace.types import ReplicaId, TrajectoryId, Version
 
 
 def settle(desk: Desk, replica: Replica) -> None:
-    """A replica may have come to a point where it pulls, or takes new work."""
-    if replica.state != "ready" or (replica.assigned and not desk.traits.interrupts):
+    """A replica pulls when there is something newer for it, else takes more work.
+
+    Where trajectories keep their version, one that has work and could pull takes nothing more: it runs out, or repack
+    empties it, and then it pulls.
+    """
+    if replica.state != "ready":
         return
     version = weights.wanted(desk, replica)
-    if version > replica.version and weights.pull(desk, replica, version):
+    outdated = version > replica.version
+    if outdated and replica.assigned and not desk.traits.interrupts:
+        return
+    if outdated and weights.pull(desk, replica, version):
         return
     if replica.version != NONE:
         _feed(desk, replica)
@@ -39,9 +46,9 @@ def _feed(desk: Desk, replica: Replica) -> None:
 
 
 def _could_take_more(desk: Desk, replica: Replica, room: int, was_given: bool) -> bool:
-    """A replica with work takes more only if its schedule lets it; then it is worth asking again for half a group."""
+    """With work in hand, a replica is worth asking again once it has room for half a group."""
     if was_given or replica.assigned:
-        return desk.traits.interrupts and 2 * room >= desk.config.workload.group_size
+        return 2 * room >= desk.config.workload.group_size
     return room > 0
 
 

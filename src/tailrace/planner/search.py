@@ -25,7 +25,7 @@ from tailrace.config import Config, ConfigError, with_values
 from tailrace.config.tree import ScheduleKind
 from tailrace.planner.balance import Theory, theory
 from tailrace.planner.reasons import reasons_for
-from tailrace.sim.cluster import Simulation, Standstill
+from tailrace.sim.cluster import Simulation, StandstillError
 from tailrace.sim.costs import check_fit
 from tailrace.sim.gpus import find
 from tailrace.sim.measure import Result
@@ -51,7 +51,7 @@ class Point(NamedTuple):
     kind: ScheduleKind
     ways: int  # tensor_parallel
     trainer_gpus: int = 0
-    inflight: int = 0  # trajectories; 0: one step's worth
+    inflight: int = 0  # trajectories; 0: what the schedule takes by itself
     staleness: int = 0
 
 
@@ -290,9 +290,11 @@ class Search:
 
     def conclude(self) -> Plan:
         baseline, own, *finalists = self._long_runs()
+        if own and own.config.schedule.kind == "sync" and _rate(own) > _rate(baseline):
+            baseline = own  # short runs chose the other one
         if baseline is None:
             raise ConfigError("synchronous training came to a standstill in the simulator; there is nothing to compare")
-        ranked = sorted([each for each in finalists if each], key=lambda each: -each.result.tokens_per_s)
+        ranked = sorted([each for each in finalists if each], key=lambda each: -_rate(each))
         contenders = [own, *ranked] if own and own.config.schedule.kind != "sync" else ranked
         best = _preferred(contenders) if contenders else None
         gain = best.result.tokens_per_s / baseline.result.tokens_per_s if best else 1.0
@@ -339,11 +341,14 @@ class Search:
         return own
 
     def _finalists(self) -> list[Point]:
-        """What the tuning prefers, what was fastest, and the best elsewhere: at another split or schedule."""
+        """What the tuning prefers, what was fastest, the best start (short runs may have underrated it), and the best
+        elsewhere: at another split or schedule."""
         ranked = self._ranked()
         if not ranked:
             return []
-        chosen = list(dict.fromkeys((self._leader(ranked[0].kind), ranked[0])))
+        starts = set(self.space.starts())
+        start = next((point for point in ranked if point in starts), ranked[0])
+        chosen = list(dict.fromkeys((self._leader(ranked[0].kind), ranked[0], start)))
         for point in ranked:
             if all(_place(point) != _place(other) for other in chosen):
                 chosen.append(point)
@@ -407,6 +412,10 @@ def _place(point: Point) -> tuple[str, int, int]:
     return point.kind, point.ways, point.trainer_gpus
 
 
+def _rate(candidate: Candidate | None) -> float:
+    return candidate.result.tokens_per_s if candidate else 0.0
+
+
 def _preferred(candidates: Sequence[Candidate]) -> Candidate:
     """The fastest, unless one within a hair of it is less stale."""
     fastest = max(each.result.tokens_per_s for each in candidates)
@@ -418,7 +427,7 @@ def simulate(config: Config) -> Result | None:
     """One simulation, in whatever process; None where the fleet came to a standstill."""
     try:
         return Simulation(config).run()
-    except Standstill:
+    except StandstillError:
         return None
 
 

@@ -58,7 +58,7 @@ STANDSTILL_S = 1e5  # no published step took more than an hour
 Observer = Callable[[float, Event, list[Command]], None]
 
 
-class Standstill(RuntimeError):
+class StandstillError(RuntimeError):
     """The fleet came to a standstill before the run was over: a fault of ours."""
 
 
@@ -130,7 +130,9 @@ class Simulation:
         steps, since = 0, 0.0
         while not self.stopped:
             if not self.kernel.step() or self.kernel.now - since > STANDSTILL_S:
-                raise Standstill(f"no step was finished from {since:.0f} s to {self.kernel.now:.0f} s of virtual time")
+                raise StandstillError(
+                    f"no step was finished from {since:.0f} s to {self.kernel.now:.0f} s of virtual time"
+                )
             self._drain()
             if self.plane.state.training.version > steps:
                 steps, since = self.plane.state.training.version, self.kernel.now

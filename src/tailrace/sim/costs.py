@@ -3,9 +3,11 @@
 One set of constants serves every model, card and schedule; `benchmarks/published.py` holds them against published
 figures. They say what a good general-purpose engine and trainer reach, not what the hardware could do at best:
 
-- decoding: a step reads all weights and the KV of every running sequence, pays its arithmetic, a fixed launch cost and
-  some host work per sequence (fitted to vLLM 0.24 with log-probs on one H200, five batch sizes and two models, to 15 %);
-- prefill and forward passes reach PREFILL of the card's peak, forward + backward TRAINING of it;
+- decoding: a step reads all weights and the KV of every running sequence, pays its arithmetic, a floor per layer and
+  some host work per sequence. Bandwidth and host work fit vLLM 0.24 on one H200 (five batch sizes, two models); the
+  floor is that of the engines of published RL systems (AReaL, DORA and NeMo RL imply 0.15 to 0.4 ms; vLLM 0.24: 0.07);
+- prefill reaches PREFILL of the card's peak (vLLM on the H200: 0.65 to 0.73), the trainer's extra forward passes
+  FORWARD, its forward + backward TRAINING;
 - tensor parallelism adds two all-reduces a layer; data-parallel training moves the sharded weights three times;
 - a step of training is as slow as its slowest rank, and a sequence is never split over more than `trainer_parallel`
   GPUs: with many GPUs and long tails, the longest sequence is the step.
@@ -23,10 +25,8 @@ from tailrace.config.tree import Config
 from tailrace.sim.gpus import Gpu, find
 
 BANDWIDTH = 0.8  # share of the published memory bandwidth that decoding reaches
-PREFILL = 0.65  # share of peak arithmetic in prefill and in forward passes
-FORWARD = (
-    0.33  # share of peak arithmetic in the trainer's extra forward passes (verl: one costs 0.4 to 0.5 of an update)
-)
+PREFILL = 0.65  # share of peak arithmetic in an engine's prefill
+FORWARD = 0.33  # and in the trainer's extra forward passes (verl: one costs 0.4 to 0.5 of an update)
 TRAINING = 0.45  # share of peak arithmetic in forward + backward
 LAYER_S = 200e-6  # floor of one layer in a decode step: a dozen small kernels, however little they do
 PER_SEQUENCE_S = 27e-6  # host work per sequence and decode step: scheduling, sampling, log-probs, detokenising
@@ -34,8 +34,8 @@ ALL_REDUCE_S = 12e-6  # latency of one small all-reduce within a host
 ENGINE_MEMORY = 0.88  # share of a card that weights and KV of an engine may take
 COLOCATED_MEMORY = 0.7  # the same where a trainer shares the card
 ENGINE_RESERVE = 2e9  # bytes per card for activations and graphs
-TRAINING_BYTES = 18  # per parameter: bf16 weights and gradients, float32 master weights and two Adam moments
-SWITCH_S = 10.0  # colocated: freeing one role's memory and building the other's, once per change
+TRAINING_BYTES = 18  # per parameter: bf16 weights, float32 gradients, master weights and two Adam moments
+SWITCH_S = 10.0  # colocated: changing over from generation to training and back, per step (verl: 10 to 11 s)
 PULL_S = 0.05  # start of a pull: pause, map, switch
 
 
@@ -114,8 +114,10 @@ class Costs:
 
     @cached_property
     def _between_ways(self) -> float:
-        """Seconds per token in which tensor ways exchange activations: two all-reduces a layer, in forward, recomputation
-        and backward. Pipeline and context ways divide that work between them; what they exchange is small."""
+        """Seconds per token in which tensor ways exchange activations: two all-reduces a layer, in every pass.
+
+        Pipeline and context ways divide that work between them; what they exchange themselves is small.
+        """
         split = self.config.split
         tensor_ways = split.trainer_tensor_parallel
         passes = 3.0 + self.config.trainer.forward_passes
@@ -139,7 +141,13 @@ class Costs:
         """Trainer to master relay: the trainer's only stall."""
         if self.config.colocated:
             return 0.0
-        return self.model.weight_bytes / (self.config.cluster.network_gbytes_per_s * 1e9)
+        return self._collective or self.model.weight_bytes / (self.config.cluster.network_gbytes_per_s * 1e9)
+
+    @property
+    def _collective(self) -> float:
+        """Seconds of one collective update, for systems that have no relay tier."""
+        rate = self.config.cluster.collective_gbytes_per_s * 1e9
+        return self.model.weight_bytes / rate if rate else 0.0
 
     def chunks(self, relays: int) -> float:
         """How many chunks a version is cut into: as configured, or what makes the chain fastest."""
@@ -176,6 +184,8 @@ class Costs:
         shard = self.model.weight_bytes / self.config.split.tensor_parallel
         if self.config.colocated:
             return PULL_S + shard / self.gpu.interconnect_bytes_per_s
+        if self._collective:
+            return PULL_S + self._collective
         return PULL_S + shard / self.gpu.host_bytes_per_s + (self.transfer if remote else 0.0)
 
     # ------------------------------------------------------------------------------------------------------- money
@@ -199,7 +209,7 @@ def check_fit(config: Config) -> None:
         fewest = int(TRAINING_BYTES * config.model.parameters / costs.trainer_gpu.memory_bytes) + 1
         raise ConfigError(
             f"training {config.model.parameters / 1e9:.3g}B parameters takes {per_gpu / 1e9:.0f} GB on each of "
-            f"{config.trainer_gpus} {costs.trainer_gpu.name}, which have {costs.trainer_gpu.memory_bytes / 1e9:.0f} GB; "
+            f"{config.trainer_gpus} {costs.trainer_gpu.name} of {costs.trainer_gpu.memory_bytes / 1e9:.0f} GB; "
             f"give the trainer at least {fewest} GPUs (split.trainer_gpus)"
         )
 
@@ -208,7 +218,8 @@ def _too_large_to_serve(config: Config, costs: Costs, need: int) -> str:
     ways = config.split.tensor_parallel
     per_card = costs.gpu.memory_bytes * (COLOCATED_MEMORY if config.colocated else ENGINE_MEMORY) - ENGINE_RESERVE
     wanted = config.model.weight_bytes + need * config.model.kv_bytes_per_token
+    enough = 2 ** int(np.ceil(np.log2(wanted / per_card)))
     return (
         f"a replica of {ways} {costs.gpu.name} has no room for {config.model.parameters / 1e9:.3g}B parameters and one "
-        f"sequence of {need} tokens; write split.tensor_parallel = {2 ** int(np.ceil(np.log2(wanted / per_card)))} or more"
+        f"sequence of {need} tokens; write split.tensor_parallel = {enough} or more"
     )

@@ -57,8 +57,8 @@ class Sequence:
 
 class Engine:
     __slots__ = (
-        "_base", "_groups", "_heap", "_per_kv", "batch", "busy_s", "capacity", "clock", "costs", "generated", "held", "kv", "kv_seconds",
-        "max_running", "slowdown", "stall_until", "time", "waiting",
+        "_base", "_groups", "_heap", "_per_kv", "batch", "busy_s", "capacity", "clock", "costs", "generated", "held",
+        "kv", "kv_seconds", "lent_s", "max_running", "slowdown", "stall_until", "time", "waiting",
     )  # fmt: skip
 
     def __init__(self, costs: Costs, now: float) -> None:
@@ -78,6 +78,7 @@ class Engine:
         self._heap: list[tuple[float, TrajectoryId, Sequence]] = []  # by end of turn; entries may be out of date
         self._groups: dict[GroupId, int] = {}  # how many samples of a group have their KV here
         self.busy_s = 0.0
+        self.lent_s = 0.0
         self.kv_seconds = 0.0
         self.generated = 0.0
 
@@ -117,6 +118,11 @@ class Engine:
         """Do nothing else for so long (a pull, a prefill)."""
         self.advance(now)
         self.stall_until = max(self.stall_until, now) + seconds * self.slowdown
+
+    def lend(self, now: float, seconds: float) -> None:
+        """Stand still while the trainer has these GPUs."""
+        self.stall(now, seconds)
+        self.lent_s += seconds
 
     def switch_weights(self, now: float, version: Version, recompute: bool) -> None:
         """What is in flight goes on under other weights; its KV is computed again, or kept as it is."""

@@ -41,7 +41,7 @@ class Learner:
         for replica in self.sim.replicas:
             self.sim.meter.mark(replica, "training", self.sim.kernel.now)
             if replica.engine.held:
-                replica.engine.stall(self.sim.kernel.now, seconds)
+                replica.engine.lend(self.sim.kernel.now, seconds)
                 self.sim.rollouts.wake(replica)
 
     def _resume_engines(self) -> None:

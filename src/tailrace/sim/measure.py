@@ -100,8 +100,8 @@ class Meter:
             replica.engine.advance(now)
         engines = [replica.engine for replica in self.replicas]
         return _Totals(
-            sum(e.busy_s for e in engines),
-            sum(r.pulled_s for r in self.replicas if not self.config.schedule.kind == "partial"),
+            sum(e.busy_s - e.lent_s for e in engines),
+            sum(r.pulled_s for r in self.replicas if self.config.schedule.kind != "partial"),
             sum(e.kv_seconds for e in engines),
             sum(e.generated for e in engines),
             self.trainer.busy_s + self.trainer.stall_s,

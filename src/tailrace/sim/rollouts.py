@@ -1,4 +1,4 @@
-"""Replicas in virtual time: what they do when told to generate, release, cancel or load weights, and what they report."""
+"""Replicas in virtual time: they generate, release, cancel and load weights as told, and report what comes of it."""
 
 from __future__ import annotations
 
