@@ -53,15 +53,12 @@ def parked(desk: Desk, event: Parked) -> None:
 
 
 def _rehome(desk: Desk, ids: list[TrajectoryId], target: ReplicaId, source: Replica) -> None:
-    """To the planned replica if it still fits there, else wherever it fits, else back where it came from."""
+    """To the planned replica if it still fits there, else back where it came from: the next look will find another."""
     replica = desk.fleet.replicas.get(target)
-    if replica is not None and _fits(desk, ids, replica, source):
+    if replica is None or not _fits(desk, ids, replica, source):
+        replica = source
+    if ids:
         work.generate(desk, replica, ids)
-        return
-    work.place(desk, ids, work.peers(desk, source.version))
-    stranded = [id for id in ids if id in desk.ledger.waiting]
-    if stranded and source.state == "ready":
-        work.generate(desk, source, stranded)
 
 
 def _fits(desk: Desk, ids: list[TrajectoryId], replica: Replica, source: Replica) -> bool:

@@ -68,7 +68,8 @@ def pick(config: Config, ledger: Ledger, version: Version, wanted: int, left_in_
 def _must_wait(ledger: Ledger, latest: Version, bound: Version, places: int, per_step: int) -> bool:
     """True if training now, on groups as young as `latest`, would leave too few places for older ones that are open.
 
-    `places` is what this step has left after it; a group of version v can be trained until step v + max_staleness. Ready
+    `places` is what this step has left after it; a group of version v can be trained until step v + max_staleness.
+    Ready
     groups need no look: the oldest of them are being chosen.
     """
     claimed = 0

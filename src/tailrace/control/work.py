@@ -33,9 +33,10 @@ def settle(desk: Desk, replica: Replica) -> None:
 
 def _feed(desk: Desk, replica: Replica) -> None:
     """Give a replica what it has room for: first what waits, then new groups."""
-    room = quota(desk) - len(replica.assigned)
+    whole = quota(desk)
+    room = whole - len(replica.assigned)
     given = list(islice(desk.ledger.waiting, max(room, 0)))
-    given += _open_groups(desk, room - len(given), desk.training.version - replica.version)
+    given += _open_groups(desk, room - len(given), whole, desk.training.version - replica.version)
     if _could_take_more(desk, replica, room - len(given), bool(given)):
         desk.fleet.hungry[replica.id] = None
     else:
@@ -52,16 +53,16 @@ def _could_take_more(desk: Desk, replica: Replica, room: int, was_given: bool) -
     return room > 0
 
 
-def _open_groups(desk: Desk, room: int, lag: int) -> list[TrajectoryId]:
+def _open_groups(desk: Desk, room: int, whole: int, lag: int) -> list[TrajectoryId]:
     """Samples of new groups for about `room` places. A group is split only where a replica cannot take a whole one."""
     size = desk.config.workload.group_size
-    if room <= 0 or 2 * room < min(size, quota(desk)):
+    if room <= 0 or 2 * room < min(size, whole):
         return []
     admitted = desk.admits(lag)
     fair = ceil(admitted / max(1, len(desk.fleet.hungry)))  # where work is short, everybody gets some of it
     count = min(max(1, round(room / size)), fair, len(desk.ledger.pool))
     samples = [id for _ in range(count) for id in desk.ledger.open_group(desk.now, size).samples]
-    return samples if quota(desk) >= size else samples[:room]
+    return samples if whole >= size else samples[:room]
 
 
 def quota(desk: Desk) -> int:
