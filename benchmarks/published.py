@@ -4,7 +4,9 @@
 
 Every row is simulated with the presets of `examples/clusters/` and the one set of constants in `tailrace/sim/costs.py`.
 No row has a constant of its own. What a paper leaves open is assumed once per workload, listed in `ASSUMED`, and the
-same for every schedule that is compared. Speed-ups are ratios of trained tokens per second.
+same for every schedule that is compared; what a source states of one system only (verl's async runs recompute no
+log-probs, systems without relays update by a collective) is listed there too. Speed-ups are ratios of trained tokens
+per second.
 """
 
 from __future__ import annotations
@@ -52,14 +54,13 @@ ASSUMED = """\
 MISSING = """\
 - Laminar over AReaL, and its maximum over verl: our `partial` refills at once and recomputes KV at full prefill
   speed; the rest of what the paper's baseline pays at an update is not known to us. More work ahead would bring
-  the maximum (5.9 without a limit), at a staleness that the paper does not show.
+  the maximum (5.8 without a limit), at a staleness that the paper does not show.
 - Laminar's strong scaling: a trainer's loss of efficiency with scale is modelled only as exchange of weights
   and uneven ranks.
 - verl at 32 GPUs: its two runs are not one workload (the answers of the colocated run grew: 494 s a step over
   the first 100 steps, 790 s in the table); over those 100 steps its own clock says 1.72.
-- LlamaRL 8B: the 10 s that colocated roles need to change over are verl's; in a step of 20 s they weigh too
-  much. 405B: the gain is mostly parallelism across hosts and fp8 generation, which the cost model does not
-  know.
+- LlamaRL 8B: nearly all of our synchronous step is the tail of its round, for which the published lengths are missing.
+  405B: the gain is mostly parallelism across hosts and fp8 generation, which the cost model does not know.
 - AReaL's interruptible generation (+12 %, +17 %): the variant that drains before every update is not one of our
   schedules.
 - Laminar's wait against NCCL (-37 %): compared with the collective of verl's documentation our wait is far

@@ -1,7 +1,8 @@
 """The `tailrace` command: what a person types, turned into calls; what goes wrong, turned into one sentence.
 
 Only parsing lives here; every command imports what it needs when it runs, so that `--help` and mistakes answer at once.
-Exit codes: 0 done, 1 a replay found a difference, 2 bad input, 130 Ctrl-C.
+Exit codes: 0 done, 1 a replay found a difference, 2 bad input, 3 a simulated fleet came to a
+standstill, 130 Ctrl-C.
 """
 
 from __future__ import annotations

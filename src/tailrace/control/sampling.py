@@ -69,8 +69,7 @@ def _must_wait(ledger: Ledger, latest: Version, bound: Version, places: int, per
     """True if training now, on groups as young as `latest`, would leave too few places for older ones that are open.
 
     `places` is what this step has left after it; a group of version v can be trained until step v + max_staleness.
-    Ready
-    groups need no look: the oldest of them are being chosen.
+    Ready groups need no look: the oldest of them are being chosen.
     """
     claimed = 0
     for oldest in sorted(version for version in ledger.open_by_oldest if version < latest):
