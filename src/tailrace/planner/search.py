@@ -165,10 +165,17 @@ class Space:
         if point.trainer_gpus:
             values["split.trainer_gpus"] = point.trainer_gpus
         values["schedule.max_staleness"] = point.staleness
-        values["schedule.steps_ahead"] = point.staleness if point.kind == "stream" else "unset"
+        values["schedule.steps_ahead"] = self._ahead(point)
         if point.kind in CONTINUOUS:
             values["schedule.max_inflight"] = point.inflight
         return values
+
+    def _ahead(self, point: Point) -> float | str:
+        """A limit on the work ahead that the user has set is kept: it is his bound on staleness."""
+        if point.kind == "stream":
+            return point.staleness
+        asked = self.config.schedule.steps_ahead
+        return "unset" if asked is None else min(asked, point.staleness)
 
     def sync(self) -> list[Point]:
         host = min(self.config.cluster.gpus_per_host, self.config.cluster.gpus)
