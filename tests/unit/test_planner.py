@@ -10,7 +10,8 @@ from tailrace.config import ConfigError, load, render, with_values
 from tailrace.planner import plan, plan_json, render_plan, theory
 from tailrace.planner.balance import balance
 from tailrace.planner.report import fragment
-from tailrace.planner.search import Effort, Point, Search, Space, simulate, theories_of
+from tailrace.planner.search import Effort, Search, simulate, theories_of
+from tailrace.planner.space import Point, Space
 from tailrace.sim.cluster import Simulation
 
 SMALL = {

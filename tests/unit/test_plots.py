@@ -154,6 +154,8 @@ def test_a_schedule_that_trained_nothing_can_be_drawn(tmp_path):
     for suffix in ("png", "html"):
         draw(tmp_path / f"out.{suffix}", [row(rate=0.0, gpus=8), row(rate=0.0, gpus=64)], {}, "")
         draw(tmp_path / f"one.{suffix}", [row(rate=0.0)], {"trajectory": []}, "")
+    assert all(path.stat().st_size > 1000 for path in tmp_path.iterdir())
+    assert len(list(tmp_path.iterdir())) == 4
 
 
 def test_labels_keep_their_distance_and_their_order():

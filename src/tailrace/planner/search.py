@@ -15,9 +15,8 @@ import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from math import lcm
 from multiprocessing import get_context
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -25,34 +24,20 @@ from tailrace.config import Config, ConfigError, with_values
 from tailrace.config.tree import ScheduleKind
 from tailrace.planner.balance import Theory, theory
 from tailrace.planner.reasons import reasons_for
+from tailrace.planner.space import ASYNC_KINDS, Point, Space
 from tailrace.sim.cluster import Simulation, StandstillError
 from tailrace.sim.costs import check_fit
-from tailrace.sim.gpus import find
 from tailrace.sim.measure import Result
 
 WORTH_IT = 1.05  # less than this over sync is not worth the staleness
 HAIR = 0.99  # results this close count as equal
 NEAR = 0.85  # a schedule that screens below this share of the best is not tuned
-STALENESS = (0, 1, 2, 4, 8)
-STEPS_IN_FLIGHT = (1.0, 1.5, 2.0, 3.0)
-ASYNC_KINDS: tuple[ScheduleKind, ...] = ("one_step", "stream", "partial", "trajectory")
-CONTINUOUS = ("partial", "trajectory")
 EVENTS_PER_S = 40_000  # what one core simulates, roughly: only to size the search
 SEARCH_S = 100.0  # core-seconds the search may take where the fleet allows it
 FEWEST, MOST = 16, 60  # simulations
 
 Progress = Callable[[int, int, str], None]
 Evaluate = Callable[[Sequence[Config]], Iterable[Result | None]]
-
-
-class Point(NamedTuple):
-    """One place in the space that is searched. In sync, only `ways` matters."""
-
-    kind: ScheduleKind
-    ways: int  # tensor_parallel
-    trainer_gpus: int = 0
-    inflight: int = 0  # trajectories; 0: what the schedule takes by itself
-    staleness: int = 0
 
 
 class Candidate(msgspec.Struct, frozen=True):
@@ -135,106 +120,6 @@ def effort_for(config: Config, theories: dict[int, Theory]) -> Effort:
     affordable = int(SEARCH_S / max(4 * seconds_per_step, 1e-9))
     short, long = (4, 10) if affordable >= FEWEST else (3, 5)
     return Effort(max(FEWEST, min(MOST, affordable)), short, long)
-
-
-class Space:
-    """Which points there are, and the config of each."""
-
-    def __init__(self, config: Config, theories: dict[int, Theory]) -> None:
-        self.config = config
-        self.theories = theories
-        cluster = config.cluster
-        other_card = bool(cluster.trainer_gpu) and find(cluster.trainer_gpu) != find(cluster.gpu)
-        self.two_kinds = other_card  # then who has which GPUs is a matter of hardware
-        self.shared = config.split.colocated is True and not other_card  # the user wants one set of GPUs
-
-    def config_of(self, point: Point, steps: int) -> Config:
-        """Raises ConfigError where the point cannot work."""
-        made = with_values(self.config, self._values(point) | {"run.steps": steps})
-        check_fit(made)
-        return made
-
-    def _values(self, point: Point) -> dict[str, Any]:
-        values: dict[str, Any] = {"schedule.kind": point.kind, "split.tensor_parallel": point.ways}
-        shares = not self.two_kinds if point.kind == "sync" else self.shared
-        said = self.config.split.colocated
-        if shares != (point.kind == "sync" if said is None else said):
-            values["split.colocated"] = shares
-        if point.kind == "sync":
-            return values
-        if point.trainer_gpus:
-            values["split.trainer_gpus"] = point.trainer_gpus
-        values["schedule.max_staleness"] = point.staleness
-        values["schedule.steps_ahead"] = self._ahead(point)
-        if point.kind in CONTINUOUS:
-            values["schedule.max_inflight"] = point.inflight
-        return values
-
-    def _ahead(self, point: Point) -> float | str:
-        """A limit on the work ahead that the user has set is kept: it is his bound on staleness."""
-        if point.kind == "stream":
-            return point.staleness
-        asked = self.config.schedule.steps_ahead
-        return "unset" if asked is None else min(asked, point.staleness)
-
-    def sync(self) -> list[Point]:
-        host = min(self.config.cluster.gpus_per_host, self.config.cluster.gpus)
-        ways = {1 << power for power in range(host.bit_length())} | {self.config.split.tensor_parallel}
-        return [Point("sync", each) for each in sorted(ways)]
-
-    def starts(self) -> list[Point]:
-        """Every asynchronous schedule at theta*, at the parallelism that theory likes best."""
-        if not self.theories:  # for the sentence that says why
-            return [
-                Point("trajectory", self.config.split.tensor_parallel, staleness=self.config.schedule.max_staleness)
-            ]
-        ways = min(self.theories, key=lambda ways: self.theories[ways].async_step_s)
-        bound = self.config.schedule.max_staleness
-        split = self.nearest(ways, self.theories[ways].theta_star * self.config.cluster.gpus)
-        ages: dict[str, int] = {"one_step": 1, "stream": min(1, bound)}
-        return [
-            Point(kind, ways, split, 0, ages.get(kind, bound)) for kind in ASYNC_KINDS if ages.get(kind, 0) <= bound
-        ]
-
-    def splits(self, ways: int) -> list[int]:
-        """Trainer sizes that leave no GPU unused: whole units, half hosts or whole hosts, by the size of the fleet."""
-        if self.two_kinds or self.shared:
-            return [0]  # as the user's config says
-        gpus, per_host = self.config.cluster.gpus, self.config.cluster.gpus_per_host
-        unit = self.config.split.trainer_parallel
-        if gpus >= 4 * per_host:
-            unit = lcm(unit, per_host if gpus >= 16 * per_host else max(1, per_host // 2))
-        return [size for size in range(unit, gpus, unit) if (gpus - size) % ways == 0]
-
-    def nearest(self, ways: int, trainer_gpus: float) -> int:
-        return min(self.splits(ways), key=lambda size: abs(size - trainer_gpus), default=0)
-
-    def beside(self, point: Point, stride: int) -> list[Point]:
-        """The same with a smaller and a larger trainer."""
-        sizes = self.splits(point.ways)
-        at = sizes.index(point.trainer_gpus)
-        around = [at - stride, at + stride]
-        return [point._replace(trainer_gpus=sizes[index]) for index in around if 0 <= index < len(sizes)]
-
-    def other_ways(self, point: Point) -> list[Point]:
-        """The same share of the GPUs at another parallelism."""
-        others = [ways for ways in self.theories if ways != point.ways and self.splits(ways)]
-        return [point._replace(ways=ways, trainer_gpus=self.nearest(ways, point.trainer_gpus)) for ways in others]
-
-    def other_inflight(self, point: Point) -> list[Point]:
-        if point.kind not in CONTINUOUS:
-            return []
-        step = self.config.workload.trajectories_per_step
-        choices = {0 if steps == 1 else int(steps * step) for steps in STEPS_IN_FLIGHT}
-        choices |= {self.config.schedule.max_inflight}
-        return [point._replace(inflight=each) for each in sorted(choices - {point.inflight})]
-
-    def other_staleness(self, point: Point) -> list[Point]:
-        bound = self.config.schedule.max_staleness
-        if point.kind == "one_step":
-            return []
-        ages = {age for age in STALENESS if age < bound} | {bound}
-        return [point._replace(staleness=age) for age in sorted(ages - {point.staleness}, reverse=True)]
 
 
 class Search:
