@@ -25,7 +25,7 @@ test: setup  ## run the tests (WORKERS=n processes)
 	$(BIN)/python -m pytest -n $(WORKERS)
 
 soak: setup  ## run the long tests too slow for every change
-	$(BIN)/python -m pytest -n $(WORKERS) -m soak
+	HYPOTHESIS_PROFILE=search $(BIN)/python -m pytest -n $(WORKERS) -m soak
 
 check: setup  ## lint, formatting, types, layers
 	$(BIN)/ruff check

@@ -354,7 +354,7 @@ changed = st.fixed_dictionaries(
         "run.name": st.text(st.characters(exclude_categories=["Cs"])),
         "run.seed": st.integers(0, 2**70),
         "model.preset": st.sampled_from(list(SHAPES)),
-        "model.parameters": st.floats(1, 1e13),
+        "model.parameters": st.floats(1e12, 1e13),  # above the active ones of every preset
         "model.hidden": st.integers(1, 10**5),
         "cluster.network_gbytes_per_s": st.floats(0, 1e12, exclude_min=True),
         "cluster.collective_gbytes_per_s": amounts,
