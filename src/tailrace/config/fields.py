@@ -13,7 +13,18 @@ from functools import cache
 from typing import Any, NamedTuple, get_args
 
 import msgspec
-from msgspec.inspect import BoolType, FloatType, IntType, LiteralType, NoneType, Type, UnionType, type_info
+from msgspec.inspect import (
+    BoolType,
+    DictType,
+    FloatType,
+    IntType,
+    LiteralType,
+    NoneType,
+    Type,
+    UnionType,
+    VarTupleType,
+    type_info,
+)
 
 from tailrace.config.tree import Config, Section
 
@@ -60,6 +71,12 @@ def _field(annotation: Any) -> Field:
     return Field(annotation, next(each for each in kind.types if not isinstance(each, NoneType)), optional=True)
 
 
+def open_table(key: str) -> str:
+    """The setting that holds a table of free names to which this key belongs ("task.options"), or nothing."""
+    owner = key.rpartition(".")[0]
+    return owner if owner in fields() and isinstance(fields()[owner].kind, DictType) else ""
+
+
 def leaf(key: str) -> str:
     return key.rpartition(".")[2]
 
@@ -95,6 +112,10 @@ def is_bool(key: str) -> bool:
     return isinstance(fields()[key].kind, BoolType)
 
 
+def is_list(key: str) -> bool:
+    return isinstance(fields()[key].kind, VarTupleType)
+
+
 def is_number(key: str) -> bool:
     return isinstance(fields()[key].kind, IntType | FloatType)
 
@@ -125,6 +146,10 @@ def _wanted(field: Field) -> str:
             return f"{', '.join(first)} or {last}"
         case BoolType():
             return "true or false"
+        case VarTupleType():
+            return "a list of texts in quotes"
+        case DictType():
+            return "a table"
         case _:
             return "text in quotes"
 

@@ -14,7 +14,7 @@ import msgspec
 
 from tailrace.config.check import check
 from tailrace.config.errors import ConfigError, refuse
-from tailrace.config.fields import RefusedError, accept, fields, sections
+from tailrace.config.fields import RefusedError, accept, fields, open_table, sections
 from tailrace.config.names import unknown
 from tailrace.config.render import changes
 from tailrace.config.shapes import resolve
@@ -66,8 +66,8 @@ def _one(key: str, given: Given) -> dict[str, Any]:
             return {key: accept(key, given.value)}
         except RefusedError as error:
             raise ConfigError(_placed(str(error), given.where)) from None
-    if key in sections() and given.value == {}:
-        return {}
+    if (key in sections() and given.value == {}) or open_table(key):
+        return {} if given.value == {} else {key: given.value}
     raise ConfigError(_unknown(key, given))
 
 

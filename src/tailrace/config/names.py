@@ -137,7 +137,6 @@ PEERS: dict[str, PeerName] = {
     "run_name": PeerName("TRL", "run.name"),
     "rollout_seed": PeerName("slime", "run.seed"),
     # the model
-    "model.path": PeerName("verl", "model.preset", _MODEL),
     "model.name": PeerName("prime-rl", "model.preset", _MODEL),
     "model_name": PeerName("NeMo-RL", "model.preset", _MODEL),
     "model_name_or_path": PeerName("TRL", "model.preset", _MODEL),

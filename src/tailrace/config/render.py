@@ -75,5 +75,10 @@ def _literal(value: Any) -> str:
             return f'"{value.translate(_ESCAPES)}"'
         case float() if value.is_integer() and abs(value) < 1e15:
             return str(int(value))
+        case tuple() | list():
+            return f"[{', '.join(_literal(each) for each in value)}]"
+        case dict():
+            pairs = [f"{_literal(str(key))} = {_literal(each)}" for key, each in value.items()]
+            return f"{{ {', '.join(pairs)} }}" if pairs else "{}"
         case _:
             return repr(value)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -87,7 +88,14 @@ def _origin(model: Model) -> dict[str, Any]:
         raise ConfigError("model.preset and model.hf_config both name a shape; remove one of them")
     if model.preset:
         return lookup(model.preset)._asdict()
-    return read_shape(model.hf_config)._asdict() if model.hf_config else {}
+    described = model.hf_config or _described_by(model.path)
+    return read_shape(described)._asdict() if described else {}
+
+
+def _described_by(path: str) -> str:
+    """The config.json of a model directory, if that is what the path names."""
+    config = Path(path) / "config.json"
+    return str(config) if path and config.is_file() else ""
 
 
 def _canonical(preset: str) -> str:

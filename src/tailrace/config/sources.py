@@ -14,7 +14,8 @@ from typing import Any, NamedTuple, cast
 
 from tailrace.config.errors import ConfigError
 
-PATH_KEYS = ("model.hf_config", "workload.lengths.file")
+PATH_KEYS = ("model.hf_config", "model.path", "workload.lengths.file", "task.data", "task.eval_data")
+PACKAGE = "package:"  # a model that an installed package carries, not a path
 
 
 class Given(NamedTuple):
@@ -31,7 +32,7 @@ def read_file(path: str | Path) -> dict[str, Given]:
 
 def anchored(key: str, value: Any, folder: Path) -> Any:
     """A path made absolute, so that it means the same wherever the settings are written to; else the value itself."""
-    is_path = key in PATH_KEYS and isinstance(value, str) and value
+    is_path = key in PATH_KEYS and isinstance(value, str) and value and not value.startswith(PACKAGE)
     return str((folder / value).resolve()) if is_path else value
 
 

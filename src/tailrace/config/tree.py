@@ -6,7 +6,7 @@ the machine: a `Config` is a value. Derived figures are properties, so no field 
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, dataclass_transform
+from typing import Annotated, Any, Literal, dataclass_transform
 
 import msgspec
 from msgspec import Meta
@@ -30,6 +30,9 @@ class Model(Section):
 
     preset: str = ""  # a known shape ("qwen2.5-7b"); the fields below then override it
     hf_config: str = ""  # or the path of a Hugging Face config.json
+    # what is really trained: a Hugging Face model directory, a GGUF file, or "package:NAME" for the GGUF file that an
+    # installed Python package carries
+    path: str = ""
     parameters: Amount = 0.0
     active_parameters: Amount = 0.0  # of a mixture of experts; 0: all of them
     layers: Natural = 0
@@ -121,6 +124,36 @@ class Workload(Section):
         return self.prompts_per_step * self.group_size
 
 
+class Task(Section):
+    """The prompts and how answers to them are judged: a built-in task by name, or your own data and reward."""
+
+    name: str = ""  # built in: "running_total", "calculator", "reasoning_gym"; empty: data and reward
+    options: dict[str, Any] = {}  # of a built-in task, as a table [task.options]
+    data: str = ""  # JSONL or parquet file, or a saved Hugging Face dataset, with `prompt` and `answer`
+    eval_data: str = ""  # held-out rows; empty: the last `eval_rows` of data
+    eval_rows: Natural = 256
+    reward: str = ""  # import path of a function, "my_rewards:exact"; empty: the answer itself, word for word
+    reward_timeout_s: Annotated[float, Meta(gt=0)] = 10.0  # for one sample; then its process is killed
+    reward_workers: Count = 1  # processes per replica that score and run tools
+    system: str = ""  # system message of every conversation
+    chat: bool | None = None  # render through the tokenizer's chat template; unset: if it has one
+    tools: Literal["", "calculator", "python"] = ""  # what the policy may call between its turns
+    max_turns: Count = 1
+    shuffle: bool = True
+
+    def __hash__(self) -> int:  # a Config is a key in the planner, and a table has no hash of its own
+        return hash(msgspec.json.encode(self))
+
+
+class Sampling(Section):
+    """How tokens are drawn. A token's random number depends on the seed, its trajectory and its place alone."""
+
+    temperature: Amount = 1.0  # 0: greedy
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    top_k: Natural = 0  # 0: all
+    stop: tuple[str, ...] = ()  # strings that end a turn
+
+
 class Schedule(Section):
     """Which policy of the control plane runs."""
 
@@ -153,6 +186,7 @@ class Groups(Section):
     deadline_s: Amount = 3600.0  # after this the group goes on with the samples that are done
     min_survivors: Count = 2
     attempts: Count = 3  # tries per sample before it counts as failed
+    filter: Literal["none", "zero_advantage"] = "none"  # leave out groups whose samples all got the same reward
 
 
 class Relay(Section):
@@ -177,20 +211,74 @@ class Health(Section):
 
 
 class Trainer(Section):
-    """How a step is cut and what it costs beside forward and backward."""
+    """How a step is cut, what is minimised and how, and what it costs beside forward and backward."""
 
     mini_batches: Count = (
         4  # optimiser steps per training step; groups stream in at this grain where the schedule allows
     )
-    forward_passes: Amount = 1.0  # extra forward passes per token (old log-probs, reference)
+    forward_passes: Amount = 1.0  # simulation: extra forward passes per token (old log-probs, reference)
     checkpoint_every: Count = 1
+    keep_checkpoints: Annotated[int, Meta(ge=2)] = 2
+    advantage: Literal["grpo", "dr_grpo", "rloo", "gae"] = "grpo"
+    loss: Literal["grpo", "dr_grpo", "dapo", "ppo", "decoupled_ppo", "aipo", "tis", "reinforce"] = "decoupled_ppo"
+    clip_low: Amount = 0.2
+    clip_high: Amount = 0.2  # DAPO: 0.28
+    importance_cap: Annotated[float, Meta(gt=0)] = (
+        2.0  # AIPO's rho, TIS's and decoupled PPO's cap on the behaviour ratio
+    )
+    kl: Amount = 0.0  # weight of the KL divergence from the starting weights (k3 estimate)
+    entropy: Amount = 0.0  # weight of an entropy bonus
+    gae_lambda: Share = 0.95
+    gamma: Share = 1.0
+    critic_learning_rate: Amount = 1e-5
+    learning_rate: Annotated[float, Meta(gt=0)] = 1e-6
+    warmup_steps: Natural = 0  # optimiser steps
+    decay: Literal["constant", "linear", "cosine"] = "constant"
+    weight_decay: Amount = 0.0
+    beta1: Share = 0.9
+    beta2: Share = 0.95
+    max_grad_norm: Annotated[float, Meta(gt=0)] = 1.0
+    tokens_per_batch: Count = 16384  # most tokens in one forward and backward pass; gradients add up over them
+    logit_tokens: Count = 1024  # most tokens whose logits exist at once
+    precision: Literal["float32", "bfloat16"] = "float32"  # of the arithmetic; weights and moments stay float32
+    recompute: bool = False  # recompute activations in backward instead of keeping them
+    ranks: Count = 1  # processes over which weights, gradients and moments are sharded (FSDP2)
+    threads: Natural = 0  # CPU threads per rank; 0: torch's choice
+    device: str = ""  # "cpu", "cuda"; empty: the GPU if there is one
+    engine: Literal["native", "emulated"] = "native"  # emulated: takes the time that [costs] says, trains nothing
 
 
 class Rollout(Section):
-    """Limits of one replica's engine."""
+    """One replica's engine and its limits."""
 
     max_running: Count = 1024  # sequences decoded together
     roofline_batch: Natural = 0  # largest batch whose decode step is still flat; 0: from the cost model
+    engine: Literal["native", "emulated"] = "native"  # emulated: takes the time that [costs] says, draws lengths
+    kv_tokens: Natural = 0  # size of the KV pool; 0: what memory allows
+    block_tokens: Count = 16  # the pool's unit
+    prefill_tokens: Count = 512  # most prompt tokens in one engine step
+    stream_tokens: Count = 64  # at most so many tokens of a sample are lost with its replica
+    threads: Natural = 1  # CPU threads; 0: torch's choice
+    device: str = ""  # "cpu", "cuda"; empty: the GPU if there is one
+    precision: Literal["float32", "bfloat16"] = "float32"
+
+
+class Costs(Section):
+    """Measured costs of one replica and of the trainer, in seconds (`tailrace fit RUN`). All 0: by the cost model."""
+
+    decode_step: Amount = 0.0
+    decode_sequence: Amount = 0.0  # more for each running sequence
+    decode_kv_token: Amount = 0.0  # more for each token in the KV cache
+    prefill_token: Amount = 0.0
+    train_part: Amount = 0.0
+    train_token: Amount = 0.0
+    publish: Amount = 0.0
+    load: Amount = 0.0
+    kv_tokens: Natural = 0
+
+    @property
+    def measured(self) -> bool:
+        return self.decode_step > 0 or self.decode_sequence > 0
 
 
 class Faults(Section):
@@ -210,12 +298,24 @@ class Faults(Section):
     restart_s: Amount = 60.0  # until a lost part runs again
 
 
+class Local(Section):
+    """The processes of a run on this machine."""
+
+    replicas: Count = 2
+    relays: Count = 1  # as if there were so many hosts; replicas are dealt out to them in turn
+    port: Natural = 0  # of the controller, on loopback; 0: any free one
+    start_s: Annotated[float, Meta(gt=0)] = 180.0  # until a process that was started must have joined
+
+
 class Run(Section):
     """The run itself."""
 
-    name: str = ""
+    name: str = ""  # its directory under `folder`; empty: the name of the settings file
+    folder: str = "runs"
     seed: Natural = 0
     steps: Count = 10
+    archive: bool = True  # keep the tokens of trajectories that are trained or dropped
+    evaluate: bool = True  # held-out accuracy before and after
 
 
 class Config(Section):
@@ -225,6 +325,8 @@ class Config(Section):
     cluster: Cluster = Cluster()
     split: Split = Split()
     workload: Workload = Workload()
+    task: Task = Task()
+    sampling: Sampling = Sampling()
     schedule: Schedule = Schedule()
     repack: Repack = Repack()
     groups: Groups = Groups()
@@ -232,7 +334,9 @@ class Config(Section):
     health: Health = Health()
     trainer: Trainer = Trainer()
     rollout: Rollout = Rollout()
+    costs: Costs = Costs()
     faults: Faults = Faults()
+    local: Local = Local()
     run: Run = Run()
 
     @property

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tailrace.config.errors import ConfigError
-from tailrace.config.fields import fields, is_bool, is_number
+from tailrace.config.fields import fields, is_bool, is_list, is_number, open_table
 from tailrace.config.sources import Given, anchored
 
 
@@ -47,7 +47,18 @@ def _value(key: str, text: str | None) -> Any:
         return True
     if known and is_bool(key):
         return {"true": True, "false": False}.get(text.lower(), text)
+    if known and is_list(key):
+        return _list(text)
+    if open_table(key):
+        value = _toml(text)
+        return text if value is None else value
     return _number(text) if known and is_number(key) else _unquoted(text)
+
+
+def _list(text: str) -> Any:
+    """`["a", "b"]` as TOML has it; anything else is a list of one."""
+    value = _toml(text) if text.startswith("[") else None
+    return value if isinstance(value, list) else [_unquoted(text)]
 
 
 def _number(text: str) -> Any:
