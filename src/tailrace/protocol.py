@@ -15,6 +15,7 @@ from typing import Literal
 from tailrace.types import GroupId, HostId, Prompt, PromptId, RelayId, ReplicaId, Struct, TrajectoryId, Version
 
 Part = Literal["replica", "relay", "trainer"]
+Ending = Literal["trained", "stale", "filtered", "failed"]  # how a group leaves the account
 TRAINER = 0  # the trainer is one part, whatever its number of ranks
 
 
@@ -324,6 +325,7 @@ class Forget(Command):
     """The payloads of these trajectories are not needed any more: free or archive them. No answer."""
 
     trajectories: tuple[TrajectoryId, ...]
+    reason: Ending = "trained"
 
 
 class Start(Command):

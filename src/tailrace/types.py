@@ -7,7 +7,7 @@ the wire format and the stored format are one thing. Ids are plain integers; peo
 
 from __future__ import annotations
 
-from typing import dataclass_transform
+from typing import Any, dataclass_transform
 
 import msgspec
 
@@ -32,6 +32,15 @@ class Prompt(Struct):
 
     id: PromptId
     tokens: int
+
+
+class Row(Struct):
+    """A prompt with everything that generating and judging its samples takes. It travels to the replica."""
+
+    id: PromptId  # its place in the sequence of prompts
+    tokens: tuple[int, ...]  # rendered
+    prompt: str | list[dict[str, Any]]  # as it was written: text, or messages
+    columns: dict[str, Any] = {}  # `answer` and whatever else a reward may want
 
 
 class Segment(Struct):

@@ -2,7 +2,17 @@
 
 from drive import Drive, config, only
 from tailrace.config.tree import Groups, Schedule
-from tailrace.protocol import Assignment, Cancel, Finished, Forget, Generate, Parked, ReplicaLost, SampleFailed
+from tailrace.protocol import (
+    Assignment,
+    Cancel,
+    Finished,
+    Forget,
+    Generate,
+    Parked,
+    ReplicaLost,
+    SampleFailed,
+    TrajectoryMeta,
+)
 
 
 def driven(**sections):
@@ -81,6 +91,21 @@ def test_a_group_with_too_few_survivors_fails_and_is_forgotten():
     commands = drive.finish(second)
     assert only(commands, Forget).trajectories == (first.trajectory, second.trajectory)
     assert drive.plane.state.ledger.tally.failed == 1
+
+
+def test_a_group_that_teaches_nothing_is_filtered_and_others_are_trained():
+    drive = driven(groups=Groups(min_survivors=1, filter="zero_advantage"))
+    first, second = drive.running(0)[:2]
+    assert first.group == second.group
+    drive.tell(Finished(0, TrajectoryMeta(first.trajectory, first.epoch, 5, 0, 0, "stop", 1.0)))
+    commands = drive.tell(Finished(0, TrajectoryMeta(second.trajectory, second.epoch, 7, 0, 0, "stop", 1.0)))
+    assert only(commands, Forget) == Forget((first.trajectory, second.trajectory), "filtered")
+    tally = drive.plane.state.ledger.tally
+    assert (tally.filtered, tally.failed) == (1, 0)
+    third, fourth = [request for request in drive.running() if request.group != first.group][:2]
+    drive.tell(Finished(0, TrajectoryMeta(third.trajectory, third.epoch, 5, 0, 0, "stop", 1.0)))
+    drive.tell(Finished(0, TrajectoryMeta(fourth.trajectory, fourth.epoch, 5, 0, 0, "stop", 0.0)))
+    assert (tally.filtered, len(drive.plane.state.ledger.ready)) == (1, 1)
 
 
 def test_past_its_deadline_a_group_goes_on_with_its_survivors():

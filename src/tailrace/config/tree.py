@@ -140,6 +140,7 @@ class Task(Section):
     tools: Literal["", "calculator", "python"] = ""  # what the policy may call between its turns
     max_turns: Count = 1
     shuffle: bool = True
+    epochs: Natural = 0  # how often the rows are gone through before the run ends; 0: until all steps are done
 
     def __hash__(self) -> int:  # a Config is a key in the planner, and a table has no hash of its own
         return hash(msgspec.json.encode(self))

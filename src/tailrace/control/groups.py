@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from tailrace.control import sampling
 from tailrace.control.ledger import Group
 from tailrace.control.state import Desk
-from tailrace.protocol import Assignment, Cancel, Forget
-from tailrace.types import ReplicaId, TrajectoryId
+from tailrace.protocol import Assignment, Cancel, Ending, Forget
+from tailrace.types import ReplicaId
 
 
 def close_if_complete(desk: Desk, group: Group) -> None:
-    """Without unfinished samples a group goes to the buffer, or has failed if too few of them survived."""
-    if not group.unfinished and not desk.ledger.close(group, desk.config.groups.min_survivors):
-        end(desk, group, desk.ledger.give_up)
+    """Without unfinished samples a group goes to the buffer, unless too few survived or they teach nothing."""
+    if group.unfinished:
+        return
+    if not desk.ledger.close(group, desk.config.groups.min_survivors):
+        end(desk, group, "failed")
+    elif desk.config.groups.filter == "zero_advantage" and desk.ledger.has_one_reward(group):
+        end(desk, group, "filtered")
 
 
-def end(desk: Desk, group: Group, how: Callable[[Group], tuple[TrajectoryId, ...]]) -> None:
+def end(desk: Desk, group: Group, how: Ending) -> None:
     """A group leaves without being trained. In a round another one takes its place."""
-    desk.send(Forget(how(group)))
+    desk.send(Forget(desk.ledger.end(group, how), how))
     desk.more_work = True
     if desk.traits.rounds:
         desk.state.round.to_open += 1
@@ -28,7 +30,7 @@ def end(desk: Desk, group: Group, how: Callable[[Group], tuple[TrajectoryId, ...
 def drop_doomed(desk: Desk) -> None:
     for group in sampling.doomed(desk.config, desk.ledger, desk.training.version):
         _cut_short(desk, group)
-        end(desk, group, desk.ledger.drop_stale)
+        end(desk, group, "stale")
 
 
 def deliver_overdue(desk: Desk) -> None:

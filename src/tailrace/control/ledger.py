@@ -5,10 +5,11 @@
                                 \\-> failed         after its last attempt
     group:   open -> ready -> training -> trained -> forgotten (once a checkpoint covers it)
                  \\-> dropped (too stale: its prompt is pooled again) | failed (too few samples survived)
+                 \\-> filtered (all samples got the same reward: there is nothing to learn from it)
 
 The prompt pool, the partial pool (samples with a prefix) and the experience buffer (ready groups) are views of this.
 Owned by the plane; nothing outside `control` writes to it. It promises that a group is trained at most once, and that
-`started == trained + dropped_stale + failed + in flight`.
+`started == trained + dropped_stale + filtered + failed + in flight`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Literal
 import msgspec
 
 from tailrace.control.fifo import Fifo
-from tailrace.protocol import Assignment, Request, TrainGroup, TrajectoryMeta
+from tailrace.protocol import Assignment, Ending, Request, TrainGroup, TrajectoryMeta
 from tailrace.types import GroupId, Prompt, ReplicaId, TrajectoryId, Version
 
 NOWHERE: ReplicaId = -1
@@ -38,6 +39,7 @@ class Sample(msgspec.Struct, gc=False):
     tokens: int = 0  # of the prefix in the vault, or in all
     oldest: Version = NONE  # of its tokens; NONE: nothing of it exists
     newest: Version = NONE
+    reward: float | None = None
 
 
 class Group(msgspec.Struct, gc=False):
@@ -58,11 +60,12 @@ class Tally(msgspec.Struct, gc=False):
     started: int = 0
     trained: int = 0
     dropped_stale: int = 0
+    filtered: int = 0
     failed: int = 0
 
     @property
     def ended(self) -> int:
-        return self.trained + self.dropped_stale + self.failed
+        return self.trained + self.dropped_stale + self.filtered + self.failed
 
 
 class Ledger(msgspec.Struct):
@@ -162,6 +165,7 @@ class Ledger(msgspec.Struct):
 
     def finish(self, sample: Sample, meta: TrajectoryMeta) -> None:
         self.keep_prefix(sample, meta)
+        sample.reward = meta.reward
         self._end_sample(sample, "done")
         self.finished_samples += 1
         self.finished_tokens += meta.tokens + self.groups[sample.group].prompt.tokens
@@ -203,6 +207,11 @@ class Ledger(msgspec.Struct):
         self.ready[group.id] = None
         return True
 
+    def has_one_reward(self, group: Group) -> bool:
+        """All survivors got the same reward, so none of them is better than the others."""
+        rewards = {self.samples[id].reward for id in self.survivors(group)}
+        return len(rewards) == 1 and None not in rewards
+
     def cut_short(self, group: Group) -> list[Assignment]:
         """End every unfinished sample of a group; returns the running ones, to be cancelled, as assignments."""
         running: list[Assignment] = []
@@ -228,14 +237,15 @@ class Ledger(msgspec.Struct):
         self.tally.trained += 1
         return self._remove(self.groups[group_id])
 
-    def drop_stale(self, group: Group) -> tuple[TrajectoryId, ...]:
-        """Too old to train on: the group is gone, its prompt goes back to the pool."""
-        self.tally.dropped_stale += 1
-        self.pool.push(group.prompt)
-        return self._remove(group)
-
-    def give_up(self, group: Group) -> tuple[TrajectoryId, ...]:
-        self.tally.failed += 1
+    def end(self, group: Group, how: Ending) -> tuple[TrajectoryId, ...]:
+        """A group leaves without being trained. Was it only too old, its prompt goes back to the pool."""
+        if how == "stale":
+            self.tally.dropped_stale += 1
+            self.pool.push(group.prompt)
+        elif how == "filtered":
+            self.tally.filtered += 1
+        else:
+            self.tally.failed += 1
         return self._remove(group)
 
     def _remove(self, group: Group) -> tuple[TrajectoryId, ...]:

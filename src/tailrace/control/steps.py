@@ -28,7 +28,7 @@ def _train_on_picked(desk: Desk, wanted: int, left: int) -> None:
     ledger, training = desk.ledger, desk.training
     picked = sampling.pick(desk.config, ledger, training.version, wanted, left)
     for group in picked.stale:
-        groups.end(desk, group, ledger.drop_stale)
+        groups.end(desk, group, "stale")
     if picked.groups:
         trajectories = [id for group in picked.groups for id in group.samples]
         taken = tuple([ledger.take(group) for group in picked.groups])

@@ -333,7 +333,10 @@ class Chronicle:
         known = [id for id in command.trajectories if id in self.samples]
         for group_id, ids in groupby(known, key=lambda id: self.samples[id].group):
             group, members = self.groups[group_id], list(ids)
-            text = "freed: a checkpoint covers it" if group.trained else self._why_dropped(group, cause)
+            if command.reason == "filtered":
+                text = "filtered: all of its samples got the same reward"
+            else:
+                text = "freed: a checkpoint covers it" if group.trained else self._why_dropped(group, cause)
             yield ("group", group_id), text
             if not group.trained:
                 yield ("prompt", group.prompt), f"g{group_id} {text}"

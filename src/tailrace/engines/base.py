@@ -1,0 +1,71 @@
+"""The contract between a rollout worker and whatever generates tokens for it.
+
+An engine is a plain synchronous object in the worker's own loop: `submit` sequences, call `step` again and again, take
+what each step added. It holds no trajectory: everything it has sampled has been handed out, so an unfinished sequence
+can be withdrawn here and submitted anywhere else, and goes on with the same tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, Protocol
+
+from tailrace.types import GroupId, Struct, TrajectoryId, Version
+
+Finish = Literal["", "stop", "length"]
+
+
+class Job(Struct):
+    """A sequence to go on with until its turn ends."""
+
+    id: TrajectoryId
+    group: GroupId
+    tokens: tuple[int, ...]  # the prompt and everything after it so far
+    prompt_tokens: int  # the first so many are the prompt, which the group's samples share
+    max_tokens: int  # most tokens to sample now
+
+
+class Sampled(Struct):
+    """What one engine step added to a sequence."""
+
+    id: TrajectoryId
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]  # of what was really sampled from: after temperature, top-k and top-p
+    finish: Finish = ""  # "stop": a stop token or string was sampled; "length": max_tokens or the context is used up
+
+
+class Load(Struct):
+    """How full an engine is."""
+
+    kv_tokens: int  # in blocks that some sequence needs, shared blocks counted once
+    running: int
+    waiting: int
+
+
+class Engine(Protocol):
+    version: Version  # of the weights that it generates with; -1 before the first
+    kv_capacity: int  # tokens
+    roofline: int  # largest batch whose decode step is still flat
+
+    def submit(self, job: Job) -> None:
+        """Take a sequence; one with the id of an earlier turn goes on from the KV that is still there."""
+        ...
+
+    def step(self) -> list[Sampled]:
+        """One iteration: some prefill, one token for every running sequence. Empty when there is nothing to do."""
+        ...
+
+    def withdraw(self, ids: Iterable[TrajectoryId]) -> list[Job]:
+        """Stop these and free what they hold. Returns the unfinished ones, with every token so far."""
+        ...
+
+    def forget(self, ids: Iterable[TrajectoryId]) -> None:
+        """No further turn of these will come: what was kept of them can go."""
+        ...
+
+    def load_weights(self, version: Version, tensors: Mapping[str, Any], keep_kv: bool = False) -> None:
+        """Replace the weights in place, between steps. KV of other versions is dropped (and recomputed for running
+        sequences) unless `keep_kv`."""
+        ...
+
+    def load(self) -> Load: ...

@@ -1,0 +1,1 @@
+"""Environments: where prompts come from, and what answers to the policy's turns."""

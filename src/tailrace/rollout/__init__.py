@@ -1,0 +1,1 @@
+"""Rollout workers: one engine, its episodes and its environments in one process."""

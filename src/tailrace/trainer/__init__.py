@@ -1,0 +1,1 @@
+"""The trainer: from groups of trajectories to the next version of the weights."""
