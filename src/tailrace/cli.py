@@ -107,6 +107,20 @@ def _plan(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _train(arguments: argparse.Namespace) -> int:
+    from tailrace.config import load, render
+
+    config = load(arguments.files, arguments.settings)
+    if arguments.dry_run:
+        print(render(config))
+        return 0
+    from tailrace.launch.folder import run_folder
+    from tailrace.launch.train import train
+
+    complete = train(config, run_folder(config, arguments.files), arguments.resume)
+    return 0 if complete else 130
+
+
 def _story(arguments: argparse.Namespace) -> int:
     from tailrace.obs.story import render_story, story
     from tailrace.store.journal import Journal
@@ -178,6 +192,11 @@ def _parser() -> tuple[_Parser, dict[str, _Parser]]:
     plan = add("plan", _plan, "find the best split, schedule and settings for a fleet", SETTINGS)
     plan.add_argument("files", nargs="+", metavar="FILE", help="settings in TOML; later files override earlier ones")
     plan.add_argument("--json", action="store_true", help="one JSON object for programs")
+
+    train = add("train", _train, "train a model with real processes on this machine", SETTINGS)
+    train.add_argument("files", nargs="+", metavar="FILE", help="settings in TOML; later files override earlier ones")
+    train.add_argument("--resume", action="store_true", help="go on exactly where the run of this name stopped")
+    train.add_argument("--dry-run", action="store_true", help="check and print all settings, start nothing")
 
     story = add("story", _story, "tell the life of one part of a recorded run, event by event")
     story.add_argument("journal", type=Path, metavar="RUN", help="the directory that --record wrote")

@@ -89,8 +89,8 @@ def _rows(config: Config, gpus: Sequence[int], kinds: Sequence[str]) -> list[Con
 
 
 def _checked(values: dict[str, Any], config: Config) -> Config:
+    from tailrace.lengths import LengthLaw
     from tailrace.sim.costs import check_fit
-    from tailrace.sim.lengths import LengthLaw
 
     row = with_values(config, values)
     check_fit(row)

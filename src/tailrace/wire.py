@@ -25,6 +25,7 @@ from tailrace.protocol import AnyCommand, AnyEvent, Event
 from tailrace.types import RelayId, Row, Segment, Struct, Trajectory, TrajectoryId
 
 LOOPBACK = "127.0.0.1"
+BATCH = 256  # messages that are handled, and committed, together
 LINGER_MS = 2000  # how long a closing part tries to get its last words out
 
 
@@ -117,13 +118,13 @@ class Ordered(Message):
     addresses: dict[RelayId, str] = msgspec.field(
         default_factory=dict[RelayId, str]
     )  # Publish, Route: where relays listen
-    arena: str = ""  # LoadWeights: where the version lies, or is to be fetched from by `addresses`
+    arena: str = ""  # LoadWeights: where the version lies
 
 
 class Ended(Message):
-    """The run stops. Put in order what must be, and go."""
+    """The run stops, for good or to be resumed. Put in order what must be, and go."""
 
-    reason: str
+    complete: bool
 
 
 FromPart = Hello | Reported | Grown | Measured | Collapsed
@@ -153,22 +154,24 @@ class Hub:
         self.endpoint: str = bound.addr
         self._trusted: set[bytes] = set()
 
-    async def receive(self) -> tuple[str, FromPart]:
-        """The next message of a part that has proved to be one of ours."""
-        while True:
-            sender, payload = await self._socket.recv_multipart()
-            try:
-                message = _decode_from_part(payload)
-            except msgspec.DecodeError:
-                continue  # not one of ours: ours are only ever encoded from these types
-            if isinstance(message, Hello) and hmac.compare_digest(message.token, self._token):
-                self._trusted.add(sender)
-            if sender in self._trusted:
-                return sender.decode(), message
+    async def receive(self) -> list[tuple[str, FromPart]]:
+        """What parts of ours have sent: waits for the first message, takes what has arrived with it."""
+        heard: list[tuple[str, FromPart]] = []
+        while not heard:
+            self._hear(heard, *await self._socket.recv_multipart())
+        while len(heard) < BATCH and await self._socket.poll(0):
+            self._hear(heard, *await self._socket.recv_multipart())
+        return heard
 
-    def pending(self) -> bool:
-        """More has arrived already."""
-        return bool(self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN)
+    def _hear(self, heard: list[tuple[str, FromPart]], sender: bytes, payload: bytes) -> None:
+        try:
+            message = _decode_from_part(payload)
+        except msgspec.DecodeError:
+            return  # not one of ours: ours are only ever encoded from these types
+        if isinstance(message, Hello) and hmac.compare_digest(message.token, self._token):
+            self._trusted.add(sender)
+        if sender in self._trusted:
+            heard.append((sender.decode(), message))
 
     async def send(self, name: str, message: FromController) -> None:
         """Hand a message over; one for a part that is gone is dropped."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -47,6 +47,9 @@ from tailrace.protocol import (
     WeightsLoaded,
 )
 from tailrace.types import GroupId, PromptId, ReplicaId, TrajectoryId, Version, label, parse_label
+
+if TYPE_CHECKING:
+    from tailrace.store.vault import Held
 
 Subject = tuple[str, int]
 Told = Iterator[tuple[Subject, str]]
@@ -94,6 +97,22 @@ def story(entries: Iterable[Recorded], name: str) -> list[Line]:
 
 def render_story(lines: Iterable[Line]) -> str:
     return "\n".join(f"{line.now:>10,.1f} s  {line.text}" for line in lines)
+
+
+def render_held(held: Iterable[Held]) -> str:
+    """What the vault of a real run still knows of a trajectory, or of those of a group or prompt."""
+    return "\n".join(f"     vault    {_held(one)}" for one in held)
+
+
+def _held(one: Held) -> str:
+    words = [f"t{one.id}", one.state + (f" in step {one.step}" if one.step is not None else "")]
+    words.append(f"tokens {one.payload}" if one.payload == "deleted" else _count(one.tokens, "token"))
+    if one.oldest is not None and one.newest is not None:
+        words.append(_under(one.oldest, one.newest))
+    words += [one.finish] if one.finish else []
+    words += [f"reward {one.reward:g}"] if one.reward is not None else []
+    words += [one.reason] if one.reason else []
+    return ", ".join(words)
 
 
 def _unknown(subject: Subject, numbers: set[int]) -> str:
@@ -447,8 +466,11 @@ def _from_prefix(request: Request) -> str:
 
 
 def _extent(meta: TrajectoryMeta) -> str:
-    under = f"version {meta.oldest}" if meta.oldest == meta.newest else f"versions {meta.oldest} to {meta.newest}"
-    return f"{_count(meta.tokens, 'token')}, {under}"
+    return f"{_count(meta.tokens, 'token')}, {_under(meta.oldest, meta.newest)}"
+
+
+def _under(oldest: Version, newest: Version) -> str:
+    return f"version {oldest}" if oldest == newest else f"versions {oldest} to {newest}"
 
 
 def _count(number: int, noun: str) -> str:

@@ -23,8 +23,8 @@ import numpy as np
 
 from tailrace.config import Config, ConfigError
 from tailrace.config.tree import Workload
+from tailrace.lengths import LengthLaw
 from tailrace.sim.costs import Costs, check_fit
-from tailrace.sim.lengths import LengthLaw
 
 GROUPS_DRAWN = 512  # enough for means and squares; a larger step has the same law
 

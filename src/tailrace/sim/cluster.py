@@ -15,6 +15,7 @@ from typing import Any
 
 from tailrace.config.tree import Config
 from tailrace.control.plane import ControlPlane
+from tailrace.lengths import LengthLaw
 from tailrace.protocol import (
     Alive,
     Assignment,
@@ -41,15 +42,15 @@ from tailrace.protocol import (
     Train,
     TrainerJoined,
 )
-from tailrace.sim.costs import Costs
 from tailrace.sim.engine import Engine, Sequence
 from tailrace.sim.episodes import Episodes
 from tailrace.sim.faults import Faults
 from tailrace.sim.kernel import Kernel
 from tailrace.sim.learner import Learner
-from tailrace.sim.lengths import LengthLaw
 from tailrace.sim.measure import Meter, Result
+from tailrace.sim.measured import costs_of
 from tailrace.sim.nodes import Node, SimRelay, SimReplica, SimTrainer
+from tailrace.sim.processors import Processors
 from tailrace.sim.relay_tier import RelayTier
 from tailrace.sim.rollouts import Rollouts
 from tailrace.types import Prompt, TrajectoryId
@@ -77,17 +78,14 @@ def _garbage_left_alone() -> Iterator[None]:
 class Simulation:
     def __init__(self, config: Config, observer: Observer | None = None, timeline: bool = False) -> None:
         self.config = config
-        self.costs = Costs(config)
+        self.costs = costs_of(config)
         self.kernel = Kernel()
         self.plane = ControlPlane(config)
         self.observer = observer
         self.lengths = LengthLaw(config.workload, config.run.seed, Path())
         self.episodes = Episodes(config.workload, config.run.seed)
-        hosts = -(-config.replicas // config.replicas_per_host)
-        self.relays = [SimRelay(id) for id in range(hosts)]
-        self.replicas = [
-            SimReplica(id, id // config.replicas_per_host, Engine(self.costs, 0.0)) for id in range(config.replicas)
-        ]
+        self.relays = [SimRelay(id) for id in range(config.hosts)]
+        self.replicas = [SimReplica(id, config.host_of(id), Engine(self.costs, 0.0)) for id in range(config.replicas)]
         self.trainer = SimTrainer()
         self.vault: dict[TrajectoryId, Sequence] = {}
         self.meter = Meter(config, self.costs, self.replicas, self.trainer, timeline)
@@ -95,6 +93,7 @@ class Simulation:
         self.rollouts = Rollouts(self)
         self.relay_tier = RelayTier(self)
         self.learner = Learner(self)
+        self.processors = Processors(self)
         self.stopped = ""
         self.handled = 0  # events
         self._inbox: deque[Event] = deque()
@@ -134,6 +133,7 @@ class Simulation:
                     f"no step was finished from {since:.0f} s to {self.kernel.now:.0f} s of virtual time"
                 )
             self._drain()
+            self.processors.settle()
             if self.plane.state.training.version > steps:
                 steps, since = self.plane.state.training.version, self.kernel.now
                 if progress:

@@ -1,5 +1,7 @@
 """How long things take, from first principles: bytes over bandwidth, arithmetic over peak, and a few efficiencies.
 
+Where a run has been measured, `measured.py` puts its figures in their place (`costs_of` chooses).
+
 One set of constants serves every model, card and schedule; `benchmarks/published.py` holds them against published
 figures. They say what a good general-purpose engine and trainer reach, not what the hardware could do at best:
 
@@ -199,7 +201,10 @@ class Costs:
 
 
 def check_fit(config: Config) -> None:
-    """Refuse a model that does not fit its GPUs, before anything starts."""
+    """Refuse a model that does not fit its GPUs, or a sequence its measured pool, before anything starts."""
+    if config.costs.measured:
+        _check_pool(config)
+        return
     costs = Costs(config)
     need = config.workload.prompt_tokens + config.workload.max_completion_tokens
     if costs.kv_capacity < need:
@@ -211,6 +216,20 @@ def check_fit(config: Config) -> None:
             f"training {config.model.parameters / 1e9:.3g}B parameters takes {per_gpu / 1e9:.0f} GB on each of "
             f"{config.trainer_gpus} {costs.trainer_gpu.name} of {costs.trainer_gpu.memory_bytes / 1e9:.0f} GB; "
             f"give the trainer at least {fewest} GPUs (split.trainer_gpus)"
+        )
+
+
+def _check_pool(config: Config) -> None:
+    if config.split.colocated:
+        raise ConfigError(
+            "split.colocated shares GPUs, but [costs] are of processes beside each other; leave one of them out"
+        )
+    pool = config.rollout.kv_tokens or config.costs.kv_tokens
+    need = config.workload.prompt_tokens + config.workload.max_completion_tokens
+    if pool < need:
+        raise ConfigError(
+            f"a KV pool of {pool:,} tokens has no room for one sequence of {need:,} (workload.prompt_tokens + "
+            f"max_completion_tokens); write rollout.kv_tokens = {need} or more, or shorter sequences"
         )
 
 

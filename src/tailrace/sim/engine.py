@@ -57,8 +57,8 @@ class Sequence:
 
 class Engine:
     __slots__ = (
-        "_base", "_groups", "_heap", "_per_kv", "batch", "busy_s", "capacity", "clock", "costs", "generated", "held",
-        "kv", "kv_seconds", "lent_s", "max_running", "slowdown", "stall_until", "time", "waiting",
+        "_base", "_groups", "_heap", "_per_kv", "batch", "busy_s", "capacity", "clock", "costs", "crowding",
+        "generated", "held", "kv", "kv_seconds", "lent_s", "max_running", "slowdown", "stall_until", "time", "waiting",
     )  # fmt: skip
 
     def __init__(self, costs: Costs, now: float) -> None:
@@ -67,7 +67,8 @@ class Engine:
         self.max_running = costs.config.rollout.max_running
         self._base = costs.decode_base
         self._per_kv = costs.decode_per_kv_token
-        self.slowdown = 1.0
+        self.slowdown = 1.0  # of this replica, by a fault
+        self.crowding = 1.0  # and because others want its cores (`processors.py`)
         self.time = now
         self.stall_until = now
         self.clock = 0.0
@@ -117,7 +118,14 @@ class Engine:
     def stall(self, now: float, seconds: float) -> None:
         """Do nothing else for so long (a pull, a prefill)."""
         self.advance(now)
-        self.stall_until = max(self.stall_until, now) + seconds * self.slowdown
+        self.stall_until = max(self.stall_until, now) + seconds * self.slowdown * self.crowding
+
+    def share_cores(self, now: float, crowding: float) -> None:
+        """From now on everything takes so many times as long as it would alone."""
+        self.advance(now)
+        if self.stall_until > now:
+            self.stall_until = now + (self.stall_until - now) * crowding / self.crowding
+        self.crowding = crowding
 
     def lend(self, now: float, seconds: float) -> None:
         """Stand still while the trainer has these GPUs."""
@@ -172,8 +180,8 @@ class Engine:
         running = len(self.batch)
         rate = self._base(running) + self._per_kv * self.kv
         growth = self._per_kv * running
-        seconds = elapsed / self.slowdown
-        steps = (sqrt(rate * rate + 2.0 * growth * seconds) - rate) / growth
+        seconds = elapsed / (self.slowdown * self.crowding)
+        steps = (sqrt(rate * rate + 2.0 * growth * seconds) - rate) / growth if growth else seconds / rate
         self.clock += steps
         self.kv += steps * running
         self.generated += steps * running
@@ -195,7 +203,7 @@ class Engine:
             steps = 0.0
         seconds = steps * (self._base(running) + self._per_kv * (self.kv + 0.5 * running * steps))
         begin = self.stall_until if self.stall_until > self.time else self.time
-        return begin + seconds * self.slowdown
+        return begin + seconds * self.slowdown * self.crowding
 
     def _is_current(self, entry: tuple[float, TrajectoryId, Sequence]) -> bool:
         return entry[2].place == "running" and entry[2].end == entry[0]

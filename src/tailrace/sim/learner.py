@@ -27,14 +27,26 @@ class Learner:
             return  # it is at it already; one report answers both orders
         sequences = [self.sim.vault[id] for group in command.groups for id in group.trajectories]
         seconds = self.sim.costs.train([s.prompt + s.tokens for s in sequences])
+        seconds *= self.sim.processors.trainer_slowdown
         if self.sim.config.colocated:
             seconds += SWITCH_S if command.part == 0 else 0.0
             self._pause_engines(seconds)
         self.sim.meter.picked(command, sequences)
         trainer.doing = command
         trainer.busy_s += seconds
-        trainer.free_at = max(trainer.free_at, now) + seconds
+        trainer.free_at = trainer.part_ends_at = max(trainer.free_at, now) + seconds
         self.sim.kernel.at(trainer.free_at, self._part_done, command)
+
+    def stretch(self, factor: float) -> None:
+        """What is left of the present part will take so many times as long."""
+        trainer = self.sim.trainer
+        if trainer.doing is None:
+            return
+        more = (trainer.part_ends_at - self.sim.kernel.now) * (factor - 1.0)
+        trainer.part_ends_at += more
+        trainer.free_at += more
+        trainer.busy_s += more
+        self.sim.kernel.at(trainer.part_ends_at, self._part_done, trainer.doing)
 
     def _pause_engines(self, seconds: float) -> None:
         """Colocated: what is in flight waits while its GPUs train."""
@@ -50,8 +62,8 @@ class Learner:
 
     def _part_done(self, command: Train) -> None:
         trainer = self.sim.trainer
-        if trainer.doing is not command:
-            return
+        if trainer.doing is not command or self.sim.kernel.now < trainer.part_ends_at:
+            return  # lost with its trainer, or it takes longer than it looked at first
         trainer.doing = None
         trainer.part += 1
         if self.sim.config.colocated:

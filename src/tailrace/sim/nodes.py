@@ -51,6 +51,7 @@ class SimTrainer(Node):
         self.part = 0
         self.saved = 0  # steps in the newest checkpoint
         self.free_at = 0.0
+        self.part_ends_at = 0.0
         self.doing: Train | None = None
         self.busy_s = 0.0
         self.stall_s = 0.0

@@ -1,7 +1,7 @@
 """From published figures to a law of lengths.
 
 A law is a function from standard normals to lengths in tokens, not yet capped and not yet rounded: larger normals give
-longer completions, so normals that are correlated give lengths that are alike, whatever the law. `lengths.py` draws
+longer completions, so normals that are correlated give lengths that are alike, whatever the law. `draw.py` draws
 the normals; here the figures of the configuration are solved for the law that shows them.
 
 What the figures mean. `mean` is what one observes, hence the mean after the cap, because papers publish observed means.

@@ -18,7 +18,7 @@ import numpy as np
 
 from tailrace.config.errors import ConfigError
 from tailrace.config.tree import Workload
-from tailrace.sim import laws
+from tailrace.lengths import laws
 
 BLOCK = 256  # groups drawn together: enough to hide the cost of a call into numpy
 BLOCKS_KEPT = 8

@@ -1,0 +1,77 @@
+"""The words between `judges.py` and a judge process, and how they lie on a pipe.
+
+A frame is four bytes of length and msgpack. Down go one `Setup`, then lists of `Question`; up come `Ready` or
+`Refused`, then one `Judged` per question, in the order they were asked.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from tailrace.config.tree import Config
+from tailrace.envs.base import Faulted, Observed, Row, Scored, Turn
+from tailrace.types import Struct
+
+HEAD = 4
+
+
+class Setup(Struct):
+    """The first frame: what to judge by, and perhaps a row to try the reward's parameters on."""
+
+    config: Config
+    timeout_s: float
+    row: Row | None = None
+
+
+class Question(Struct):
+    id: int
+    row: Row
+    transcript: tuple[Turn, ...]
+
+
+class Ready(Struct, tag=True):
+    """The task is built and the reward imported."""
+
+
+class Refused(Struct, tag=True):
+    """The settings cannot work; the process ends."""
+
+    reason: str
+
+
+class Judged(Struct, tag=True):
+    id: int
+    answer: Scored | Observed | Faulted
+    seconds: float  # that it took
+
+
+Reply = Ready | Refused | Judged
+
+
+def frame(message: Any) -> bytes:
+    body = msgspec.msgpack.encode(message)
+    return len(body).to_bytes(HEAD, "little") + body
+
+
+class Frames:
+    """Bytes as they come in, whole frames out."""
+
+    def __init__(self) -> None:
+        self._bytes = bytearray()
+
+    def feed(self, data: bytes) -> list[bytes]:
+        self._bytes += data
+        found: list[bytes] = []
+        start = 0
+        while (end := self._end(start)) <= len(self._bytes):
+            found.append(bytes(self._bytes[start + HEAD : end]))
+            start = end
+        del self._bytes[:start]
+        return found
+
+    def _end(self, start: int) -> int:
+        """Where the frame that begins here ends; not reached if even its length is not there yet."""
+        head = self._bytes[start : start + HEAD]
+        return start + HEAD + (int.from_bytes(head, "little") if len(head) == HEAD else 0)

@@ -1,0 +1,167 @@
+"""Judges: a few processes that score samples and run tools, each question under a deadline.
+
+Used by a replica's loop: `ask`, go on generating, `poll`. Every question gets exactly one answer. A process that hangs
+is killed at its question's deadline, one that crashes is noticed; that question is `Faulted` with the reason, and those
+that were waiting behind it go to another process. Processes start when there is work for them, and end with this one.
+A task that is `trusted` is asked right here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Hashable
+from itertools import count
+from typing import NamedTuple
+
+from tailrace.config.tree import Config
+from tailrace.envs.base import Answer, Faulted, Row, Turn
+from tailrace.envs.judge import answer_to
+from tailrace.envs.judge_process import START_S, JudgeProcess, wait_for
+from tailrace.envs.judge_wire import Judged, Question, Ready, Refused
+from tailrace.envs.tasks import build_task
+
+AHEAD_S = 0.05  # work that a judge is given ahead, by the time its answers have taken
+MOST_AHEAD = 256
+PAUSE_S = 10.0  # until another start is tried beside judges that do work
+
+
+class Asked(NamedTuple):
+    key: Hashable
+    question: Question
+
+
+class Judge:
+    """A judge process with the questions it has been given."""
+
+    def __init__(self, config: Config, timeout_s: float) -> None:
+        self.process = JudgeProcess(config, timeout_s)
+        self.pending: deque[Asked] = deque()
+        self.ready, self.refusal = False, ""
+        self.timeout_s, self.since = timeout_s, time.monotonic()
+        self.pace = AHEAD_S  # seconds per answer, a moving mean; at first nothing is sent ahead
+
+    @property
+    def room(self) -> int:
+        """Slow questions are not sent ahead, so none waits behind one that hangs; quick ones are, to save time."""
+        return min(MOST_AHEAD, max(1, int(AHEAD_S / max(self.pace, 1e-6)))) - len(self.pending)
+
+    @property
+    def deadline(self) -> float:
+        return self.since + (self.timeout_s if self.ready else START_S)
+
+    def give(self, asked: list[Asked]) -> None:
+        if not self.pending and self.ready:
+            self.since = time.monotonic()
+        self.pending.extend(asked)
+        self.process.send([each.question for each in asked])
+
+    def receive(self) -> list[tuple[Hashable, Answer]]:
+        self.process.flush()
+        answers: list[tuple[Hashable, Answer]] = []
+        for reply in self.process.receive():
+            self.since = time.monotonic()  # the next question's time starts now
+            if isinstance(reply, Judged):
+                asked = self.pending.popleft()
+                assert asked.question.id == reply.id, (asked.question.id, reply.id)
+                self.pace += 0.2 * (reply.seconds - self.pace)
+                answers.append((asked.key, reply.answer))
+            elif isinstance(reply, Refused):
+                self.refusal = reply.reason
+            else:
+                assert isinstance(reply, Ready)
+                self.ready = True
+        return answers
+
+    def end(self) -> str:
+        """Kill it. Returns why: what it said, how it ended, or that it took too long."""
+        ending = self.process.kill()
+        late = f"did not answer within {self.timeout_s:g} s" if self.ready else f"was not ready within {START_S:g} s"
+        return self.refusal or f"the scoring process {ending or late}"
+
+
+class Judges:
+    """The pool. `ask` and `poll` never block, `poll` for at most `timeout_s`."""
+
+    def __init__(self, config: Config, workers: int | None = None, timeout_s: float | None = None) -> None:
+        self.config, self.task = config, build_task(config)
+        self.workers = config.task.reward_workers if workers is None else workers
+        self.timeout_s = config.task.reward_timeout_s if timeout_s is None else timeout_s
+        self._trusted: bool = getattr(self.task, "trusted", False)
+        self._judges: list[Judge] = []
+        self._queue: deque[Asked] = deque()
+        self._done: list[tuple[Hashable, Answer]] = []
+        self._ids = count()
+        self._pause_until = 0.0
+
+    @property
+    def outstanding(self) -> int:
+        """Questions whose answers `poll` has not returned yet."""
+        return len(self._queue) + len(self._done) + sum(len(judge.pending) for judge in self._judges)
+
+    def ask(self, key: Hashable, row: Row, transcript: tuple[Turn, ...]) -> None:
+        if self._trusted:
+            self._done.append((key, answer_to(self.task, row, transcript)))
+            return
+        self._queue.append(Asked(key, Question(next(self._ids), row, transcript)))
+        self._hand_out()
+
+    def poll(self, timeout_s: float = 0.0) -> list[tuple[Hashable, Answer]]:
+        """Answers, each once. Waits until there is one, but never when nothing is outstanding."""
+        until = time.monotonic() + timeout_s
+        self._turn()
+        while not self._done and self.outstanding and time.monotonic() < until:
+            nearest = min((judge.deadline for judge in self._judges if judge.pending), default=until)
+            wait_for([judge.process for judge in self._judges], min(until, nearest) - time.monotonic())
+            self._turn()
+        done, self._done = self._done, []
+        return done
+
+    def close(self) -> None:
+        """End every process. What was asked stays unanswered."""
+        for judge in self._judges:
+            judge.end()
+        self._judges.clear()
+        self._queue.clear()
+
+    def _turn(self) -> None:
+        """Take answers, end what is late or gone, and hand out what waits."""
+        for judge in list(self._judges):
+            self._done += judge.receive()
+        now = time.monotonic()
+        for judge in list(self._judges):
+            if judge.process.ended or (judge.pending and now > judge.deadline):
+                self._end(judge)
+        self._hand_out()
+
+    def _end(self, judge: Judge) -> None:
+        self._judges.remove(judge)
+        reason = judge.end()
+        if judge.ready and judge.pending:
+            self._done.append((judge.pending.popleft().key, Faulted(reason)))
+        self._queue.extendleft(reversed(judge.pending))
+        if not judge.ready:
+            self._start_failed(reason)
+
+    def _start_failed(self, reason: str) -> None:
+        """No judge can work, unless another one does: then this was an accident."""
+        self._pause_until = time.monotonic() + PAUSE_S
+        if not any(judge.ready for judge in self._judges):
+            self._done += [(asked.key, Faulted(reason)) for asked in self._queue]
+            self._queue.clear()
+
+    def _hand_out(self) -> None:
+        while self._queue and (judge := self._free()):
+            share = -(-len(self._queue) // self.workers)
+            judge.give([self._queue.popleft() for _ in range(min(judge.room, share, len(self._queue)))])
+
+    def _free(self) -> Judge | None:
+        """The least busy judge that has room; a new one rather than a busy one."""
+        judge = min(self._judges, key=lambda each: len(each.pending), default=None)
+        if judge is None or (judge.pending and self._may_start()):
+            judge = Judge(self.config, self.timeout_s)
+            self._judges.append(judge)
+        return judge if judge.room > 0 else None
+
+    def _may_start(self) -> bool:
+        return len(self._judges) < self.workers and time.monotonic() >= self._pause_until

@@ -1,0 +1,83 @@
+"""The endless shuffled sequence of prompts, by place.
+
+Owned by the controller, which asks for the rows from some place on and may ask again after a restart: a row depends on
+the run's seed and its place alone. Every epoch shows every training row exactly once, in an order of its own.
+"""
+
+from __future__ import annotations
+
+import random
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from tailrace.config.errors import ConfigError
+from tailrace.config.tree import Config
+from tailrace.envs.base import Row, Task
+from tailrace.envs.rendering import Rendering, Tokens
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+NO_LIMIT = 10**9  # tokenizers without one say something enormous
+
+
+class Prompts:
+    """Rendered rows of a task. `context`: most tokens the model can attend to, if the tokenizer does not know."""
+
+    def __init__(
+        self, task: Task, tokenizer: PreTrainedTokenizerBase, config: Config, context: int | None = None
+    ) -> None:
+        self.task, self.config = task, config
+        self.rendering = Rendering(tokenizer, config.task)
+        self.context = min(context or NO_LIMIT, tokenizer.model_max_length)
+
+    def rows(self, start: int, count: int) -> list[Row]:
+        """The rows at places `start`, `start + 1`, ..."""
+        return [self._row(place) for place in range(start, start + count)]
+
+    def held_out(self) -> list[Row]:
+        """Rows that are never trained on; their ids are below 0, so that they are nobody's place."""
+        rows = self.task.held_out()
+        return [self._rendered(-1 - number, row, f"held-out row {number + 1}") for number, row in enumerate(rows)]
+
+    def observation_tokens(self, text: str, after: Tokens = ()) -> Tokens:
+        return self.rendering.observation_tokens(text, after)
+
+    def check(self, indices: range) -> None:
+        """Render the first of these training rows and the longest: what is too long is best known before a start."""
+        lengths = {index: len(str(self.task.row(index)["prompt"])) for index in indices}
+        for index in {indices[0], *sorted(indices, key=lambda each: -lengths[each])[:8]}:
+            self._training_row(index, place=index)
+
+    def _row(self, place: int) -> Row:
+        size = len(self.task)
+        epoch, position = divmod(place, size)
+        index = order(self.config.run.seed, epoch, size)[position] if self.config.task.shuffle else position
+        return self._training_row(index, place)
+
+    def _training_row(self, index: int, place: int) -> Row:
+        return self._rendered(place, self.task.row(index), f"training row {index + 1}")
+
+    def _rendered(self, place: int, row: dict[str, Any], what: str) -> Row:
+        tokens = self.rendering.prompt_tokens(row["prompt"])
+        self._check_length(len(tokens), what)
+        columns = {name: value for name, value in row.items() if name != "prompt"}
+        return Row(place, tokens, row["prompt"], columns)
+
+    def _check_length(self, tokens: int, what: str) -> None:
+        if not tokens:
+            raise ConfigError(f"the prompt of {what} has no tokens; the policy needs at least one to go on from")
+        answer = self.config.workload.max_completion_tokens
+        if tokens + answer > self.context:
+            raise ConfigError(
+                f"the prompt of {what} has {tokens} tokens, and with workload.max_completion_tokens = {answer} that is "
+                f"more than the model's context of {self.context}; shorten the prompt or write a smaller maximum"
+            )
+
+
+@lru_cache(maxsize=2)
+def order(seed: int, epoch: int, size: int) -> tuple[int, ...]:
+    """The permutation of an epoch. Seeded by a text, which Python hashes the same way everywhere."""
+    indices = list(range(size))
+    random.Random(f"prompts {seed} {epoch}").shuffle(indices)
+    return tuple(indices)

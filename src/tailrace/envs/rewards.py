@@ -1,0 +1,265 @@
+"""The user's reward function: found by its path, called by the signature it has, its result checked.
+
+`task.reward` is `module:function` or `file.py:function`. Which of the known signatures a function has is told by the
+names of its parameters, so functions written for TRL, verl or verifiers work as they are. `find` looks without running
+anything of the user's; `load_reward` imports, and belongs into a judge, where it can do no harm.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import math
+import numbers
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
+from operator import attrgetter
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple, cast
+
+from tailrace.config.errors import ConfigError
+from tailrace.envs import answers
+from tailrace.envs.base import Row, Turn
+
+Transcript = tuple[Turn, ...]
+Reward = Callable[[Row, Transcript], float]
+Arguments = Callable[[Row, Transcript], dict[str, Any]]
+
+BUILT_IN: dict[str, Callable[[], answers.Match]] = {
+    "": lambda: answers.exact,
+    "exact": lambda: answers.exact,
+    "math_verify": answers.math_verify,
+}
+KNOWN = "f(completion, answer), f(prompts, completions, **columns) or f(data_source, solution_str, ground_truth)"
+
+
+class RewardError(ValueError):
+    """What a reward function answered is no reward."""
+
+
+class Place(NamedTuple):
+    """Where a function is to be found: in a file, or in a module that Python finds by itself or in `folders`."""
+
+    module: str
+    function: str
+    file: Path | None
+    folders: tuple[Path, ...]
+
+
+def needs_answer(path: str) -> bool:
+    """Whether the reward compares with the row's answer, whatever else the row has."""
+    return path in BUILT_IN
+
+
+def load_reward(path: str, folders: Sequence[Path]) -> Reward:
+    """The function at the path as a function of row and transcript, or ConfigError."""
+    if path in BUILT_IN:
+        match = BUILT_IN[path]()
+        return lambda row, transcript: match(last_words(transcript), row.columns["answer"])
+    function = _imported(find(path, folders), path)
+    return UserReward(function, _signature(function, path), path)
+
+
+class UserReward(NamedTuple):
+    """A function of the user's with the builder of its arguments."""
+
+    function: Callable[..., Any]
+    arguments: Arguments
+    path: str
+
+    def __call__(self, row: Row, transcript: Transcript) -> float:
+        arguments = self.arguments(row, transcript)
+        result = self.function(**self._accepted(arguments))
+        if inspect.isawaitable(result):
+            import asyncio
+
+            result = asyncio.run(_awaited(result))
+        return as_reward(result, self.path, one_of_a_list="completions" in arguments)
+
+    def check(self, row: Row) -> None:
+        """ConfigError if a row like this lacks what the function wants. Nothing is called."""
+        try:
+            self._accepted(self.arguments(row, (Turn("policy", ""),)))
+        except RewardError as error:
+            raise ConfigError(f"task.{error}") from None
+
+    def _accepted(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        parameters = inspect.signature(self.function).parameters.values()
+        for each in parameters:
+            optional = each.default is not each.empty or each.kind in (each.VAR_KEYWORD, each.VAR_POSITIONAL)
+            if not optional and each.name not in arguments:
+                known = ", ".join(arguments)
+                raise RewardError(f"reward '{self.path}' wants '{each.name}', which the row lacks; it has {known}")
+        if any(each.kind is each.VAR_KEYWORD for each in parameters):
+            return arguments
+        return {each.name: arguments[each.name] for each in parameters if each.name in arguments}
+
+
+async def _awaited(result: Any) -> Any:
+    return await result
+
+
+# ------------------------------------------------------------------------------------------------------------ finding
+
+
+def find(path: str, folders: Sequence[Path]) -> Place:
+    """Where the path points to. A relative file is looked for in each folder; of a module only the form is judged."""
+    module, colon, function = path.rpartition(":")
+    if not colon or not module or not function:
+        close = get_close_matches(path, [name for name in BUILT_IN if name], n=1)
+        hint = f"did you mean '{close[0]}'?" if close else "write 'my_rewards:score' or 'my_rewards.py:score'"
+        raise ConfigError(f"task.reward = '{path}' names no function; {hint}")
+    if not module.endswith(".py"):
+        return Place(module, function, None, tuple(folders))
+    for folder in folders:
+        if (folder / module).is_file():
+            return Place(Path(module).stem, function, (folder / module).resolve(), (folder.resolve(),))
+    places = " or ".join(str(folder) for folder in dict.fromkeys(folders))
+    raise ConfigError(f"task.reward = '{path}': there is no file {module} in {places}")
+
+
+def _imported(place: Place, path: str) -> Callable[..., Any]:
+    try:
+        module = _module(place)
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"task.reward = '{path}': there is no module '{error.name}' to import") from None
+    except (Exception, SystemExit) as error:  # the border to the user's code
+        raise ConfigError(f"task.reward = '{path}' cannot be imported: {described(error)}") from error
+    return _function(module, place.function, path)
+
+
+def _module(place: Place) -> ModuleType:
+    for folder in place.folders:
+        if str(folder) not in sys.path:
+            sys.path.append(str(folder))  # last, so that a user's `json.py` replaces nothing
+    if place.file is None:
+        return importlib.import_module(place.module)
+    if str(place.file.parent) not in sys.path:
+        sys.path.append(str(place.file.parent))
+    name = f"tailrace_reward_{place.module}"
+    spec = importlib.util.spec_from_file_location(name, place.file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # before it runs: dataclasses and the like look themselves up there
+    spec.loader.exec_module(module)
+    return module
+
+
+def _function(module: ModuleType, name: str, path: str) -> Callable[..., Any]:
+    try:
+        function = attrgetter(name)(module)
+    except AttributeError:
+        own = [each for each, value in vars(module).items() if callable(value) and not each.startswith("_")]
+        close = get_close_matches(name, own, n=1)
+        hint = f"did you mean '{close[0]}'?" if close else f"it has {', '.join(own) or 'no function at all'}"
+        raise ConfigError(f"task.reward = '{path}': there is no '{name}' in it; {hint}") from None
+    if not callable(function):
+        raise ConfigError(f"task.reward = '{path}' is {type(function).__name__}, not a function")
+    return function
+
+
+# --------------------------------------------------------------------------------------------------------- signatures
+
+
+def _signature(function: Callable[..., Any], path: str) -> Arguments:
+    """The builder of arguments for the signature that these parameters belong to."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        raise ConfigError(f"task.reward = '{path}' does not tell its parameters; write a function {KNOWN}") from None
+    named = {name for name, each in parameters.items() if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)}
+    if named & {"prompts", "completions"} or (parameters and not named):
+        return _for_trl
+    if "solution_str" in named:
+        return _for_verl
+    if "completion" in named:
+        return _for_verifiers if _of_verifiers(function, named) else _plain
+    raise ConfigError(f"task.reward = '{path}' takes ({', '.join(parameters)}), which is not {KNOWN}")
+
+
+def _of_verifiers(function: Callable[..., Any], named: set[str]) -> bool:
+    return inspect.iscoroutinefunction(function) or bool(named & {"state", "info", "task", "parser"})
+
+
+def _for_trl(row: Row, transcript: Transcript) -> dict[str, Any]:
+    """Lists of one: a sample is judged alone, so that a function that hangs on it costs no other."""
+    columns = {name: [value] for name, value in row.columns.items()}
+    return columns | {"prompts": [row.prompt], "completions": [_completion(row, transcript)]}
+
+
+def _for_verl(row: Row, transcript: Transcript) -> dict[str, Any]:
+    columns = row.columns
+    return {
+        "data_source": columns.get("data_source", ""),
+        "solution_str": last_words(transcript),
+        "ground_truth": columns.get("ground_truth", columns.get("answer")),
+        "extra_info": columns.get("extra_info"),
+    }
+
+
+def _for_verifiers(row: Row, transcript: Transcript) -> dict[str, Any]:
+    answer = {"answer": row.columns.get("answer", ""), "info": {}, "task": ""}
+    arguments = answer | row.columns | {"prompt": row.prompt, "completion": _completion(row, transcript)}
+    return arguments | {"state": dict(arguments)}
+
+
+def _plain(row: Row, transcript: Transcript) -> dict[str, Any]:
+    return row.columns | {"prompt": row.prompt, "completion": last_words(transcript)}
+
+
+def _completion(row: Row, transcript: Transcript) -> str | list[dict[str, str]]:
+    """Messages for a prompt of messages, text for text, as both libraries have it."""
+    if isinstance(row.prompt, str):
+        return last_words(transcript)
+    roles = {"policy": "assistant", "environment": "tool"}
+    return [{"role": roles[turn.role], "content": turn.text} for turn in transcript]
+
+
+def last_words(transcript: Transcript) -> str:
+    """The policy's last turn: the completion, where there is one turn only."""
+    return next((turn.text for turn in reversed(transcript) if turn.role == "policy"), "")
+
+
+# ------------------------------------------------------------------------------------------------------------ results
+
+
+def as_reward(result: Any, path: str, one_of_a_list: bool = False) -> float:
+    """The finite number in a result: plain, in a list of one (TRL), or under "score" (verl)."""
+    value = _only(result, path) if one_of_a_list else result
+    if isinstance(value, dict):
+        value = cast("dict[str, Any]", value).get("score")
+    if not isinstance(value, numbers.Real) and getattr(value, "shape", None) == ():
+        value = cast("Any", value).item()  # a tensor or array without dimensions
+    if not isinstance(value, numbers.Real):
+        raise RewardError(f"reward '{path}' returned {_shown(result)}, which is not a number")
+    if not math.isfinite(value):
+        raise RewardError(f"reward '{path}' returned {float(value)}; a reward is a finite number")
+    return float(value)
+
+
+def _only(result: Any, path: str) -> Any:
+    values = result.tolist() if hasattr(result, "tolist") else result
+    if not isinstance(values, list | tuple):
+        raise RewardError(f"reward '{path}' returned {_shown(result)}; it takes completions, so it returns a list")
+    if len(cast("list[Any]", values)) != 1:
+        raise RewardError(f"reward '{path}' returned {len(values)} rewards for 1 completion")
+    return values[0]
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def described(error: BaseException) -> str:
+    """An exception of the user's code in one line, with the place it comes from."""
+    import traceback
+
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:500]}{place}" if text else f"{type(error).__name__}{place}"

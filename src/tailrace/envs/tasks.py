@@ -1,0 +1,129 @@
+"""From settings to a task: a built-in one by its name, or the user's own data and reward.
+
+`build_task` is cheap and runs nothing of the user's. The controller asks the result for rows, which reads the data; a
+judge asks it to respond, which imports the reward; neither ever does the other's work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from difflib import get_close_matches
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from tailrace.config.errors import ConfigError
+from tailrace.config.tree import Config
+from tailrace.config.tree import Task as Settings
+from tailrace.envs.base import Row, Scored, Task, Turn
+from tailrace.envs.data import Split, read_split
+from tailrace.envs.rewards import BUILT_IN, Reward, UserReward, find, load_reward, needs_answer
+from tailrace.envs.tools import ToolUse
+
+
+def build_task(config: Config) -> Task:
+    """The task of these settings, or ConfigError."""
+    settings = config.task
+    task = _built_in(config) if settings.name else _own(settings)
+    tool = settings.tools or ("calculator" if settings.name == "calculator" else "")
+    if tool:
+        return ToolUse(task, tool, settings.max_turns, settings.reward_timeout_s)
+    if settings.max_turns > 1:
+        raise ConfigError(
+            f"task.max_turns is {settings.max_turns}, but nothing answers between turns; write task.tools"
+        )
+    return task
+
+
+def prepare(task: Task, row: Row | None = None) -> None:
+    """Do now what the first `respond` would have to do, so that settings are refused before a sample needs them."""
+    inner = task.task if isinstance(task, ToolUse) else task
+    if isinstance(inner, OwnTask):
+        inner.prepare(row)
+
+
+class OwnTask:
+    """The user's rows and reward; see `envs.base.Task`."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+
+    @cached_property
+    def rows(self) -> Split:
+        return read_split(self.settings, answers=needs_answer(self.settings.reward))
+
+    @cached_property
+    def reward(self) -> Reward:
+        return load_reward(self.settings.reward, folders(self.settings))
+
+    def prepare(self, row: Row | None = None) -> None:
+        """Import the reward now, and see that a row like this has all it wants: ConfigError if not."""
+        if isinstance(self.reward, UserReward) and row is not None:
+            self.reward.check(row)
+
+    def __len__(self) -> int:
+        return len(self.rows.train)
+
+    def row(self, index: int) -> dict[str, Any]:
+        return self.rows.train[index]
+
+    def held_out(self) -> list[dict[str, Any]]:
+        return self.rows.held_out
+
+    def respond(self, row: Row, transcript: tuple[Turn, ...]) -> Scored:
+        return Scored(self.reward(row, transcript))
+
+
+def folders(settings: Settings) -> tuple[Path, ...]:
+    """Where a relative reward is looked for: the working directory, and beside the data."""
+    return (Path.cwd(), *((Path(settings.data).parent,) if settings.data else ()))
+
+
+def _own(settings: Settings) -> OwnTask:
+    if not settings.data:
+        names = ", ".join(BUILDERS)
+        raise ConfigError(f"no task is given; write task.data = 'my.jsonl', or a built-in task.name: {names}")
+    if settings.options:
+        raise ConfigError(
+            f"task.options.{next(iter(settings.options))} belongs to a built-in task; write its task.name"
+        )
+    if settings.reward not in BUILT_IN:
+        find(settings.reward, folders(settings))
+    return OwnTask(settings)
+
+
+def _built_in(config: Config) -> Task:
+    settings = config.task
+    if settings.name not in BUILDERS:
+        close = get_close_matches(settings.name, BUILDERS, n=1)
+        hint = f"did you mean '{close[0]}'?" if close else f"there are {', '.join(BUILDERS)}"
+        raise ConfigError(f"task.name = '{settings.name}' is unknown; {hint}")
+    for field in ("data", "eval_data", "reward"):
+        if getattr(settings, field):
+            raise ConfigError(f"task.{field} is not used by the built-in task '{settings.name}'; remove one of the two")
+    return BUILDERS[settings.name](config)
+
+
+def _running_total(config: Config) -> Task:
+    from tailrace.envs.running_total import RunningTotal
+
+    return RunningTotal(config.task.options, config.run.seed)
+
+
+def _calculator(config: Config) -> Task:
+    from tailrace.envs.arithmetic import Arithmetic
+
+    return Arithmetic(config.task.options, config.run.seed, config.task.eval_rows)
+
+
+def _reasoning_gym(config: Config) -> Task:
+    from tailrace.envs.reasoning import ReasoningGym
+
+    return ReasoningGym(config.task.options, config.run.seed, config.task.eval_rows)
+
+
+BUILDERS: dict[str, Callable[[Config], Task]] = {
+    "running_total": _running_total,
+    "calculator": _calculator,
+    "reasoning_gym": _reasoning_gym,
+}

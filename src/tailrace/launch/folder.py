@@ -1,0 +1,51 @@
+"""Where a run lies on disk, and whether one may be begun or resumed there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tailrace.config.errors import ConfigError
+from tailrace.config.fields import fields, read
+from tailrace.config.tree import Config
+from tailrace.store.run import RunStore
+
+MAY_CHANGE = ("run.", "local.", "health.", "costs.")  # what a resumed run may be given anew
+CHECKPOINTS = "checkpoints"
+
+
+def run_folder(config: Config, files: list[str]) -> Path:
+    """`runs/NAME`, where NAME is run.name or that of the settings file."""
+    name = config.run.name or (Path(files[-1]).stem if files else "run")
+    if Path(name).name != name or name in (".", ".."):
+        raise ConfigError(f"run.name is '{name}', which is not the name of a directory; write one without slashes")
+    return Path(config.run.folder) / name
+
+
+def open_store(folder: Path, config: Config, resume: bool) -> RunStore:
+    """A new run, or one that was interrupted."""
+    if not resume:
+        _refuse_taken(folder)
+        return RunStore.create(folder, config)
+    store = RunStore.reopen(folder)
+    try:
+        _refuse_other(store.config, config, folder)
+    except ConfigError:
+        store.close(complete=False)
+        raise
+    return store
+
+
+def _refuse_taken(folder: Path) -> None:
+    if (folder / "run.db").exists():
+        raise ConfigError(
+            f"{folder} already has a run; go on with it by --resume, or begin another with --run.name NAME"
+        )
+
+
+def _refuse_other(before: Config, now: Config, folder: Path) -> None:
+    for key in fields():
+        if read(before, key) != read(now, key) and not key.startswith(MAY_CHANGE):
+            raise ConfigError(
+                f"{folder} was begun with {key} = {read(before, key)!r}, and now it is {read(now, key)!r}; "
+                "a resumed run goes on with the settings that it had"
+            )

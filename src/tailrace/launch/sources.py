@@ -1,0 +1,45 @@
+"""Where a run's prompts come from: its task, or numbers alone for an emulated engine."""
+
+from __future__ import annotations
+
+from tailrace.config.errors import ConfigError
+from tailrace.config.tree import Config
+from tailrace.runtime.controller import Source
+from tailrace.types import Row
+
+
+def open_source(config: Config) -> Source:
+    """Build the task and look at its first prompts: what is wrong with them is best known before anything starts."""
+    if config.rollout.engine == "emulated":
+        return Blanks(config)
+    if not config.model.path:
+        raise ConfigError("no model is given to train; write model.path, a Hugging Face model directory")
+    from tailrace.envs.examine import examine
+    from tailrace.model.load import context_length, load_tokenizer, model_folder
+
+    model_folder(config.model.path)
+    tokenizer = load_tokenizer(config.model.path)
+    return Limited(examine(config, tokenizer, context_length(config.model.path)), config)
+
+
+class Limited:
+    """The prompts of a task, `task.epochs` times over."""
+
+    def __init__(self, prompts: Source, config: Config) -> None:
+        self._prompts = prompts
+        epochs = config.task.epochs
+        self.total = epochs * len(prompts.task) if epochs else None
+
+    def rows(self, start: int, count: int) -> list[Row]:
+        return self._prompts.rows(start, count)
+
+
+class Blanks:
+    """Prompts without words, as long as the workload says."""
+
+    def __init__(self, config: Config) -> None:
+        self.total: int | None = None
+        self._tokens = (0,) * max(1, config.workload.prompt_tokens)
+
+    def rows(self, start: int, count: int) -> list[Row]:
+        return [Row(place, self._tokens, "") for place in range(start, start + count)]

@@ -1,0 +1,5 @@
+"""How long trajectories are: laws of completion lengths, and the draw that the simulator and the emulated engine share."""
+
+from tailrace.lengths.draw import LengthLaw, read_lengths
+
+__all__ = ["LengthLaw", "read_lengths"]

@@ -1,0 +1,225 @@
+"""What every replica and the trainer were doing, when and for how long.
+
+    replica:  starting -> idle <-> generating | pulling;  lost -> (joins again)
+    trainer:  starting -> idle <-> training;              lost -> (joins again)
+
+A replica without work is idle: admission gave it none. An idle trainer waits for data. Seconds count from the first
+sample on, so that the start of the processes is nobody's idleness. Spans are kept only where a timeline is wanted.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from tailrace.protocol import (
+    Alive,
+    Command,
+    ControllerRestarted,
+    Event,
+    Generate,
+    LoadWeights,
+    Progressed,
+    PullFailed,
+    ReplicaJoined,
+    ReplicaLost,
+    Start,
+    Train,
+    Trained,
+    TrainerJoined,
+    TrainerLost,
+    WeightsLoaded,
+)
+from tailrace.types import ReplicaId, Version
+
+AT_WORK = ("generating", "pulling", "training")
+COUNTED = (*AT_WORK, "idle", "lost")  # a part that is being started is not expected to work
+
+
+class Span(NamedTuple):
+    state: str
+    start: float
+    end: float
+
+
+class Lane:
+    """The states of one part, one after another."""
+
+    def __init__(self, now: float, keep_spans: bool) -> None:
+        self.state = "starting"
+        self.since = now
+        self.seconds: defaultdict[str, float] = defaultdict(float)  # by state
+        self.spans: list[Span] | None = [] if keep_spans else None
+        self._counted_from = now
+
+    def enter(self, state: str, now: float) -> None:
+        if state == self.state:
+            return
+        self.settle(now)
+        if self.spans is not None and now > self.since:
+            self.spans.append(Span(self.state, self.since, now))
+        self.state, self.since = state, now
+
+    def settle(self, now: float) -> None:
+        """Bring the seconds up to date."""
+        self.seconds[self.state] += now - self._counted_from
+        self._counted_from = now
+
+    def count_from(self, now: float) -> None:
+        self.seconds.clear()
+        self._counted_from = now
+
+    def timeline(self, now: float) -> list[Span]:
+        return [*(self.spans or []), Span(self.state, self.since, now)]
+
+
+class ReplicaLane(Lane):
+    incarnation = 0
+    alive = False
+    pulling = False
+    version: Version = -1
+    kv_tokens = 0
+    kv_capacity = 0
+    running = 0
+    waiting = 0
+
+
+class TrainerLane(Lane):
+    incarnation = 0
+    asked: tuple[int, int] | None = None  # step and part that it is training
+
+
+class Activity:
+    def __init__(self, keep_spans: bool = False) -> None:
+        self.keep_spans = keep_spans
+        self.replicas: dict[ReplicaId, ReplicaLane] = {}
+        self.trainer = TrainerLane(0.0, keep_spans)
+        self.began: float | None = None  # when the first sample was given to a replica
+
+    def see(self, now: float, event: Event, commands: Sequence[Command], load: Mapping[ReplicaId, int]) -> None:
+        """`load` is how many samples run on each of the replicas whose number of samples has changed."""
+        changed = set(load)
+        self._hear_replica(now, event, changed)
+        self._hear_trainer(now, event)
+        if isinstance(event, ControllerRestarted):
+            self._unknown(now)
+        for command in commands:
+            self._obey(now, command, changed)
+        for id, count in load.items():
+            self._replica(id, now).running = count
+        for id in changed:
+            lane = self._replica(id, now)
+            lane.enter(_replica_state(lane), now)
+
+    def idle(self, lanes: Sequence[Lane], now: float) -> float:
+        """The share of the time in which these were not at work, though they should have been."""
+        if self.began is None:
+            return 0.0
+        for lane in lanes:
+            lane.settle(now)
+        whole = sum(lane.seconds[state] for lane in lanes for state in COUNTED)
+        busy = sum(lane.seconds[state] for lane in lanes for state in AT_WORK)
+        return 1.0 - busy / whole if whole > 0 else 0.0
+
+    def shares(self, lanes: Sequence[Lane], now: float) -> dict[str, float]:
+        """How these spent their time, by state."""
+        for lane in lanes:
+            lane.settle(now)
+        seconds = {state: sum(lane.seconds[state] for lane in lanes) for state in COUNTED}
+        whole = sum(seconds.values())
+        return {state: spent / whole for state, spent in seconds.items() if spent > 0}
+
+    # ------------------------------------------------------------------------------------------------------- hearing
+
+    def _replica(self, id: ReplicaId, now: float) -> ReplicaLane:
+        if id not in self.replicas:
+            self.replicas[id] = ReplicaLane(now, self.keep_spans)
+        return self.replicas[id]
+
+    def _hear_replica(self, now: float, event: Event, changed: set[ReplicaId]) -> None:
+        if isinstance(event, ReplicaJoined):
+            self._joined(now, event)
+        elif isinstance(event, Progressed | WeightsLoaded | PullFailed | ReplicaLost):
+            lane = self._replica(event.replica, now)
+            if lane.incarnation != event.incarnation:
+                return
+            _tell(lane, event)
+        else:
+            return
+        changed.add(event.replica)
+
+    def _joined(self, now: float, event: ReplicaJoined) -> None:
+        lane = self._replica(event.replica, now)
+        if event.incarnation > lane.incarnation:
+            lane.incarnation, lane.version, lane.kv_capacity = event.incarnation, event.version, event.kv_capacity
+            lane.alive, lane.pulling, lane.kv_tokens, lane.waiting = True, False, 0, 0
+
+    def _hear_trainer(self, now: float, event: Event) -> None:
+        trainer = self.trainer
+        if isinstance(event, TrainerJoined) and event.incarnation > trainer.incarnation:
+            trainer.incarnation, trainer.asked = event.incarnation, None
+            trainer.enter("idle", now)
+        elif isinstance(event, TrainerLost) and event.incarnation == trainer.incarnation:
+            trainer.asked = None
+            trainer.enter("lost", now)
+        elif isinstance(event, Trained) and trainer.asked == (event.step, event.part):
+            trainer.asked = None
+            trainer.enter("idle", now)
+        elif isinstance(event, Alive) and event.part == "trainer" and trainer.state == "starting":
+            trainer.enter("training" if trainer.asked else "idle", now)
+
+    def _unknown(self, now: float) -> None:
+        """The controller is back: who is still there will say so."""
+        for lane in self.replicas.values():
+            lane.alive = lane.pulling = False
+            lane.enter("starting", now)
+        self.trainer.enter("starting", now)
+
+    # ------------------------------------------------------------------------------------------------------- obeying
+
+    def _obey(self, now: float, command: Command, changed: set[ReplicaId]) -> None:
+        if isinstance(command, LoadWeights):
+            self._replica(command.replica, now).pulling = True
+            changed.add(command.replica)
+        elif isinstance(command, Train):
+            self.trainer.asked = (command.step, command.part)
+            self.trainer.enter("training", now)
+        elif isinstance(command, Generate) and self.began is None:
+            self._begin(now)
+        elif isinstance(command, Start):
+            self._start(now, command, changed)
+
+    def _begin(self, now: float) -> None:
+        self.began = now
+        for lane in (self.trainer, *self.replicas.values()):
+            lane.count_from(now)
+
+    def _start(self, now: float, command: Start, changed: set[ReplicaId]) -> None:
+        """A part that is started while it seemed to be there has fallen silent."""
+        if command.part == "trainer" and self.trainer.state in ("idle", "training"):
+            self.trainer.asked = None
+            self.trainer.enter("lost", now)
+        elif command.part == "replica":
+            lane = self._replica(command.id, now)
+            lane.alive = False
+            changed.add(command.id)
+
+
+def _tell(lane: ReplicaLane, event: Progressed | WeightsLoaded | PullFailed | ReplicaLost) -> None:
+    lane.alive = not isinstance(event, ReplicaLost)
+    if not lane.alive:
+        lane.kv_tokens = lane.waiting = 0
+    if isinstance(event, Progressed):
+        lane.kv_tokens, lane.waiting = event.kv_tokens, event.waiting
+    elif isinstance(event, WeightsLoaded):
+        lane.version = event.version
+    lane.pulling = lane.pulling and isinstance(event, Progressed)
+
+
+def _replica_state(lane: ReplicaLane) -> str:
+    if not lane.alive:
+        return "starting" if lane.state == "starting" else "lost"
+    if lane.pulling:
+        return "pulling"
+    return "generating" if lane.running > 0 else "idle"

@@ -1,0 +1,280 @@
+"""A run as people see it: events, commands and measurements folded into figures, as they happen or from a journal.
+
+The controller tells `LiveRun` everything it handles (`see`, `measure`) and shows `view()` as often as it likes; the
+summary reads the journal through the same fold, so both say the same. A resumed run is folded from its first event.
+Time is running time: what passed between a stop and the resumption does not count.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import fmean
+from typing import NamedTuple
+
+import msgspec
+
+from tailrace.config.tree import Config
+from tailrace.obs.account import Account, Staleness, StepRecord, Tally, staleness
+from tailrace.obs.activity import Activity, ReplicaLane
+from tailrace.protocol import (
+    Command,
+    ControllerRestarted,
+    Event,
+    Forget,
+    Generate,
+    Parked,
+    PullFailed,
+    RelayLost,
+    ReplicaJoined,
+    ReplicaLost,
+    SampleFailed,
+    Stop,
+    TrainerJoined,
+    TrainerLost,
+    VersionStored,
+)
+from tailrace.types import ReplicaId, Version
+
+RECENT = 10  # steps over which figures are smoothed
+HAPPENINGS = 50  # kept to be shown
+STALL = "publish/stall_s"
+
+
+class Happening(NamedTuple):
+    """Something worth a line. `alarming` is what people should see even when they see little."""
+
+    at: float
+    text: str
+    alarming: bool = False
+
+
+class ReplicaView(msgspec.Struct, frozen=True):
+    id: ReplicaId
+    state: str
+    version: Version
+    kv: float  # share of its capacity
+    running: int  # samples that it has, waiting ones included
+    waiting: int
+    idle: float  # share of the time
+
+
+class RunView(msgspec.Struct, frozen=True, kw_only=True):
+    """One look at a run. Shares lie between 0 and 1, times are seconds."""
+
+    seconds: float
+    steps: int
+    total_steps: int
+    version: Version  # newest that a relay has
+    reward: float | None  # of the last step
+    smooth_reward: float | None
+    trained_samples: int
+    trained_tokens: int
+    tokens_per_s: float  # trained, of the last steps
+    generated_tokens: int
+    staleness: Staleness
+    recent_staleness: Staleness
+    replicas: tuple[ReplicaView, ...]
+    trainer: str  # its state
+    trainer_idle: float
+    rollout_idle: float
+    rollout_shares: Mapping[str, float]  # by state
+    repacks: int
+    moved: int
+    failures: int
+    publish_stall_s: float  # mean per publication
+    ledger: Tally
+    eta_s: float | None
+    happenings: tuple[Happening, ...]
+    measured: Mapping[str, float]  # the trainer's newest figures
+    stopped: str  # why the run is over
+
+
+class LiveRun:
+    def __init__(self, config: Config, timeline: bool = False) -> None:
+        self.config = config
+        self.account = Account(config.workload.group_size)
+        self.activity = Activity(timeline)
+        self.happenings: deque[Happening] = deque(maxlen=HAPPENINGS)
+        self.happened = 0  # ever, so that a reader knows which are new
+        self.measured: dict[str, float] = {}
+        self.version: Version = -1
+        self.stopped = ""
+        self.seconds = 0.0
+        self._last_now: float | None = None
+        self._stalls = 0
+        self._stall_s = 0.0
+        self._recent: deque[StepRecord] = deque(maxlen=RECENT + 1)
+
+    # -------------------------------------------------------------------------------------------------------- folding
+
+    def see(self, now: float, event: Event, commands: Sequence[Command]) -> None:
+        """What control handled, and what came of it."""
+        self._advance(now, event)
+        account, steps = self.account, len(self.account.steps)
+        account.see(self.seconds, event, commands)
+        load = {id: account.load[id] for id in account.touched}
+        self.activity.see(self.seconds, event, commands, load)
+        if isinstance(event, VersionStored):
+            self.version = max(self.version, event.version)
+        if isinstance(event, SampleFailed) and _is_power_of_ten(account.failures):
+            self._tell(f"{_count(account.failures, 'sample')} failed so far; t{event.trajectory}: {event.reason}", True)
+        for text, alarming in _told(event, commands):
+            self._tell(text, alarming)
+        self._recent.extend(account.steps[steps:])
+        self.stopped = next((command.reason for command in commands if isinstance(command, Stop)), self.stopped)
+
+    def measure(self, now: float, step: int, source: str, values: Mapping[str, float]) -> None:
+        """What a part measured of itself."""
+        if STALL in values:
+            self._stalls += 1
+            self._stall_s += values[STALL]
+        if source == "trainer":
+            self.measured.update(values)
+
+    def _advance(self, now: float, event: Event) -> None:
+        if self._last_now is not None and not isinstance(event, ControllerRestarted):
+            self.seconds += max(0.0, now - self._last_now)
+        elif self._last_now is None:
+            self.seconds = max(0.0, now)
+        self._last_now = now
+
+    def _tell(self, text: str, alarming: bool) -> None:
+        self.happenings.append(Happening(self.seconds, text, alarming))
+        self.happened += 1
+
+    # -------------------------------------------------------------------------------------------------------- figures
+
+    @property
+    def began(self) -> float:
+        """When the first sample was given to a replica: from here on rates are counted."""
+        return self.activity.began or 0.0
+
+    @property
+    def publish_stall_s(self) -> float:
+        return self._stall_s / self._stalls if self._stalls else 0.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Trained tokens per second, from the first sample to the last trained step."""
+        steps = self.account.steps
+        seconds = steps[-1].ended - self.began if steps else 0.0
+        return self.account.total.tokens / seconds if seconds > 0 else 0.0
+
+    @property
+    def trainer_idle(self) -> float:
+        return self.activity.idle([self.activity.trainer], self.seconds)
+
+    @property
+    def rollout_idle(self) -> float:
+        return self.activity.idle(list(self.activity.replicas.values()), self.seconds)
+
+    def view(self, now: float | None = None) -> RunView:
+        """How things stand; `now` is the controller's clock, which goes on while nothing happens."""
+        seconds = self.seconds + (max(0.0, now - self._last_now) if now is not None and self._last_now else 0.0)
+        account, lanes = self.account, self.activity.replicas
+        last = account.steps[-1] if account.steps else None
+        rewards = [step.reward for step in list(self._recent)[-RECENT:] if step.reward is not None]
+        return RunView(
+            seconds=seconds,
+            steps=len(account.steps),
+            total_steps=self.config.run.steps,
+            version=self.version,
+            reward=last.reward if last else None,
+            smooth_reward=fmean(rewards) if rewards else None,
+            trained_samples=account.total.samples,
+            trained_tokens=account.total.tokens,
+            tokens_per_s=self._recent_rate(),
+            generated_tokens=account.generated,
+            staleness=staleness(account.total.ages),
+            recent_staleness=last.staleness if last else Staleness(),
+            replicas=tuple([self._replica_view(id, lanes[id], seconds) for id in sorted(lanes)]),
+            trainer=self.activity.trainer.state,
+            trainer_idle=self.activity.idle([self.activity.trainer], seconds),
+            rollout_idle=self.activity.idle(list(lanes.values()), seconds),
+            rollout_shares=self.activity.shares(list(lanes.values()), seconds),
+            repacks=account.repacks,
+            moved=account.moved,
+            failures=account.failures,
+            publish_stall_s=self.publish_stall_s,
+            ledger=account.tally,
+            eta_s=self._eta(seconds),
+            happenings=tuple(self.happenings),
+            measured=self.measured,
+            stopped=self.stopped,
+        )
+
+    def _replica_view(self, id: ReplicaId, lane: ReplicaLane, now: float) -> ReplicaView:
+        kv = lane.kv_tokens / lane.kv_capacity if lane.kv_capacity else 0.0
+        idle = self.activity.idle([lane], now)
+        return ReplicaView(id, lane.state, lane.version, min(1.0, kv), lane.running, lane.waiting, idle)
+
+    def _window(self) -> tuple[float, int, int]:
+        """Seconds, steps and tokens of the last few steps."""
+        steps = list(self._recent)
+        if not steps:
+            return 0.0, 0, 0
+        whole = len(self.account.steps) == len(steps)
+        begin, counted = (self.began, steps) if whole else (steps[0].ended, steps[1:])
+        return steps[-1].ended - begin, len(counted), sum(step.tokens for step in counted)
+
+    def _recent_rate(self) -> float:
+        seconds, _, tokens = self._window()
+        return tokens / seconds if seconds > 0 else 0.0
+
+    def _eta(self, now: float) -> float | None:
+        seconds, steps, _ = self._window()
+        left = self.config.run.steps - len(self.account.steps)
+        if not steps or self.stopped:
+            return None
+        since = now - self.account.steps[-1].ended
+        return max(0.0, left * seconds / steps - since)
+
+
+# ------------------------------------------------------------------------------------------------------- happenings
+
+
+def _told(event: Event, commands: Sequence[Command]) -> Iterator[tuple[str, bool]]:
+    """Sentences for what is out of the ordinary, and whether they are alarming."""
+    if isinstance(event, ReplicaJoined | TrainerJoined) and event.incarnation > 1:
+        yield f"{_name(event)} is back", True
+    elif isinstance(event, ReplicaLost | RelayLost | TrainerLost):
+        yield f"{_name(event)} lost: {event.reason}", True
+    elif isinstance(event, PullFailed):
+        yield f"r{event.replica} could not load version {event.version}: {event.reason}", True
+    elif isinstance(event, ControllerRestarted):
+        yield "resumed", False
+    elif isinstance(event, Parked):
+        yield from _moves(event, commands)
+    yield from _endings(commands)
+
+
+def _is_power_of_ten(number: int) -> bool:
+    """A reward that always fails is told again and again, but ever more rarely."""
+    return number > 0 and set(str(number)[1:]) <= {"0"} and str(number)[0] == "1"
+
+
+def _name(event: ReplicaJoined | TrainerJoined | ReplicaLost | RelayLost | TrainerLost) -> str:
+    if isinstance(event, ReplicaJoined | ReplicaLost):
+        return f"r{event.replica}"
+    return f"h{event.relay}" if isinstance(event, RelayLost) else "the trainer"
+
+
+def _moves(event: Parked, commands: Sequence[Command]) -> Iterator[tuple[str, bool]]:
+    for command in commands:
+        if isinstance(command, Generate) and command.replica != event.replica:
+            moved = sum(request.resume for request in command.requests)
+            if moved:
+                yield f"repack: {_count(moved, 'sample')} moved from r{event.replica} to r{command.replica}", False
+
+
+def _endings(commands: Sequence[Command]) -> Iterator[tuple[str, bool]]:
+    words = {"stale": "too stale to train on", "failed": "too few samples came to a good end"}
+    for reason, why in words.items():
+        ended = sum(isinstance(command, Forget) and command.reason == reason for command in commands)
+        if ended:
+            yield f"{_count(ended, 'group')} dropped: {why}", False
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'s' * (number != 1)}"

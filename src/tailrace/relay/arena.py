@@ -1,0 +1,278 @@
+"""The versions that one host holds, as files in shared memory: written once, sealed, mapped by everybody.
+
+    <base>/tailrace-<run>-<part>/
+        lock                                        held by the process that writes here, as long as it lives
+        v6.partial                                  being written
+        v5.<xxh3 checksum>.<bytes>.safetensors      sealed: the name itself is the seal, so one rename does it
+
+A relay owns an `Arena` and writes; replicas on the host open the same folder with an `ArenaReader`. The promise: what
+`open` returns is complete and checked, and stays valid for whoever has mapped it, also after a `drop`; memory counts
+once, however many processes map it. Memory is claimed before it is written to, so that a full /dev/shm is an
+`ArenaError` with a sentence and never a SIGBUS.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import xxhash
+
+from tailrace.relay.layout import Layout
+from tailrace.types import Version, label
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+SHARED_MEMORY = Path("/dev/shm")
+SEALED = re.compile(r"v(?P<version>\d+)\.(?P<checksum>[0-9a-f]{16})\.(?P<size>\d+)\.safetensors")
+NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM}
+
+
+class ArenaError(ValueError):
+    """A version cannot be stored or read here; the sentence says why."""
+
+
+class Mapped:
+    """A sealed version in this process's address space, read-only. It stays mapped while anything refers to it."""
+
+    def __init__(self, version: Version, checksum: str, buffer: memoryview) -> None:
+        self.version = version
+        self.checksum = checksum
+        self.buffer = buffer
+
+    @property
+    def size(self) -> int:
+        return len(self.buffer)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return Layout.read(self.buffer).views(self.buffer)
+
+    def arrays(self) -> dict[str, np.ndarray[Any, Any]]:
+        return Layout.read(self.buffer).arrays(self.buffer)
+
+
+class Seal(NamedTuple):
+    """A sealed file, as its name describes it."""
+
+    version: Version
+    checksum: str
+    size: int
+    path: Path
+
+
+def arena_path(run: str, part: str, base: Path | None = None) -> Path:
+    """Where the arena of a part (`h0`: relay 0) of a run lies; `run` must be unique on this host."""
+    name = re.sub(r"[^\w.-]+", "-", f"tailrace-{run}-{part}")
+    return (base or default_base()) / name
+
+
+def default_base() -> Path:
+    return SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
+
+
+class ArenaReader:
+    """The view of a process that only reads. Cheap to make: the folder is looked at when something is asked for."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._checked: set[str] = set()  # names of files whose checksum was found right in this process
+
+    def versions(self) -> tuple[Version, ...]:
+        return tuple(sorted(seal.version for seal in self._seals()))
+
+    def held_bytes(self) -> int:
+        """Of all versions here, those that are being written included."""
+        total = 0
+        for file in self._files("v*"):
+            with suppress(FileNotFoundError):
+                total += file.stat().st_size
+        return total
+
+    def open(self, version: Version) -> Mapped:
+        """Map a version without copying it. Its checksum is verified the first time in each process."""
+        seal = next((seal for seal in self._seals() if seal.version == version), None)
+        if seal is None:
+            held = ", ".join(label("version", v) for v in self.versions()) or "nothing"
+            raise ArenaError(f"{label('version', version)} is not in {self.path}, which holds {held}")
+        mapped = self._map(seal)
+        if seal.path.name not in self._checked:
+            if xxhash.xxh3_64_hexdigest(mapped.buffer) != seal.checksum:
+                raise ArenaError(f"{seal.path} is damaged: its checksum is not the one it was sealed with")
+            self._checked.add(seal.path.name)
+        return mapped
+
+    def _map(self, seal: Seal) -> Mapped:
+        try:
+            with seal.path.open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                if size != seal.size:
+                    raise ArenaError(f"{seal.path} is damaged: {size:,} bytes are left of {seal.size:,}")
+                memory = mmap.mmap(file.fileno(), seal.size, access=mmap.ACCESS_READ)
+        except FileNotFoundError:
+            raise ArenaError(f"{label('version', seal.version)} was dropped from {self.path} just now") from None
+        return Mapped(seal.version, seal.checksum, memoryview(memory))
+
+    def _seals(self) -> Iterator[Seal]:
+        for file in self._files("v*.safetensors"):
+            if match := SEALED.fullmatch(file.name):
+                yield Seal(int(match["version"]), match["checksum"], int(match["size"]), file)
+
+    def _files(self, pattern: str) -> list[Path]:
+        return list(self.path.glob(pattern))
+
+
+class Arena(ArenaReader):
+    """The view of the one process that writes. What a dead predecessor left in the folder is cleared away.
+
+    `quota` bounds the bytes of sealed versions (0: no bound). The one that is being written comes on top, because
+    control frees the oldest version only when the next one is there.
+    """
+
+    def __init__(self, path: Path, quota: int = 0) -> None:
+        super().__init__(path)
+        self.quota = quota
+        _make_private(path)
+        self._lock = _lock(path)
+        for file in self._files("v*"):
+            file.unlink(missing_ok=True)
+
+    def create(self, version: Version, size: int) -> Writer:
+        """Begin to write a version of exactly `size` bytes."""
+        if version in self.versions():
+            raise ArenaError(f"{label('version', version)} is in {self.path} already; drop it first")
+        self._check_quota(version, size)
+        self._check_room(version, size)
+        return Writer(self, version, size)
+
+    def drop(self, version: Version) -> None:
+        """Forget a version. Whoever has it mapped keeps it; the memory is freed with the last of them."""
+        for seal in self._seals():
+            if seal.version == version:
+                seal.path.unlink(missing_ok=True)
+                self._checked.discard(seal.path.name)
+
+    def remove(self) -> None:
+        """Forget everything and the folder itself."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock)
+
+    def _check_quota(self, version: Version, size: int) -> None:
+        held = sum(seal.size for seal in self._seals())
+        if self.quota and max(held, size) > self.quota:
+            raise ArenaError(
+                f"{label('version', version)} of {_mb(size)} does not fit into {self.path}: {_mb(held)} of its "
+                f"{_mb(self.quota)} are taken; raise relay.quota_gbytes or lower relay.keep_versions"
+            )
+
+    def _check_room(self, version: Version, size: int) -> None:
+        """Refuse at once what cannot end well; others may still take the room while this version is written."""
+        room = os.statvfs(self.path)
+        if size > room.f_bavail * room.f_frsize:
+            raise no_room(self.path, version, size)
+
+    def _sealed(self, writer: Writer, checksum: str) -> Mapped:
+        path = self.path / f"{label('version', writer.version)}.{checksum}.{writer.size}.safetensors"
+        os.rename(writer.path, path)
+        self._checked.add(path.name)  # it was summed up while it was written
+        return self._map(Seal(writer.version, checksum, writer.size, path))
+
+
+class Writer:
+    """A version that is being written from its first byte to its last, and summed up on the way.
+
+    `claim` hands out the next piece of memory to fill, `advance` says how much of it is filled, `seal` makes it a
+    version if the checksum is right. Everything else ends in `discard`.
+    """
+
+    def __init__(self, arena: Arena, version: Version, size: int) -> None:
+        assert size > 0
+        self.arena, self.version, self.size = arena, version, size
+        self.path = arena.path / f"{label('version', version)}.partial"
+        self.written = 0
+        self._sum = xxhash.xxh3_64()
+        self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        os.ftruncate(self._file, size)
+        self.buffer = memoryview(mmap.mmap(self._file, size))
+
+    def claim(self, count: int) -> memoryview:
+        """The next `count` bytes, or what is left, backed by memory that is really there."""
+        end = min(self.size, self.written + count)
+        try:
+            _back(self._file, self.written, end - self.written)
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise
+            raise no_room(self.arena.path, self.version, self.size) from None
+        return self.buffer[self.written : end]
+
+    def advance(self, count: int) -> None:
+        self._sum.update(self.buffer[self.written : self.written + count])
+        self.written += count
+
+    def seal(self, checksum: str) -> Mapped:
+        """Make it a version; `checksum` is what the first sender of these bytes says it is."""
+        name = label("version", self.version)
+        if self.written < self.size:
+            raise ArenaError(f"{name} is incomplete: {self.written:,} of {self.size:,} bytes arrived")
+        if self._sum.hexdigest() != checksum:
+            raise ArenaError(f"{name} was damaged on its way: its checksum is not the one it was sent with")
+        os.fchmod(self._file, 0o400)
+        mapped = self.arena._sealed(self, checksum)
+        os.close(self._file)
+        self.buffer = mapped.buffer  # from here on nobody can write; who still reads the other mapping may go on
+        return mapped
+
+    def discard(self) -> None:
+        """Free the memory of a version that will not be completed."""
+        self.path.unlink(missing_ok=True)
+        os.close(self._file)
+
+
+def no_room(path: Path, version: Version, size: int) -> ArenaError:
+    room = os.statvfs(path)
+    return ArenaError(
+        f"no room for {label('version', version)} of {_mb(size)} in {path.parent}: "
+        f"{_mb(room.f_bavail * room.f_frsize)} are free; make it larger (docker: --shm-size) or keep fewer versions"
+    )
+
+
+def _back(file: int, start: int, count: int) -> None:
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(file, start, count)
+    else:
+        os.pwrite(file, bytes(count), start)
+
+
+def _make_private(path: Path) -> None:
+    """The base folder may be open to everybody on the host: nobody else shall have put something in our place."""
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = path.lstat()
+    if path.is_symlink() or status.st_uid != os.getuid():
+        raise ArenaError(f"{path} belongs to somebody else: remove it, or give the run another name")
+
+
+def _lock(path: Path) -> int:
+    file = os.open(path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(file)
+        raise ArenaError(
+            f"{path} is in use by a process that is alive: stop it, or give the run another name"
+        ) from None
+    return file
+
+
+def _mb(count: int) -> str:
+    return f"{count / 1e6:,.1f} MB"

@@ -1,0 +1,110 @@
+"""What a relay holds and what is arriving: the one piece of state that its threads share.
+
+A `Parcel` is a version, from its first byte on: the thread that receives it fills it, any number of threads read behind
+the received part and wait for more, none of them can hold up another. The `Shelf` is the set of parcels; whoever waits
+for something new to send waits on `changed`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from threading import Condition
+
+from tailrace.relay.arena import Mapped, Writer
+from tailrace.relay.link import STALL_S, LinkError
+from tailrace.types import Version, label
+
+
+class ParcelError(LinkError):
+    """The version broke off on its way here, so it cannot be sent on."""
+
+
+class Parcel:
+    """A version that is arriving or sealed: a `Sink` for its receiver, a `Source` for everyone it is sent on to."""
+
+    def __init__(self, writer: Writer, stall_s: float = STALL_S) -> None:
+        self.version, self.size = writer.version, writer.size
+        self.sealed: Mapped | None = None
+        self.unwanted = False  # dropped while it was arriving
+        self._lost = False
+        self._writer = writer
+        self._stall_s = stall_s
+        self._grown = Condition()
+
+    # -------------------------------------------------------------------------------------- the thread that receives
+
+    @property
+    def written(self) -> int:
+        return self._writer.written
+
+    def claim(self, count: int) -> memoryview:
+        self.check_wanted()
+        return self._writer.claim(count)
+
+    def check_wanted(self) -> None:
+        if self.unwanted:
+            raise ParcelError(f"{label('version', self.version)} was dropped while it arrived")
+
+    def advance(self, count: int) -> None:
+        self._writer.advance(count)
+        with self._grown:
+            self._grown.notify_all()
+
+    def seal(self, checksum: str) -> None:
+        sealed = self._writer.seal(checksum)
+        with self._grown:
+            self.sealed = sealed
+            self._grown.notify_all()
+
+    def discard(self) -> None:
+        """It is lost, and those who send it on learn so."""
+        self._writer.discard()
+        with self._grown:
+            self._lost = True
+            self._grown.notify_all()
+
+    # ---------------------------------------------------------------------------------------- threads that send it on
+
+    def ready(self, position: int) -> memoryview:
+        self._wait(lambda: self.written > position)
+        return self._writer.buffer[position : self.written]
+
+    def checksum(self) -> str:
+        """Known once it is sealed here, so a version that is damaged is not confirmed to anyone."""
+        self._wait(lambda: self.sealed is not None)
+        assert self.sealed is not None
+        return self.sealed.checksum
+
+    def _wait(self, there: Callable[[], bool]) -> None:
+        with self._grown:
+            moved = self._grown.wait_for(lambda: self._lost or there(), self._stall_s)
+        if self._lost or not moved:
+            raise ParcelError(f"{label('version', self.version)} broke off after {self.written:,} bytes")
+
+
+class Shelf:
+    """Guard every access with `changed`, and notify it after every change."""
+
+    def __init__(self) -> None:
+        self.changed = Condition()
+        self.parcels: dict[Version, Parcel] = {}
+        self.dropped: set[Version] = set()  # not to be taken back from a relay that drops them later
+
+    def put(self, parcel: Parcel) -> None:
+        with self.changed:
+            self.parcels[parcel.version] = parcel
+            self.dropped.discard(parcel.version)
+            self.changed.notify_all()
+
+    def get(self, version: Version) -> Parcel | None:
+        with self.changed:
+            return self.parcels.get(version)
+
+    def take_away(self, version: Version) -> None:
+        with self.changed:
+            self.parcels.pop(version, None)
+            self.changed.notify_all()
+
+    def sealed(self) -> tuple[Version, ...]:
+        with self.changed:
+            return tuple(sorted(version for version, parcel in self.parcels.items() if parcel.sealed))

@@ -1,0 +1,69 @@
+"""The process of one relay: a `RelayNode` that moves bytes, and a link over which control directs it.
+
+Consumes `Route` and `Drop`; produces `VersionStored`. Weights never pass through this loop: threads of the node carry
+them straight into shared memory.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import xxhash
+
+from tailrace.protocol import Alive, Drop, RelayJoined, Route, VersionStored
+from tailrace.relay.arena import Arena, arena_path
+from tailrace.relay.link import Address
+from tailrace.relay.node import RelayNode
+from tailrace.types import Version, label
+from tailrace.wire import Ended, Link, Ordered, Spec
+
+PATIENCE_S = 1.0  # orders wake the loop; this only bounds how long it sleeps
+
+
+def run(spec: Spec) -> None:
+    link = Link(spec, lambda: Alive("relay", spec.id, spec.incarnation))
+
+    def stored(version: Version) -> None:
+        link.report(VersionStored(spec.id, spec.incarnation, version))
+
+    relay = spec.config.relay
+    arena = Arena(_arena_path(spec), quota=int(relay.quota_gbytes * 1e9))
+    node = RelayNode(
+        spec.id,
+        arena,
+        spec.token.encode(),
+        on_stored=stored,
+        on_failed=lambda failure: print(failure, flush=True),
+        chunk_mbytes=relay.chunk_mbytes,
+    )
+    link.open(address=str(node.address), arena=str(arena.path))
+    link.report(RelayJoined(spec.id, spec.incarnation))
+    try:
+        while _obey(link, node):
+            pass
+    finally:
+        node.close()
+        arena.remove()
+        link.close()
+
+
+def _obey(link: Link, node: RelayNode) -> bool:
+    for message in link.receive(PATIENCE_S):
+        if isinstance(message, Ended):
+            return False
+        _carry_out(message, node)
+    return True
+
+
+def _carry_out(order: Ordered, node: RelayNode) -> None:
+    command = order.command
+    if isinstance(command, Route):
+        node.route(command.epoch, {id: Address.read(text) for id, text in order.addresses.items()})
+    elif isinstance(command, Drop):
+        node.drop(command.version)
+
+
+def _arena_path(spec: Spec) -> Path:
+    """One per run and host; the folder's hash keeps runs of the same name apart."""
+    run = Path(spec.folder)
+    return arena_path(f"{run.name}-{xxhash.xxh3_64_hexdigest(str(run).encode())[:8]}", label("relay", spec.id))

@@ -1,0 +1,84 @@
+"""Held-out accuracy of a model, in a process of its own: `python -m tailrace.rollout.evaluate`, settings on stdin.
+
+Plays every held-out prompt once with the run's own sampling, judges and limits, and prints one line of JSON whenever
+more of them are done; the last line has the result. A sample whose judge fails counts as wrong and is reported.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import msgspec
+
+from tailrace.config.tree import Config
+from tailrace.protocol import Request
+from tailrace.rollout.episode import Episode
+from tailrace.rollout.runner import Outcome, Runner
+from tailrace.types import Struct
+
+FIRST_TRAJECTORY = 1 << 40  # held-out samples have random numbers of their own, far from those of training
+RIGHT = 0.5  # a reward above this counts as a right answer
+
+
+class Evaluated(Struct):
+    """How far an evaluation is, or what came of it."""
+
+    done: int
+    total: int
+    accuracy: float = 0.0
+    mean_tokens: float = 0.0
+    failed: int = 0
+    error: str = ""
+
+
+def main() -> int:
+    config = msgspec.json.decode(sys.stdin.buffer.readline(), type=Config)
+    try:
+        for progress in evaluate(config):
+            _print(progress)
+    except ValueError as error:
+        if not type(error).__module__.startswith("tailrace"):
+            raise
+        _print(Evaluated(0, 0, error=str(error)))
+        return 2
+    return 0
+
+
+def evaluate(config: Config):
+    """Yield an `Evaluated` now and then, and the final one last."""
+    from tailrace.rollout.build import build_runner, held_out_rows
+
+    runner = build_runner(config)
+    rows = held_out_rows(config)
+    for number, row in enumerate(rows):
+        request = Request(FIRST_TRAJECTORY + number, 1, number, row.id, len(row.tokens))
+        runner.add(Episode(request, row, (), 0))
+    try:
+        yield from _play(runner, len(rows))
+    finally:
+        runner.judge.close()
+
+
+def _play(runner: Runner, total: int):
+    outcomes: list[Outcome] = []
+    while runner.episodes:
+        ended = runner.step()
+        outcomes += ended
+        if ended:
+            yield _summed_up(outcomes, total)
+
+
+def _summed_up(outcomes: list[Outcome], total: int) -> Evaluated:
+    right = sum(outcome.reward is not None and outcome.reward > RIGHT for outcome in outcomes)
+    tokens = sum(outcome.episode.completion_tokens for outcome in outcomes)
+    failed = sum(outcome.reward is None for outcome in outcomes)
+    count = len(outcomes)
+    return Evaluated(count, total, right / count, tokens / count, failed)
+
+
+def _print(progress: Evaluated) -> None:
+    print(msgspec.json.encode(progress).decode(), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

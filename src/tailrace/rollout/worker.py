@@ -1,0 +1,167 @@
+"""The process of one replica: takes work from the controller, plays it on its engine, streams what comes of it.
+
+Consumes `Generate`, `Release`, `Cancel` and `LoadWeights`; produces growth for the vault and `Finished`,
+`SampleFailed`, `Parked`, `WeightsLoaded` or `PullFailed`. Waits only when there is nothing to generate or to judge.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tailrace.engines.base import Load
+from tailrace.protocol import (
+    Cancel,
+    Finished,
+    Generate,
+    LoadWeights,
+    Parked,
+    Progressed,
+    PullFailed,
+    Release,
+    ReplicaJoined,
+    SampleFailed,
+    WeightsLoaded,
+)
+from tailrace.relay.arena import ArenaError, ArenaReader
+from tailrace.rollout.build import build_runner
+from tailrace.rollout.episode import Episode
+from tailrace.rollout.runner import Outcome
+from tailrace.wire import Ended, Grown, Growth, Link, Ordered, Spec
+
+IDLE_S = 0.05  # how long to wait for orders when there is nothing to generate
+JUDGING_S = 0.001  # the same while only judges are at work
+
+
+def run(spec: Spec) -> None:
+    Worker(spec).run()
+
+
+class Worker:
+    def __init__(self, spec: Spec) -> None:
+        self.spec = spec
+        self.config = spec.config
+        self.runner = build_runner(spec.config)
+        self.load = Load(0, 0, 0)
+        self.link = Link(spec, self._heartbeat)
+        self.totals: dict[str, float] = {}
+        self.loads = 0
+        self.load_s = 0.0
+        self._actions: dict[type, Callable[[Any], None]] = {
+            Generate: self._generate,
+            Release: self._release,
+            Cancel: self._cancel,
+            LoadWeights: self._load_weights,
+        }
+
+    def run(self) -> None:
+        self.link.open()
+        engine = self.runner.engine
+        self.link.report(
+            ReplicaJoined(
+                self.spec.id,
+                self.spec.incarnation,
+                self.spec.id % self.config.local.relays,
+                engine.version,
+                engine.kv_capacity,
+                engine.roofline,
+            )
+        )
+        try:
+            while self._obey(self._patience()):
+                self._advance()
+        finally:
+            self.runner.judge.close()
+            self.link.close()
+
+    def _patience(self) -> float:
+        """How long orders are worth waiting for."""
+        if self.runner.busy:
+            return 0.0
+        return JUDGING_S if self.runner.episodes else IDLE_S
+
+    def _obey(self, timeout_s: float) -> bool:
+        for message in self.link.receive(timeout_s):
+            if isinstance(message, Ended):
+                return False
+            self._order = message
+            self._actions[type(message.command)](message.command)
+        return True
+
+    def _advance(self) -> None:
+        if not self.runner.episodes:
+            return
+        for outcome in self.runner.step():
+            self._end(outcome)
+        self._stream(self.config.rollout.stream_tokens)
+        self._take_stock()
+
+    # ------------------------------------------------------------------------------------------------------- orders
+
+    def _generate(self, command: Generate) -> None:
+        order: Ordered = self._order
+        for request in command.requests:
+            prefix = order.prefixes.get(request.trajectory, ())
+            version = self.runner.engine.version
+            self.runner.add(Episode(request, order.rows[request.prompt], prefix, version))
+
+    def _release(self, command: Release) -> None:
+        """Hand everything back; what is in the vault by then is where somebody else goes on."""
+        self._stream(1)
+        leaving = self.runner.withdraw(list(self.runner.episodes))
+        self._take_stock()
+        metas = tuple(episode.meta() for episode in leaving)
+        self.link.report(Parked(self.spec.id, self.spec.incarnation, metas))
+
+    def _cancel(self, command: Cancel) -> None:
+        current = {episode.key for episode in self.runner.episodes.values()}
+        wanted = [one for one in command.samples if (one.trajectory, one.epoch) in current]
+        self.runner.withdraw(one.trajectory for one in wanted)
+
+    def _load_weights(self, command: LoadWeights) -> None:
+        began = time.monotonic()
+        keep = self.config.schedule.in_flight_kv == "keep"
+        try:
+            mapped = ArenaReader(Path(self._order.arena)).open(command.version)
+            weights = mapped.arrays() if self.config.rollout.engine == "emulated" else mapped.tensors()
+            self.runner.engine.load_weights(command.version, weights, keep_kv=keep)
+        except (ArenaError, ValueError) as error:
+            self.link.report(PullFailed(self.spec.id, self.spec.incarnation, command.version, str(error)))
+            return
+        self.loads += 1
+        self.load_s += time.monotonic() - began
+        self.link.report(WeightsLoaded(self.spec.id, self.spec.incarnation, command.version))
+
+    # ------------------------------------------------------------------------------------------------------ reports
+
+    def _end(self, outcome: Outcome) -> None:
+        episode = outcome.episode
+        self._send_growth([episode])
+        if outcome.reward is None:
+            trajectory, epoch = episode.key
+            self.link.report(SampleFailed(self.spec.id, trajectory, epoch, outcome.reason))
+        else:
+            self.link.report(Finished(self.spec.id, episode.meta(outcome.reward)))
+
+    def _stream(self, at_least: int) -> None:
+        """Bring to the vault what has grown by so many tokens."""
+        self._send_growth([one for one in self.runner.episodes.values() if one.unstored_tokens >= at_least])
+
+    def _send_growth(self, episodes: list[Episode]) -> None:
+        growths = [Growth(*episode.key, episode.take_growth()) for episode in episodes if episode.unstored_tokens]
+        if growths:
+            self.link.send(Grown(tuple(growths)))
+
+    def _take_stock(self) -> None:
+        """For the heart, which beats in another thread and must not look into a working engine."""
+        self.load = self.runner.engine.load()
+        self.totals = self.runner.engine.counters()
+
+    def _heartbeat(self) -> Progressed:
+        load, totals = self.load, self.totals
+        if totals:
+            own = {"cpu_s": time.process_time(), "loads": self.loads, "load_s": self.load_s}
+            self.link.measure(-1, {f"engine/{name}": value for name, value in (totals | own).items()})
+        return Progressed(self.spec.id, self.spec.incarnation, load.kv_tokens, load.running, load.waiting)

@@ -1,0 +1,75 @@
+"""What a started process runs: `python -m tailrace.runtime.part`, with its `Spec` as one line of JSON on stdin.
+
+Secrets and settings come over the pipe, never on the command line. The pipe stays open for as long as the controller
+lives: when it closes, however the controller ended, the part ends too, so nothing is left behind.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from importlib import import_module
+
+import msgspec
+
+from tailrace.wire import Collapsed, Link, Spec
+
+ROLES = {
+    "replica": "tailrace.rollout.worker",
+    "relay": "tailrace.relay.worker",
+    "trainer": "tailrace.trainer.worker",
+}
+STDIN = 0
+ORPHANED = 3  # exit status of a part whose controller is gone
+GRACE_S = 5.0  # for it to put things in order
+
+
+def main() -> int:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the controller's; it tells us
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(ORPHANED))
+    spec = msgspec.json.decode(_first_line(), type=Spec)
+    threading.Thread(target=_leave_with_the_controller, daemon=True).start()
+    try:
+        run: Callable[[Spec], None] = import_module(ROLES[spec.role]).run
+        run(spec)
+    except Exception as error:  # the border of the process: whatever it was, the controller gets a sentence
+        traceback.print_exc()
+        _give_up(spec, error)
+        return 1
+    return 0
+
+
+def _give_up(spec: Spec, error: Exception) -> None:
+    ours = isinstance(error, ValueError) and type(error).__module__.startswith("tailrace")
+    link = Link(spec)
+    link.open()
+    link.send(Collapsed(str(error) if ours else f"{type(error).__name__}: {error}"))
+    link.close()
+
+
+def _first_line() -> bytes:
+    """Read from the bare descriptor: a buffered stdin would be locked by the thread that watches it."""
+    line = b""
+    while not line.endswith(b"\n"):
+        piece = os.read(STDIN, 1 << 16)
+        if not piece:
+            sys.exit("started without a specification; parts of a run are started by 'tailrace train'")
+        line += piece
+    return line
+
+
+def _leave_with_the_controller() -> None:
+    while os.read(STDIN, 1 << 16):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)  # ends the main thread in order, so that shared memory is given back
+    time.sleep(GRACE_S)
+    os._exit(ORPHANED)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

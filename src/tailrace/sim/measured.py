@@ -1,0 +1,52 @@
+"""How long things take where it has been measured: the costs of `[costs]`, which `tailrace fit` takes from a real run.
+
+They stand for the processes of one machine (`[local]`), so nothing here knows of GPUs, and nothing costs money.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+from tailrace.config.tree import Config
+from tailrace.sim.costs import Costs
+
+
+class MeasuredCosts(Costs):
+    """The figures of a machine in place of a cluster's arithmetic; what relays send each other is reckoned as there."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.figures = config.costs
+        self.decode_per_kv_token = config.costs.decode_kv_token
+        self.prefill_per_token = config.costs.prefill_token
+        self.prefill_per_token2 = 0.0
+
+    def _decode_base(self, running: int) -> float:
+        return self.figures.decode_step + self.figures.decode_sequence * running
+
+    @cached_property
+    def kv_capacity(self) -> int:
+        return self.config.rollout.kv_tokens or self.figures.kv_tokens
+
+    @cached_property
+    def roofline(self) -> int:
+        rollout = self.config.rollout
+        return rollout.roofline_batch or self.figures.flat_batch or rollout.max_running
+
+    def train(self, lengths: list[int]) -> float:
+        return self.figures.train_part + self.figures.train_token * sum(lengths)
+
+    def push(self) -> float:
+        return self.figures.publish
+
+    def pull(self, remote: bool) -> float:
+        return self.figures.load
+
+    @property
+    def dollars_per_hour(self) -> float:
+        return 0.0
+
+
+def costs_of(config: Config) -> Costs:
+    """Measured where there are measurements, else from first principles."""
+    return MeasuredCosts(config) if config.costs.measured else Costs(config)

@@ -1,0 +1,74 @@
+"""What the journal of a recorded run tells of its work: prompts, how alike the samples of one are, and the replicas.
+
+`fit.py` makes settings of it. The lengths themselves stay in the journal, which the empirical law of lengths reads.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import NormalDist, mean
+from typing import NamedTuple
+
+import numpy as np
+
+from tailrace.protocol import Finished, PromptsAdded, ReplicaJoined
+from tailrace.store.journal import Journal
+
+
+class FitError(ValueError):
+    """Why nothing can be fitted to a run, for the person who named it."""
+
+
+class Work(NamedTuple):
+    prompt_tokens: float  # mean
+    correlation: float  # of lengths within a group
+    kv_tokens: int  # of the smallest replica
+    roofline: int
+
+
+def observe(run: Path) -> Work:
+    journal = Journal(run)
+    lengths: dict[int, int] = {}
+    prompts: list[int] = []
+    joined: list[ReplicaJoined] = []
+    for entry in journal.entries():
+        match entry.event:
+            case Finished(meta=meta):
+                lengths[meta.id] = meta.tokens
+            case PromptsAdded(prompts=added):
+                prompts += [prompt.tokens for prompt in added]
+            case ReplicaJoined():
+                joined.append(entry.event)
+            case _:
+                pass
+    if not lengths:
+        raise FitError(f"{run} has finished no trajectory, so its work is not known; name a run that went further")
+    return Work(
+        mean(prompts) if prompts else 0.0,
+        _likeness(lengths, journal.config.workload.group_size),
+        min((one.kv_capacity for one in joined), default=0),
+        min((one.roofline for one in joined), default=0),
+    )
+
+
+def _likeness(lengths: dict[int, int], group_size: int) -> float:
+    """How alike the samples of a group are, on the normal scale on which the law of lengths correlates them."""
+    ids = sorted(lengths)
+    scores = _normal_scores(np.array([lengths[id] for id in ids], float))
+    spread = float(scores.var())
+    if spread == 0.0:
+        return 0.0
+    groups: dict[int, list[float]] = {}
+    for id, score in zip(ids, scores.tolist(), strict=True):
+        groups.setdefault(id // group_size, []).append(score)
+    products = sum(sum(group) ** 2 - sum(score * score for score in group) for group in groups.values())
+    pairs = sum(len(group) * (len(group) - 1) for group in groups.values())
+    return min(1.0, max(0.0, products / pairs / spread)) if pairs else 0.0
+
+
+def _normal_scores(values: np.ndarray) -> np.ndarray:
+    """Where each value would lie if the values were normal; equal values lie together."""
+    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
+    middles = (np.cumsum(counts) - counts / 2) / len(values)
+    normal = NormalDist()
+    return np.array([normal.inv_cdf(share) for share in middles.tolist()])[inverse]

@@ -1,0 +1,141 @@
+"""The store of a real run: `run.db` with journal, vault, metrics and snapshots, written through one connection.
+
+The controller owns it. It calls `record` for every event, lets `vault` and `metrics` have what came with it, and then
+`commit`: one transaction, so an event, its payload and its commands are all there or none is. Only what is committed
+may be acted on. After a crash `reopen` gives the state back: `newest_snapshot`, then `entries` after it.
+
+    snapshots(seq, state)    the control plane after event seq, msgpack; the newest two are kept
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple, Self
+
+from tailrace.config import Config
+from tailrace.protocol import Command, Event
+from tailrace.store import journal, metrics, vault
+from tailrace.store.database import Database, JournalError
+from tailrace.store.journal import Entry, Journal, JournalTable, Meta
+from tailrace.store.metrics import Metrics
+from tailrace.store.vault import Vault
+
+SNAPSHOTS = "CREATE TABLE snapshots (seq INTEGER PRIMARY KEY, state BLOB NOT NULL);"
+SCHEMA = journal.SCHEMA + vault.SCHEMA + metrics.SCHEMA + SNAPSHOTS
+KEPT_SNAPSHOTS = 2  # the older one is there for people who look for the cause of something
+
+
+class Snapshot(NamedTuple):
+    seq: int
+    state: bytes
+
+
+class RunStore:
+    """`RunStore.create(folder, config)` for a new run, `RunStore.reopen(folder)` to go on with one. In a `with` block
+    the run stays open to be resumed; `close(complete=True)` says that it came to its end."""
+
+    def __init__(self, folder: Path, config: Config, database: Database, found: Journal | None = None) -> None:
+        self.folder = folder
+        self.config = config  # that the run was begun with
+        self.meta = Meta(database)
+        self.vault = Vault(database)
+        self.metrics = Metrics(database)
+        self._database = database
+        self._lock = _lock(folder)
+        self._found = found
+        last = database.execute("SELECT seq, now FROM journal ORDER BY seq DESC LIMIT 1").fetchone()
+        seq, self.last_now = last or (0, 0.0)  # where the clock of a resumed run goes on
+        self._journal = JournalTable(database, seq)
+        self._closed = False
+
+    @classmethod
+    def create(cls, folder: Path, config: Config, driver: str = "local") -> Self:
+        store = cls(folder, config, Database.create(folder, SCHEMA))
+        store.meta.begin(config, driver)
+        store.commit()
+        return store
+
+    @classmethod
+    def reopen(cls, folder: Path) -> Self:
+        found = Journal(folder)
+        _refuse_ended(folder, found)
+        return cls(folder, found.config, Database.reopen(found.path), found)
+
+    # --------------------------------------------------------------------------------------------------- writing
+
+    @property
+    def last_seq(self) -> int:
+        return self._journal.last
+
+    def record(self, now: float, event: Event, commands: Sequence[Command]) -> int:
+        self.last_now = now
+        return self._journal.record(now, event, commands)
+
+    def snapshot(self, seq: int, state: bytes) -> None:
+        """The state of control after event `seq`, so that a resumed run need not begin with the first event."""
+        assert seq <= self.last_seq, f"snapshot of event {seq}, but {self.last_seq} is the last one"
+        self._database.execute("INSERT OR REPLACE INTO snapshots VALUES (?, ?)", (seq, state))
+        keep = "SELECT seq FROM snapshots ORDER BY seq DESC LIMIT ?"
+        self._database.execute(f"DELETE FROM snapshots WHERE seq NOT IN ({keep})", (KEPT_SNAPSHOTS,))
+
+    def commit(self) -> None:
+        self._database.commit()
+
+    # --------------------------------------------------------------------------------------------------- resuming
+
+    def newest_snapshot(self) -> Snapshot | None:
+        row = self._database.execute("SELECT seq, state FROM snapshots ORDER BY seq DESC LIMIT 1").fetchone()
+        return None if row is None else Snapshot(*row)
+
+    def entries(self, after: int = 0) -> Iterator[Entry]:
+        """What a reopened run had recorded after event `after`."""
+        return self._found.entries(after) if self._found else iter(())
+
+    # ----------------------------------------------------------------------------------------------------- ending
+
+    def close(self, complete: bool) -> None:
+        """Commit and close; a complete run cannot be reopened. Closing twice, or after an error, does no harm."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            if not self._database.broken:
+                self._end(complete)
+        finally:
+            self._database.close()
+            os.close(self._lock)
+
+    def _end(self, complete: bool) -> None:
+        if complete:
+            self.meta.set("complete", str(self.last_seq))
+        self.commit()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(complete=False)
+
+
+def _refuse_ended(folder: Path, found: Journal) -> None:
+    if found.meta.get("driver") == "simulation":
+        raise JournalError(f"{folder} is a simulation, which cannot be resumed; run it again into another directory")
+    if found.complete:
+        raise JournalError(f"{folder} is a run that came to its end, so there is nothing to resume; name a new run")
+
+
+def _lock(folder: Path) -> int:
+    """Held on the directory by the process that writes the run; it ends with the process, however that ends."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        raise JournalError(f"{folder} is a run that another process is writing; wait for its end, or stop it") from None
+    return handle

@@ -1,0 +1,221 @@
+"""The ranks of a trainer as one: rank 0 is told what to do and tells the others, then all do it together.
+
+`worker.py` has one in every rank. With one rank nothing is broadcast; an emulated trainer has no ranks at all.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+
+from tailrace.trainer.emulated import EmulatedLearner
+from tailrace.types import Struct, Trajectory, Version
+from tailrace.wire import Spec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from tailrace.trainer.publish import Publisher
+
+Groups = tuple[tuple[Trajectory, ...], ...]
+AGAIN_S = 1.0  # between two attempts to reach a relay
+
+
+class Crew(Protocol):
+    def restore(self, checkpoints: Path, at_most: int) -> int:
+        """Take up the newest checkpoint of that step or an earlier one; returns its step, 0 if there is none."""
+        ...
+
+    def train(self, step: int, part: int, groups: Groups) -> dict[str, float]: ...
+
+    def save(self, checkpoints: Path, step: int) -> None: ...
+
+    def snapshot(self, version: Version) -> float:
+        """Copy the weights for publication; returns how long training stood still for it."""
+        ...
+
+    def publish(self, version: Version, address: str) -> None:
+        """Stream the last snapshot to a relay, in the background, until it is there or another one is ordered."""
+        ...
+
+    def follow(self) -> None:
+        """In every rank but the first: do as it says until it leaves."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def build_crew(spec: Spec) -> Crew:
+    return EmulatedCrew(spec) if spec.config.trainer.engine == "emulated" else NativeCrew(spec)
+
+
+class Courier:
+    """Keeps sending the last snapshot until it has arrived, or until another one is to be sent."""
+
+    def __init__(self, spec: Spec, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        from tailrace.relay.layout import Layout
+        from tailrace.trainer.publish import Publisher
+
+        layout = Layout.of_tensors(dict(tensors), dtype=spec.config.rollout.precision)
+        relay = spec.config.relay
+        self.publisher: Publisher = Publisher(layout, spec.token.encode(), relay.chunk_mbytes)
+        self._newest: Version = -1
+
+    def snapshot(self, version: Version, tensors: Iterable[tuple[str, Tensor]]) -> float:
+        self._newest = version
+        return self.publisher.snapshot(version, tensors)
+
+    def send(self, version: Version, address: str) -> None:
+        """A relay that cannot be reached is lost to control too, which then names another one: till then, try."""
+        from tailrace.relay.link import Address
+
+        assert version == self._newest, f"asked to publish version {version}, but the last snapshot is {self._newest}"
+
+        def again(failed: Version, reason: str) -> None:
+            print(f"version {failed} did not reach {address}: {reason}", flush=True)
+            time.sleep(AGAIN_S)
+            if failed == self._newest:
+                self.send(failed, address)
+
+        self.publisher.send(Address.read(address), lambda *_: None, again)
+
+
+class EmulatedCrew:
+    def __init__(self, spec: Spec) -> None:
+        self.learner = EmulatedLearner(spec.config)
+        self.courier = Courier(spec, self._tensors())
+
+    def _tensors(self) -> Iterable[tuple[str, Tensor]]:
+        import torch
+
+        return [(name, torch.from_numpy(array)) for name, array in self.learner.weights()]
+
+    def restore(self, checkpoints: Path, at_most: int) -> int:
+        return min(self.learner.restore(checkpoints), at_most)
+
+    def train(self, step: int, part: int, groups: Groups) -> dict[str, float]:
+        return self.learner.train_part(step, part, groups)
+
+    def save(self, checkpoints: Path, step: int) -> None:
+        self.learner.save(checkpoints)
+
+    def snapshot(self, version: Version) -> float:
+        began = time.monotonic()
+        self.learner.snapshot()
+        self.courier.snapshot(version, self._tensors())
+        return time.monotonic() - began
+
+    def publish(self, version: Version, address: str) -> None:
+        self.courier.send(version, address)
+
+    def follow(self) -> None:
+        raise AssertionError("an emulated trainer has one rank")
+
+    def close(self) -> None:
+        self.courier.publisher.close()
+
+
+# ------------------------------------------------------------------------------------------- what rank 0 tells others
+
+
+class Order(Struct, tag_field="kind", tag=True):
+    pass
+
+
+class TrainTogether(Order):
+    step: int
+    part: int
+    groups: Groups
+
+
+class Gather(Order):
+    """Rank 0 reads whole tensors, of which every rank has a part."""
+
+
+class SaveTogether(Order):
+    checkpoints: str
+    step: int
+
+
+class Leave(Order):
+    pass
+
+
+_decode = msgspec.msgpack.Decoder(TrainTogether | Gather | SaveTogether | Leave).decode
+
+
+class NativeCrew:
+    def __init__(self, spec: Spec) -> None:
+        import torch
+
+        from tailrace.trainer import parallel
+        from tailrace.trainer.step import Learner
+
+        settings = spec.config.trainer
+        if settings.threads:
+            torch.set_num_threads(settings.threads)
+        several = settings.ranks > 1
+        self.together = parallel.join(spec.rank, settings.ranks, spec.meeting) if several else None
+        self.ranks = self.together or parallel.Alone()
+        self.learner = Learner(spec.config, self.ranks)
+        self.keep = settings.keep_checkpoints
+        self.courier = None if spec.rank else Courier(spec, self.learner.model.named_parameters())
+
+    def restore(self, checkpoints: Path, at_most: int) -> int:
+        from tailrace.trainer import checkpoint
+
+        found = checkpoint.newest(checkpoints, at_most)
+        if found is None:
+            return 0
+        checkpoint.restore(self.learner, found)
+        return self.learner.step
+
+    def train(self, step: int, part: int, groups: Groups) -> dict[str, float]:
+        self._tell(TrainTogether(step, part, groups))
+        return self.learner.train_part(step, part, groups)
+
+    def save(self, checkpoints: Path, step: int) -> None:
+        from tailrace.trainer import checkpoint
+
+        self._tell(SaveTogether(str(checkpoints), step))
+        checkpoint.save(checkpoint.folder_of(checkpoints, step), self.learner)
+        checkpoint.prune(checkpoints, self.keep)
+
+    def snapshot(self, version: Version) -> float:
+        assert self.courier is not None, "only the first rank publishes"
+        self._tell(Gather())
+        return self.courier.snapshot(version, self.learner.weights())
+
+    def publish(self, version: Version, address: str) -> None:
+        assert self.courier is not None, "only the first rank publishes"
+        self.courier.send(version, address)
+
+    def follow(self) -> None:
+        from tailrace.trainer import checkpoint
+
+        while True:
+            match _decode(self.ranks.broadcast_bytes(None)):
+                case TrainTogether(step, part, groups):
+                    self.learner.train_part(step, part, groups)
+                case Gather():
+                    for _ in self.learner.weights():
+                        pass
+                case SaveTogether(checkpoints, step):
+                    checkpoint.save(checkpoint.folder_of(Path(checkpoints), step), self.learner)
+                case Leave():
+                    return
+
+    def _tell(self, order: Order) -> None:
+        if self.together is not None:
+            self.together.broadcast_bytes(msgspec.msgpack.encode(order))
+
+    def close(self) -> None:
+        if self.courier is not None:
+            self._tell(Leave())
+            self.courier.publisher.close()
+        if self.together is not None:
+            self.together.leave()

@@ -1,0 +1,71 @@
+"""A learner without a model: it takes the time that `[costs]` says and trains nothing.
+
+It stands where a real learner would, for fleets larger than this machine and for tests that kill things. Its weights
+are one small array that names its version, so that relays carry something and a reader can tell what it got; its
+checkpoint is a file `state.json`.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from tailrace.config.tree import Config
+from tailrace.types import Trajectory
+
+FILE = "state.json"
+
+
+class State(msgspec.Struct):
+    """All that it knows."""
+
+    step: int = 0  # steps in its weights, the one that it is at counted as done: nobody looks in between
+    tokens: int = 0  # that it was given so far
+
+
+class EmulatedLearner:
+    def __init__(self, config: Config, sleep: Callable[[float], None] = time.sleep) -> None:
+        self.state = State()
+        self._costs = config.costs
+        self._sleep = sleep
+
+    def train_part(self, step: int, part: int, groups: Sequence[Sequence[Trajectory]]) -> dict[str, float]:
+        """Take as long as this part of a step would; returns what a trainer measures of itself."""
+        trajectories = [trajectory for group in groups for trajectory in group]
+        tokens = sum(len(segment.tokens) for trajectory in trajectories for segment in trajectory.segments)
+        seconds = self._costs.train_part + self._costs.train_token * tokens
+        self._sleep(seconds)
+        self.state = State(step + 1, self.state.tokens + tokens)
+        rewards = [trajectory.reward or 0.0 for trajectory in trajectories]
+        return {
+            "trainer/seconds": seconds,
+            "trainer/tokens": float(tokens),
+            "trainer/sequences": float(len(trajectories)),
+            "reward/mean": float(np.mean(rewards)) if rewards else 0.0,
+        }
+
+    def snapshot(self) -> dict[str, np.ndarray]:
+        """The weights as they are now, for a publication; takes the time of the trainer's stall."""
+        self._sleep(self._costs.publish)
+        return dict(self.weights())
+
+    def weights(self) -> Iterator[tuple[str, np.ndarray]]:
+        yield "emulated.weight", np.full(16, self.state.step, np.float32)
+
+    def save(self, folder: Path) -> None:
+        """Whole or not at all: a crash leaves the checkpoint that was there before."""
+        folder.mkdir(parents=True, exist_ok=True)
+        written = folder / f"{FILE}.new"
+        written.write_bytes(msgspec.json.encode(self.state))
+        os.replace(written, folder / FILE)
+
+    def restore(self, folder: Path) -> int:
+        """Take up a checkpoint; returns the number of steps in it, 0 where there is none."""
+        path = folder / FILE
+        self.state = msgspec.json.decode(path.read_bytes(), type=State) if path.exists() else State()
+        return self.state.step

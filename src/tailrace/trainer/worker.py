@@ -1,0 +1,94 @@
+"""The process of one trainer rank: trains what it is given, publishes what came of it, writes checkpoints.
+
+Rank 0 has the link to the controller; the other ranks hear from it what to do. Consumes `Train` and `Publish`; produces
+`Trained`, `Checkpointed` and metrics. The only stall of a publication is the copy into the publisher's buffer: the
+stream to the master relay runs beside the next step.
+"""
+
+from __future__ import annotations
+
+import time
+from math import lcm
+from pathlib import Path
+
+from tailrace.protocol import Alive, Checkpointed, Publish, Train, Trained, TrainerJoined
+from tailrace.trainer.crew import Crew, build_crew
+from tailrace.types import Version
+from tailrace.wire import Ended, FromController, Link, Ordered, Spec
+
+PATIENCE_S = 1.0  # orders wake the loop; this only bounds how long it sleeps
+
+
+def run(spec: Spec) -> None:
+    crew = build_crew(spec)
+    try:
+        if spec.rank:
+            crew.follow()
+        else:
+            Worker(spec, crew).run()
+    finally:
+        crew.close()
+
+
+class Worker:
+    def __init__(self, spec: Spec, crew: Crew) -> None:
+        self.spec = spec
+        # A restored trainer must be able to publish what control asks for, so only such versions are saved.
+        self.every = lcm(spec.config.trainer.checkpoint_every, spec.config.schedule.publish_every)
+        self.checkpoints = Path(spec.folder) / "checkpoints"
+        self.crew = crew
+        self.step = crew.restore(self.checkpoints, spec.step)
+        self.saved: Version = self.step
+        self.part = 0
+        self.link = Link(spec, lambda: Alive("trainer", 0, spec.incarnation))
+
+    def run(self) -> None:
+        self.crew.snapshot(self.step)
+        self.link.open()
+        self.link.report(TrainerJoined(self.spec.incarnation, self.step))
+        try:
+            while all(self._obey(message) for message in self.link.receive(PATIENCE_S)):
+                pass
+        finally:
+            self.link.close()
+
+    def _obey(self, message: FromController) -> bool:
+        if isinstance(message, Ended):
+            if message.complete and self.part == 0 and self.step > self.saved:
+                self._save()
+            return False
+        match message.command:
+            case Train():
+                self._train(message, message.command)
+            case Publish():
+                self._publish(message, message.command)
+            case other:
+                raise AssertionError(f"not for a trainer: {other}")
+        return True
+
+    def _train(self, order: Ordered, command: Train) -> None:
+        began, cpu = time.monotonic(), time.process_time()
+        measured = self.crew.train(command.step, command.part, order.groups)
+        measured |= {"trainer/seconds": time.monotonic() - began, "trainer/cpu_s": time.process_time() - cpu}
+        self.link.measure(command.step, measured)
+        self.part = 0 if command.last else command.part + 1
+        self.step = command.step + 1 if command.last else command.step
+        if command.last:
+            self._snapshot()
+        self.link.report(Trained(self.spec.incarnation, command.step, command.part))
+        if command.last and self.step % self.every == 0:
+            self._save()
+
+    def _snapshot(self) -> None:
+        """Keep this version as it is: it may have to be published, now or again, while training goes on."""
+        if self.step % self.spec.config.schedule.publish_every == 0:
+            stall = self.crew.snapshot(self.step)
+            self.link.measure(self.step, {"publish/stall_s": stall})
+
+    def _publish(self, order: Ordered, command: Publish) -> None:
+        self.crew.publish(command.version, order.addresses[command.relay])
+
+    def _save(self) -> None:
+        self.crew.save(self.checkpoints, self.step)
+        self.saved = self.step
+        self.link.report(Checkpointed(self.spec.incarnation, self.step))

@@ -1,0 +1,108 @@
+"""Whole runs with real processes, sockets, relays and store; engine and trainer are emulated, so that they are fast."""
+
+import os
+import random
+import signal
+import socket
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from audit import Audit
+from runs import EMULATED, Run
+from tailrace.control.plane import ControlPlane
+from tailrace.relay.arena import default_base
+from tailrace.store.journal import Journal
+
+
+def replayed(run: Run) -> ControlPlane:
+    """The journal through a fresh control plane, audited on the way: nothing lost, doubled or too stale."""
+    journal = Journal(run.folder)
+    plane = ControlPlane(journal.config)
+    audit = Audit(journal.config)
+    for entry in journal.entries():
+        commands = plane.handle(entry.now, entry.event)
+        assert commands == list(entry.commands)
+        audit.listen(entry.now, entry.event, commands)
+    plane.check()
+    audit.finish(plane)
+    return plane
+
+
+def nothing_is_left(run: Run) -> bool:
+    return not run.parts() and not list(default_base().glob(f"tailrace-{run.folder.name}-*"))
+
+
+@pytest.mark.parametrize("kind", ["sync", "one_step", "stream", "partial", "trajectory"])
+def test_every_schedule_runs_to_its_end_and_leaves_nothing_behind(tmp_path, kind):
+    run = Run(tmp_path, EMULATED, "--schedule.kind", kind, "--local.relays", "2")
+    run.finish()
+    plane = replayed(run)
+    tally = plane.state.ledger.tally
+    assert tally.trained == 12 * 4
+    assert tally.started == tally.ended + len(plane.state.ledger.groups)
+    assert Journal(run.folder).complete
+    run.until(lambda: nothing_is_left(run), "its processes to be gone")
+
+
+def test_killed_and_interrupted_at_random_moments_it_trains_the_same_prompts_once(tmp_path):
+    options = ("--schedule.kind", "sync", "--run.steps", "10")
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    undisturbed, disturbed = Run(tmp_path / "a", EMULATED, *options), Run(tmp_path / "b", EMULATED, *options)
+    undisturbed.finish()
+    moments = random.Random(4)
+    disturbed.start()
+    for ending in ("kill", "interrupt", "kill", "kill"):
+        goal = disturbed.events() + moments.randrange(20, 120)
+        disturbed.until(lambda goal=goal: disturbed.events() >= goal, f"event {goal}")
+        if ending == "kill":
+            disturbed.kill()
+        else:
+            assert disturbed.interrupt()[0] == 130
+        disturbed.start("--resume")
+    status, _, err = disturbed.wait()
+    assert status == 0, err
+    replayed(disturbed)
+    assert disturbed.trained_prompts() == undisturbed.trained_prompts()
+    prompts = Counter(prompt for part in disturbed.trained_prompts() for prompt in part)
+    assert set(prompts.values()) == {1}
+
+
+@pytest.mark.parametrize("part", ["replica0", "relay0", "trainer0"])
+def test_the_death_of_a_part_does_not_stop_the_run(tmp_path, part):
+    run = Run(tmp_path, EMULATED, "--local.relays", "2", "--run.steps", "16").start()
+    run.until(lambda: run.events("Trained") >= 4, "two steps")
+    os.kill(run.parts()[part], signal.SIGKILL)
+    status, out, err = run.wait()
+    assert status == 0, f"{out}\n{err}"
+    tally = replayed(run).state.ledger.tally
+    assert tally.trained == 16 * 4
+    assert run.events("%Lost") >= 1
+
+
+def test_a_port_in_use_and_a_name_in_use_are_refused(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        status, _, err = Run(tmp_path, EMULATED, "--local.port", port).start().wait()
+    assert (status, port in err) == (2, True)
+    run = Run(tmp_path, EMULATED, "--run.name", "mine", "--run.steps", "1")
+    run.folder = tmp_path / "runs" / "mine"
+    run.finish()
+    status, _, err = run.start().wait()
+    assert (status, "already has a run" in err) == (2, True)
+    status, _, err = run.start("--resume").wait()
+    assert (status, "came to its end" in err) == (2, True)
+
+
+def test_resume_refuses_other_settings_and_a_run_that_is_not_there(tmp_path):
+    run = Run(tmp_path, EMULATED)
+    status, _, err = run.start("--resume").wait()
+    assert (status, "there is no run" in err) == (2, True)
+    run.start()
+    run.until(lambda: run.events("Trained"), "a step")
+    run.interrupt()
+    status, _, err = run.start("--resume", "--schedule.kind", "sync").wait()
+    assert (status, "schedule.kind" in err) == (2, True)
+    assert Path(run.folder / "run.db").exists()

@@ -1,0 +1,134 @@
+"""Real runs for tests: started as a user would, watched through their journal, ended one way or another."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+from tailrace.protocol import Train
+from tailrace.store.journal import Journal
+
+DEADLINE_S = 120.0
+EMULATED = """
+[model]
+preset = "smollm2-135m"
+[workload]
+prompts_per_step = 4
+group_size = 2
+prompt_tokens = 16
+max_completion_tokens = 256
+[workload.lengths]
+median = 30
+sigma = 1.0
+[rollout]
+engine = "emulated"
+kv_tokens = 2000
+stream_tokens = 8
+[trainer]
+engine = "emulated"
+mini_batches = 2
+[costs]
+decode_step = 0.001
+decode_sequence = 0.0001
+train_part = 0.01
+train_token = 0.00002
+[repack]
+every_s = 0.3
+[health]
+heartbeat_s = 0.3
+strikes = 10
+backoff_s = 0.2
+[run]
+steps = 12
+"""
+
+
+class Run:
+    """`tailrace train` on a file of settings, in a folder of the test's own."""
+
+    def __init__(self, folder: Path, settings: str = EMULATED, *options: str) -> None:
+        self.file = folder / "run.toml"
+        self.file.write_text(settings)
+        self.folder = folder / "runs" / "run"
+        self.options = ["--run.folder", str(folder / "runs"), *options]
+        self.child: subprocess.Popen[str] | None = None
+
+    def start(self, *more: str) -> Run:
+        command = [sys.executable, "-m", "tailrace", "train", str(self.file), *self.options, *more]
+        self.child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        return self
+
+    def wait(self) -> tuple[int, str, str]:
+        assert self.child is not None
+        out, err = self.child.communicate(timeout=DEADLINE_S)
+        return self.child.returncode, out, err
+
+    def finish(self, *more: str) -> str:
+        """Run to the end, which must be a good one; returns what it printed."""
+        status, out, err = self.start(*more).wait()
+        assert status == 0, f"{out}\n{err}\n{self.logs()}"
+        return out
+
+    def kill(self) -> None:
+        assert self.child is not None
+        self.child.kill()
+        self.wait()
+
+    def interrupt(self) -> tuple[int, str, str]:
+        assert self.child is not None
+        self.child.send_signal(signal.SIGINT)
+        return self.wait()
+
+    def until(self, condition: Callable[[], object], what: str) -> None:
+        limit = time.monotonic() + DEADLINE_S
+        while not condition():
+            assert self.child is None or self.child.poll() is None, f"it ended while waiting for {what}: {self.wait()}"
+            assert time.monotonic() < limit, f"waited {DEADLINE_S} s for {what}"
+            time.sleep(0.02)
+
+    def events(self, kind: str = "%") -> int:
+        """How many events of a kind are committed."""
+        try:
+            with closing(sqlite3.connect(f"file:{self.folder / 'run.db'}?mode=ro", uri=True)) as database:
+                return database.execute("SELECT count(*) FROM journal WHERE kind LIKE ?", (kind,)).fetchone()[0]
+        except sqlite3.OperationalError:
+            return 0  # not there yet
+
+    def parts(self) -> dict[str, int]:
+        """Process ids of the living parts, by the name of their log."""
+        found: dict[str, int] = {}
+        for id in _processes():
+            try:
+                log = os.readlink(f"/proc/{id}/fd/1")
+            except OSError:
+                continue
+            if log.startswith(str(self.folder.resolve())):
+                found[Path(log).stem] = id
+        return found
+
+    def trained_prompts(self) -> list[list[int]]:
+        """The prompts of every step in the surviving history, step by step."""
+        prompt_of: dict[int, int] = {}
+        steps: dict[tuple[int, int], list[int]] = {}
+        for entry in Journal(self.folder).entries():
+            for command in entry.commands:
+                for request in getattr(command, "requests", ()):
+                    prompt_of[request.group] = request.prompt
+                if isinstance(command, Train):
+                    prompts = [prompt_of[group.group] for group in command.groups]
+                    assert steps.setdefault((command.step, command.part), prompts) == prompts
+        return [prompts for _, prompts in sorted(steps.items())]
+
+    def logs(self) -> str:
+        return "\n".join(f"{log.name}: {log.read_text()[-2000:]}" for log in self.folder.glob("logs/*.log"))
+
+
+def _processes() -> Iterator[int]:
+    return (int(name) for name in os.listdir("/proc") if name.isdecimal())
