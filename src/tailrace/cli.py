@@ -121,6 +121,29 @@ def _train(arguments: argparse.Namespace) -> int:
     return 0 if complete else 130
 
 
+def _eval(arguments: argparse.Namespace) -> int:
+    from tailrace.launch.models import evaluate
+
+    return evaluate(arguments.journal, arguments.version)
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    from tailrace.launch.models import export
+
+    return export(arguments.journal, arguments.version, arguments.out)
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    from tailrace.config import load
+    from tailrace.launch.bench import bench_schedules
+    from tailrace.launch.folder import run_folder
+
+    config = load(arguments.files, arguments.settings)
+    name = config.run.name or f"bench-{Path(arguments.files[-1]).stem}"
+    folder = run_folder(config, arguments.files).with_name(name)
+    return bench_schedules(arguments.files, arguments.settings, config, folder, arguments.rounds, arguments.json)
+
+
 def _story(arguments: argparse.Namespace) -> int:
     from tailrace.obs.story import render_story, story
     from tailrace.store.journal import Journal
@@ -198,6 +221,21 @@ def _parser() -> tuple[_Parser, dict[str, _Parser]]:
     train.add_argument("--resume", action="store_true", help="go on exactly where the run of this name stopped")
     train.add_argument("--dry-run", action="store_true", help="check and print all settings, start nothing")
 
+    evaluate = add("eval", _eval, "held-out accuracy of a version of a run")
+    evaluate.add_argument("journal", type=Path, metavar="RUN", help="the directory of a run")
+    evaluate.add_argument("--version", type=_version, metavar="N", help="0: the start; unset: the newest")
+
+    export = add("export", _export, "a version of a run as a Hugging Face model directory")
+    export.add_argument("journal", type=Path, metavar="RUN", help="the directory of a run")
+    export.add_argument("--out", type=Path, required=True, metavar="DIR", help="a directory that does not exist yet")
+    export.add_argument("--version", type=_version, metavar="N", help="0: the start; unset: the newest")
+
+    bench = add("bench", _bench, "run all five schedules for real, side by side", SETTINGS)
+    bench.add_argument("what", choices=["schedules"], help="what to compare")
+    bench.add_argument("files", nargs="+", metavar="FILE", help="settings in TOML; later files override earlier ones")
+    bench.add_argument("--rounds", type=int, default=1, metavar="N", help="run each so often and take the median")
+    bench.add_argument("--json", action="store_true", help="one JSON object for programs")
+
     story = add("story", _story, "tell the life of one part of a recorded run, event by event")
     story.add_argument("journal", type=Path, metavar="RUN", help="the directory that --record wrote")
     story.add_argument(
@@ -253,6 +291,13 @@ def _refuse_misspelt(option: str, known: list[str]) -> None:
 def _nearest_command(name: str, known: list[str]) -> str:
     close = get_close_matches(name, known, n=1)
     return f"did you mean '{close[0]}'?" if close else f"the commands are {', '.join(known)}"
+
+
+def _version(text: str) -> int:
+    number = text.removeprefix("v")
+    if not number.isdecimal():
+        raise argparse.ArgumentTypeError(f"'{text}' is not a version; write --version 12")
+    return int(number)
 
 
 def _names(text: str) -> list[str]:

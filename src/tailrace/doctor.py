@@ -109,6 +109,8 @@ def _fleet(config: Config) -> Iterator[Section]:
 
 
 def _settings_facts(config: Config) -> list[tuple[str, str]]:
+    if config.costs.measured:
+        return [("processes", f"{config.replicas} replicas, {config.hosts} relays and a trainer, as [costs] measured")]
     model, cluster = config.model, config.cluster
     active = f", {model.active / 1e9:.3g}B active" if model.active < model.parameters else ""
     shape = f"{model.parameters / 1e9:.3g}B parameters{active}, {model.weight_bytes / 1e9:,.1f} GB of weights"
@@ -131,10 +133,10 @@ def _gpus_each(ways: int) -> str:
 
 
 def _generation_facts(config: Config) -> list[tuple[str, str]]:
-    from tailrace.sim.costs import Costs
-    from tailrace.sim.lengths import LengthLaw
+    from tailrace.lengths import LengthLaw
+    from tailrace.sim.measured import costs_of
 
-    costs, workload = Costs(config), config.workload
+    costs, workload = costs_of(config), config.workload
     cap, law = workload.max_completion_tokens, LengthLaw(workload, config.run.seed)
     typical, longest = workload.prompt_tokens + law.mean, workload.prompt_tokens + cap
     per_replica = workload.trajectories_per_step / config.replicas
@@ -150,22 +152,23 @@ def _generation_facts(config: Config) -> list[tuple[str, str]]:
 
 
 def _training_facts(config: Config) -> list[tuple[str, str]]:
-    from tailrace.sim.costs import TRAINING_BYTES, Costs
+    from tailrace.sim.costs import TRAINING_BYTES
+    from tailrace.sim.measured import costs_of
 
-    costs = Costs(config)
+    parts = config.trainer.mini_batches
+    step = ("a step", f"{parts} parts of {config.workload.prompts_per_step / parts:,.4g} groups")
+    if config.costs.measured:
+        return [step]
     per_gpu = TRAINING_BYTES * config.model.parameters / config.trainer_gpus
-    of, parts = costs.trainer_gpu.memory_bytes, config.trainer.mini_batches
-    return [
-        ("memory", f"{per_gpu / 1e9:,.1f} of {of / 1e9:,.0f} GB a GPU for weights, gradients and optimiser"),
-        ("a step", f"{parts} parts of {config.workload.prompts_per_step / parts:,.4g} groups"),
-    ]
+    of = costs_of(config).trainer_gpu.memory_bytes
+    return [("memory", f"{per_gpu / 1e9:,.1f} of {of / 1e9:,.0f} GB a GPU for weights, gradients and optimiser"), step]
 
 
 def _weights_facts(config: Config) -> list[tuple[str, str]]:
-    from tailrace.sim.costs import Costs
+    from tailrace.sim.measured import costs_of
 
-    costs = Costs(config)
-    hosts = -(-config.replicas // config.replicas_per_host)
+    costs = costs_of(config)
+    hosts = config.hosts
     return [
         ("push", f"{_seconds(costs.push())}: trainer to master relay, the trainer's only stall"),
         (
@@ -191,10 +194,10 @@ def _verdict(config: Config, kind: str) -> str:
 
 
 def _warnings(config: Config) -> Iterator[str]:
-    from tailrace.sim.costs import Costs
-    from tailrace.sim.lengths import LengthLaw
+    from tailrace.lengths import LengthLaw
+    from tailrace.sim.measured import costs_of
 
-    costs, workload = Costs(config), config.workload
+    costs, workload = costs_of(config), config.workload
     law = LengthLaw(workload, config.run.seed)
     group = workload.prompt_tokens + workload.group_size * law.mean
     longest = workload.prompt_tokens + workload.max_completion_tokens
@@ -209,5 +212,5 @@ def _warnings(config: Config) -> Iterator[str]:
         yield f"a step has fewer trajectories than there are replicas ({config.replicas:,}): some stay idle"
     if law.p99 >= workload.max_completion_tokens and workload.lengths.law != "fixed":
         yield "more than 1 % of completions are cut at workload.max_completion_tokens"
-    if config.rollout_gpus % config.split.tensor_parallel:
+    if not config.costs.measured and config.rollout_gpus % config.split.tensor_parallel:
         yield "the GPUs that generate are no multiple of split.tensor_parallel: the rest stays unused"

@@ -9,8 +9,8 @@ import pytest
 
 from tailrace.config.errors import ConfigError
 from tailrace.config.tree import Lengths, Turns, Workload
+from tailrace.lengths import LengthLaw, read_lengths
 from tailrace.sim.episodes import Episodes
-from tailrace.sim.lengths import LengthLaw, read_lengths
 
 
 def law(cap=16384, seed=7, base=None, **lengths):

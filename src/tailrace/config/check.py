@@ -29,6 +29,8 @@ def _bad_values(config: Config) -> Iterator[str]:
 
 
 def _model_is_complete(config: Config) -> Iterator[str]:
+    if config.costs.measured:
+        return  # nothing is reckoned from its shape
     missing = [name for name in ("parameters", "layers", "hidden", "heads") if not getattr(config.model, name)]
     if len(missing) == 4:
         yield "no model is given; write model.preset = 'qwen2.5-7b', model.hf_config or the model's own figures"

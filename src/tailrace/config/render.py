@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 from tailrace.config.fields import UNSET, fields, leaf, read
 from tailrace.config.shapes import SHAPE_FIELDS, origin_shape
@@ -19,6 +19,11 @@ def render(config: Config, only_changed: bool = False) -> str:
     values = changes(config) if only_changed else {key: read(config, key) for key in fields() if key not in known}
     comments = {} if only_changed else known
     return "\n".join(_tables(values, comments))
+
+
+def render_values(values: Mapping[str, Any]) -> str:
+    """TOML text of some settings, by dotted key, those that are at their default included."""
+    return "\n".join(_tables(values, {}))
 
 
 def changes(config: Config) -> dict[str, Any]:
@@ -76,9 +81,9 @@ def _literal(value: Any) -> str:
         case float() if value.is_integer() and abs(value) < 1e15:
             return str(int(value))
         case tuple() | list():
-            return f"[{', '.join(_literal(each) for each in value)}]"
+            return f"[{', '.join(_literal(each) for each in cast('list[Any]', value))}]"
         case dict():
-            pairs = [f"{_literal(str(key))} = {_literal(each)}" for key, each in value.items()]
+            pairs = [f"{_literal(key)} = {_literal(each)}" for key, each in cast("dict[str, Any]", value).items()]
             return f"{{ {', '.join(pairs)} }}" if pairs else "{}"
         case _:
             return repr(value)

@@ -219,7 +219,8 @@ class Trainer(Section):
     )
     forward_passes: Amount = 1.0  # simulation: extra forward passes per token (old log-probs, reference)
     checkpoint_every: Count = 1
-    keep_checkpoints: Annotated[int, Meta(ge=2)] = 2
+    keep_checkpoints: Annotated[int, Meta(ge=2)] = 2  # the newest, from which a run is resumed
+    archive_every: Natural = 0  # and one for good every so many steps; 0: none
     advantage: Literal["grpo", "dr_grpo", "rloo", "gae"] = "grpo"
     loss: Literal["grpo", "dr_grpo", "dapo", "ppo", "decoupled_ppo", "aipo", "tis", "reinforce"] = "decoupled_ppo"
     clip_low: Amount = 0.2
@@ -265,7 +266,10 @@ class Rollout(Section):
 
 
 class Costs(Section):
-    """Measured costs of one replica and of the trainer, in seconds (`tailrace fit RUN`). All 0: by the cost model."""
+    """Measured costs of one replica and of the trainer, in seconds (`tailrace fit RUN`). All 0: by the cost model.
+
+    Once they are given, a simulation is of the processes in [local], not of the GPUs in [cluster] and [split].
+    """
 
     decode_step: Amount = 0.0
     decode_sequence: Amount = 0.0  # more for each running sequence
@@ -280,6 +284,11 @@ class Costs(Section):
     @property
     def measured(self) -> bool:
         return self.decode_step > 0 or self.decode_sequence > 0
+
+    @property
+    def flat_batch(self) -> int:
+        """So many sequences make a decode step twice as long as none: up to there company is cheap."""
+        return max(1, int(self.decode_step / self.decode_sequence)) if self.decode_sequence else 0
 
 
 class Faults(Section):
@@ -306,6 +315,7 @@ class Local(Section):
     relays: Count = 1  # as if there were so many hosts; replicas are dealt out to them in turn
     port: Natural = 0  # of the controller, on loopback; 0: any free one
     start_s: Annotated[float, Meta(gt=0)] = 180.0  # until a process that was started must have joined
+    cores: Natural = 0  # simulation: [costs] are processor seconds, shared by all processes on so many; 0: wall seconds
 
 
 class Run(Section):
@@ -343,7 +353,7 @@ class Config(Section):
     @property
     def colocated(self) -> bool:
         chosen = self.split.colocated
-        return self.schedule.kind == "sync" if chosen is None else chosen
+        return not self.costs.measured and (self.schedule.kind == "sync" if chosen is None else chosen)
 
     @property
     def trainer_gpus(self) -> int:
@@ -360,7 +370,16 @@ class Config(Section):
 
     @property
     def replicas(self) -> int:
-        return self.rollout_gpus // self.split.tensor_parallel
+        return self.local.replicas if self.costs.measured else self.rollout_gpus // self.split.tensor_parallel
+
+    @property
+    def hosts(self) -> int:
+        """Hosts with replicas; each has a relay."""
+        return self.local.relays if self.costs.measured else -(-self.replicas // self.replicas_per_host)
+
+    def host_of(self, replica: int) -> int:
+        """Processes are dealt out to the hosts of this machine in turn; GPUs fill one host after the other."""
+        return replica % self.local.relays if self.costs.measured else replica // self.replicas_per_host
 
     @property
     def replicas_per_host(self) -> int:

@@ -57,8 +57,8 @@ def _value(key: str, text: str | None) -> Any:
 
 def _list(text: str) -> Any:
     """`["a", "b"]` as TOML has it; anything else is a list of one."""
-    value = _toml(text) if text.startswith("[") else None
-    return value if isinstance(value, list) else [_unquoted(text)]
+    whole = _toml(text) if text.startswith("[") else None
+    return [_unquoted(text)] if whole is None else whole
 
 
 def _number(text: str) -> Any:

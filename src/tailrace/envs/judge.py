@@ -18,8 +18,9 @@ import msgspec
 
 from tailrace.config.errors import ConfigError
 from tailrace.envs.base import Answer, Faulted, Observed, Row, Scored, Task, Turn
+from tailrace.envs.imports import described
 from tailrace.envs.judge_wire import Frames, Judged, Question, Ready, Refused, Setup, frame
-from tailrace.envs.rewards import RewardError, described
+from tailrace.envs.rewards import RewardError
 from tailrace.envs.tasks import build_task, prepare
 
 Send = Callable[[bytes], None]

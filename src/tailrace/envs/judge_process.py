@@ -31,7 +31,7 @@ class JudgeProcess:
     def __init__(self, config: Config, timeout_s: float, row: Row | None = None) -> None:
         self.timeout_s = timeout_s
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tailrace.envs.judge"],
+            [sys.executable, "-P", "-m", "tailrace.envs.judge"],  # -P: a `json.py` in the folder replaces nothing
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,  # a group of its own, to be killed as one; Ctrl-C is for the parent to handle

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Hashable
 from itertools import count
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tailrace.config.tree import Config
 from tailrace.envs.base import Answer, Faulted, Row, Turn
@@ -27,7 +26,7 @@ PAUSE_S = 10.0  # until another start is tried beside judges that do work
 
 
 class Asked(NamedTuple):
-    key: Hashable
+    key: Any
     question: Question
 
 
@@ -56,9 +55,9 @@ class Judge:
         self.pending.extend(asked)
         self.process.send([each.question for each in asked])
 
-    def receive(self) -> list[tuple[Hashable, Answer]]:
+    def receive(self) -> list[tuple[Any, Answer]]:
         self.process.flush()
-        answers: list[tuple[Hashable, Answer]] = []
+        answers: list[tuple[Any, Answer]] = []
         for reply in self.process.receive():
             self.since = time.monotonic()  # the next question's time starts now
             if isinstance(reply, Judged):
@@ -90,7 +89,7 @@ class Judges:
         self._trusted: bool = getattr(self.task, "trusted", False)
         self._judges: list[Judge] = []
         self._queue: deque[Asked] = deque()
-        self._done: list[tuple[Hashable, Answer]] = []
+        self._done: list[tuple[Any, Answer]] = []
         self._ids = count()
         self._pause_until = 0.0
 
@@ -99,14 +98,14 @@ class Judges:
         """Questions whose answers `poll` has not returned yet."""
         return len(self._queue) + len(self._done) + sum(len(judge.pending) for judge in self._judges)
 
-    def ask(self, key: Hashable, row: Row, transcript: tuple[Turn, ...]) -> None:
+    def ask(self, key: Any, row: Row, transcript: tuple[Turn, ...]) -> None:
         if self._trusted:
             self._done.append((key, answer_to(self.task, row, transcript)))
             return
         self._queue.append(Asked(key, Question(next(self._ids), row, transcript)))
         self._hand_out()
 
-    def poll(self, timeout_s: float = 0.0) -> list[tuple[Hashable, Answer]]:
+    def poll(self, timeout_s: float = 0.0) -> list[tuple[Any, Answer]]:
         """Answers, each once. Waits until there is one, but never when nothing is outstanding."""
         until = time.monotonic() + timeout_s
         self._turn()

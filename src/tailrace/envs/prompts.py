@@ -59,6 +59,8 @@ class Prompts:
         return self._rendered(place, self.task.row(index), f"training row {index + 1}")
 
     def _rendered(self, place: int, row: dict[str, Any], what: str) -> Row:
+        if "prompt" not in row:
+            raise ConfigError(f"{what} has no 'prompt'; it has {', '.join(row) or 'nothing'}")
         tokens = self.rendering.prompt_tokens(row["prompt"])
         self._check_length(len(tokens), what)
         columns = {name: value for name, value in row.items() if name != "prompt"}

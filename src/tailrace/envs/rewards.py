@@ -1,28 +1,23 @@
 """The user's reward function: found by its path, called by the signature it has, its result checked.
 
 `task.reward` is `module:function` or `file.py:function`. Which of the known signatures a function has is told by the
-names of its parameters, so functions written for TRL, verl or verifiers work as they are. `find` looks without running
-anything of the user's; `load_reward` imports, and belongs into a judge, where it can do no harm.
+names of its parameters, so functions written for TRL, verl or verifiers work as they are. `load_reward` runs what the
+user has written, so it belongs into a judge, where that can do no harm.
 """
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import inspect
 import math
 import numbers
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from difflib import get_close_matches
-from operator import attrgetter
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple, cast
 
 from tailrace.config.errors import ConfigError
 from tailrace.envs import answers
 from tailrace.envs.base import Row, Turn
+from tailrace.envs.imports import load_object
 
 Transcript = tuple[Turn, ...]
 Reward = Callable[[Row, Transcript], float]
@@ -40,15 +35,6 @@ class RewardError(ValueError):
     """What a reward function answered is no reward."""
 
 
-class Place(NamedTuple):
-    """Where a function is to be found: in a file, or in a module that Python finds by itself or in `folders`."""
-
-    module: str
-    function: str
-    file: Path | None
-    folders: tuple[Path, ...]
-
-
 def needs_answer(path: str) -> bool:
     """Whether the reward compares with the row's answer, whatever else the row has."""
     return path in BUILT_IN
@@ -59,7 +45,7 @@ def load_reward(path: str, folders: Sequence[Path]) -> Reward:
     if path in BUILT_IN:
         match = BUILT_IN[path]()
         return lambda row, transcript: match(last_words(transcript), row.columns["answer"])
-    function = _imported(find(path, folders), path)
+    function = load_object(path, folders, "task.reward", others=BUILT_IN)
     return UserReward(function, _signature(function, path), path)
 
 
@@ -100,66 +86,6 @@ class UserReward(NamedTuple):
 
 async def _awaited(result: Any) -> Any:
     return await result
-
-
-# ------------------------------------------------------------------------------------------------------------ finding
-
-
-def find(path: str, folders: Sequence[Path]) -> Place:
-    """Where the path points to. A relative file is looked for in each folder; of a module only the form is judged."""
-    module, colon, function = path.rpartition(":")
-    if not colon or not module or not function:
-        close = get_close_matches(path, [name for name in BUILT_IN if name], n=1)
-        hint = f"did you mean '{close[0]}'?" if close else "write 'my_rewards:score' or 'my_rewards.py:score'"
-        raise ConfigError(f"task.reward = '{path}' names no function; {hint}")
-    if not module.endswith(".py"):
-        return Place(module, function, None, tuple(folders))
-    for folder in folders:
-        if (folder / module).is_file():
-            return Place(Path(module).stem, function, (folder / module).resolve(), (folder.resolve(),))
-    places = " or ".join(str(folder) for folder in dict.fromkeys(folders))
-    raise ConfigError(f"task.reward = '{path}': there is no file {module} in {places}")
-
-
-def _imported(place: Place, path: str) -> Callable[..., Any]:
-    try:
-        module = _module(place)
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"task.reward = '{path}': there is no module '{error.name}' to import") from None
-    except (Exception, SystemExit) as error:  # the border to the user's code
-        raise ConfigError(f"task.reward = '{path}' cannot be imported: {described(error)}") from error
-    return _function(module, place.function, path)
-
-
-def _module(place: Place) -> ModuleType:
-    for folder in place.folders:
-        if str(folder) not in sys.path:
-            sys.path.append(str(folder))  # last, so that a user's `json.py` replaces nothing
-    if place.file is None:
-        return importlib.import_module(place.module)
-    if str(place.file.parent) not in sys.path:
-        sys.path.append(str(place.file.parent))
-    name = f"tailrace_reward_{place.module}"
-    spec = importlib.util.spec_from_file_location(name, place.file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # before it runs: dataclasses and the like look themselves up there
-    spec.loader.exec_module(module)
-    return module
-
-
-def _function(module: ModuleType, name: str, path: str) -> Callable[..., Any]:
-    try:
-        function = attrgetter(name)(module)
-    except AttributeError:
-        own = [each for each, value in vars(module).items() if callable(value) and not each.startswith("_")]
-        close = get_close_matches(name, own, n=1)
-        hint = f"did you mean '{close[0]}'?" if close else f"it has {', '.join(own) or 'no function at all'}"
-        raise ConfigError(f"task.reward = '{path}': there is no '{name}' in it; {hint}") from None
-    if not callable(function):
-        raise ConfigError(f"task.reward = '{path}' is {type(function).__name__}, not a function")
-    return function
 
 
 # --------------------------------------------------------------------------------------------------------- signatures
@@ -253,13 +179,3 @@ def _only(result: Any, path: str) -> Any:
 def _shown(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def described(error: BaseException) -> str:
-    """An exception of the user's code in one line, with the place it comes from."""
-    import traceback
-
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:500]}{place}" if text else f"{type(error).__name__}{place}"

@@ -1,7 +1,7 @@
-"""From settings to a task: a built-in one by its name, or the user's own data and reward.
+"""From settings to a task: a built-in one by its name, the user's own data and reward, or a class of the user's.
 
-`build_task` is cheap and runs nothing of the user's. The controller asks the result for rows, which reads the data; a
-judge asks it to respond, which imports the reward; neither ever does the other's work.
+With data and reward, nothing of the user's runs until it is needed: the controller asks for rows, which reads the data;
+a judge asks for a response, which imports the reward; neither ever does the other's work.
 """
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ from tailrace.config.tree import Config
 from tailrace.config.tree import Task as Settings
 from tailrace.envs.base import Row, Scored, Task, Turn
 from tailrace.envs.data import Split, read_split
-from tailrace.envs.rewards import BUILT_IN, Reward, UserReward, find, load_reward, needs_answer
+from tailrace.envs.imports import described, find, load_object
+from tailrace.envs.rewards import BUILT_IN, Reward, UserReward, load_reward, needs_answer
 from tailrace.envs.tools import ToolUse
 
 
 def build_task(config: Config) -> Task:
     """The task of these settings, or ConfigError."""
     settings = config.task
-    task = _built_in(config) if settings.name else _own(settings)
+    task = _named(config) if settings.name else _own(settings)
     tool = settings.tools or ("calculator" if settings.name == "calculator" else "")
     if tool:
         return ToolUse(task, tool, settings.max_turns, settings.reward_timeout_s)
-    if settings.max_turns > 1:
+    if settings.max_turns > 1 and ":" not in settings.name:
         raise ConfigError(
             f"task.max_turns is {settings.max_turns}, but nothing answers between turns; write task.tools"
         )
@@ -88,20 +89,37 @@ def _own(settings: Settings) -> OwnTask:
             f"task.options.{next(iter(settings.options))} belongs to a built-in task; write its task.name"
         )
     if settings.reward not in BUILT_IN:
-        find(settings.reward, folders(settings))
+        find(settings.reward, folders(settings), "task.reward", others=BUILT_IN)
     return OwnTask(settings)
 
 
-def _built_in(config: Config) -> Task:
+def _named(config: Config) -> Task:
     settings = config.task
+    for field in ("data", "eval_data", "reward"):
+        if getattr(settings, field):
+            raise ConfigError(f"task.{field} is not used by the task '{settings.name}'; remove one of the two")
+    if ":" in settings.name:
+        return _written_by_user(config)
     if settings.name not in BUILDERS:
         close = get_close_matches(settings.name, BUILDERS, n=1)
         hint = f"did you mean '{close[0]}'?" if close else f"there are {', '.join(BUILDERS)}"
         raise ConfigError(f"task.name = '{settings.name}' is unknown; {hint}")
-    for field in ("data", "eval_data", "reward"):
-        if getattr(settings, field):
-            raise ConfigError(f"task.{field} is not used by the built-in task '{settings.name}'; remove one of the two")
     return BUILDERS[settings.name](config)
+
+
+def _written_by_user(config: Config) -> Task:
+    name = config.task.name
+    maker = load_object(name, folders(config.task), "task.name")
+    try:
+        task = maker(config.task.options, config.run.seed)
+    except ConfigError:
+        raise
+    except (Exception, SystemExit) as error:  # the border to the user's code
+        raise ConfigError(f"task.name = '{name}' cannot be made from (options, seed): {described(error)}") from error
+    missing = [method for method in ("__len__", "row", "held_out", "respond") if not hasattr(task, method)]
+    if missing:
+        raise ConfigError(f"task.name = '{name}' has no {missing[0]}; a task has __len__, row, held_out and respond")
+    return task
 
 
 def _running_total(config: Config) -> Task:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from tailrace.config.errors import ConfigError
 from tailrace.config.tree import Config
 from tailrace.runtime.controller import Source
 from tailrace.types import Row
+
+if TYPE_CHECKING:
+    from tailrace.envs.prompts import Prompts
 
 
 def open_source(config: Config) -> Source:
@@ -15,19 +20,20 @@ def open_source(config: Config) -> Source:
     if not config.model.path:
         raise ConfigError("no model is given to train; write model.path, a Hugging Face model directory")
     from tailrace.envs.examine import examine
-    from tailrace.model.load import context_length, load_tokenizer, model_folder
+    from tailrace.envs.prompts import Prompts
+    from tailrace.envs.tasks import build_task
+    from tailrace.model.load import context_length, load_tokenizer
 
-    model_folder(config.model.path)
-    tokenizer = load_tokenizer(config.model.path)
-    return Limited(examine(config, tokenizer, context_length(config.model.path)), config)
+    tokenizer, context = load_tokenizer(config.model.path), context_length(config.model.path)
+    examine(config, tokenizer, context)
+    return Limited(Prompts(build_task(config), tokenizer, config, context), config.task.epochs)
 
 
 class Limited:
     """The prompts of a task, `task.epochs` times over."""
 
-    def __init__(self, prompts: Source, config: Config) -> None:
+    def __init__(self, prompts: Prompts, epochs: int) -> None:
         self._prompts = prompts
-        epochs = config.task.epochs
         self.total = epochs * len(prompts.task) if epochs else None
 
     def rows(self, start: int, count: int) -> list[Row]:

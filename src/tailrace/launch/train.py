@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import signal
+import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from tailrace.launch.folder import CHECKPOINTS, open_store
 from tailrace.launch.sources import open_source
 from tailrace.obs.live import LiveRun
 from tailrace.obs.progress import Progress
+from tailrace.obs.summary import write_summary
 from tailrace.obs.terminal import Show, watch
 from tailrace.runtime.controller import INTERRUPTED, Controller, Source
 from tailrace.store.run import RunStore
@@ -41,6 +43,8 @@ def train(config: Config, folder: Path, resume: bool) -> bool:
         store.close(complete=False)
         raise
     store.close(complete=complete)
+    if complete:
+        write_summary(folder, sys.stdout)
     print(reason if complete else f"interrupted; the same command with --resume goes on from here ({folder})")
     return complete
 

@@ -3,8 +3,9 @@
     replica:  starting -> idle <-> generating | pulling;  lost -> (joins again)
     trainer:  starting -> idle <-> training;              lost -> (joins again)
 
-A replica without work is idle: admission gave it none. An idle trainer waits for data. Seconds count from the first
-sample on, so that the start of the processes is nobody's idleness. Spans are kept only where a timeline is wanted.
+A replica without work is idle: admission gave it none. An idle trainer waits for data. Until the first sample is on its
+way, at the beginning as after a resumption, everybody counts as starting: that is nobody's idleness. Spans are kept
+only where a timeline is wanted.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class Lane:
         if state == self.state:
             return
         self.settle(now)
-        if self.spans is not None and now > self.since:
+        if self.spans is not None:
             self.spans.append(Span(self.state, self.since, now))
         self.state, self.since = state, now
 
@@ -66,12 +67,9 @@ class Lane:
         self.seconds[self.state] += now - self._counted_from
         self._counted_from = now
 
-    def count_from(self, now: float) -> None:
-        self.seconds.clear()
-        self._counted_from = now
-
     def timeline(self, now: float) -> list[Span]:
-        return [*(self.spans or []), Span(self.state, self.since, now)]
+        spans = [*(self.spans or []), Span(self.state, self.since, now)]
+        return [span for span in spans if span.end > span.start]
 
 
 class ReplicaLane(Lane):
@@ -87,6 +85,7 @@ class ReplicaLane(Lane):
 
 class TrainerLane(Lane):
     incarnation = 0
+    alive = False
     asked: tuple[int, int] | None = None  # step and part that it is training
 
 
@@ -96,21 +95,23 @@ class Activity:
         self.replicas: dict[ReplicaId, ReplicaLane] = {}
         self.trainer = TrainerLane(0.0, keep_spans)
         self.began: float | None = None  # when the first sample was given to a replica
+        self.settling = True  # no sample or batch has been given to anybody since the controller was started
 
     def see(self, now: float, event: Event, commands: Sequence[Command], load: Mapping[ReplicaId, int]) -> None:
         """`load` is how many samples run on each of the replicas whose number of samples has changed."""
         changed = set(load)
         self._hear_replica(now, event, changed)
-        self._hear_trainer(now, event)
+        self._hear_trainer(event)
         if isinstance(event, ControllerRestarted):
-            self._unknown(now)
+            self._unknown(changed)
         for command in commands:
             self._obey(now, command, changed)
         for id, count in load.items():
             self._replica(id, now).running = count
         for id in changed:
             lane = self._replica(id, now)
-            lane.enter(_replica_state(lane), now)
+            lane.enter(self._replica_state(lane), now)
+        self.trainer.enter(self._trainer_state(), now)
 
     def idle(self, lanes: Sequence[Lane], now: float) -> float:
         """The share of the time in which these were not at work, though they should have been."""
@@ -155,26 +156,24 @@ class Activity:
             lane.incarnation, lane.version, lane.kv_capacity = event.incarnation, event.version, event.kv_capacity
             lane.alive, lane.pulling, lane.kv_tokens, lane.waiting = True, False, 0, 0
 
-    def _hear_trainer(self, now: float, event: Event) -> None:
+    def _hear_trainer(self, event: Event) -> None:
         trainer = self.trainer
         if isinstance(event, TrainerJoined) and event.incarnation > trainer.incarnation:
-            trainer.incarnation, trainer.asked = event.incarnation, None
-            trainer.enter("idle", now)
+            trainer.incarnation, trainer.alive, trainer.asked = event.incarnation, True, None
         elif isinstance(event, TrainerLost) and event.incarnation == trainer.incarnation:
-            trainer.asked = None
-            trainer.enter("lost", now)
+            trainer.alive, trainer.asked = False, None
         elif isinstance(event, Trained) and trainer.asked == (event.step, event.part):
             trainer.asked = None
-            trainer.enter("idle", now)
-        elif isinstance(event, Alive) and event.part == "trainer" and trainer.state == "starting":
-            trainer.enter("training" if trainer.asked else "idle", now)
+        elif isinstance(event, Alive) and event.part == "trainer" and event.incarnation == trainer.incarnation:
+            trainer.alive = True
 
-    def _unknown(self, now: float) -> None:
+    def _unknown(self, changed: set[ReplicaId]) -> None:
         """The controller is back: who is still there will say so."""
+        self.settling = True
+        self.trainer.alive = False
         for lane in self.replicas.values():
             lane.alive = lane.pulling = False
-            lane.enter("starting", now)
-        self.trainer.enter("starting", now)
+        changed.update(self.replicas)
 
     # ------------------------------------------------------------------------------------------------------- obeying
 
@@ -184,26 +183,46 @@ class Activity:
             changed.add(command.replica)
         elif isinstance(command, Train):
             self.trainer.asked = (command.step, command.part)
-            self.trainer.enter("training", now)
-        elif isinstance(command, Generate) and self.began is None:
-            self._begin(now)
+            self._settle(changed)
+        elif isinstance(command, Generate):
+            self.began = now if self.began is None else self.began
+            self._settle(changed)
         elif isinstance(command, Start):
             self._start(now, command, changed)
 
-    def _begin(self, now: float) -> None:
-        self.began = now
-        for lane in (self.trainer, *self.replicas.values()):
-            lane.count_from(now)
+    def _settle(self, changed: set[ReplicaId]) -> None:
+        if self.settling:
+            self.settling = False
+            changed.update(self.replicas)
 
     def _start(self, now: float, command: Start, changed: set[ReplicaId]) -> None:
         """A part that is started while it seemed to be there has fallen silent."""
-        if command.part == "trainer" and self.trainer.state in ("idle", "training"):
-            self.trainer.asked = None
-            self.trainer.enter("lost", now)
+        if command.part == "trainer":
+            self.trainer.alive, self.trainer.asked = False, None
         elif command.part == "replica":
-            lane = self._replica(command.id, now)
-            lane.alive = False
+            self._replica(command.id, now).alive = False
             changed.add(command.id)
+
+    # -------------------------------------------------------------------------------------------------------- states
+
+    def _replica_state(self, lane: ReplicaLane) -> str:
+        if not lane.alive:
+            return self._absent(lane)
+        if lane.pulling:
+            return "pulling"
+        return "generating" if lane.running > 0 else self._idle
+
+    def _trainer_state(self) -> str:
+        if not self.trainer.alive:
+            return self._absent(self.trainer)
+        return "training" if self.trainer.asked else self._idle
+
+    def _absent(self, lane: Lane) -> str:
+        return "starting" if self.settling or lane.state == "starting" else "lost"
+
+    @property
+    def _idle(self) -> str:
+        return "starting" if self.settling else "idle"
 
 
 def _tell(lane: ReplicaLane, event: Progressed | WeightsLoaded | PullFailed | ReplicaLost) -> None:
@@ -215,11 +234,3 @@ def _tell(lane: ReplicaLane, event: Progressed | WeightsLoaded | PullFailed | Re
     elif isinstance(event, WeightsLoaded):
         lane.version = event.version
     lane.pulling = lane.pulling and isinstance(event, Progressed)
-
-
-def _replica_state(lane: ReplicaLane) -> str:
-    if not lane.alive:
-        return "starting" if lane.state == "starting" else "lost"
-    if lane.pulling:
-        return "pulling"
-    return "generating" if lane.running > 0 else "idle"

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -28,6 +28,7 @@ from tailrace.protocol import (
     RelayLost,
     ReplicaJoined,
     ReplicaLost,
+    RunStarted,
     SampleFailed,
     Stop,
     TrainerJoined,
@@ -41,12 +42,16 @@ HAPPENINGS = 50  # kept to be shown
 STALL = "publish/stall_s"
 
 
+Weight = Literal["small", "notable", "alarming"]  # small: only where there is room for it
+Told = Iterator[tuple[str, Weight]]
+
+
 class Happening(NamedTuple):
-    """Something worth a line. `alarming` is what people should see even when they see little."""
+    """Something worth a line."""
 
     at: float
     text: str
-    alarming: bool = False
+    weight: Weight
 
 
 class ReplicaView(msgspec.Struct, frozen=True):
@@ -73,7 +78,6 @@ class RunView(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_s: float  # trained, of the last steps
     generated_tokens: int
     staleness: Staleness
-    recent_staleness: Staleness
     replicas: tuple[ReplicaView, ...]
     trainer: str  # its state
     trainer_idle: float
@@ -111,16 +115,19 @@ class LiveRun:
     def see(self, now: float, event: Event, commands: Sequence[Command]) -> None:
         """What control handled, and what came of it."""
         self._advance(now, event)
-        account, steps = self.account, len(self.account.steps)
+        account, steps, begins = self.account, len(self.account.steps), self.activity.began is None
         account.see(self.seconds, event, commands)
         load = {id: account.load[id] for id in account.touched}
         self.activity.see(self.seconds, event, commands, load)
         if isinstance(event, VersionStored):
             self.version = max(self.version, event.version)
         if isinstance(event, SampleFailed) and _is_power_of_ten(account.failures):
-            self._tell(f"{_count(account.failures, 'sample')} failed so far; t{event.trajectory}: {event.reason}", True)
-        for text, alarming in _told(event, commands):
-            self._tell(text, alarming)
+            text = f"{_count(account.failures, 'sample')} failed so far; t{event.trajectory}: {event.reason}"
+            self._tell(text, "alarming")
+        if begins and self.activity.began is not None:
+            self._tell("everybody is up, and the first samples are on their way", "notable")
+        for text, weight in _told(event, commands):
+            self._tell(text, weight)
         self._recent.extend(account.steps[steps:])
         self.stopped = next((command.reason for command in commands if isinstance(command, Stop)), self.stopped)
 
@@ -139,8 +146,8 @@ class LiveRun:
             self.seconds = max(0.0, now)
         self._last_now = now
 
-    def _tell(self, text: str, alarming: bool) -> None:
-        self.happenings.append(Happening(self.seconds, text, alarming))
+    def _tell(self, text: str, weight: Weight) -> None:
+        self.happenings.append(Happening(self.seconds, text, weight))
         self.happened += 1
 
     # -------------------------------------------------------------------------------------------------------- figures
@@ -171,7 +178,9 @@ class LiveRun:
 
     def view(self, now: float | None = None) -> RunView:
         """How things stand; `now` is the controller's clock, which goes on while nothing happens."""
-        seconds = self.seconds + (max(0.0, now - self._last_now) if now is not None and self._last_now else 0.0)
+        seconds = self.seconds
+        if now is not None and self._last_now is not None:
+            seconds += max(0.0, now - self._last_now)
         account, lanes = self.account, self.activity.replicas
         last = account.steps[-1] if account.steps else None
         rewards = [step.reward for step in list(self._recent)[-RECENT:] if step.reward is not None]
@@ -187,7 +196,6 @@ class LiveRun:
             tokens_per_s=self._recent_rate(),
             generated_tokens=account.generated,
             staleness=staleness(account.total.ages),
-            recent_staleness=last.staleness if last else Staleness(),
             replicas=tuple([self._replica_view(id, lanes[id], seconds) for id in sorted(lanes)]),
             trainer=self.activity.trainer.state,
             trainer_idle=self.activity.idle([self.activity.trainer], seconds),
@@ -234,16 +242,21 @@ class LiveRun:
 # ------------------------------------------------------------------------------------------------------- happenings
 
 
-def _told(event: Event, commands: Sequence[Command]) -> Iterator[tuple[str, bool]]:
-    """Sentences for what is out of the ordinary, and whether they are alarming."""
-    if isinstance(event, ReplicaJoined | TrainerJoined) and event.incarnation > 1:
-        yield f"{_name(event)} is back", True
+def _told(event: Event, commands: Sequence[Command]) -> Told:
+    """Sentences for what is out of the ordinary."""
+    if isinstance(event, RunStarted):
+        yield (
+            f"starting the trainer, {_count(event.relays, 'relay')} and {_count(event.replicas, 'replica')}",
+            "notable",
+        )
+    elif isinstance(event, ReplicaJoined | TrainerJoined) and event.incarnation > 1:
+        yield f"{_name(event)} is back", "notable"
     elif isinstance(event, ReplicaLost | RelayLost | TrainerLost):
-        yield f"{_name(event)} lost: {event.reason}", True
+        yield f"{_name(event)} lost: {event.reason}", "alarming"
     elif isinstance(event, PullFailed):
-        yield f"r{event.replica} could not load version {event.version}: {event.reason}", True
+        yield f"r{event.replica} could not load version {event.version}: {event.reason}", "alarming"
     elif isinstance(event, ControllerRestarted):
-        yield "resumed", False
+        yield "resumed", "notable"
     elif isinstance(event, Parked):
         yield from _moves(event, commands)
     yield from _endings(commands)
@@ -260,20 +273,20 @@ def _name(event: ReplicaJoined | TrainerJoined | ReplicaLost | RelayLost | Train
     return f"h{event.relay}" if isinstance(event, RelayLost) else "the trainer"
 
 
-def _moves(event: Parked, commands: Sequence[Command]) -> Iterator[tuple[str, bool]]:
+def _moves(event: Parked, commands: Sequence[Command]) -> Told:
     for command in commands:
         if isinstance(command, Generate) and command.replica != event.replica:
             moved = sum(request.resume for request in command.requests)
             if moved:
-                yield f"repack: {_count(moved, 'sample')} moved from r{event.replica} to r{command.replica}", False
+                yield f"repack: {_count(moved, 'sample')} moved from r{event.replica} to r{command.replica}", "small"
 
 
-def _endings(commands: Sequence[Command]) -> Iterator[tuple[str, bool]]:
+def _endings(commands: Sequence[Command]) -> Told:
     words = {"stale": "too stale to train on", "failed": "too few samples came to a good end"}
     for reason, why in words.items():
         ended = sum(isinstance(command, Forget) and command.reason == reason for command in commands)
         if ended:
-            yield f"{_count(ended, 'group')} dropped: {why}", False
+            yield f"{_count(ended, 'group')} dropped: {why}", "small"
 
 
 def _count(number: int, noun: str) -> str:

@@ -73,11 +73,11 @@ class _Page:
         axes.set_xticks([])
         return axes
 
-    def panel(self, top: float, heading: str, high: float, low: float = 0.0) -> Axes:
+    def panel(self, top: float, heading: str, high: float, low: float = 0.0, whole: bool = False) -> Axes:
         self.text(LEFT, top - 0.11, heading, fontsize=HEADING)
         axes = self.axes(top, PANEL)
         axes.set_ylim(low, high)
-        marks = ticks(low, high, 4)
+        marks = [mark for mark in ticks(low, high, 4) if mark == int(mark) or not whole]
         axes.set_yticks(marks, [f"{mark:,.10g}" for mark in marks])
         axes.grid(axis="y", color=GRID, linewidth=0.7)
         axes.set_axisbelow(True)
@@ -136,17 +136,16 @@ def _rate(page: _Page, top: float, steps: Sequence[StepRecord], history: History
         return
     axes.stairs(rates, edges, color=RATE, fill=True, alpha=0.16, linewidth=0)
     axes.plot([step.ended for step in steps], _smoothed_rate(steps, lengths), color=RATE, linewidth=2.2)
-    page.beside(top, [(f"{summary.tokens_per_s:,.0f}", RATE), ("over the whole run", SOFT)])
+    page.beside(top, [(f"{summary.tokens_per_s:,.0f}", RATE), ("from the first sample on", SOFT)])
 
 
 def _staleness(page: _Page, top: float, steps: Sequence[StepRecord], history: History, summary: Summary) -> None:
     most = max([step.staleness.max for step in steps], default=1)
-    axes = page.panel(top, "Staleness: versions between a sample's oldest token and its step", max(1, most) * 1.15)
+    heading = "Staleness: versions between a sample's oldest token and its step"
+    axes = page.panel(top, heading, 1.15 * max(1, most), whole=True)
     if not steps:
         _nothing(axes, "no step has been trained")
         return
-    marks = ticks(0, max(1, most), 4)
-    axes.set_yticks([mark for mark in marks if mark == int(mark)])
     edges = [history.began, *[step.ended for step in steps]]
     axes.stairs([step.staleness.max for step in steps], edges, color=AGE, fill=True, alpha=0.13, linewidth=0)
     axes.plot([step.ended for step in steps], [step.staleness.mean for step in steps], color=AGE, linewidth=1.8)
@@ -279,7 +278,7 @@ def _time_marks(seconds: float) -> list[float]:
 
 def _duration(seconds: float) -> str:
     if seconds < 120:
-        return f"{seconds:,.4g} s"
+        return f"{seconds:,.3g} s"
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -22,6 +22,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from tailrace.obs.account import StepRecord
 from tailrace.obs.live import Happening, LiveRun, ReplicaView, RunView
 
 REFRESH_S = 0.25
@@ -53,7 +54,7 @@ def watch(live: LiveRun, stream: TextIO | None = None) -> Show:
 
 
 class Lines:
-    """One line per step, and one for everything alarming."""
+    """One line per step, and one for everything notable."""
 
     def __init__(self, live: LiveRun, stream: TextIO) -> None:
         self.live = live
@@ -62,16 +63,19 @@ class Lines:
         self._happened = live.happened
 
     def __call__(self, now: float) -> None:
+        self._catch_up(now)
+
+    def _catch_up(self, now: float | None) -> None:
         live = self.live
-        if live.happened > self._happened:
-            new = list(live.happenings)[-(live.happened - self._happened) :]
-            self._happened = live.happened
-            for one in new:
-                if one.alarming:
-                    self._print(f"{clock(one.at)}  {one.text}")
-        if len(live.account.steps) > self._steps:
-            self._steps = len(live.account.steps)
-            self._print(step_line(live.view(now)))
+        new = min(live.happened - self._happened, len(live.happenings))
+        self._happened = live.happened
+        for one in list(live.happenings)[len(live.happenings) - new :]:
+            if one.weight != "small":
+                self._print(f"{clock(one.at)}  {one.text}")
+        steps = live.account.steps[self._steps :]
+        self._steps += len(steps)
+        for step in steps:
+            self._print(step_line(step, live.view(now)))
 
     def _print(self, line: str) -> None:
         print(line, file=self.stream, flush=True)
@@ -82,15 +86,15 @@ class Lines:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        return
+        self._catch_up(None)
 
 
-def step_line(view: RunView) -> str:
-    ages = view.recent_staleness
+def step_line(step: StepRecord, view: RunView) -> str:
+    ages = step.staleness
     kv = [replica.kv for replica in view.replicas]
     words = [
-        f"{clock(view.seconds)}  step {view.steps}/{view.total_steps}",
-        f"reward {number(view.reward)}",
+        f"{clock(step.ended)}  step {step.step + 1}/{view.total_steps}",
+        f"reward {number(step.reward)}",
         f"{view.tokens_per_s:,.0f} tokens/s",
         f"staleness {ages.mean:.1f} (max {ages.max})",
         f"KV {percent(sum(kv) / len(kv) if kv else 0.0)}",
@@ -244,7 +248,7 @@ def _groups(view: RunView) -> Text:
 
 def _happenings(happenings: tuple[Happening, ...]) -> Iterator[Text]:
     for one in happenings:
-        yield _line(f"{clock(one.at):>8}  ", "dim").append(one.text, "red" if one.alarming else "")
+        yield _line(f"{clock(one.at):>8}  ", "dim").append(one.text, "red" if one.weight == "alarming" else "")
 
 
 # --------------------------------------------------------------------------------------------------------- wording

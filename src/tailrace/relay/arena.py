@@ -142,8 +142,7 @@ class Arena(ArenaReader):
     def __init__(self, path: Path, quota: int = 0) -> None:
         super().__init__(path)
         self.quota = quota
-        _make_private(path)
-        self._lock = _lock(path)
+        self._lock = _own(path)
         for file in self._files("v*"):
             file.unlink(missing_ok=True)
 
@@ -201,7 +200,7 @@ class Writer:
         self.path = arena.path / f"{label('version', version)}.partial"
         self.written = 0
         self._sum = xxhash.xxh3_64()
-        self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        self._file = _new_file(self.path)
         os.ftruncate(self._file, size)
         self.buffer = memoryview(mmap.mmap(self._file, size))
 
@@ -254,24 +253,67 @@ def _back(file: int, start: int, count: int) -> None:
         os.pwrite(file, bytes(count), start)
 
 
+def _new_file(path: Path) -> int:
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        raise ArenaError(f"{path} is being written already: a version is written by one sender at a time") from None
+
+
+# ------------------------------------------------------------------------------------------------- who owns a folder
+
+
+def clear_abandoned(base: Path | None = None) -> list[Path]:
+    """Remove the arenas whose owners are dead: what runs that were killed have left in memory. Returns which."""
+    cleared: list[Path] = []
+    for path in (base or default_base()).glob("tailrace-*"):
+        try:
+            lock = _lock(path, os.O_RDWR)
+        except OSError:
+            continue  # alive, somebody else's, or not an arena
+        shutil.rmtree(path, ignore_errors=True)
+        os.close(lock)
+        cleared.append(path)
+    return cleared
+
+
+def _own(path: Path) -> int:
+    """Lock a folder for as long as this process lives. Somebody may clear it away while we do: then make it anew."""
+    while True:
+        _make_private(path)
+        try:
+            lock = _lock(path, os.O_RDWR | os.O_CREAT)
+            if _is(path / "lock", lock):
+                return lock
+            os.close(lock)
+        except FileNotFoundError:
+            continue
+        except BlockingIOError:
+            raise ArenaError(f"{path} is in use by a process that is alive: stop it, or rename the run") from None
+
+
 def _make_private(path: Path) -> None:
     """The base folder may be open to everybody on the host: nobody else shall have put something in our place."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = path.lstat()
-    if path.is_symlink() or status.st_uid != os.getuid():
+    if path.is_symlink() or path.stat().st_uid != os.getuid():
         raise ArenaError(f"{path} belongs to somebody else: remove it, or give the run another name")
 
 
-def _lock(path: Path) -> int:
-    file = os.open(path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+def _lock(path: Path, flags: int) -> int:
+    file = os.open(path / "lock", flags, 0o600)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    except OSError:
         os.close(file)
-        raise ArenaError(
-            f"{path} is in use by a process that is alive: stop it, or give the run another name"
-        ) from None
+        raise
     return file
+
+
+def _is(path: Path, file: int) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(file))
+    except FileNotFoundError:
+        return False
 
 
 def _mb(count: int) -> str:

@@ -154,6 +154,8 @@ class RelayNode:
             guest = Thread(target=self._serve, args=(channel,), name=f"from {channel.peer}", daemon=True)
             with self._lock:
                 self._guests[channel] = guest
+            if self._closed:
+                channel.abort()
             guest.start()
 
     def _serve(self, channel: Channel) -> None:
@@ -187,7 +189,7 @@ class RelayNode:
         send(channel, parcel, self._chunk)
 
     def _take(self, channel: Channel, request: Offer) -> None:
-        parcel = self._admit(request)
+        parcel = self._admit(request, channel)
         if not isinstance(parcel, Parcel):
             channel.send(parcel)
             return
@@ -206,18 +208,22 @@ class RelayNode:
             parcel.check_wanted()
             parcel.seal(checksum)
 
-    def _admit(self, request: Offer) -> Parcel | AnyMessage:
+    def _admit(self, request: Offer, channel: Channel) -> Parcel | AnyMessage:
         """Room for a version that is new here; otherwise the answer that says why not."""
         with self._shelf.changed:
             parcel = self._shelf.parcels.get(request.version)
+            if parcel is not None and parcel.sealed:
+                return Have()
             if parcel is not None:
-                return Have() if parcel.sealed else Busy()
+                parcel.overtake()
+                return Busy()
             if request.version in self._shelf.dropped and not request.fresh:
                 return Have()
             try:
-                parcel = Parcel(self.arena.create(request.version, request.size), self._stall_s)
+                writer = self.arena.create(request.version, request.size)
             except (ArenaError, OSError) as error:
                 return Refused(str(error))
+            parcel = Parcel(writer, channel.abort, self._stall_s)
             self._shelf.put(parcel)
             return parcel
 

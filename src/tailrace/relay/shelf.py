@@ -7,12 +7,15 @@ for something new to send waits on `changed`.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from threading import Condition
 
 from tailrace.relay.arena import Mapped, Writer
 from tailrace.relay.link import STALL_S, LinkError
 from tailrace.types import Version, label
+
+OVERTAKE_S = 3.0  # without a chunk
 
 
 class ParcelError(LinkError):
@@ -22,11 +25,13 @@ class ParcelError(LinkError):
 class Parcel:
     """A version that is arriving or sealed: a `Sink` for its receiver, a `Source` for everyone it is sent on to."""
 
-    def __init__(self, writer: Writer, stall_s: float = STALL_S) -> None:
+    def __init__(self, writer: Writer, abort: Callable[[], None], stall_s: float = STALL_S) -> None:
         self.version, self.size = writer.version, writer.size
         self.sealed: Mapped | None = None
         self.unwanted = False  # dropped while it was arriving
         self._lost = False
+        self._moved = time.monotonic()
+        self._abort = abort
         self._writer = writer
         self._stall_s = stall_s
         self._grown = Condition()
@@ -47,6 +52,7 @@ class Parcel:
 
     def advance(self, count: int) -> None:
         self._writer.advance(count)
+        self._moved = time.monotonic()
         with self._grown:
             self._grown.notify_all()
 
@@ -62,6 +68,11 @@ class Parcel:
         with self._grown:
             self._lost = True
             self._grown.notify_all()
+
+    def overtake(self) -> None:
+        """Somebody else offers this version: if its present sender seems dead, give it up, to be asked again."""
+        if time.monotonic() - self._moved > OVERTAKE_S:
+            self._abort()
 
     # ---------------------------------------------------------------------------------------- threads that send it on
 

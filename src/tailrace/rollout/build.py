@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, cast
+
+import msgspec
+
 from tailrace.config.tree import Config
 from tailrace.engines.emulated import EmulatedEngine
 from tailrace.envs.base import Answer, Scored, Turn
-from tailrace.rollout.runner import Key, Language, Runner
+from tailrace.rollout.runner import Judge, Key, Language, Runner
 from tailrace.types import Row
+
+if TYPE_CHECKING:
+    from tailrace.envs.prompts import Prompts
 
 
 def build_runner(config: Config) -> Runner:
@@ -15,22 +22,44 @@ def build_runner(config: Config) -> Runner:
     if config.rollout.engine == "emulated":
         return Runner(EmulatedEngine(config, config.run.seed), CoinJudge(config.run.seed), MUTE, limit)
     from tailrace.engines.native import build_engine
-    from tailrace.envs.judges import build_judge
+    from tailrace.envs.judges import Judges
+
+    config = with_all_stops(config)
+    engine = build_engine(config, config.run.seed)
+    return Runner(engine, cast(Judge, Judges(config)), _language(config, _prompts(config)), limit)
+
+
+def held_out_rows(config: Config) -> list[Row]:
+    return _prompts(config).held_out()
+
+
+def with_all_stops(config: Config) -> Config:
+    """A turn also ends where a tool is called."""
+    from tailrace.envs.tools import stop_strings
+
+    sampling = msgspec.structs.replace(config.sampling, stop=stop_strings(config))
+    return msgspec.structs.replace(config, sampling=sampling)
+
+
+def _prompts(config: Config) -> Prompts:
     from tailrace.envs.prompts import Prompts
     from tailrace.envs.tasks import build_task
-    from tailrace.envs.tools import stop_strings
-    from tailrace.model.load import load_tokenizer
+    from tailrace.model.load import context_length, load_tokenizer
 
-    tokenizer = load_tokenizer(config.model.path)
-    engine = build_engine(config, tokenizer)
-    task = build_task(config)
-    language = Language(
-        decode=lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True),
-        observation_tokens=Prompts(task, tokenizer, config).observation_tokens,
-        stop_tokens=frozenset(engine.stop_tokens),
-        stop_strings=stop_strings(config),
+    path = config.model.path
+    return Prompts(build_task(config), load_tokenizer(path), config, context_length(path))
+
+
+def _language(config: Config, prompts: Prompts) -> Language:
+    from tailrace.model.load import end_tokens
+
+    tokenizer = prompts.rendering.tokenizer
+    return Language(
+        decode=lambda tokens: str(tokenizer.decode(list(tokens), skip_special_tokens=True)),
+        observation_tokens=lambda text, after: prompts.observation_tokens(text, tuple(after)),
+        stop_tokens=end_tokens(config.model.path, tokenizer),
+        stop_strings=config.sampling.stop,
     )
-    return Runner(engine, build_judge(config, task), language, limit)
 
 
 MUTE = Language(lambda _: "", lambda *_: (), frozenset())  # of an engine whose tokens mean nothing

@@ -81,11 +81,6 @@ class Episode:
         ]
         return tuple(turns)
 
-    def policy_turns(self) -> int:
-        return sum(
-            not inserted for inserted, _ in groupby((*self._stored, *self._fresh), key=lambda s: s.version is None)
-        )
-
     def meta(self, reward: float | None = None) -> TrajectoryMeta:
         """What control gets to know. A sample without a token counts from the version that it would have begun with."""
         versions = [one.version for one in (*self._stored, *self._fresh) if one.version is not None]

@@ -11,6 +11,7 @@ sends is ignored. What is kept in memory is one number per running trajectory.
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -20,7 +21,7 @@ import msgspec
 import numpy as np
 
 from tailrace.protocol import Ending
-from tailrace.store.database import Database, Values, file_of, has_table, reading
+from tailrace.store.database import Database, JournalError, Values, file_of, has_table, reading, reason
 from tailrace.types import GroupId, PromptId, Segment, Struct, Trajectory, TrajectoryId, Version
 
 SCHEMA = """
@@ -111,8 +112,7 @@ class Vault:
         return True
 
     def finish(self, trajectory: TrajectoryId, epoch: int, finish: str, reward: float | None) -> bool:
-        values = ("finished", finish, reward, "", trajectory)
-        return self._end(trajectory, epoch, values)
+        return self._end(trajectory, epoch, ("finished", finish, reward, "", trajectory))
 
     def fail(self, trajectory: TrajectoryId, epoch: int, reason: str) -> bool:
         return self._end(trajectory, epoch, ("failed", "", None, reason, trajectory))
@@ -189,11 +189,15 @@ def held(run: Path, kind: str, number: int) -> list[Held]:
     """What a run's vault knows of a trajectory, or of all of a group or prompt; nothing where there is no vault."""
     if kind not in COLUMN_OF:
         return []
-    with reading(file_of(run)) as connection:
-        if not has_table(connection, "trajectories"):
-            return []
-        rows = connection.execute(HELD.format(COLUMN_OF[kind]), (number,))
-        return [Held(*row) for row in rows]
+    path = file_of(run)
+    try:
+        with reading(path) as connection:
+            if not has_table(connection, "trajectories"):
+                return []
+            rows = connection.execute(HELD.format(COLUMN_OF[kind]), (number,))
+            return [Held(*row) for row in rows]
+    except sqlite3.Error as error:
+        raise JournalError(f"{path} is damaged: {reason(error)}") from error
 
 
 # ------------------------------------------------------------------------------------------------- rows and values

@@ -138,7 +138,6 @@ class Gather(Order):
 
 class SaveTogether(Order):
     checkpoints: str
-    step: int
 
 
 class Leave(Order):
@@ -181,8 +180,8 @@ class NativeCrew:
     def save(self, checkpoints: Path, step: int) -> None:
         from tailrace.trainer import checkpoint
 
-        self._tell(SaveTogether(str(checkpoints), step))
-        checkpoint.save(checkpoint.folder_of(checkpoints, step), self.learner)
+        self._tell(SaveTogether(str(checkpoints)))
+        checkpoint.save(checkpoints, self.learner)
         checkpoint.prune(checkpoints, self.keep)
 
     def snapshot(self, version: Version) -> float:
@@ -204,8 +203,8 @@ class NativeCrew:
                 case Gather():
                     for _ in self.learner.weights():
                         pass
-                case SaveTogether(checkpoints, step):
-                    checkpoint.save(checkpoint.folder_of(Path(checkpoints), step), self.learner)
+                case SaveTogether(checkpoints):
+                    checkpoint.save(Path(checkpoints), self.learner)
                 case Leave():
                     return
 

@@ -1,0 +1,290 @@
+"""What an engine computes in its next step: plain integers, no tensors.
+
+The native engine asks for a plan, computes it, and reports back. Sequences wait in order of arrival, run once their
+blocks are there, and are decoded together; what is not yet in the cache is prefilled in chunks, oldest first. When the
+pool is full, caches that nobody needs go first, then the youngest running sequence loses its KV and waits again.
+
+The first sample of a group to run leads: it prefills the prompt, all but the last token, and the others start from
+that. Whole blocks are shared; the block where the prompt ends is copied, so nobody ever writes into a shared block.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from itertools import chain
+from typing import NamedTuple
+
+from tailrace.engines.base import Job, Load
+from tailrace.engines.paged import BlockPool
+from tailrace.types import GroupId, TrajectoryId
+
+
+class Sequence:
+    """A submitted job while it waits or runs. `cached` tokens have their KV in `blocks`."""
+
+    __slots__ = ("blocks", "cached", "end", "group", "id", "prompt", "start", "tokens")
+
+    def __init__(self, job: Job, end: int) -> None:
+        self.id = job.id
+        self.group = job.group
+        self.tokens = list(job.tokens)
+        self.prompt = job.prompt_tokens
+        self.start = len(job.tokens)
+        self.end = end  # as long as it may become
+        self.blocks: list[int] = []
+        self.cached = 0
+
+    @property
+    def pending(self) -> int:
+        return len(self.tokens) - self.cached
+
+    def shared_tokens(self) -> list[int]:
+        """What the group has in common and can be prefilled once: the last prompt token is each sample's own."""
+        return self.tokens[: max(0, self.prompt - 1)]
+
+
+class Chunk(NamedTuple):
+    """Tokens of one sequence, from `start` on, to be computed now."""
+
+    sequence: Sequence
+    start: int
+    count: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.count
+
+    @property
+    def samples(self) -> bool:
+        return self.end == len(self.sequence.tokens)
+
+
+class Plan(NamedTuple):
+    """One step. `copies`: (from, to) blocks to copy before anything is written. Single tokens come first."""
+
+    chunks: list[Chunk]
+    copies: list[tuple[int, int]]
+
+
+class Draft:
+    """A plan in the making, with what is left of the step's prefill budget."""
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.single: list[Chunk] = []
+        self.longer: list[Chunk] = []
+        self.copies: list[tuple[int, int]] = []
+
+    def add(self, sequence: Sequence) -> None:
+        pending = sequence.pending
+        count = 1 if pending == 1 else min(pending, self.budget)
+        self.budget -= count if pending > 1 else 0
+        if count:
+            (self.single if count == 1 else self.longer).append(Chunk(sequence, sequence.cached, count))
+
+
+class Kept(NamedTuple):
+    """KV that outlives its sequence: of a group's prompt, or of an ended turn."""
+
+    tokens: list[int]
+    blocks: list[int]
+
+
+class Scheduler:
+    def __init__(self, blocks: int, block_tokens: int, prefill_tokens: int, max_running: int) -> None:
+        self.block_tokens = block_tokens
+        self.prefill_tokens = prefill_tokens
+        self.max_running = max_running
+        self.pool = BlockPool(blocks)
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []  # oldest first
+        self.turns: dict[TrajectoryId, Kept] = {}  # of ended turns, least recently ended first
+        self.prompts: dict[GroupId, Kept] = {}
+        self._leaders: dict[GroupId, Sequence] = {}  # who is prefilling a prompt that is not yet kept
+        self._group_of: dict[TrajectoryId, GroupId] = {}
+
+    # ------------------------------------------------------------------------------------------ what callers do
+
+    def submit(self, sequence: Sequence) -> None:
+        self._group_of[sequence.id] = sequence.group
+        self.waiting.append(sequence)
+
+    def withdraw(self, id: TrajectoryId) -> Sequence | None:
+        """Take it out, with all that is kept of it; None if it is not there or its turn has ended."""
+        sequence = self._active(id)
+        if sequence is not None:
+            self._remove(sequence)
+        self.forget(id)
+        return sequence
+
+    def forget(self, id: TrajectoryId) -> None:
+        """Nothing needs to be kept of its ended turns. With a group's last sample goes its prompt."""
+        kept = self.turns.pop(id, None)
+        if kept is not None:
+            self.pool.drop(kept.blocks)
+        if id in self._group_of and self._active(id) is None:
+            group = self._group_of.pop(id)
+            if group not in self._group_of.values():
+                self._drop_prompt(group)
+
+    def drop_kv(self) -> None:
+        """All KV is void: what runs waits again, in the same order, and nothing is kept."""
+        for sequence in reversed(self.running.copy()):
+            self._preempt(sequence)
+        while self._evict():
+            pass
+
+    def load(self) -> Load:
+        return Load(self.pool.needed * self.block_tokens, len(self.running), len(self.waiting))
+
+    # ------------------------------------------------------------------------------------------ a step
+
+    def plan(self) -> Plan:
+        """The chunks to compute now. Blocks are taken for them; nothing else changes until `computed`."""
+        draft = Draft(self.prefill_tokens)
+        place = 0
+        while place < len(self.running):  # it may get shorter meanwhile, from its end
+            if self._grow(self.running[place]):
+                draft.add(self.running[place])
+            place += 1
+        self._admit_waiting(draft)
+        return Plan(draft.single + draft.longer, draft.copies)
+
+    def computed(self, chunk: Chunk) -> None:
+        """The chunk's KV is in the pool."""
+        sequence = chunk.sequence
+        sequence.cached = chunk.end
+        if self._leaders.get(sequence.group) is sequence and sequence.cached >= sequence.prompt - 1:
+            del self._leaders[sequence.group]
+            self._keep_prompt(sequence)
+
+    def finished(self, sequence: Sequence) -> None:
+        """Its turn is over: its KV stays, for the next one, as long as nobody needs the room."""
+        self.running.remove(sequence)
+        self._lead_no_more(sequence)
+        self.pool.keep(sequence.blocks)
+        self.pool.release(sequence.blocks)
+        self.turns[sequence.id] = Kept(sequence.tokens[: sequence.cached], sequence.blocks)
+
+    # ------------------------------------------------------------------------------------------ who runs
+
+    def _grow(self, sequence: Sequence) -> bool:
+        """A block for its next token, at the cost of caches, then of the youngest; False when that is itself."""
+        while len(sequence.blocks) < self._blocks_for(len(sequence.tokens)):
+            if self.pool.free or self._evict():
+                sequence.blocks += self.pool.take(min(1, self.pool.free))
+                continue
+            youngest = self.running[-1]
+            self._preempt(youngest)
+            if youngest is sequence:
+                return False
+        return True
+
+    def _admit_waiting(self, draft: Draft) -> None:
+        passed: list[Sequence] = []  # followers whose leader is not there yet
+        while self.waiting and draft.budget > 0 and len(self.running) < self.max_running:
+            sequence = self.waiting.popleft()
+            if not self._must_follow(sequence):
+                if not self._admit(sequence, draft.copies):
+                    self.waiting.appendleft(sequence)
+                    break
+                draft.add(sequence)
+            else:
+                passed.append(sequence)
+        self.waiting.extendleft(reversed(passed))
+
+    def _must_follow(self, sequence: Sequence) -> bool:
+        return sequence.group in self._leaders and sequence.id not in self.turns
+
+    def _admit(self, sequence: Sequence, copies: list[tuple[int, int]]) -> bool:
+        blocks, cached, copied = self._inherit(sequence)
+        self.pool.need(blocks)
+        spare = 1 if self.running else 0  # or the first token would at once preempt somebody
+        wanted = self._blocks_for(len(sequence.tokens)) - len(blocks)
+        while self.pool.free < wanted + spare and self._evict():
+            pass
+        if self.pool.free < wanted + spare:
+            self.pool.release(blocks)
+            return False
+        sequence.blocks = blocks + self.pool.take(wanted)
+        sequence.cached = cached
+        if copied is not None:
+            copies.append((copied, sequence.blocks[len(blocks)]))
+        self._start(sequence)
+        return True
+
+    def _inherit(self, sequence: Sequence) -> tuple[list[int], int, int | None]:
+        """What is there already: blocks to go on with, tokens in the cache, a block to copy from."""
+        turn = self.turns.get(sequence.id)
+        if (
+            turn is not None
+            and turn.tokens == sequence.tokens[: len(turn.tokens)]
+            and len(turn.tokens) >= sequence.prompt
+        ):
+            cached = min(len(turn.tokens), len(sequence.tokens) - 1)
+            return turn.blocks[: self._blocks_for(cached)], cached, None
+        prompt = self.prompts.get(sequence.group)
+        if prompt is not None and prompt.tokens == sequence.shared_tokens():
+            whole = len(prompt.tokens) // self.block_tokens
+            return prompt.blocks[:whole], len(prompt.tokens), prompt.blocks[-1] if whole < len(prompt.blocks) else None
+        return [], 0, None
+
+    def _start(self, sequence: Sequence) -> None:
+        self.running.append(sequence)
+        turn = self.turns.pop(sequence.id, None)
+        if turn is not None:
+            self.pool.drop(turn.blocks)
+        if sequence.cached < sequence.prompt - 1 and sequence.group not in self.prompts:
+            self._leaders.setdefault(sequence.group, sequence)
+
+    # ------------------------------------------------------------------------------------------ who goes
+
+    def _active(self, id: TrajectoryId) -> Sequence | None:
+        return next((s for s in chain(self.running, self.waiting) if s.id == id), None)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._remove(sequence)
+        self.waiting.appendleft(sequence)
+
+    def _remove(self, sequence: Sequence) -> None:
+        (self.running if sequence in self.running else self.waiting).remove(sequence)
+        self._lead_no_more(sequence)
+        self.pool.release(sequence.blocks)
+        sequence.blocks = []
+        sequence.cached = 0
+
+    def _lead_no_more(self, sequence: Sequence) -> None:
+        if self._leaders.get(sequence.group) is sequence:
+            del self._leaders[sequence.group]
+
+    def _evict(self) -> bool:
+        """Give up one cache: an ended turn, then a prompt that nobody runs on, then any prompt."""
+        if self.turns:
+            self.pool.drop(self.turns.pop(next(iter(self.turns))).blocks)
+            return True
+        idle = (g for g, kept in self.prompts.items() if not self.pool.is_needed(kept.blocks[0]))
+        group = next(idle, next(iter(self.prompts), None))
+        if group is not None:
+            self._drop_prompt(group)
+        return group is not None
+
+    def _keep_prompt(self, sequence: Sequence) -> None:
+        tokens = sequence.shared_tokens()
+        kept = Kept(tokens, sequence.blocks[: self._blocks_for(len(tokens))])
+        self.pool.keep(kept.blocks)
+        self.prompts[sequence.group] = kept
+
+    def _drop_prompt(self, group: GroupId) -> None:
+        kept = self.prompts.pop(group, None)
+        if kept is not None:
+            self.pool.drop(kept.blocks)
+
+    def _blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.block_tokens)
+
+    def check(self) -> None:
+        """The pool's books agree with ours. For tests, and cheap enough to call between any two steps."""
+        needs = Counter(block for s in self.running for block in s.blocks)
+        keeps = Counter(b for kept in (*self.turns.values(), *self.prompts.values()) for b in kept.blocks)
+        self.pool.check(dict(needs), dict(keeps))
+        assert not any(s.blocks for s in self.waiting)

@@ -1,0 +1,100 @@
+"""`tailrace bench schedules`: all five schedules for real, one after the other, on the same settings and seed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple, TextIO
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from tailrace.config.errors import ConfigError
+from tailrace.config.tree import SCHEDULES, Config
+from tailrace.obs.progress import Progress
+from tailrace.obs.summary import JSON, Summary
+
+WITHOUT_REPACK = "trajectory without repack"
+
+
+class Measured(NamedTuple):
+    name: str
+    summary: Summary
+
+
+def bench_schedules(
+    files: list[str], settings: list[str], config: Config, folder: Path, rounds: int, as_json: bool
+) -> int:
+    """Run them and print how they compare. Several rounds alternate, so that a busy moment does not hit one alone."""
+    if folder.exists():
+        raise ConfigError(f"{folder} exists; name another with --run.name NAME")
+    measured: dict[str, list[Summary]] = {}
+    plans = list(_plans(config)) * rounds
+    with Progress("schedules") as progress:
+        for number, (name, options) in enumerate(plans):
+            progress(number, len(plans), "runs")
+            place = f"{name.replace(' ', '_')}-{number // (len(plans) // rounds)}"
+            words = ["--run.folder", str(folder), "--run.name", place, "--run.evaluate", "false", *options]
+            _run(files, settings + words)
+            summary = msgspec.json.decode((folder / place / JSON).read_bytes(), type=Summary)
+            measured.setdefault(name, []).append(summary)
+    rows = [Measured(name, _median(summaries)) for name, summaries in measured.items()]
+    if as_json:
+        print(msgspec.json.encode({row.name: row.summary for row in rows}).decode())
+    else:
+        print_rows(rows, sys.stdout)
+    return 0
+
+
+def _plans(config: Config) -> Iterator[tuple[str, list[str]]]:
+    for kind in SCHEDULES:
+        if kind == "one_step" and config.schedule.max_staleness < 1:
+            continue
+        yield kind, ["--schedule.kind", kind]
+    yield WITHOUT_REPACK, ["--schedule.kind", "trajectory", "--repack.enabled", "false"]
+
+
+def _run(files: list[str], words: list[str]) -> None:
+    command = [sys.executable, "-m", "tailrace", "train", *files, *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ConfigError(f"'{' '.join(words[-6:])}' failed: {done.stderr.strip()[-1000:]}")
+    time.sleep(0.5)  # for the last processes of this run to be gone before the next one is timed
+
+
+def _median(summaries: list[Summary]) -> Summary:
+    return sorted(summaries, key=lambda each: each.tokens_per_s)[len(summaries) // 2]
+
+
+def print_rows(rows: list[Measured], stream: TextIO) -> None:
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for title in (
+        "schedule",
+        "tokens/s",
+        "against sync",
+        "trainer idle",
+        "rollout idle",
+        "staleness",
+        "dropped",
+        "moved",
+    ):
+        table.add_column(title, justify="left" if title == "schedule" else "right", no_wrap=True)
+    base = rows[0].summary.tokens_per_s
+    best = max(row.summary.tokens_per_s for row in rows)
+    for name, one in rows:
+        table.add_row(
+            name,
+            f"{one.tokens_per_s:,.0f}",
+            f"{one.tokens_per_s / base:.2f}x",
+            f"{one.trainer_idle:.0%}",
+            f"{one.rollout_idle:.0%}",
+            f"{one.staleness.mean:.1f} (max {one.staleness.max})",
+            f"{one.ledger.dropped_stale}",
+            f"{one.moved}",
+            style="bold green" if one.tokens_per_s == best else "",
+        )
+    Console(file=stream, highlight=False, width=120).print(table)

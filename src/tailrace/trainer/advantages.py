@@ -1,0 +1,51 @@
+"""How much better a sample was than expected. Pure functions of numbers; `step.py` calls them for every group.
+
+The group methods give one number per sample, which holds for each of its tokens; `gae` gives one per token. A group
+whose samples all got the same reward has advantage zero, exactly, and so has a sample that is alone in its group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+SPREAD_FLOOR = 1e-6  # keeps a group whose rewards differ by rounding only from being blown up
+
+
+def grpo(rewards: Floats) -> Floats:
+    """Distance from the group's mean in units of its (population) standard deviation."""
+    return dr_grpo(rewards) / (rewards.std() + SPREAD_FLOOR)
+
+
+def dr_grpo(rewards: Floats) -> Floats:
+    """Distance from the group's mean: easy and hard prompts are not blown up."""
+    return (
+        rewards - rewards.mean() if np.ptp(rewards) else np.zeros_like(rewards)
+    )  # exactly zero, whatever the rounding
+
+
+def rloo(rewards: Floats) -> Floats:
+    """Distance from the mean of the others."""
+    others = len(rewards) - 1
+    return dr_grpo(rewards) * len(rewards) / others if others else np.zeros(1)
+
+
+GROUP_ADVANTAGES: dict[str, Callable[[Floats], Floats]] = {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo}
+
+
+def gae(reward: float, values: Floats, gamma: float, lam: float) -> tuple[Floats, Floats]:
+    """Advantages and returns of a sample's tokens, from a critic's value before each and a reward after the last.
+
+    `values` has the sampled tokens only: a tool's output between two of them is part of the world, not a step.
+    """
+    after = np.append(values[1:], 0.0)
+    surprises = gamma * after - values
+    surprises[-1] += reward
+    advantages, carried = np.zeros_like(values), 0.0
+    for place in reversed(range(len(values))):
+        carried = surprises[place] + gamma * lam * carried
+        advantages[place] = carried
+    return advantages, advantages + values

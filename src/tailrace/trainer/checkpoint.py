@@ -1,0 +1,192 @@
+"""Checkpoints: a learner on disk, as a Hugging Face model directory with what resumption needs beside it.
+
+    FOLDER/step-00000012/   config.json, tokenizer, model.safetensors    what transformers loads
+                            optimizer.safetensors [critic.safetensors]   moments; the critic and its moments
+                            state.json                                   step and number of updates
+
+`worker.py` calls `save` after a step and `restore` at its start. A checkpoint is written beside its place, flushed, and
+renamed: what has the name is whole. If the disk is full the half-written one is taken away and the others stay as they
+are. Nothing is pickled. With several ranks all of them call; the first one writes.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from itertools import chain
+from pathlib import Path
+
+import msgspec
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tailrace.model.load import load_model, model_folder
+from tailrace.trainer.optim import Optimiser
+from tailrace.trainer.step import Learner
+
+PREFIX = "step-"
+WEIGHTS = {".safetensors", ".bin", ".gguf", ".pt", ".pth", ".h5", ".msgpack"}
+
+
+class CheckpointError(ValueError):
+    """A checkpoint could not be written or read; earlier ones are intact."""
+
+
+class State(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What is not a tensor."""
+
+    step: int
+    updates: int
+    layout: int = 1  # of the folder
+
+
+def save(folder: Path, learner: Learner) -> Path:
+    """Write the learner as it is now. Returns where."""
+    place = folder / f"{PREFIX}{learner.step:08d}"
+    tensors = _gather(learner)
+    trouble = _try_to_write(place, learner, tensors).encode() if learner.ranks.rank == 0 else None
+    trouble = learner.ranks.broadcast_bytes(trouble).decode()
+    if trouble:
+        raise CheckpointError(trouble)
+    return place
+
+
+def newest(folder: Path, at_most_step: int | None = None) -> Path | None:
+    """The whole checkpoint with the largest step, or the largest up to a limit."""
+    found = [place for place in _all(folder) if at_most_step is None or _step(place) <= at_most_step]
+    return found[-1] if found else None
+
+
+def prune(folder: Path, keep: int) -> None:
+    """Delete all but the newest, and what an interrupted save has left."""
+    for place in [*_all(folder)[:-keep], *folder.glob(f".{PREFIX}*")]:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def restore(learner: Learner, folder: Path) -> None:
+    """Put the learner where it was when this checkpoint was saved."""
+    state = _read_state(folder)
+    saved = load_model(str(folder), "float32", "cpu")
+    parameters = dict(learner.model.named_parameters())
+    _copy(learner, parameters, dict(saved.named_parameters()), folder)
+    _load_moments(learner, learner.optimiser, state, parameters, _read(folder / "optimizer.safetensors"))
+    if learner.critic is not None:
+        parameters, tensors = dict(learner.critic.named_parameters()), _read(folder / "critic.safetensors")
+        _copy(learner, parameters, tensors, folder)
+        _load_moments(learner, learner.critic.optimiser, state, parameters, tensors)
+    learner.step = state.step
+
+
+# ------------------------------------------------------------------------------------------------------------- writing
+
+
+def _gather(learner: Learner) -> dict[str, dict[str, Tensor]]:
+    """The tensors of each file, whole, on the rank that writes."""
+    files: dict[str, Iterable[tuple[str, Tensor]]] = {
+        "model": learner.model.state_dict().items(),
+        "optimizer": learner.optimiser.moments(),
+    }
+    if learner.critic is not None:
+        files["critic"] = chain(learner.critic.state_dict().items(), learner.critic.optimiser.moments())
+    return {file: _whole(learner, tensors) for file, tensors in files.items()}
+
+
+def _whole(learner: Learner, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    whole = ((name, learner.ranks.full(tensor.detach())) for name, tensor in tensors)
+    return {name: tensor.cpu() for name, tensor in whole if learner.ranks.rank == 0}
+
+
+def _try_to_write(place: Path, learner: Learner, files: dict[str, dict[str, Tensor]]) -> str:
+    """Write it or say what went wrong; in no case leave anything half done."""
+    draft = place.with_name(f".{place.name}")
+    try:
+        _check_room(place.parent, sum(t.nbytes for tensors in files.values() for t in tensors.values()))
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir(parents=True)
+        _write(draft, learner, files)
+        _put_in_place(draft, place)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(draft, ignore_errors=True)
+        return f"the checkpoint {place} could not be written ({error}); make room on that disk, earlier ones are intact"
+    return ""
+
+
+def _check_room(folder: Path, needed: int) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise OSError(f"it takes {needed / 1e6:.0f} MB and {free / 1e6:.0f} MB are free")
+
+
+def _write(draft: Path, learner: Learner, files: dict[str, dict[str, Tensor]]) -> None:
+    for file in model_folder(learner.config.model.path).iterdir():
+        if file.is_file() and file.suffix not in WEIGHTS and not file.name.endswith(".index.json"):
+            shutil.copyfile(file, draft / file.name)
+    learner.model.save_pretrained(draft, state_dict=files["model"])
+    for name in files.keys() - {"model"}:
+        save_file(files[name], draft / f"{name}.safetensors")
+    (draft / "state.json").write_bytes(msgspec.json.encode(State(learner.step, learner.optimiser.updates)))
+
+
+def _put_in_place(draft: Path, place: Path) -> None:
+    for path in (*draft.iterdir(), draft):
+        _flush(path)
+    shutil.rmtree(place, ignore_errors=True)  # of a step that is trained for the second time
+    draft.rename(place)
+    _flush(place.parent)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# ------------------------------------------------------------------------------------------------------------- reading
+
+
+def _all(folder: Path) -> list[Path]:
+    return sorted(place for place in folder.glob(f"{PREFIX}*") if place.is_dir())
+
+
+def _step(place: Path) -> int:
+    return int(place.name.removeprefix(PREFIX))
+
+
+def _read_state(folder: Path) -> State:
+    try:
+        return msgspec.json.decode((folder / "state.json").read_bytes(), type=State)
+    except (OSError, msgspec.DecodeError) as error:
+        raise CheckpointError(f"{folder} is not a checkpoint that training can go on from ({error})") from None
+
+
+def _read(file: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{file} cannot be read ({error}); delete its folder to go on from an earlier one"
+        ) from None
+
+
+@torch.no_grad()
+def _copy(learner: Learner, into: Mapping[str, Tensor], saved: Mapping[str, Tensor], folder: Path) -> None:
+    for name, live in into.items():
+        if name not in saved or saved[name].shape != live.shape:
+            raise CheckpointError(f"{folder} holds another model: its {name} is missing or has another shape")
+        live.copy_(learner.ranks.shard_like(saved[name], live))
+
+
+def _load_moments(
+    learner: Learner, optimiser: Optimiser, state: State, parameters: Mapping[str, Tensor], saved: Mapping[str, Tensor]
+) -> None:
+    def placed(key: str) -> Tensor:
+        moment, _, name = key.partition("/")
+        return saved[key] if moment == "step" else learner.ranks.shard_like(saved[key], parameters[name])
+
+    optimiser.load(state.updates, {key: placed(key) for key in saved if "/" in key})

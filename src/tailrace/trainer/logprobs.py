@@ -1,0 +1,105 @@
+"""Log-probs and entropies of tokens without the logits of a whole pack.
+
+`Policy` is the one module that is trained (and sharded): it runs a pack through the model and scores the sampled tokens
+from the hidden states that predict them, `chunk` tokens at a time. A chunk's logits are thrown away and made again in
+backward, so at any time the logits of one chunk exist, and those of prompts never do.
+
+Log-probs are after the sampling temperature. Top-k and top-p change the distribution that was sampled from in ways that
+have no gradient; the policy that is trained is the one with the temperature alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from tailrace.model.packed import Layout, UnsupportedModelError, hidden_states, install
+
+
+class Scores(NamedTuple):
+    """One entry per sampled token."""
+
+    logprobs: Tensor
+    entropy: Tensor
+    hidden: Tensor  # what predicts it, detached: for a critic
+
+
+class Policy(nn.Module):
+    """A causal language model as a function from packs to the log-probs of their sampled tokens."""
+
+    def __init__(self, model: PreTrainedModel, temperature: float, chunk: int):
+        super().__init__()
+        self.model = model
+        self.temperature = temperature or 1.0  # greedy sampling: the model's own distribution
+        self.chunk = chunk
+        self._check_head()
+        install(model)
+
+    def forward(self, tokens: Tensor, where: Layout, places: Tensor, targets: Tensor) -> Scores:
+        hidden = hidden_states(self.model, tokens, where)[places]
+        logprobs, entropy = self.score(hidden, targets)
+        return Scores(logprobs, entropy, hidden.detach())
+
+    def score(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probs of the targets and entropies, chunk by chunk."""
+        pieces = [
+            checkpoint(self._score_chunk, *part, use_reentrant=False, preserve_rng_state=False)
+            for part in zip(hidden.split(self.chunk), targets.split(self.chunk), strict=True)
+        ]
+        logprobs, entropy = zip(*pieces, strict=True)
+        return torch.cat(logprobs), torch.cat(entropy)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The model's head, with what some families do to its output."""
+        config = self.model.config.get_text_config()
+        head = self.model.get_output_embeddings()
+        assert head is not None
+        logits = head(hidden).float()
+        logits = logits * (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1)
+        cap = getattr(config, "final_logit_softcapping", None)
+        return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    def _score_chunk(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        return _Score.apply(self.logits(hidden) / self.temperature, targets)  # type: ignore[return-value]
+
+    @torch.no_grad()
+    def _check_head(self) -> None:
+        """The head as written here must be the model's own."""
+        tokens = torch.arange(4, device=self.model.device)[None]
+        self.model.set_attn_implementation("eager")
+        hidden = self.model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+        theirs = self.model(input_ids=tokens, use_cache=False).logits.float()
+        if not torch.allclose(self.logits(hidden), theirs, atol=1e-3, rtol=1e-2):
+            kind = self.model.config.model_type
+            raise UnsupportedModelError(
+                f"{kind} changes its logits in a way that the trainer does not know; use another model"
+            )
+
+
+class _Score(torch.autograd.Function):
+    """Log-prob and entropy from logits, with one buffer the size of the logits in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        total = logits.logsumexp(-1)
+        chosen = logits.gather(-1, targets[:, None])[:, 0]
+        mean = (logits - total[:, None]).exp_().mul_(logits).sum(-1)
+        ctx.save_for_backward(logits, targets, total, total - mean)
+        ctx.set_materialize_grads(False)
+        return chosen - total, total - mean
+
+    @staticmethod
+    def backward(ctx: Any, by_logprob: Tensor | None, by_entropy: Tensor | None) -> tuple[Tensor, None]:  # type: ignore[override]
+        logits, targets, total, entropy = ctx.saved_tensors
+        slope = -(by_logprob if by_logprob is not None else torch.zeros_like(total))[:, None]
+        grad = (logits - total[:, None]).exp_()
+        if by_entropy is not None:
+            slope = slope - by_entropy[:, None] * (logits - (total - entropy)[:, None])
+        grad.mul_(slope)
+        if by_logprob is not None:
+            grad.scatter_add_(-1, targets[:, None], by_logprob[:, None])
+        return grad, None

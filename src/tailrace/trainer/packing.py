@@ -1,0 +1,118 @@
+"""Trajectories as arrays, and sequences of similar length packed to a budget of tokens. No tensors here.
+
+The loss mask, the behaviour log-probs and the versions are read off the segments: what has no version was not sampled
+and is not trained on. A sampled token is predicted by the token before it, so a pack has a row of input tokens, and for
+every sampled token the place in that row that predicts it. What follows the last sampled token is left out.
+
+`step.py` calls `read`, `deal` and `pack`. Every sampled token is in exactly one pack of one rank; a pack is no larger
+than the budget, even when its sequences are padded to its longest, unless it is one sequence alone.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tailrace.types import Segment, Trajectory
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float32]
+
+
+class Sample(NamedTuple):
+    """One trajectory as arrays."""
+
+    inputs: Ints  # what the model reads
+    places: Ints  # in `inputs`, of the token before each sampled one
+    targets: Ints  # the sampled tokens
+    behaviour: Floats  # their log-probs when they were sampled
+    versions: Ints  # the weights they were sampled with
+
+
+class Pack(NamedTuple):
+    """Sequences laid end to end. The last five have one entry per sampled token."""
+
+    members: tuple[int, ...]  # which samples these are
+    lengths: tuple[int, ...]
+    inputs: Ints
+    places: Ints
+    targets: Ints
+    behaviour: Floats
+    versions: Ints
+    sequence: Ints  # which sample each belongs to
+
+
+def read(trajectory: Trajectory) -> Sample:
+    """The arrays of a trajectory."""
+    segments = _trained_part(trajectory)
+    tokens = np.concatenate([np.asarray(s.tokens, np.int64) for s in segments])
+    versions = np.concatenate([np.full(len(s.tokens), -1 if s.version is None else s.version) for s in segments])
+    behaviour = np.concatenate([_logprobs(trajectory, s) for s in segments])
+    sampled = np.flatnonzero(versions >= 0)
+    return Sample(tokens[:-1], sampled - 1, tokens[sampled], behaviour[sampled], versions[sampled])
+
+
+def pack(samples: Sequence[Sample], chosen: Sequence[int], budget: int) -> list[Pack]:
+    """The `chosen` samples in packs, the longest first."""
+    order = sorted(chosen, key=lambda i: (-len(samples[i].inputs), i))
+    packs: list[list[int]] = []
+    for i in order:
+        if not packs or len(samples[packs[-1][0]].inputs) * (len(packs[-1]) + 1) > budget:
+            packs.append([])
+        packs[-1].append(i)
+    return [_lay_out(samples, members) for members in packs]
+
+
+def deal(lengths: Sequence[int], ranks: int) -> list[list[int]]:
+    """Whole sequences to ranks, so that all have about as many tokens: the next longest goes to who has least."""
+    hands: list[list[int]] = [[] for _ in range(ranks)]
+    loads = [(0, rank) for rank in range(ranks)]
+    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        load, rank = heapq.heappop(loads)
+        hands[rank].append(i)
+        heapq.heappush(loads, (load + lengths[i], rank))
+    return hands
+
+
+def filler(token: int = 0) -> Pack:
+    """A pack of nothing, for a rank that has run out while others go on: a pass over sharded weights takes them all."""
+    nothing = np.zeros(0, np.int64)
+    return Pack((), (1,), np.array([token]), nothing, nothing, nothing.astype(np.float32), nothing, nothing)
+
+
+def _trained_part(trajectory: Trajectory) -> tuple[Segment, ...]:
+    """The segments up to the last sampled one."""
+    sampled = [i for i, s in enumerate(trajectory.segments) if s.version is not None and s.tokens]
+    if not sampled:
+        raise ValueError(f"trajectory t{trajectory.id} has no sampled token to train on")
+    if not any(s.tokens for s in trajectory.segments[: sampled[0]]):
+        raise ValueError(f"trajectory t{trajectory.id} starts with a sampled token; give its prompt at least one token")
+    return trajectory.segments[: sampled[-1] + 1]
+
+
+def _logprobs(trajectory: Trajectory, segment: Segment) -> Floats:
+    if segment.version is None:
+        return np.zeros(len(segment.tokens), np.float32)
+    if segment.logprobs is None or len(segment.logprobs) != len(segment.tokens):
+        raise ValueError(f"trajectory t{trajectory.id} has sampled tokens without the log-probs they were sampled with")
+    return np.asarray(segment.logprobs, np.float32)
+
+
+def _lay_out(samples: Sequence[Sample], members: list[int]) -> Pack:
+    mine = [samples[i] for i in members]
+    lengths = tuple(len(s.inputs) for s in mine)
+    starts = np.cumsum((0, *lengths[:-1]))
+    return Pack(
+        members=tuple(members),
+        lengths=lengths,
+        inputs=np.concatenate([s.inputs for s in mine]),
+        places=np.concatenate([s.places + start for s, start in zip(mine, starts, strict=True)]),
+        targets=np.concatenate([s.targets for s in mine]),
+        behaviour=np.concatenate([s.behaviour for s in mine]),
+        versions=np.concatenate([s.versions for s in mine]),
+        sequence=np.repeat(members, [len(s.targets) for s in mine]),
+    )

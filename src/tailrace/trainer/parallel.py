@@ -1,0 +1,140 @@
+"""One rank or several: who shares what, and how.
+
+`Alone` is a trainer of one process and never touches torch.distributed. `Together` shards weights, gradients and
+moments over the ranks (FSDP2) and adds up what the ranks computed. Every method of `Together` is a collective: all
+ranks call it, in the same order. A rank that dies breaks the connections of the others, who then fail at once; one that
+hangs is found out after `deadline_s`. Waiting for the next command has a longer limit of its own, `idle_s`.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+def pick_device(wanted: str, rank: int = 0) -> str:
+    """`trainer.device` as torch writes it; nothing wanted: a GPU if there is one."""
+    kind = wanted or ("cuda" if torch.cuda.is_available() else "cpu")
+    return f"cuda:{rank % torch.cuda.device_count()}" if kind == "cuda" else kind
+
+
+class Ranks(Protocol):
+    rank: int
+    size: int
+
+    def shard(self, module: nn.Module) -> None:
+        """Spread the parameters over the ranks, layer by layer."""
+        ...
+
+    def full(self, tensor: Tensor) -> Tensor:
+        """The whole of a sharded tensor."""
+        ...
+
+    def shard_like(self, full: Tensor, model: Tensor) -> Tensor:
+        """This rank's part of `full`, laid out like `model`."""
+        ...
+
+    def add_up(self, tensor: Tensor) -> Tensor: ...
+
+    def largest(self, tensor: Tensor) -> Tensor: ...
+
+    def broadcast_bytes(self, data: bytes | None) -> bytes:
+        """What rank 0 gives, on every rank."""
+        ...
+
+
+class Alone:
+    """One process has everything."""
+
+    rank = 0
+    size = 1
+
+    def shard(self, module: nn.Module) -> None:
+        return
+
+    def full(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def shard_like(self, full: Tensor, model: Tensor) -> Tensor:
+        return full.to(model.device)
+
+    def add_up(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def largest(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def broadcast_bytes(self, data: bytes | None) -> bytes:
+        assert data is not None
+        return data
+
+
+class Together:
+    """One of several processes, after `join`."""
+
+    def __init__(self, rank: int, size: int, device: str, commands: ProcessGroup):
+        self.rank, self.size = rank, size
+        self._device, self._commands = device, commands
+
+    def shard(self, module: nn.Module) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+        from transformers.modeling_layers import GradientCheckpointingLayer
+
+        mesh = init_device_mesh(torch.device(self._device).type, (self.size,))
+        layers = [m for m in module.modules() if isinstance(m, GradientCheckpointingLayer)]
+        for part in (*layers, module):
+            fully_shard(part, mesh=mesh, reshard_after_forward=True)
+
+    def full(self, tensor: Tensor) -> Tensor:
+        whole = getattr(tensor, "full_tensor", None)
+        return whole() if whole is not None else tensor
+
+    def shard_like(self, full: Tensor, model: Tensor) -> Tensor:
+        from torch.distributed.tensor import DTensor, distribute_tensor
+
+        if not isinstance(model, DTensor):
+            return full.to(model.device)
+        return distribute_tensor(full.to(model.device), model.device_mesh, model.placements)
+
+    def add_up(self, tensor: Tensor) -> Tensor:
+        torch.distributed.all_reduce(tensor)
+        return tensor
+
+    def largest(self, tensor: Tensor) -> Tensor:
+        torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MAX)
+        return tensor
+
+    def broadcast_bytes(self, data: bytes | None) -> bytes:
+        size = torch.tensor([len(data) if data is not None else 0])
+        torch.distributed.broadcast(size, 0, group=self._commands)
+        body = torch.empty(int(size), dtype=torch.uint8)
+        if data:
+            body = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        if len(body):
+            torch.distributed.broadcast(body, 0, group=self._commands)
+        return body.numpy().tobytes()
+
+    def leave(self) -> None:
+        torch.distributed.destroy_process_group()
+
+
+def join(
+    rank: int, size: int, meeting: str, device: str = "", deadline_s: float = 600.0, idle_s: float = 86400.0
+) -> Together:
+    """Meet the other ranks at `meeting` (`tcp://127.0.0.1:PORT` or `file:///PATH`), each with a device of its own."""
+    place = pick_device(device, rank)
+    backend = "cpu:gloo,cuda:nccl" if place.startswith("cuda") else "gloo"
+    if place.startswith("cuda"):
+        torch.cuda.set_device(place)
+    limit = timedelta(seconds=deadline_s)
+    torch.distributed.init_process_group(backend, init_method=meeting, rank=rank, world_size=size, timeout=limit)
+    commands = torch.distributed.new_group(backend="gloo", timeout=timedelta(seconds=idle_s))
+    assert isinstance(commands, torch.distributed.ProcessGroup)
+    return Together(rank, size, place, commands)

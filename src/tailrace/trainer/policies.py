@@ -1,0 +1,68 @@
+"""Weights that were once the policy's: those at the start of the training step, and those at the start of the run.
+
+A second model would need a second forward definition and, when sharded, a second set of buffers. A `Snapshot` is one
+copy of the parameters (of this rank's shards) that changes places with the live ones for the length of a `with` block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+
+class Snapshot:
+    """A copy of some parameters as they are now."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]):
+        self._live = list(parameters)
+        self._kept = [_local(p).detach().clone() for p in self._live]
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        for live, kept in zip(self._live, self._kept, strict=True):
+            kept.copy_(_local(live))
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """While this is open the model has the snapshot's weights."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        for live, kept in zip(self._live, self._kept, strict=True):
+            now = _local(live).clone()
+            _local(live).copy_(kept)
+            kept.copy_(now)
+
+
+class Proximal:
+    """The policy at the start of a training step, kept only for steps of several parts."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], needed: bool):
+        self._parameters = list(parameters)
+        self._needed = needed
+        self._snapshot: Snapshot | None = None
+        self._step = -1
+
+    def at(self, step: int, part: int) -> Snapshot | None:
+        """The snapshot that a part of a step is to be compared with; None: the weights are still the same."""
+        if not self._needed or (part > 0 and self._step == step):
+            return self._snapshot
+        self._step = step
+        if self._snapshot is None:
+            self._snapshot = Snapshot(self._parameters)
+        else:
+            self._snapshot.refresh()
+        return None
+
+
+def _local(parameter: nn.Parameter) -> Tensor:
+    whole = getattr(parameter, "to_local", None)  # this rank's shard
+    return whole() if whole is not None else parameter
