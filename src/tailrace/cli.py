@@ -144,6 +144,13 @@ def _bench(arguments: argparse.Namespace) -> int:
     return bench_schedules(arguments.files, arguments.settings, config, folder, arguments.rounds, arguments.json)
 
 
+def _fit(arguments: argparse.Namespace) -> int:
+    from tailrace.sim.fit import fragment
+
+    print(fragment(arguments.journal))
+    return 0
+
+
 def _story(arguments: argparse.Namespace) -> int:
     from tailrace.obs.story import render_story, story
     from tailrace.store.journal import Journal
@@ -235,6 +242,9 @@ def _parser() -> tuple[_Parser, dict[str, _Parser]]:
     bench.add_argument("files", nargs="+", metavar="FILE", help="settings in TOML; later files override earlier ones")
     bench.add_argument("--rounds", type=int, default=1, metavar="N", help="run each so often and take the median")
     bench.add_argument("--json", action="store_true", help="one JSON object for programs")
+
+    fit = add("fit", _fit, "costs measured in a real run, as settings for simulate and for an emulated engine")
+    fit.add_argument("journal", type=Path, metavar="RUN", help="the directory of a run")
 
     story = add("story", _story, "tell the life of one part of a recorded run, event by event")
     story.add_argument("journal", type=Path, metavar="RUN", help="the directory that --record wrote")

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, Protocol
 
+import msgspec
+
 from tailrace.types import GroupId, Struct, TrajectoryId, Version
 
 Finish = Literal["", "stop", "length"]
@@ -42,6 +44,21 @@ class Load(Struct):
     waiting: int
 
 
+class Counters(msgspec.Struct):
+    """Sums over an engine's life."""
+
+    busy_s: float = 0.0
+    steps: int = 0
+    decoded: int = 0  # sequences, over all decode steps
+    kv_read: int = 0  # KV tokens, over all decode steps
+    prefilled: int = 0  # tokens
+    load_s: float = 0.0
+    loads: int = 0
+
+    def named(self) -> dict[str, float]:
+        return msgspec.structs.asdict(self)
+
+
 class Engine(Protocol):
     version: Version  # of the weights that it generates with; -1 before the first
     kv_capacity: int  # tokens
@@ -71,6 +88,5 @@ class Engine(Protocol):
     def load(self) -> Load: ...
 
     def counters(self) -> dict[str, float]:
-        """Sums since the start: `busy_s`, `steps`, `decoded` (sequences, over all decode steps), `kv_read` (KV tokens,
-        over all decode steps) and `prefilled` (tokens). The simulator's costs are fitted to them."""
+        """`Counters` by name. The simulator's costs are fitted to them."""
         ...

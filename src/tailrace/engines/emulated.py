@@ -19,7 +19,7 @@ import msgspec
 
 from tailrace.config.errors import ConfigError
 from tailrace.config.tree import Config
-from tailrace.engines.base import Finish, Job, Load, Sampled
+from tailrace.engines.base import Counters, Finish, Job, Load, Sampled
 from tailrace.lengths import LengthLaw
 from tailrace.types import GroupId, TrajectoryId, Version
 
@@ -102,7 +102,7 @@ class EmulatedEngine:
 
     def counters(self) -> dict[str, float]:
         """What was done since the start, as `sim/fit.py` reads it from a run's metrics."""
-        return msgspec.structs.asdict(self._counters)
+        return self._counters.named()
 
     # ---------------------------------------------------------------------------------------------------------- time
 
@@ -229,18 +229,6 @@ class EmulatedEngine:
         job = sequence.job
         tokens = job.tokens + self._tokens(job.id, len(job.tokens), sequence.tokens)
         return msgspec.structs.replace(job, tokens=tokens, max_tokens=job.max_tokens - sequence.sampled)
-
-
-class Counters(msgspec.Struct):
-    """Sums over the engine's life."""
-
-    busy_s: float = 0.0
-    steps: int = 0
-    decoded: int = 0  # sequences, over all decode steps
-    kv_read: int = 0  # KV tokens, over all decode steps
-    prefilled: int = 0  # tokens
-    load_s: float = 0.0
-    loads: int = 0
 
 
 class _Sequence:

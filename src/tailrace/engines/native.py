@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from transformers import PreTrainedModel
 from tailrace.config.errors import ConfigError
 from tailrace.config.tree import Config
 from tailrace.engines import attention, scheduler
-from tailrace.engines.base import Finish, Job, Load, Sampled
+from tailrace.engines.base import Counters, Finish, Job, Load, Sampled
 from tailrace.engines.sampling import sample
 from tailrace.model.load import end_tokens, load_model, load_tokenizer
 from tailrace.types import TrajectoryId, Version
@@ -51,6 +52,7 @@ class NativeEngine:
         self.kv_capacity = blocks * rollout.block_tokens
         self._cache = attention.KVCache(shapes, blocks, rollout.block_tokens, model.dtype, model.device)
         self._scheduler = scheduler.Scheduler(blocks, rollout.block_tokens, rollout.prefill_tokens, rollout.max_running)
+        self._counters = Counters()
         self._ended: list[Sampled] = []  # had no room for a single token when they came
 
     def submit(self, job: Job) -> None:
@@ -72,7 +74,7 @@ class NativeEngine:
             assert not self._scheduler.waiting, "work is waiting, but none of it can start"
             return ended
         ready = [chunk.sequence for chunk in plan.chunks if chunk.samples]
-        tokens, logprobs = self._compute(plan, ready)
+        tokens, logprobs = self._timed(plan, ready)
         for chunk in plan.chunks:
             self._scheduler.computed(chunk)
         return ended + [self._take(*found) for found in zip(ready, tokens, logprobs, strict=True)]
@@ -96,11 +98,25 @@ class NativeEngine:
     def load(self) -> Load:
         return self._scheduler.load()
 
+    def counters(self) -> dict[str, float]:
+        return self._counters.named()
+
     def check(self) -> None:
         """Every block of the pool is accounted for. For tests."""
         self._scheduler.check()
 
     # ------------------------------------------------------------------------------------------ inside a step
+
+    def _timed(self, plan: scheduler.Plan, ready: Sequence[scheduler.Sequence]) -> tuple[list[int], list[float]]:
+        began = time.perf_counter()
+        computed = self._compute(plan, ready)
+        counters = self._counters
+        counters.busy_s += time.perf_counter() - began
+        counters.steps += 1
+        counters.decoded += len(ready)
+        counters.kv_read += sum(chunk.end for chunk in plan.chunks)
+        counters.prefilled += sum(chunk.count for chunk in plan.chunks) - len(ready)
+        return computed
 
     @torch.inference_mode()
     def _compute(self, plan: scheduler.Plan, ready: Sequence[scheduler.Sequence]) -> tuple[list[int], list[float]]:

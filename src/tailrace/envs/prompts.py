@@ -10,6 +10,8 @@ import random
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from tailrace.config.errors import ConfigError
 from tailrace.config.tree import Config
 from tailrace.envs.base import Row, Task
@@ -18,18 +20,16 @@ from tailrace.envs.rendering import Rendering, Tokens
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-NO_LIMIT = 10**9  # tokenizers without one say something enormous
-
 
 class Prompts:
-    """Rendered rows of a task. `context`: most tokens the model can attend to, if the tokenizer does not know."""
+    """Rendered rows of a task. `context`: most tokens the model can attend to; without it, what the tokenizer says."""
 
     def __init__(
         self, task: Task, tokenizer: PreTrainedTokenizerBase, config: Config, context: int | None = None
     ) -> None:
         self.task, self.config = task, config
         self.rendering = Rendering(tokenizer, config.task)
-        self.context = min(context or NO_LIMIT, tokenizer.model_max_length)
+        self.context = context or tokenizer.model_max_length  # the model knows better: many tokenizers say too little
 
     def rows(self, start: int, count: int) -> list[Row]:
         """The rows at places `start`, `start + 1`, ..."""
@@ -44,10 +44,14 @@ class Prompts:
         return self.rendering.observation_tokens(text, after)
 
     def check(self, indices: range) -> None:
-        """Render the first of these training rows and the longest: what is too long is best known before a start."""
-        lengths = {index: len(str(self.task.row(index)["prompt"])) for index in indices}
-        for index in {indices[0], *sorted(indices, key=lambda each: -lengths[each])[:8]}:
-            self._training_row(index, place=index)
+        """Render the first of these training rows, and the longest of them and of the held-out ones: what is too long,
+        or cannot travel to a replica, is best known before a start."""
+        lengths = [len(str(self.task.row(index).get("prompt"))) for index in indices]
+        for number in {0, *_longest(lengths)}:
+            _check_travels(self._training_row(indices[number], place=indices[number]))
+        held_out = self.task.held_out()
+        for number in _longest([len(str(row.get("prompt"))) for row in held_out]):
+            _check_travels(self._rendered(-1 - number, held_out[number], f"held-out row {number + 1}"))
 
     def _row(self, place: int) -> Row:
         size = len(self.task)
@@ -75,6 +79,19 @@ class Prompts:
                 f"the prompt of {what} has {tokens} tokens, and with workload.max_completion_tokens = {answer} that is "
                 f"more than the model's context of {self.context}; shorten the prompt or write a smaller maximum"
             )
+
+
+def _longest(lengths: list[int]) -> list[int]:
+    """The places of the longest few: what is longest in letters is about the longest in tokens."""
+    return sorted(range(len(lengths)), key=lambda place: -lengths[place])[:8]
+
+
+def _check_travels(row: Row) -> None:
+    for name, value in row.columns.items():
+        try:
+            msgspec.msgpack.encode(value)
+        except (TypeError, OverflowError, UnicodeEncodeError) as error:
+            raise ConfigError(f"column '{name}' of a row cannot be sent to a replica: {error}; write text") from None
 
 
 @lru_cache(maxsize=2)

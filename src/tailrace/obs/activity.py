@@ -95,7 +95,7 @@ class Activity:
         self.replicas: dict[ReplicaId, ReplicaLane] = {}
         self.trainer = TrainerLane(0.0, keep_spans)
         self.began: float | None = None  # when the first sample was given to a replica
-        self.settling = True  # no sample or batch has been given to anybody since the controller was started
+        self.settling = True  # nobody has been given work since the controller was started
 
     def see(self, now: float, event: Event, commands: Sequence[Command], load: Mapping[ReplicaId, int]) -> None:
         """`load` is how many samples run on each of the replicas whose number of samples has changed."""
@@ -183,15 +183,16 @@ class Activity:
             changed.add(command.replica)
         elif isinstance(command, Train):
             self.trainer.asked = (command.step, command.part)
-            self._settle(changed)
+            self._settle(self.trainer, changed)
         elif isinstance(command, Generate):
             self.began = now if self.began is None else self.began
-            self._settle(changed)
+            self._settle(self._replica(command.replica, now), changed)
         elif isinstance(command, Start):
             self._start(now, command, changed)
 
-    def _settle(self, changed: set[ReplicaId]) -> None:
-        if self.settling:
+    def _settle(self, lane: ReplicaLane | TrainerLane, changed: set[ReplicaId]) -> None:
+        """Somebody who is there has got work. After a resumption control may believe so of others for a while."""
+        if self.settling and lane.alive:
             self.settling = False
             changed.update(self.replicas)
 

@@ -162,6 +162,6 @@ class Worker:
     def _heartbeat(self) -> Progressed:
         load, totals = self.load, self.totals
         if totals:
-            own = {"cpu_s": time.process_time(), "loads": self.loads, "load_s": self.load_s}
+            own = {"cpu_s": time.process_time(), "loads": float(self.loads), "load_s": self.load_s}
             self.link.measure(-1, {f"engine/{name}": value for name, value in (totals | own).items()})
         return Progressed(self.spec.id, self.spec.incarnation, load.kv_tokens, load.running, load.waiting)
