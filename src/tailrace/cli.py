@@ -152,15 +152,18 @@ def _fit(arguments: argparse.Namespace) -> int:
 
 
 def _story(arguments: argparse.Namespace) -> int:
-    from tailrace.obs.story import render_story, story
+    from tailrace.obs.story import render_held, render_story, story
     from tailrace.store.journal import Journal
+    from tailrace.store.vault import held
     from tailrace.types import parse_label
 
     try:
-        parse_label(arguments.id)
+        kind, number = parse_label(arguments.id)
     except ValueError as error:
         raise UsageError(str(error)) from None
     print(render_story(story(Journal(arguments.journal).entries(), arguments.id)))
+    if known := held(arguments.journal, kind, number):
+        print(render_held(known))
     return 0
 
 

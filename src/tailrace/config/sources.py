@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, cast
 from tailrace.config.errors import ConfigError
 
 PATH_KEYS = ("model.hf_config", "model.path", "workload.lengths.file", "task.data", "task.eval_data")
+CODE_KEYS = ("task.reward", "task.name")  # an import path, or "file.py:name"
 PACKAGE = "package:"  # a model that an installed package carries, not a path
 
 
@@ -33,6 +34,7 @@ def read_file(path: str | Path) -> dict[str, Given]:
 def anchored(key: str, value: Any, folder: Path) -> Any:
     """A path made absolute, so that it means the same wherever the settings are written to; else the value itself."""
     is_path = key in PATH_KEYS and isinstance(value, str) and value and not value.startswith(PACKAGE)
+    is_path = is_path or (key in CODE_KEYS and ".py:" in str(value))
     return str((folder / value).resolve()) if is_path else value
 
 

@@ -127,12 +127,12 @@ class Workload(Section):
 class Task(Section):
     """The prompts and how answers to them are judged: a built-in task by name, or your own data and reward."""
 
-    name: str = ""  # built in: "running_total", "calculator", "reasoning_gym"; empty: data and reward
+    name: str = ""  # built in: "running_total", "calculator", "reasoning_gym"; a class, "my_env.py:Maze"; empty: data
     options: dict[str, Any] = {}  # of a built-in task, as a table [task.options]
     data: str = ""  # JSONL or parquet file, or a saved Hugging Face dataset, with `prompt` and `answer`
     eval_data: str = ""  # held-out rows; empty: the last `eval_rows` of data
     eval_rows: Natural = 256
-    reward: str = ""  # import path of a function, "my_rewards:exact"; empty: the answer itself, word for word
+    reward: str = ""  # a function, "my_rewards:exact" or "rewards.py:exact"; empty: is the final answer the row's?
     reward_timeout_s: Annotated[float, Meta(gt=0)] = 10.0  # for one sample; then its process is killed
     reward_workers: Count = 1  # processes per replica that score and run tools
     system: str = ""  # system message of every conversation

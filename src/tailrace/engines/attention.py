@@ -65,9 +65,9 @@ def paged_attention(
     if kwargs.get("s_aux") is not None:
         raise NotImplementedError(f"{type(module).__name__} has attention sinks, which paged attention does not know")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    rows = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     layer: Any = module.layer_idx
-    return paged.attend(layer, *rows, scale, sliding_window, softcap)[None], None
+    return paged.attend(layer, query, key, value, scale, sliding_window, softcap)[None], None
 
 
 def use_paged_attention(model: PreTrainedModel) -> dict[int, LayerShape]:
@@ -134,13 +134,13 @@ class PagedBatch:
         self._cache = cache
         places = np.concatenate([_places(chunk, cache.block_tokens) for chunk in chunks], axis=1)
         self._blocks, self._slots = torch.from_numpy(places).to(device)
-        single = [chunk for chunk in chunks if chunk.count == 1]
+        single = [chunk for chunk in chunks if chunk.length == 1]
         self._single = _Singles(single, cache.block_tokens, device) if single else None
         self._spans: list[_Span] = []
         row = len(single)
         for chunk in chunks[len(single) :]:
             self._spans.append(_Span(chunk, row, cache.block_tokens, device))
-            row += chunk.count
+            row += chunk.length
 
     def attend(
         self,
@@ -315,7 +315,7 @@ class _Span:
     """A chunk of several tokens of one sequence against everything before it and itself."""
 
     def __init__(self, chunk: Chunk, row: int, block_tokens: int, device: torch.device) -> None:
-        self.rows = slice(row, row + chunk.count)
+        self.rows = slice(row, row + chunk.length)
         self._start, self._end = chunk.start, chunk.end
         blocks = chunk.sequence.blocks[: -(-chunk.end // block_tokens)]
         self._blocks = torch.tensor(blocks, device=device)

@@ -26,7 +26,7 @@ from tailrace.engines.sampling import sample
 from tailrace.model.load import end_tokens, load_model, load_tokenizer
 from tailrace.types import TrajectoryId, Version
 
-Decode = Callable[[Sequence[int]], str]
+Decode = Callable[[list[int]], str]
 
 ROOFLINE = {"cpu": 8, "cuda": 256}  # weights are read once per step: so many rows cost little more than one
 MEMORY_SHARE = {"cpu": 0.5, "cuda": 0.85}  # of what is free, for the KV pool
@@ -115,7 +115,7 @@ class NativeEngine:
         counters.steps += 1
         counters.decoded += len(ready)
         counters.kv_read += sum(chunk.end for chunk in plan.chunks)
-        counters.prefilled += sum(chunk.count for chunk in plan.chunks) - len(ready)
+        counters.prefilled += sum(chunk.length for chunk in plan.chunks) - len(ready)
         return computed
 
     @torch.inference_mode()
@@ -124,7 +124,7 @@ class NativeEngine:
         self._cache.copy(plan.copies)
         tokens = [token for c in plan.chunks for token in c.sequence.tokens[c.start : c.end]]
         places = np.concatenate([np.arange(c.start, c.end) for c in plan.chunks])
-        last = np.cumsum([c.count for c in plan.chunks]) - 1
+        last = np.cumsum([c.length for c in plan.chunks]) - 1
         sampled = torch.from_numpy(last[[c.samples for c in plan.chunks]])
         found = self._model(
             input_ids=torch.tensor([tokens], device=device),
@@ -170,7 +170,11 @@ def build_engine(config: Config, seed: int) -> NativeEngine:
     tokenizer = load_tokenizer(config.model.path)
     device = rollout.device or ("cuda" if torch.cuda.is_available() else "cpu")
     model = load_model(config.model.path, rollout.precision, device)
-    return NativeEngine(model, tokenizer.decode, end_tokens(config.model.path, tokenizer), config, seed)
+
+    def decode(tokens: list[int]) -> str:
+        return str(tokenizer.decode(tokens))
+
+    return NativeEngine(model, decode, end_tokens(config.model.path, tokenizer), config, seed)
 
 
 # -------------------------------------------------------------------------------------------------------- weights

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 
 from tailrace.config.tree import Sampling
 
@@ -17,9 +18,9 @@ CELL = 64  # tokens that the first, coarse search through the vocabulary takes t
 NUCLEUS = 1024  # top-p looks at so many tokens before it sorts the whole vocabulary
 
 
-def uniform(seed: int, trajectories: Sequence[int], positions: Sequence[int]) -> np.ndarray:
+def uniform(seed: int, trajectories: ArrayLike, positions: ArrayLike) -> np.ndarray:
     """Numbers in [0, 1), one per (trajectory, position): integer arithmetic only, so the same on every machine."""
-    state = _mix(np.full(len(trajectories), seed % 2**64, np.uint64))
+    state = _mix(np.array([seed % 2**64], np.uint64))
     state = _mix(state + np.asarray(trajectories, np.int64).astype(np.uint64))
     state = _mix(state + np.asarray(positions, np.int64).astype(np.uint64))
     return (state >> np.uint64(11)) * 2.0**-53

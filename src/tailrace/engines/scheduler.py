@@ -11,6 +11,7 @@ that. Whole blocks are shared; the block where the prompt ends is copied, so nob
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Iterator
 from itertools import chain
 from typing import NamedTuple
 
@@ -48,11 +49,11 @@ class Chunk(NamedTuple):
 
     sequence: Sequence
     start: int
-    count: int
+    length: int
 
     @property
     def end(self) -> int:
-        return self.start + self.count
+        return self.start + self.length
 
     @property
     def samples(self) -> bool:
@@ -258,15 +259,21 @@ class Scheduler:
             del self._leaders[sequence.group]
 
     def _evict(self) -> bool:
-        """Give up one cache: an ended turn, then a prompt that nobody runs on, then any prompt."""
-        if self.turns:
+        """Give up one cache: a prompt that nobody waits for or runs on, then the oldest ended turn, then any prompt."""
+        group = next(self._idle_prompts(), None)
+        if group is None and self.turns:
             self.pool.drop(self.turns.pop(next(iter(self.turns))).blocks)
             return True
-        idle = (g for g, kept in self.prompts.items() if not self.pool.is_needed(kept.blocks[0]))
-        group = next(idle, next(iter(self.prompts), None))
+        group = next(iter(self.prompts), None) if group is None else group
         if group is not None:
             self._drop_prompt(group)
         return group is not None
+
+    def _idle_prompts(self) -> Iterator[GroupId]:
+        wanted = {sequence.group for sequence in self.waiting} if self.prompts else set()
+        for group, kept in self.prompts.items():
+            if group not in wanted and not self.pool.is_needed(kept.blocks[0]):
+                yield group
 
     def _keep_prompt(self, sequence: Sequence) -> None:
         tokens = sequence.shared_tokens()

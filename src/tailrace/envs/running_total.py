@@ -20,7 +20,7 @@ from msgspec import Meta
 from tailrace.config.errors import ConfigError
 from tailrace.envs.base import Row, Scored, Turn
 
-LABELS = tuple([a for a in string.ascii_lowercase] + [a + b for a in "abcd" for b in string.ascii_lowercase][:102])
+LABELS = (*string.ascii_lowercase, *[a + b for a in "abcd" for b in string.ascii_lowercase][:102])
 HELD_OUT_SHARE = 8  # one prompt in so many is held out
 
 Item = tuple[str, int]

@@ -41,13 +41,13 @@ def model_folder(path: str) -> Path:
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     """The tokenizer alone; no weights are read."""
     _stay_offline()
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
     folder = model_folder(path)
-    # the first is complete in itself; the other looks for the model's own class, and imports torch for that
-    kind = PreTrainedTokenizerFast if (folder / "tokenizer.json").is_file() else AutoTokenizer
+    if (folder / "tokenizer.json").is_file():  # complete in itself, and torch is not imported for it
+        from transformers import PreTrainedTokenizerFast as Kind
+    else:
+        from transformers import AutoTokenizer as Kind
     try:
-        tokenizer = kind.from_pretrained(folder, local_files_only=True)
+        tokenizer = Kind.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path: no tokenizer can be loaded from {folder} ({_first_line(error)})") from None
     if tokenizer.eos_token_id is None:
@@ -67,7 +67,7 @@ def load_model(path: str, dtype: str = "float32", device: str = "cpu") -> PreTra
     folder = model_folder(path)
     logging.disable_progress_bar()
     try:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path: {folder} cannot be loaded ({_first_line(error)})") from None
     return model.to(device)

@@ -94,6 +94,7 @@ def attention(
     """What transformers calls in every layer: (1, heads, tokens, width) in, (1, tokens, heads, width) out."""
     _check(module, attention_mask, packed, rest)
     assert packed is not None
+    query, key, value = _in_arithmetic_precision(query, key, value)
     if _has_kernel(query, value, softcap):
         return _variable_length(query, key, value, packed, scaling, sliding_window)[None], None
     q, k, v = (_spread(x, packed) for x in (query, key, value))
@@ -126,6 +127,13 @@ def _refuse(what: str, why: str) -> None:
     raise UnsupportedModelError(f"{what} {why}, which training on packed sequences does not support; use another model")
 
 
+def _in_arithmetic_precision(*tensors: Tensor) -> list[Tensor]:
+    """Rotary embeddings leave queries and keys in float32 under autocast, which values then are not."""
+    kind = tensors[0].device.type
+    wanted = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensors[-1].dtype
+    return [x.to(wanted) for x in tensors]
+
+
 def _has_kernel(query: Tensor, value: Tensor, softcap: float | None) -> bool:
     wide = max(query.shape[-1], value.shape[-1]) > 256 or query.shape[-1] != value.shape[-1]
     return query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and not wide and softcap is None
@@ -136,12 +144,11 @@ def _variable_length(
 ) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
+    k, v = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))  # torch 2.11 wants as many
+    q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, k, v))
     back = window - 1 if window and window < packed.longest else -1  # the kernel does not count the token itself
     ends = packed.bounds
-    out = varlen_attn(
-        q, k, v, ends, ends, packed.longest, packed.longest, scale=scaling, window_size=(back, 0), enable_gqa=True
-    )
+    out = varlen_attn(q, k, v, ends, ends, packed.longest, packed.longest, scale=scaling, window_size=(back, 0))
     assert isinstance(out, Tensor)
     return out
 

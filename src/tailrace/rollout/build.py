@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from tailrace.config.tree import Config
 from tailrace.engines.emulated import EmulatedEngine
 from tailrace.envs.base import Answer, Scored, Turn
-from tailrace.rollout.runner import Judge, Key, Language, Runner
+from tailrace.rollout.runner import Key, Language, Runner
 from tailrace.types import Row
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def build_runner(config: Config) -> Runner:
 
     config = with_all_stops(config)
     engine = build_engine(config, config.run.seed)
-    return Runner(engine, cast(Judge, Judges(config)), _language(config, _prompts(config)), limit)
+    return Runner(engine, Judges(config), _language(config, _prompts(config)), limit)
 
 
 def held_out_rows(config: Config) -> list[Row]:

@@ -55,16 +55,15 @@ class Policy(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The model's head, with what some families do to its output."""
-        config = self.model.config.get_text_config()
-        head = self.model.get_output_embeddings()
+        config, head = self.model.config.get_text_config(), self.model.get_output_embeddings()
         assert head is not None
-        logits = head(hidden).float()
-        logits = logits * (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1)
+        factor = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
+        logits = _times(head(hidden).float(), factor)
         cap = getattr(config, "final_logit_softcapping", None)
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def _score_chunk(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        return _Score.apply(self.logits(hidden) / self.temperature, targets)  # type: ignore[return-value]
+        return _Score.apply(_times(self.logits(hidden), 1 / self.temperature), targets)  # type: ignore[return-value]
 
     @torch.no_grad()
     def _check_head(self) -> None:
@@ -78,6 +77,11 @@ class Policy(nn.Module):
             raise UnsupportedModelError(
                 f"{kind} changes its logits in a way that the trainer does not know; use another model"
             )
+
+
+def _times(logits: Tensor, factor: float) -> Tensor:
+    """Without a copy where there is nothing to do: logits are the largest tensors there are."""
+    return logits if factor == 1 else logits * factor
 
 
 class _Score(torch.autograd.Function):

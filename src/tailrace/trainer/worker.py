@@ -69,7 +69,11 @@ class Worker:
     def _train(self, order: Ordered, command: Train) -> None:
         began, cpu = time.monotonic(), time.process_time()
         measured = self.crew.train(command.step, command.part, order.groups)
-        measured |= {"trainer/seconds": time.monotonic() - began, "trainer/cpu_s": time.process_time() - cpu}
+        measured |= {
+            "trainer/seconds": time.monotonic() - began,
+            "trainer/cpu_s": time.process_time() - cpu,
+            "trainer/tokens": float(_tokens(order)),
+        }
         self.link.measure(command.step, measured)
         self.part = 0 if command.last else command.part + 1
         self.step = command.step + 1 if command.last else command.step
@@ -89,6 +93,13 @@ class Worker:
         self.crew.publish(command.version, order.addresses[command.relay])
 
     def _save(self) -> None:
+        began = time.monotonic()
         self.crew.save(self.checkpoints, self.step)
         self.saved = self.step
+        self.link.measure(self.step, {"checkpoint/stall_s": time.monotonic() - began})
         self.link.report(Checkpointed(self.spec.incarnation, self.step))
+
+
+def _tokens(order: Ordered) -> int:
+    """All that goes through the model, prompts included."""
+    return sum(len(segment.tokens) for group in order.groups for one in group for segment in one.segments)

@@ -1,0 +1,176 @@
+"""Prompts by place, and text into tokens: through a chat template, as plain text, and between turns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from tailrace.config.errors import ConfigError
+from tailrace.config.tree import Config, Run, Task, Workload
+from tailrace.envs.base import Row, Scored, Turn
+from tailrace.envs.prompts import Prompts, order
+from tailrace.envs.rendering import Rendering
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] | trim }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+STRICT = (
+    "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system role') }}"
+    "{% endif %}[{{ m['role'] }}]{{ m['content'] }}{% if m['role'] == 'assistant' %}<|im_end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+START, END = 256, 257
+
+
+def tokenizer(template: str | None = CHATML, limit: int = 10**30) -> PreTrainedTokenizerFast:
+    """Bytes, with a start and an end token; as plain text it begins with the start token."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE({letter: number for number, letter in enumerate(letters)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    backend.post_processor = processors.TemplateProcessing("<|im_start|> $A", special_tokens=[("<|im_start|>", START)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token="<|im_start|>",
+        eos_token="<|im_end|>",
+        chat_template=template,
+        model_max_length=limit,
+    )
+
+
+def text_of(tokens: tuple[int, ...]) -> str:
+    return str(tokenizer().decode(list(tokens)))
+
+
+class Numbered:
+    """Rows 0 to `size`, two held out."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def row(self, index: int) -> dict[str, Any]:
+        return {"prompt": f"row {index}", "answer": str(index)}
+
+    def held_out(self) -> list[dict[str, Any]]:
+        return [self.row(self.size), self.row(self.size + 1)]
+
+    def respond(self, row: Row, transcript: tuple[Turn, ...]) -> Scored:
+        return Scored(0.0)
+
+
+def prompts(size: int = 5, completion: int = 10, context: int | None = None, seed: int = 0, **settings) -> Prompts:
+    config = Config(task=Task(**settings), run=Run(seed=seed), workload=Workload(max_completion_tokens=completion))
+    return Prompts(Numbered(size), tokenizer(), config, context)
+
+
+@given(st.integers(0, 2**40), st.integers(0, 100), st.integers(1, 200))
+def test_an_epoch_shows_every_row_once(seed: int, epoch: int, size: int) -> None:
+    assert sorted(order(seed, epoch, size)) == list(range(size))
+
+
+@given(st.integers(0, 40), st.integers(1, 40))
+def test_a_row_depends_on_its_place_alone(start: int, count: int) -> None:
+    source = prompts(size=7)
+    rows = source.rows(start, count)
+    assert [row.id for row in rows] == list(range(start, start + count))
+    assert rows == [source.rows(place, 1)[0] for place in range(start, start + count)]
+
+
+def test_epochs_and_seeds_have_orders_of_their_own() -> None:
+    assert len({order(seed, epoch, 50) for seed in range(4) for epoch in range(4)}) == 16
+    in_order = prompts(shuffle=False).rows(3, 4)
+    assert [row.columns["answer"] for row in in_order] == ["3", "4", "0", "1"]
+
+
+def test_held_out_rows_have_ids_that_are_no_places() -> None:
+    rows = prompts().held_out()
+    assert [(row.id, row.prompt) for row in rows] == [(-1, "row 5"), (-2, "row 6")]
+
+
+def test_a_prompt_goes_through_the_chat_template() -> None:
+    row = prompts(system="Be brief.").rows(0, 1)[0]
+    text = text_of(row.tokens)
+    assert (
+        text
+        == f"<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n{row.prompt}<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_messages_keep_their_own_system_message() -> None:
+    messages = [{"role": "system", "content": "Mine."}, {"role": "user", "content": "Hi"}]
+    tokens = Rendering(tokenizer(), Task(system="Yours.")).prompt_tokens(messages)
+    text = text_of(tokens)
+    assert "Mine." in text
+    assert "Yours." not in text
+
+
+def test_plain_text_begins_as_the_tokenizer_likes_it() -> None:
+    for rendering in (
+        Rendering(tokenizer(template=None), Task(system="Add.")),
+        Rendering(tokenizer(), Task(chat=False, system="Add.")),
+    ):
+        tokens = rendering.prompt_tokens("1 + 1 =")
+        assert tokens[0] == START
+        assert text_of(tokens[1:]) == "Add.\n\n1 + 1 ="
+
+
+@pytest.mark.parametrize("template", [CHATML, STRICT])
+def test_turns_joined_by_tokens_read_as_the_template_has_them(template: str) -> None:
+    rendering = Rendering(tokenizer(template), Task())
+    turns = ["<tool>1+1</tool>", "<tool>2+2</tool>", "done"]
+    tokens = rendering.prompt_tokens("Go")
+    messages = [{"role": "user", "content": "Go"}]
+    for number, turn in enumerate(turns):
+        said = rendering._tokens(turn) + ((END,) if number == 1 else ())  # once it ends its turn by itself
+        tokens += said + rendering.observation_tokens(f"result {number}", said)
+        messages += [{"role": "assistant", "content": turn}, {"role": "user", "content": f"result {number}"}]
+    assert tokens == rendering.prompt_tokens(messages)
+
+
+def test_plain_turns_are_joined_by_marks() -> None:
+    rendering = Rendering(tokenizer(template=None), Task())
+    assert text_of(rendering.observation_tokens("4")) == "\n<result>4</result>\n"
+
+
+def test_what_cannot_be_rendered_is_refused() -> None:
+    messages = [{"role": "user", "content": "Hi"}]
+    with pytest.raises(ConfigError, match=r"no chat template; write task.chat = false"):
+        Rendering(tokenizer(template=None), Task(chat=True))
+    with pytest.raises(ConfigError, match="list of messages, but there is no chat template"):
+        Rendering(tokenizer(template=None), Task()).prompt_tokens(messages)
+    with pytest.raises(ConfigError, match="refuses messages of system, user: no system role"):
+        Rendering(tokenizer(STRICT), Task(system="Be brief.")).prompt_tokens(messages)
+    with pytest.raises(ConfigError, match="turns cannot be joined"):
+        Rendering(tokenizer("{{ messages[0]['content'] }}"), Task()).observation_tokens("4")
+
+
+def test_a_prompt_that_leaves_no_room_for_an_answer_is_refused() -> None:
+    fits = len(prompts().rows(0, 1)[0].tokens) + 10
+    prompts(context=fits).rows(0, 5)
+    with pytest.raises(
+        ConfigError, match=rf"max_completion_tokens = 11 that is more than the model's context of {fits}"
+    ):
+        prompts(context=fits, completion=11).rows(0, 1)
+    long = prompts(size=11, context=fits)
+    with pytest.raises(ConfigError, match="the prompt of training row 11 has"):
+        long.check(range(11))
+    with pytest.raises(ConfigError, match="the prompt of held-out row 1 has"):
+        prompts(size=10, context=fits).check(range(10))
+    prompts(size=8, context=fits).check(range(8))
+
+
+def test_a_column_that_cannot_travel_is_refused() -> None:
+    source = prompts()
+    source.task.row = lambda index: {"prompt": "a", "answer": {1, 2}, "size": object()}
+    with pytest.raises(ConfigError, match="column 'size' of a row cannot be sent"):
+        source.check(range(5))

@@ -1,0 +1,178 @@
+"""Tasks by settings: built-in ones, what they refuse, and tools between turns."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tailrace.config.errors import ConfigError
+from tailrace.config.tree import Config, Run, Sampling, Task
+from tailrace.envs import sandbox
+from tailrace.envs.base import Observed, Row, Scored, Turn
+from tailrace.envs.sandbox import run_python
+from tailrace.envs.tasks import build_task
+from tailrace.envs.tools import calculate, stop_strings
+
+ONE_DIGIT = {"dataset": "chain_sum", "min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+
+
+def build(seed: int = 0, **settings):
+    return build_task(Config(task=Task(**settings), run=Run(seed=seed)))
+
+
+def answered(task, row: dict, *texts: str):
+    """What the task says to these turns, environment and policy in turn."""
+    roles = ("policy", "environment") * len(texts)
+    transcript = tuple(Turn(role, text) for role, text in zip(roles, texts, strict=False))
+    columns = {name: value for name, value in row.items() if name != "prompt"}
+    return task.respond(Row(0, (1,), row["prompt"], columns), transcript)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({}, "no task is given; write task.data"),
+        ({"name": "runing_total"}, "did you mean 'running_total'"),
+        ({"name": "chess"}, "there are running_total, calculator, reasoning_gym"),
+        ({"name": "running_total", "data": "x.jsonl"}, "task.data is not used by the task 'running_total'"),
+        ({"name": "running_total", "options": {"medain": 3}}, "medain"),
+        ({"name": "running_total", "max_turns": 3}, "nothing answers between turns; write task.tools"),
+        ({"name": "calculator"}, "never read what a tool answers; write 2 or more"),
+        ({"name": "calculator", "max_turns": 2, "options": {"term": 3}}, "unknown field `term`; it takes terms"),
+        ({"name": "calculator", "max_turns": 2, "options": {"operators": "/"}}, "made of"),
+        ({"name": "reasoning_gym", "options": {"dataset": "chain_sums"}}, "did you mean 'chain_sum'"),
+        ({"name": "reasoning_gym", "options": ONE_DIGIT | {"max_digit": 1}}, "did you mean 'max_digits'"),
+        ({"name": "reasoning_gym", "options": ONE_DIGIT | {"min_terms": 9}}, "refuses these settings"),
+        ({"name": "reasoning_gym", "options": ONE_DIGIT | {"seed": 9}}, "the seed is run.seed"),
+        ({"name": "reasoning_gym", "options": {"threshold": 3}}, "threshold"),
+        ({"data": "x.jsonl", "options": {"size": 3}}, "task.options.size belongs to a built-in task"),
+        ({"data": "x.jsonl", "reward": "nowhere.py:f"}, "there is no file nowhere.py"),
+    ],
+)
+def test_what_cannot_be_built_is_refused(settings: dict, sentence: str) -> None:
+    if settings.get("name") == "reasoning_gym":
+        pytest.importorskip("reasoning_gym")
+    with pytest.raises(ConfigError, match=sentence):
+        build(**settings)
+
+
+def test_own_data_is_not_read_until_a_row_is_wanted(tmp_path: Path) -> None:
+    task = build(data=str(tmp_path / "not_written_yet.jsonl"), eval_rows=1)
+    assert answered(task, {"prompt": "", "answer": "3"}, "it is 3") == Scored(1.0)
+    (tmp_path / "not_written_yet.jsonl").write_text('{"prompt": "a", "answer": 1}\n{"prompt": "b", "answer": 2}\n')
+    assert (len(task), task.row(0)["prompt"], task.held_out()[0]["prompt"]) == (1, "a", "b")
+
+
+DOCUMENTED = Path(__file__).parents[2] / "docs" / "tasks.md"
+
+
+def test_a_task_may_be_a_class_of_the_users_own(tmp_path: Path) -> None:
+    program = DOCUMENTED.read_text().rpartition("```python\n")[2].partition("```")[0]
+    half = "\nclass Half:\n    def __init__(self, options, seed): self.first = options['first']\n"
+    (tmp_path / "my_env.py").write_text(program + half)
+    task = build(name=f"{tmp_path}/my_env.py:Guess", options={"turns": 2})
+    row = task.row(41)
+    assert answered(task, row, "50") == Observed("lower")
+    assert answered(task, row, "well") == Observed("higher")
+    assert answered(task, row, "50", "lower", "42") == Scored(1.0)
+    assert answered(task, row, "50", "lower", "41") == Scored(0.0)
+    with pytest.raises(ConfigError, match="has no __len__; a task has"):
+        build(name=f"{tmp_path}/my_env.py:Half", options={"first": 1})
+    with pytest.raises(ConfigError, match=r"cannot be made from \(options, seed\): KeyError: 'first'"):
+        build(name=f"{tmp_path}/my_env.py:Half")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"name": "calculator", "max_turns": 2, "options": {"terms": 2, "digits": 1, "size": 300}},
+        {"name": "reasoning_gym", "options": ONE_DIGIT | {"size": 300}},
+        {"name": "running_total"},
+    ],
+)
+def test_nothing_held_out_is_trained_on_and_rows_depend_on_the_seed(settings: dict) -> None:
+    if settings["name"] == "reasoning_gym":
+        pytest.importorskip("reasoning_gym")
+    task, again, other = build(**settings), build(**settings), build(seed=1, **settings)
+    rows = [task.row(index) for index in range(300)]
+    assert rows == [again.row(index) for index in range(300)]
+    assert rows != [other.row(index) for index in range(300)]
+    held_out = {row["prompt"] for row in task.held_out()}
+    assert held_out
+    assert not held_out & {row["prompt"] for row in rows}
+
+
+def test_reasoning_gym_gives_nothing_for_crumbs() -> None:
+    pytest.importorskip("reasoning_gym")
+    task = build(name="reasoning_gym", options=ONE_DIGIT)
+    row = task.row(0)
+    right = row["answer"]
+    assert answered(task, row, f"The answer is {right}.") == Scored(1.0)
+    assert answered(task, row, "junk") == answered(task, row, "100") == answered(task, row, "") == Scored(0.0)
+
+
+def test_a_call_is_answered_and_the_last_turn_is_scored() -> None:
+    task = build(name="calculator", max_turns=3, options={"terms": 2, "digits": 3})
+    row = task.row(0)
+    expression = row["prompt"].partition("What is ")[2].partition("?")[0]
+    call = f"I compute <tool>{expression}</tool>"
+    assert answered(task, row, call) == Observed(row["answer"])
+    assert answered(task, row, call, row["answer"], f"<answer>{row['answer']}</answer>") == Scored(1.0)
+    assert answered(task, row, "<answer>0.5</answer>") == Scored(0.0)
+    assert answered(task, row, "1 <tool>2</tool> <tool>3 / 0</tool>") == Observed("error: division by zero")
+    assert answered(task, row, call, "1", call, "2", call) != Observed(row["answer"]), "no turn is left to read it in"
+    assert answered(task, row, "<tool>1 + 1") == Scored(0.0), "a call that was not finished is none"
+
+
+def test_a_call_ends_a_turn() -> None:
+    config = Config(task=Task(name="calculator"), sampling=Sampling(stop=("END",)))
+    assert stop_strings(config) == ("END", "</tool>")
+    assert stop_strings(Config(task=Task(name="running_total"))) == ()
+    assert stop_strings(Config(task=Task(data="x", tools="python"))) == ("</tool>",)
+
+
+@pytest.mark.parametrize(
+    ("expression", "result"),
+    [
+        ("2 + 3 * 4", "14"),
+        ("(2 + 3) * -4", "-20"),
+        ("7 / 2", "3.5"),
+        ("6 / 2", "3"),
+        ("7 // 2 % 2", "1"),
+        ("2 ** 100", str(2**100)),
+        ("2 ** 10 ** 10", "error: the number is too large"),
+        ("9 ** 9 ** 9", "error: the number is too large"),
+        ("(-8) ** 0.5", "error: the root of a negative number"),
+        ("1 / 0", "error: division by zero"),
+        ("__import__('os')", "error: only numbers, brackets and + - * / // % ** are known"),
+        ("True + 1", "error: only numbers, brackets and + - * / // % ** are known"),
+        ("2 +", "error: this is not an arithmetic expression"),
+        ("(" * 199, "error: this is not an arithmetic expression"),
+        ("1 + " * 100, "error: the expression has more than 200 characters"),
+    ],
+)
+def test_the_calculator_computes_and_nothing_else(expression: str, result: str) -> None:
+    assert calculate(expression) == result
+
+
+@pytest.mark.parametrize(
+    ("program", "output"),
+    [
+        ("print(sum(range(10)))", "45"),
+        ("x = 1", "(no output)"),
+        ("1 / 0", "ZeroDivisionError: division by zero\nerror: the program ended with status 1"),
+        ("memory = bytearray(1 << 33)", "MemoryError\nerror: the program ended with status 1"),
+        ("while True: pass", "error: the program did not end within 0.5 s"),
+        ("open('file', 'w').write('x' * (2 << 20))", "File too large\nerror: the program ended with status 1"),
+    ],
+)
+def test_a_program_gets_only_so_much(program: str, output: str) -> None:
+    seconds = 0.5 if "while" in program else 20.0
+    assert run_python(program, seconds).endswith(output)
+
+
+def test_a_program_is_ended_without_walls_too(monkeypatch) -> None:
+    monkeypatch.setattr(sandbox, "_walls", tuple)
+    assert run_python("print(1)", 20.0) == "1"
+    assert run_python("import os\nos.fork()\nwhile True: pass", 0.5) == "error: the program did not end within 0.5 s"

@@ -1,0 +1,181 @@
+"""The fold over a journal agrees with control's own books, and the summary says what the run did."""
+
+from __future__ import annotations
+
+import json
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from tailrace.config import Config, load, with_values
+from tailrace.obs.live import LiveRun
+from tailrace.obs.summary import summarise, write_summary
+from tailrace.protocol import (
+    Command,
+    ControllerRestarted,
+    Event,
+    Finished,
+    Forget,
+    Generate,
+    LoadWeights,
+    ReplicaJoined,
+    Request,
+    SampleFailed,
+    Train,
+    Trained,
+    TrainerJoined,
+    TrainGroup,
+    TrajectoryMeta,
+    WeightsLoaded,
+)
+from tailrace.sim.cluster import Simulation
+from tailrace.store.run import RunStore
+
+OWN_BOX = Path(__file__).parents[2] / "examples" / "clusters" / "own_box.toml"
+FAULTS = {
+    "faults.replica_per_hour": 300.0,
+    "faults.trainer_per_hour": 60.0,
+    "faults.controller_per_hour": 60.0,
+    "faults.sample_failure": 0.02,
+    "faults.duplicate": 0.05,
+    "faults.delay_s": 0.1,
+}
+
+
+def requests(*ids: int, epoch: int = 1) -> tuple[Request, ...]:
+    """Two samples to a group, prompts of ten tokens."""
+    return tuple([Request(id, epoch, id // 2, id // 2, 10) for id in ids])
+
+
+def finished(id: int, tokens: int, oldest: int, reward: float | None, epoch: int = 1) -> Finished:
+    return Finished(0, TrajectoryMeta(id, epoch, tokens, oldest, oldest, "stop", reward))
+
+
+def train(step: int, *groups: int, incarnation: int = 1) -> Train:
+    return Train(incarnation, step, 0, True, tuple([TrainGroup(group, (2 * group, 2 * group + 1)) for group in groups]))
+
+
+# One replica and one trainer; two seconds pass between the stop and the resumption, and do not count.
+RUN: list[tuple[float, Event, list[Command]]] = [
+    (4.0, TrainerJoined(1, 0), []),
+    (5.0, ReplicaJoined(0, 1, 0, 0, 100, 8), [Generate(0, 1, requests(0, 1, 2, 3, 4, 5))]),
+    (7.0, finished(0, 100, 0, 1.0), []),
+    (7.0, finished(0, 100, 0, 1.0), []),  # a second report
+    (9.0, finished(1, 200, 0, 0.0), [train(0, 0)]),
+    (9.5, SampleFailed(0, 4, 1, "the reward raised"), [Generate(0, 1, requests(4, epoch=2))]),
+    (11.0, Trained(1, 0, 0), []),
+    (12.0, finished(2, 300, 0, 1.0), []),
+    (14.0, ControllerRestarted(), []),
+    (14.0, ReplicaJoined(0, 2, 0, 0, 100, 8), [LoadWeights(0, 2, 1, 0)]),
+    (14.0, TrainerJoined(2, 1), []),
+    (15.0, WeightsLoaded(0, 2, 1), [Generate(0, 2, requests(3, epoch=2))]),
+    (17.0, finished(3, 400, 0, 1.0, epoch=2), [train(1, 1, incarnation=2)]),
+    (18.0, Trained(2, 1, 0), [Forget((4, 5), "stale")]),
+]
+
+
+def record(folder: Path, run: list[tuple[float, Event, list[Command]]]) -> Path:
+    config = load([], ["--model.preset", "qwen2.5-7b", "--workload.group_size", "2", "--run.steps", "2"])
+    with RunStore.create(folder, config) as store:
+        for now, event, commands in run:
+            store.record(now, event, commands)
+        store.meta.set("accuracy_before", "0.4")
+        store.metrics.measure(11.0, 0, "trainer", {"publish/stall_s": 0.02, "loss": 1.5})
+        store.metrics.measure(18.0, 1, "trainer", {"publish/stall_s": 0.04, "loss": float("nan")})
+    return folder
+
+
+def test_a_small_run_by_hand(tmp_path: Path) -> None:
+    run = record(tmp_path / "run", RUN)
+    table = StringIO()
+    write_summary(run, table)
+    assert json.loads((run / "summary.json").read_text()) == {
+        "accuracy": {"before": 0.4, "after": None},
+        "wall_s": 16.0,  # the clock says 18
+        "steps": 2,
+        "trained_groups": 2,
+        "trained_samples": 4,
+        "trained_tokens": 110 + 210 + 310 + 410,
+        "tokens_per_s": 1040 / (16.0 - 5.0),
+        "staleness": {"mean": 0.5, "p95": 1.0, "max": 1},
+        "repacks": 0,
+        "moved": 0,
+        "publish_stall_s": pytest.approx(0.03),
+        "trainer_idle": pytest.approx(7 / 10),  # for a second after the resumption there was nothing it could do
+        "rollout_idle": pytest.approx(1 / 11),  # for its last second the replica has nothing to do
+        "ledger": {"started": 3, "trained": 2, "dropped_stale": 1, "filtered": 0, "failed": 0, "in_flight": 0},
+    }
+    assert (run / "summary.png").read_bytes().startswith(b"\x89PNG")
+    assert "held-out accuracy      0.400 before, - after" in table.getvalue()
+    assert "3 started = 2 trained + 1 stale + 0 filtered + 0 failed + 0 in flight" in table.getvalue()
+
+
+def test_a_run_that_trained_nothing_has_a_summary_too(tmp_path: Path) -> None:
+    begun = summarise(record(tmp_path / "begun", RUN[:2])).summary
+    assert (begun.steps, begun.tokens_per_s, begun.ledger.in_flight) == (0, 0.0, 3)
+    nothing = write_summary(record(tmp_path / "nothing", []))
+    assert (nothing.wall_s, nothing.ledger.started) == (0.0, 0)
+
+
+def test_the_timeline(tmp_path: Path) -> None:
+    history = summarise(record(tmp_path / "run", RUN)).history
+    assert [tuple(span) for span in history.trainer] == [
+        ("starting", 0.0, 5.0),
+        ("idle", 5.0, 9.0),
+        ("training", 9.0, 11.0),
+        ("idle", 11.0, 12.0),
+        ("starting", 12.0, 13.0),  # resumed
+        ("idle", 13.0, 15.0),
+        ("training", 15.0, 16.0),
+    ]
+    assert [tuple(span) for span in history.replicas[0]] == [
+        ("generating", 5.0, 12.0),
+        ("pulling", 12.0, 13.0),
+        ("generating", 13.0, 15.0),
+        ("idle", 15.0, 16.0),
+    ]
+    assert [(step.ended, step.reward) for step in history.steps] == [(11.0, 0.5), (16.0, 1.0)]
+
+
+@pytest.mark.parametrize("faults", [{}, FAULTS], ids=["calm", "faults"])
+@pytest.mark.parametrize("kind", ["sync", "stream", "partial", "trajectory"])
+def test_the_fold_agrees_with_the_ledger(kind: str, faults: dict[str, float]) -> None:
+    config = simulated({"schedule.kind": kind} | faults)
+    live = LiveRun(config)
+    simulation = Simulation(config, live.see)
+    result, state = simulation.run(), simulation.plane.state
+    assert msgspec.to_builtins(live.account.tally) == msgspec.to_builtins(state.ledger.tally)
+    assert (live.account.repacks, live.account.moved) == (state.repacks, state.moved)
+    ages = live.view().staleness
+    assert (ages.mean, ages.p95, ages.max) == (result.staleness.mean, result.staleness.p95, result.staleness.max)
+    assert [record.step for record in live.account.steps] == list(range(config.run.steps))
+    assert live.account.total.groups == state.ledger.tally.trained
+
+
+def simulated(settings: dict[str, Any]) -> Config:
+    return with_values(load([OWN_BOX]), {"run.steps": 4, "cluster.gpus": 16} | settings)
+
+
+def test_idle_shares_are_the_simulators(tmp_path: Path) -> None:
+    config = simulated({"schedule.kind": "sync", "run.steps": 6})
+    live = LiveRun(config)
+    result = Simulation(config, live.see).run()
+    assert live.trainer_idle == pytest.approx(result.trainer_idle, abs=0.02)
+    assert live.rollout_idle == pytest.approx(result.rollout_idle, abs=0.02)
+
+
+def test_what_is_remembered_does_not_grow_with_the_run() -> None:
+    sizes: list[int] = []
+    config = simulated({"run.steps": 12})
+    live = LiveRun(config)
+
+    def see(now: float, event: Event, commands: list[Command]) -> None:
+        live.see(now, event, commands)
+        sizes.append(len(live.account._samples))
+
+    Simulation(config, see).run()
+    assert max(sizes[len(sizes) // 2 :]) <= 1.5 * max(sizes[: len(sizes) // 2])
+    assert max(sizes) < live.account.total.samples

@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tailrace.trainer.advantages import GROUP_ADVANTAGES, dr_grpo, gae, grpo, rloo
+
+REWARDS = np.array([1.0, 0.0, 0.0, 0.5])
+
+
+def test_group_advantages_by_hand():
+    assert dr_grpo(REWARDS).tolist() == [0.625, -0.375, -0.375, 0.125]
+    assert grpo(REWARDS) == pytest.approx(dr_grpo(REWARDS) / np.sqrt(np.mean(dr_grpo(REWARDS) ** 2)), rel=1e-5)
+    others = [REWARDS[np.arange(4) != i].mean() for i in range(4)]
+    assert rloo(REWARDS) == pytest.approx(REWARDS - others)
+
+
+@pytest.mark.parametrize("name", GROUP_ADVANTAGES)
+def test_nothing_is_learned_from_equal_rewards_or_from_a_sample_alone(name):
+    assert not GROUP_ADVANTAGES[name](np.full(3, 0.1)).any()
+    assert not GROUP_ADVANTAGES[name](np.array([0.7])).any()
+
+
+def test_gae_is_the_discounted_sum_of_surprises():
+    values, gamma, lam, reward = np.array([0.1, 0.4, -0.2, 0.3]), 0.9, 0.7, 2.0
+    rewards, after = np.array([0, 0, 0, reward]), np.array([0.4, -0.2, 0.3, 0])
+    surprises = rewards + gamma * after - values
+    slow = [sum((gamma * lam) ** (k - t) * surprises[k] for k in range(t, 4)) for t in range(4)]
+    advantages, returns = gae(reward, values, gamma, lam)
+    assert advantages == pytest.approx(slow)
+    assert returns == pytest.approx(advantages + values)
+
+
+def test_gae_without_discount_compares_the_reward_with_the_value():
+    values = np.array([0.1, 0.4, -0.2])
+    advantages, returns = gae(1.0, values, 1.0, 1.0)
+    assert advantages == pytest.approx(1.0 - values)
+    assert returns == pytest.approx(np.ones(3))

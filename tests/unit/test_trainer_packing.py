@@ -1,0 +1,89 @@
+"""Packs: nothing lost, nothing twice, nothing too large."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tailrace.trainer.batch import rank_packs
+from tailrace.trainer.packing import deal, pack, read
+from tailrace.types import Segment, Trajectory
+from trainer_cases import group
+
+COUNTS = st.lists(st.integers(0, 12), min_size=1, max_size=5)
+
+
+@st.composite
+def trajectories(draw: st.DrawFn) -> list[Trajectory]:
+    """Every token of all of them is another number, so that each can be followed."""
+    fresh, made = iter(range(1, 10**6)), []
+    for i in range(draw(st.integers(1, 12))):
+        segments = [Segment(None, (next(fresh),)), Segment(0, (next(fresh),), (-1.0,))]
+        for count in draw(COUNTS):
+            tokens = tuple(next(fresh) for _ in range(count))
+            version = draw(st.sampled_from([None, 0, 3]))
+            segments.append(Segment(version, tokens, None if version is None else tuple(-float(t) for t in tokens)))
+        made.append(Trajectory(i, 0, 0, tuple(segments)))
+    return made
+
+
+@given(trajectories(), st.integers(1, 80), st.integers(1, 3))
+def test_every_sampled_token_is_in_exactly_one_pack_behind_the_token_before_it(given_trajectories, budget, ranks):
+    samples = [read(t) for t in given_trajectories]
+    packs = [p for rank in range(ranks) for p in rank_packs(samples, range(len(samples)), budget, rank, ranks)]
+    seen = Counter(int(t) for p in packs for t in p.targets)
+    wanted = [t for x in given_trajectories for s in x.segments if s.version is not None for t in s.tokens]
+    assert seen == Counter(wanted)
+    for p in packs:
+        assert np.array_equal(p.inputs[p.places], p.targets - 1)  # tokens were numbered in order
+        assert len(p.lengths) * max(p.lengths) <= budget or len(p.lengths) == 1
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(1, 5))
+def test_ranks_get_whole_sequences_and_about_as_many_tokens(lengths, ranks):
+    hands = deal(lengths, ranks)
+    assert sorted(i for hand in hands for i in hand) == list(range(len(lengths)))
+    loads = [sum(lengths[i] for i in hand) for hand in hands]
+    assert max(loads) - min(loads) <= max(lengths)
+
+
+def test_masks_log_probs_and_versions_come_from_the_segments():
+    parts = (
+        Segment(None, (10, 11)),
+        Segment(4, (12, 13), (-0.5, -0.25)),
+        Segment(None, (14,)),
+        Segment(5, (15,), (-2.0,)),
+        Segment(None, (16, 17)),
+    )
+    sample = read(Trajectory(0, 0, 0, parts))
+    assert sample.inputs.tolist() == [10, 11, 12, 13, 14]  # what follows the last sampled token predicts nothing
+    assert sample.places.tolist() == [1, 2, 4]
+    assert sample.targets.tolist() == [12, 13, 15]
+    assert sample.behaviour.tolist() == [-0.5, -0.25, -2.0]
+    assert sample.versions.tolist() == [4, 4, 5]
+
+
+def test_packs_hold_neighbours_in_length_and_a_giant_is_alone():
+    samples = [read(t) for seed in range(8) for t in group(seed)]
+    giant = read(Trajectory(0, 0, 0, (Segment(None, (1,)), Segment(0, (2,) * 90, (-1.0,) * 90))))
+    packs = pack([*samples, giant], range(len(samples) + 1), 64)
+    lengths = [length for p in packs for length in p.lengths]
+    assert lengths == sorted(lengths, reverse=True)
+    assert packs[0].members == (len(samples),)
+
+
+@pytest.mark.parametrize(
+    ("segments", "reason"),
+    [
+        ((Segment(None, (1,)),), "no sampled token"),
+        ((Segment(0, (1,), (-1.0,)),), "starts with a sampled token"),
+        ((Segment(None, (1,)), Segment(0, (1, 2), (-1.0,))), "without the log-probs"),
+    ],
+)
+def test_a_trajectory_that_cannot_be_trained_on_is_refused(segments, reason):
+    with pytest.raises(ValueError, match=reason):
+        read(Trajectory(3, 0, 0, segments))

@@ -1,0 +1,196 @@
+"""The learner: gradients that do not depend on how work is cut, frozen policies, the critic, the schedule."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tailrace.config.tree import Trainer
+from tailrace.trainer.batch import mini_batch
+from tailrace.trainer.optim import Optimiser, rate_factor
+from tailrace.trainer.packing import pack, read
+from tailrace.trainer.step import Learner
+from tailrace.types import Segment, Trajectory
+from trainer_cases import group, settings, tiny_folder
+
+GROUPS = [group(1), group(2), group(3)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_folder(tmp_path_factory.mktemp("tiny"))
+
+
+def gradients(learner: Learner) -> dict[str, torch.Tensor]:
+    """Of one mini-batch, before clipping and the update."""
+    learner._backward(learner._lessons(0, 0, mini_batch(GROUPS, learner.settings)))
+    return {name: p.grad for name, p in learner.model.named_parameters() if p.grad is not None}
+
+
+def weights(learner: Learner) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in learner.weights()}
+
+
+def all_logprobs(learner: Learner) -> torch.Tensor:
+    samples = [read(t) for g in GROUPS for t in g]
+    return learner.scores(pack(samples, range(len(samples)), 10**6)[0]).logprobs
+
+
+@pytest.mark.parametrize("loss", ["grpo", "dr_grpo", "dapo", "decoupled_ppo"])
+def test_the_token_budget_does_not_change_the_gradient(folder, loss):
+    one, many = (
+        gradients(Learner(settings(folder, loss=loss, tokens_per_batch=budget, entropy=0.01))) for budget in (10**6, 40)
+    )
+    for name in one:
+        torch.testing.assert_close(many[name], one[name], atol=1e-6, rtol=1e-4)
+
+
+def test_recomputed_activations_do_not_change_the_gradient(folder):
+    plain, again = (gradients(Learner(settings(folder, recompute=recompute))) for recompute in (False, True))
+    for name in plain:
+        torch.testing.assert_close(again[name], plain[name], atol=1e-6, rtol=1e-4)
+
+
+def test_samples_without_advantage_cost_no_pass_and_still_count_in_the_mean(folder):
+    same = [Trajectory(t.id, 9, 9, t.segments, "stop", 0.1) for t in group(9)]
+    learner = Learner(settings(folder, loss="grpo"))
+    mixed, alone = (learner.train_part(0, 0, groups) for groups in ([GROUPS[0], same], [same]))
+    assert mixed["passed_tokens"] == sum(t.sampled_tokens for t in GROUPS[0])
+    assert mixed["sequences"] == 8
+    assert alone["passed_tokens"] == alone["grad_norm"] == 0
+    half, whole = (learner._lessons(1, 0, mini_batch(g, learner.settings))[0] for g in ([GROUPS[0], same], [GROUPS[0]]))
+    torch.testing.assert_close(half.weight * 2, whole.weight)
+
+
+def test_a_likely_answer_becomes_likelier_when_it_is_rewarded(folder):
+    learner = Learner(settings(folder, loss="aipo"))
+    good, bad = ((Segment(None, (1, 2)), Segment(0, (t,) * 4, (-3.0,) * 4)) for t in (5, 6))
+    pair = [Trajectory(0, 0, 0, good, "stop", 1.0), Trajectory(1, 0, 0, bad, "stop", 0.0)]
+    samples = pack([read(t) for t in pair], (0, 1), 100)[0]
+    before = learner.scores(samples).logprobs
+    metrics = [learner.train_part(step, 0, [pair]) for step in range(3)]
+    change = learner.scores(samples).logprobs - before
+    assert change[:4].mean() > 0.1
+    assert change[4:].mean() < -0.1
+    assert metrics[0]["reward"] == 0.5
+    assert metrics[0]["tokens"] == 8
+    assert learner.step == 3
+
+
+def test_the_proximal_policy_is_that_of_the_start_of_the_step(folder):
+    learner = Learner(settings(folder, loss="decoupled_ppo", mini_batches=2))
+    start = all_logprobs(learner)
+    batch = mini_batch(GROUPS, learner.settings)
+    assert all(lesson.proximal is None for lesson in learner._lessons(0, 0, batch))
+    learner.train_part(0, 0, GROUPS)
+    kept = {(int(s), i): p for x in learner._lessons(0, 1, batch) for s, i, p in _by_token(x)}
+    samples = pack(batch.samples, range(len(batch.samples)), 10**6)[0]
+    wanted = torch.stack([kept[key] for key in _keys(samples.sequence)])
+    torch.testing.assert_close(wanted, start, atol=1e-5, rtol=1e-5)
+    assert (all_logprobs(learner) - start).abs().max() > 1e-3
+    assert all(lesson.proximal is None for lesson in learner._lessons(1, 0, batch))  # the next step starts here
+
+
+def _keys(sequence: np.ndarray) -> list[tuple[int, int]]:
+    seen: dict[int, int] = {}
+    keys = []
+    for s in sequence.tolist():
+        keys.append((s, seen.setdefault(s, 0)))
+        seen[s] += 1
+    return keys
+
+
+def _by_token(lesson):
+    assert lesson.proximal is not None
+    return [(s, i, p) for (s, i), p in zip(_keys(lesson.pack.sequence), lesson.proximal, strict=True)]
+
+
+def test_the_reference_holds_the_policy_back(folder):
+    far, near = (Learner(settings(folder, kl=kl, learning_rate=1e-2)) for kl in (1e-9, 30.0))
+    free, held = ([learner.train_part(step, 0, GROUPS)["kl"] for step in range(4)] for learner in (far, near))
+    assert free[-1] > 2 * held[-1] > 0
+
+
+def test_a_critic_learns_the_reward_and_leaves_the_trunk_alone(folder):
+    rates = {"critic_learning_rate": 3e-2, "learning_rate": 1e-9}
+    learner = Learner(settings(folder, loss="ppo", advantage="gae", gae_lambda=1.0, **rates))
+    assert learner.critic is not None
+    rewarded = [[Trajectory(t.id, 0, 0, t.segments, "stop", 1.0) for t in g] for g in GROUPS]
+    before = weights(learner)
+    metrics = [learner.train_part(step, 0, rewarded) for step in range(12)]
+    assert metrics[0]["value"] == 0
+    assert metrics[0]["advantage"] == pytest.approx(1.0)
+    assert metrics[-1]["value"] == pytest.approx(1.0, abs=0.2)
+    assert all((tensor - before[name]).abs().max() < 1e-6 for name, tensor in learner.weights())
+
+
+def test_bfloat16_arithmetic_keeps_float32_weights(folder):
+    learner = Learner(settings(folder, precision="bfloat16"))
+    with torch.backends.mkldnn.flags(enabled=False):  # its kernels end the process where AMX is announced but forbidden
+        metrics = learner.train_part(0, 0, GROUPS)
+    assert metrics["skipped"] == 0
+    assert {tensor.dtype for _, tensor in learner.weights()} == {torch.float32}
+
+
+def test_tied_weights_are_given_out_once(tmp_path):
+    learner = Learner(settings(tiny_folder(tmp_path, tie_word_embeddings=True)))
+    names = [name for name, _ in learner.weights()]
+    assert "model.embed_tokens.weight" in names
+    assert "lm_head.weight" not in names
+    assert names == [name for name, _ in learner.model.named_parameters()]
+
+
+def test_mismatch_is_zero_when_the_trainer_agrees_with_the_engine(folder):
+    learner = Learner(settings(folder))
+    exact = [[_as_sampled_by(learner, t) for t in g] for g in GROUPS]
+    metrics = learner.train_part(0, 0, exact)
+    assert metrics["mismatch_kl"] == pytest.approx(0, abs=1e-9)
+    assert metrics["ratio"] == pytest.approx(1, abs=1e-5)
+    assert metrics["ratio_max"] == pytest.approx(1, abs=1e-4)
+
+
+def _as_sampled_by(learner: Learner, t: Trajectory) -> Trajectory:
+    found = iter(learner.scores(pack([read(t)], (0,), 10**6)[0]).logprobs.tolist())
+    segments = [
+        s if s.version is None else Segment(s.version, s.tokens, tuple(next(found) for _ in s.tokens))
+        for s in t.segments
+    ]
+    return Trajectory(t.id, t.group, t.prompt, tuple(segments), t.finish, t.reward)
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing():
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimiser = Optimiser([("p", parameter)], 0.1, Trainer(), 10)
+    parameter.grad = torch.tensor([1.0, float("nan")])
+    assert optimiser.update().skipped
+    assert parameter.tolist() == [1.0, 1.0]
+    parameter.grad = torch.ones(2)
+    assert not optimiser.update().skipped
+    assert parameter.tolist() != [1.0, 1.0]
+
+
+def test_gradients_are_clipped_to_the_norm():
+    parameter = torch.nn.Parameter(torch.zeros(4))
+    optimiser = Optimiser([("p", parameter)], 0.1, Trainer(max_grad_norm=0.5), 10)
+    parameter.grad = torch.full((4,), 5.0)
+    assert optimiser.update().grad_norm == pytest.approx(10.0)
+    assert dict(optimiser.moments())["exp_avg/p"] == pytest.approx(torch.full((4,), 0.1 * 0.25), rel=1e-4)
+
+
+def test_the_learning_rate_warms_up_and_decays():
+    flat, line, wave = (Trainer(warmup_steps=2, decay=kind) for kind in ("constant", "linear", "cosine"))
+    assert [rate_factor(flat, u, 6) for u in range(4)] == [0.5, 1.0, 1.0, 1.0]
+    assert [rate_factor(line, u, 6) for u in (2, 4, 6, 9)] == [1.0, 0.5, 0.0, 0.0]
+    assert [rate_factor(wave, u, 6) for u in (2, 4, 6)] == pytest.approx([1.0, 0.5, 0.0])
+
+
+@pytest.mark.parametrize(("reward", "segments"), [(None, 2), (float("nan"), 2), (1.0, 1)])
+def test_a_group_that_cannot_be_trained_on_is_refused_before_anything_changes(folder, reward, segments):
+    learner = Learner(settings(folder))
+    parts = (Segment(None, (1,)), Segment(0, (2,), (-1.0,)))[:segments]
+    with pytest.raises(ValueError, match=r"no finite reward|has a sampled token"):
+        learner.train_part(0, 0, [[Trajectory(0, 0, 0, parts, "stop", reward)]])
+    assert learner.step == 0
