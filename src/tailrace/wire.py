@@ -97,9 +97,10 @@ class Measured(Message):
 
 
 class Collapsed(Message):
-    """A part gives up, with a sentence for the person who started the run."""
+    """A part gives up. `expected`: the reason is a sentence for the person who started the run, not a bug."""
 
     reason: str
+    expected: bool = False
 
 
 # ----------------------------------------------------------------------------------------------- from the controller

@@ -23,6 +23,7 @@ from transformers import (
 
 from tailrace.config.errors import ConfigError
 from tailrace.config.tree import Config, Rollout, Sampling, Workload
+from tailrace.engines import attention
 from tailrace.engines.base import Job
 from tailrace.engines.native import NativeEngine, replace_weights
 
@@ -136,6 +137,14 @@ def test_greedy_tokens_equal_generate_with_sharing_chunks_and_a_small_pool(famil
             tokens = record.tokens[job.id + sample]
             assert tokens == expected[: len(tokens)], f"{family}, prompt of {len(job.tokens)}"
     assert len({token for tokens in record.tokens.values() for token in tokens}) > 20
+
+
+@pytest.mark.parametrize("sparse", [0, 1000])
+def test_blocks_are_read_alike_where_they_lie_and_gathered(sparse: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "SPARSE", sparse)
+    model, work = tiny("mistral"), jobs(lengths=(5, 30, 2))
+    record = run(engine(model), work)
+    assert record.tokens == {job.id: by_transformers(model, job) for job in work}
 
 
 def test_a_small_pool_preempts_and_a_large_one_does_not() -> None:
@@ -254,8 +263,7 @@ def test_kept_kv_outlives_new_weights_only_on_demand() -> None:
 
 
 def test_tied_weights_stay_tied_and_column_major_ones_stay_so() -> None:
-    tied = copy.deepcopy(FAMILIES["llama"])
-    tied.tie_word_embeddings = True
+    tied = LlamaConfig(**{**SHAPE, "tie_word_embeddings": True})
     model, other = (Auto.from_config(tied, dtype=torch.float32).eval() for _ in range(2))
     subject = NativeEngine(model, letters, (), settings(), 0)
     layout = model.get_submodule("model.layers.0.mlp.up_proj").weight.stride()
@@ -264,6 +272,8 @@ def test_tied_weights_stay_tied_and_column_major_ones_stay_so() -> None:
     assert head.data_ptr() == embedding.data_ptr()
     assert torch.equal(head, other.get_input_embeddings().weight)
     assert model.get_submodule("model.layers.0.mlp.up_proj").weight.stride() == layout == (1, 48)
+    expected = run(NativeEngine(other, letters, (), settings(), 0), jobs())
+    assert run(subject, jobs()).tokens == expected.tokens
 
 
 def test_weights_that_do_not_fit_are_refused_before_any_is_copied() -> None:

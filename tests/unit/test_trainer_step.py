@@ -127,6 +127,7 @@ def test_a_critic_learns_the_reward_and_leaves_the_trunk_alone(folder):
     assert all((tensor - before[name]).abs().max() < 1e-6 for name, tensor in learner.weights())
 
 
+@pytest.mark.filterwarnings("ignore:TF32 acceleration")
 def test_bfloat16_arithmetic_keeps_float32_weights(folder):
     learner = Learner(settings(folder, precision="bfloat16"))
     with torch.backends.mkldnn.flags(enabled=False):  # its kernels end the process where AMX is announced but forbidden

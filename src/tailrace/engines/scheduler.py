@@ -107,6 +107,7 @@ class Scheduler:
     # ------------------------------------------------------------------------------------------ what callers do
 
     def submit(self, sequence: Sequence) -> None:
+        assert self._active(sequence.id) is None, f"sequence {sequence.id} is here already"
         self._group_of[sequence.id] = sequence.group
         self.waiting.append(sequence)
 

@@ -21,6 +21,7 @@ from tailrace.obs.live import LiveRun
 from tailrace.obs.progress import Progress
 from tailrace.obs.summary import write_summary
 from tailrace.obs.terminal import Show, watch
+from tailrace.relay.arena import clear_abandoned
 from tailrace.runtime.controller import INTERRUPTED, Controller, Source
 from tailrace.store.run import RunStore
 
@@ -31,6 +32,7 @@ BEFORE, AFTER = "accuracy_before", "accuracy_after"
 def train(config: Config, folder: Path, resume: bool) -> bool:
     """Run until it is over (True) or interrupted (False). The folder has everything that came of it."""
     source = open_source(config)
+    clear_abandoned()
     store = open_store(folder, config, resume)
     try:
         if _evaluates(config) and store.meta.get(BEFORE) is None:

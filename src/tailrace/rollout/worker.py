@@ -47,6 +47,7 @@ class Worker:
         self.load = Load(0, 0, 0)
         self.link = Link(spec, self._heartbeat)
         self.totals: dict[str, float] = {}
+        self._arenas: dict[str, ArenaReader] = {}
         self.loads = 0
         self.load_s = 0.0
         self._actions: dict[type, Callable[[Any], None]] = {
@@ -124,7 +125,7 @@ class Worker:
         began = time.monotonic()
         keep = self.config.schedule.in_flight_kv == "keep"
         try:
-            mapped = ArenaReader(Path(self._order.arena)).open(command.version)
+            mapped = self._arena(self._order.arena).open(command.version)
             weights = mapped.arrays() if self.config.rollout.engine == "emulated" else mapped.tensors()
             self.runner.engine.load_weights(command.version, weights, keep_kv=keep)
         except (ArenaError, ValueError) as error:
@@ -133,6 +134,10 @@ class Worker:
         self.loads += 1
         self.load_s += time.monotonic() - began
         self.link.report(WeightsLoaded(self.spec.id, self.spec.incarnation, command.version))
+
+    def _arena(self, path: str) -> ArenaReader:
+        """Kept, because it remembers which versions it has found to be intact."""
+        return self._arenas.setdefault(path, ArenaReader(Path(path)))
 
     # ------------------------------------------------------------------------------------------------------ reports
 

@@ -106,6 +106,7 @@ class Controller:
         self._addresses: dict[RelayId, tuple[str, str]] = {}  # where each relay listens, and its arena
         self._wake = asyncio.Event()
         self._since_snapshot = 0
+        self._failures = 0  # samples in a row that could not be judged
         self._actions: dict[type[Command], Callable[[Any], None]] = {
             FetchPrompts: self._fetch_prompts,
             Generate: self._generate,
@@ -141,6 +142,7 @@ class Controller:
             if self.resumed:
                 await self._start_everybody()
             await self._until_stopped()
+            self.store.snapshot(self.store.last_seq, self.plane.snapshot())
         finally:
             listening.cancel()
             await self._end()
@@ -193,9 +195,11 @@ class Controller:
         """What the vault has to know of an event."""
         match event:
             case Finished(_, meta):
+                self._failures = 0
                 self.store.vault.finish(meta.id, meta.epoch, meta.finish, meta.reward)
             case SampleFailed(_, trajectory, epoch, reason):
                 self.store.vault.fail(trajectory, epoch, reason)
+                self._count_failure(reason)
             case Trained(_, step, part):
                 past = self.plane.state.training.past.get(step)
                 groups = past.parts[part] if past and part < len(past.parts) else ()
@@ -203,8 +207,14 @@ class Controller:
             case _:
                 pass
 
+    def _count_failure(self, reason: str) -> None:
+        """One sample may fail; when none succeeds any more, going on would only burn the prompts."""
+        self._failures += 1
+        if self._failures >= 2 * self.config.workload.group_size * self.config.groups.attempts:
+            self._fail(f"{self._failures} samples in a row could not be judged; the last one because {reason}")
+
     async def _end(self) -> None:
-        """Everybody is told, and waited for; then what they still had to say is written down."""
+        """Everybody is told, and waited for."""
         patience = ENDING_S if not self.error else 2.0
         for process in self.local.processes.values():
             if process.joined:
@@ -212,7 +222,6 @@ class Controller:
             else:
                 process.kill()
         await self.local.end(patience)
-        self.store.snapshot(self.store.last_seq, self.plane.snapshot())
         self.hub.close()
 
     # ------------------------------------------------------------------------------------------------------ hearing
@@ -235,19 +244,21 @@ class Controller:
                 source = process.spec.role if process.spec.role == "trainer" else f"r{process.spec.id}"
                 self.store.metrics.measure(self.now, step, source, values)
                 self.observer.measure(self.now, step, source, values)
-            case Collapsed(reason):
-                self._collapsed(process, reason)
+            case Collapsed(reason, expected):
+                self._collapsed(process, reason, expected)
 
     def _process(self, name: str) -> Process | None:
         return next((each for each in self.local.processes.values() if each.spec.name == name), None)
 
-    def _collapsed(self, process: Process, reason: str) -> None:
-        """A part says why it cannot go on. If it never began, neither does the run."""
+    def _collapsed(self, process: Process, reason: str, expected: bool) -> None:
+        """A part says why it cannot go on. If it never began, or would fail again, neither can the run."""
         process.dismissed = True
-        if process.joined:
-            self._lost(process, reason)
-        else:
+        if not process.joined:
             self._fail(f"{_title(process.spec)} cannot start: {reason}")
+        elif expected:
+            self._fail(f"{_title(process.spec)} cannot go on: {reason}")
+        else:
+            self._lost(process, reason)
 
     def _process_ended(self, process: Process, how: str) -> None:
         if process.joined:

@@ -48,7 +48,7 @@ def _give_up(spec: Spec, error: Exception) -> None:
     ours = isinstance(error, ValueError) and type(error).__module__.startswith("tailrace")
     link = Link(spec)
     link.open()
-    link.send(Collapsed(str(error) if ours else f"{type(error).__name__}: {error}"))
+    link.send(Collapsed(str(error) if ours else f"{type(error).__name__}: {error}", expected=ours))
     link.close()
 
 

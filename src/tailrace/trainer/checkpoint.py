@@ -134,9 +134,12 @@ def _write(draft: Path, learner: Learner, files: dict[str, dict[str, Tensor]]) -
 def _put_in_place(draft: Path, place: Path) -> None:
     for path in (*draft.iterdir(), draft):
         _flush(path)
-    shutil.rmtree(place, ignore_errors=True)  # of a step that is trained for the second time
+    replaced = place.with_name(f".{place.name}.old")
+    if place.exists():  # of a step that is trained for the second time
+        place.rename(replaced)
     draft.rename(place)
     _flush(place.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def _flush(path: Path) -> None:

@@ -1,0 +1,135 @@
+"""What cannot work is refused in a sentence, before anything starts where that is possible, and harms nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from runs import EMULATED, Run
+from tailrace.store.journal import Journal
+
+START = Path(__file__).parents[2] / "examples" / "running_total" / "start"
+OWN = """
+[model]
+path = "model"
+[task]
+data = "rows.jsonl"
+eval_rows = 1
+{task}
+[workload]
+prompts_per_step = 2
+group_size = 2
+prompt_tokens = 16
+max_completion_tokens = 16
+[rollout]
+kv_tokens = {kv}
+[trainer]
+mini_batches = 1
+[groups]
+attempts = 1
+[run]
+steps = 2
+evaluate = false
+[local]
+replicas = 1
+"""
+ROWS = [
+    {"prompt": "a 1 b 2 =", "answer": "3"},
+    {"prompt": "a 2 b 2 =", "answer": "4"},
+    {"prompt": "a 1 =", "answer": "1"},
+]
+
+
+def make(folder: Path, task: str = "", kv: int = 512, rows=ROWS, reward: str = "") -> Run:
+    shutil.copytree(START, folder / "model")
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if reward:
+        (folder / "rewards.py").write_text(reward)
+        task += '\nreward = "rewards.py:judge"'
+    return Run(folder, OWN.format(task=task, kv=kv))
+
+
+def refusal(run: Run, *options: str) -> str:
+    status, out, err = run.start(*options).wait()
+    assert status == 2, f"{status}\n{out}\n{err}\n{run.logs()}"
+    assert not run.parts()
+    return err
+
+
+def test_a_model_directory_without_weights(tmp_path):
+    run = make(tmp_path)
+    (tmp_path / "model" / "model.safetensors").unlink()
+    assert "weights" in refusal(run)
+    assert not run.folder.exists()
+
+
+def test_a_tokenizer_without_an_end_token(tmp_path):
+    run = make(tmp_path)
+    for name in ("tokenizer_config.json", "config.json", "generation_config.json"):
+        file = tmp_path / "model" / name
+        table = {key: value for key, value in json.loads(file.read_text()).items() if "eos" not in key}
+        file.write_text(json.dumps(table))
+    assert "end token" in refusal(run)
+    assert not run.folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [([], "rows.jsonl"), ([{"prompt": "a 1 =", "answer": "1"}, {"answer": "2"}], "'prompt'")],
+)
+def test_data_without_rows_or_a_row_without_a_prompt(tmp_path, rows, words):
+    run = make(tmp_path, rows=rows)
+    assert words in refusal(run)
+    assert not run.folder.exists()
+
+
+def test_a_context_longer_than_the_models(tmp_path):
+    assert "context" in refusal(make(tmp_path), "--workload.max_completion_tokens", "4000")
+
+
+def test_a_pool_too_small_for_one_sequence(tmp_path):
+    assert "KV pool" in refusal(make(tmp_path, kv=16))
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("raise KeyError('gold')", "gold"),
+        ("import time; time.sleep(60)", "did not answer"),
+        ("return float('nan')", "nan"),
+        ("return [1.0, 2.0]", "judge"),
+    ],
+)
+def test_a_reward_that_raises_hangs_or_answers_nonsense(tmp_path, body, words):
+    run = make(tmp_path, "reward_timeout_s = 0.5", reward=f"def judge(completion, answer):\n    {body}\n")
+    complaint = refusal(run)
+    assert "in a row could not be judged" in complaint
+    assert words in complaint
+    assert not Journal(run.folder).complete
+
+
+def test_a_reward_with_a_typo_is_found_before_anything_starts(tmp_path):
+    run = make(tmp_path, reward="def jugde(completion, answer):\n    return 1.0\n")
+    assert "judge" in refusal(run)
+    assert not run.folder.exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small disk")
+def test_a_full_disk_ends_the_run_and_what_is_written_stays_readable(tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", str(disk)], check=False).returncode:
+        pytest.skip("no small disk can be mounted here")
+    try:
+        run = Run(tmp_path, EMULATED, "--run.steps", "5000", "--run.folder", str(disk))
+        run.folder = disk / "run"
+        complaint = refusal(run)
+        assert "full" in complaint or "room" in complaint
+        assert sum(1 for _ in Journal(run.folder).entries()) > 10
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)

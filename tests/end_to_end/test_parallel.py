@@ -1,0 +1,102 @@
+"""Two real ranks over loopback train like one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import trainer_cases
+from tailrace.config.tree import Config
+from tailrace.trainer.batch import mini_batch
+from tailrace.trainer.checkpoint import CheckpointError, newest, restore, save
+from tailrace.trainer.parallel import Ranks, join
+from tailrace.trainer.step import Learner
+from trainer_cases import group, settings, tiny_folder
+
+DEADLINE_S = 300
+GROUPS = [group(1), group(2), group(3, size=3)]
+
+
+def everything(model: Path) -> Config:
+    """Whatever needs the ranks to agree: sharded snapshots, recomputation, a critic, tied weights, fillers."""
+    return settings(
+        model, mini_batches=2, loss="decoupled_ppo", advantage="gae", kl=0.05, recompute=True, tokens_per_batch=64
+    )
+
+
+def train(folder: Path, ranks: Ranks | None = None) -> Learner:
+    """Two parts of a step; leaves first gradients and metrics in the folder."""
+    learner = Learner(everything(folder / "model"), ranks)
+    learner._backward(learner._lessons(7, 0, mini_batch(GROUPS, learner.settings)))
+    grads = {name: learner.ranks.full(p.grad) for name, p in learner.model.named_parameters() if p.grad is not None}
+    learner.model.zero_grad()
+    assert learner.critic is not None
+    learner.critic.zero_grad()
+    metrics = [learner.train_part(0, part, [GROUPS[part]]) for part in range(2)]
+    if learner.ranks.rank == 0:
+        name = f"of_{learner.ranks.size}"
+        save_file(grads, folder / f"{name}.safetensors")
+        (folder / f"{name}.json").write_text(json.dumps(metrics))
+    return learner
+
+
+def be_a_rank(rank: int, size: int, meeting: str, folder: Path) -> None:
+    torch.set_num_threads(1)
+    ranks = join(rank, size, meeting, deadline_s=DEADLINE_S, idle_s=DEADLINE_S)
+    heard = [ranks.broadcast_bytes(data if rank == 0 else None) for data in (b"", b"train \x00\xff" * 1000)]
+    assert heard == [b"", b"train \x00\xff" * 1000]
+    learner = train(folder, ranks)
+    place = save(folder / "checkpoints", learner)
+    again = Learner(learner.config, ranks)
+    restore(again, place)
+    for (name, mine), (_, theirs) in zip(again.weights(), learner.weights(), strict=True):
+        assert torch.equal(mine, theirs), name
+    (folder / "full").touch()  # a file where the next checkpoint's folder should be
+    with pytest.raises(CheckpointError, match="could not be written"):  # on every rank, though only one writes
+        save(folder / "full", learner)
+    ranks.leave()
+
+
+def start_rank(rank: int, size: int, meeting: str, folder: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, __file__, str(size), meeting, str(folder), str(rank)]
+    shared = os.environ | {"PYTHONPATH": str(Path(trainer_cases.__file__).parent)}
+    return subprocess.Popen(command, env=shared, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def test_two_ranks_have_the_gradients_weights_and_checkpoints_of_one(tmp_path):
+    tiny_folder(tmp_path, tie_word_embeddings=True)
+    others = [start_rank(rank, 2, f"file://{tmp_path}/meeting", tmp_path) for rank in range(2)]
+    alone = train(tmp_path)
+    try:
+        for process in others:
+            output, _ = process.communicate(timeout=DEADLINE_S)
+            assert process.returncode == 0, output[-3000:]
+    finally:
+        for process in others:
+            process.kill()
+
+    one, two = (load_file(tmp_path / f"of_{n}.safetensors") for n in (1, 2))
+    assert one.keys() == two.keys()
+    for name in one:
+        torch.testing.assert_close(two[name], one[name], atol=1e-6, rtol=1e-4)
+    for mine, theirs in zip(*(json.loads((tmp_path / f"of_{n}.json").read_text()) for n in (1, 2)), strict=True):
+        assert {k: v for k, v in mine.items() if k != "seconds"} == pytest.approx(
+            {k: v for k, v in theirs.items() if k != "seconds"}, rel=1e-3, abs=1e-5
+        )
+    place = newest(tmp_path / "checkpoints")
+    assert place is not None
+    together = Learner(everything(tmp_path / "model"))  # what two ranks saved, one rank goes on with
+    restore(together, place)
+    for (name, mine), (_, theirs) in zip(together.weights(), alone.weights(), strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-3, msg=name)
+
+
+if __name__ == "__main__":
+    be_a_rank(int(sys.argv[4]), int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))
