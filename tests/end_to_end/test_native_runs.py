@@ -1,0 +1,112 @@
+"""Whole runs of the default recipe's model: the real engine, the real trainer, real processes. Short, but nothing is
+emulated."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from runs import Run
+from tailrace.store.journal import Journal
+
+ROOT = Path(__file__).parents[2]
+START = ROOT / "examples" / "running_total" / "start"
+NATIVE = f"""
+[model]
+path = "{START}"
+[task]
+name = "running_total"
+[workload]
+prompts_per_step = 4
+group_size = 4
+prompt_tokens = 100
+max_completion_tokens = 320
+[rollout]
+kv_tokens = 4096
+stream_tokens = 8
+[trainer]
+mini_batches = 1
+learning_rate = 3e-4
+tokens_per_batch = 4096
+threads = 1
+[health]
+heartbeat_s = 0.5
+strikes = 60
+[run]
+steps = 3
+evaluate = false
+[local]
+replicas = 1
+"""
+Batch = set[tuple[int, int, tuple[int, ...], float]]  # (prompt, trajectory, completion, reward)
+
+
+def batches_of(run: Run) -> list[Batch]:
+    """What every step was trained on, from the run's own store."""
+    with closing(sqlite3.connect(run.folder / "run.db")) as database:
+        rows = database.execute("SELECT step, prompt_id, id, reward FROM trajectories WHERE step NOT NULL").fetchall()
+        pieces = database.execute("SELECT trajectory_id, tokens FROM segments ORDER BY piece").fetchall()
+    tokens: dict[int, list[int]] = {}
+    for id, blob in pieces:
+        tokens.setdefault(id, []).extend(np.frombuffer(blob, "<i4").tolist())
+    steps: dict[int, Batch] = {}
+    for step, prompt, id, reward in rows:
+        steps.setdefault(step, set()).add((prompt, id, tuple(tokens[id]), reward))
+    return [steps[step] for step in sorted(steps)]
+
+
+def reference_batches(folder: Path) -> list[Batch]:
+    dump = folder / "batches.json"
+    words = ["--steps", "3", "--prompts-per-step", "4", "--group-size", "4", "--mini-batches", "1", "--eval-rows", "0"]
+    command = [sys.executable, str(ROOT / "examples" / "sync_reference.py"), *words, "--threads", "1"]
+    subprocess.run([*command, "--dump", str(dump)], check=True, timeout=300, capture_output=True)
+    return [
+        {(row, id, tuple(tokens), reward) for row, id, tokens, reward in step} for step in json.loads(dump.read_text())
+    ]
+
+
+def test_at_staleness_0_it_builds_the_batches_of_the_plain_synchronous_program(tmp_path):
+    run = Run(tmp_path, NATIVE, "--schedule.kind", "sync", "--schedule.max_staleness", "0")
+    run.finish()
+    ours, theirs = batches_of(run), reference_batches(tmp_path)
+    assert [len(batch) for batch in ours] == [16, 16, 16]
+    assert ours == theirs
+
+
+def test_killed_in_the_middle_it_goes_on_and_consumes_the_same_prompts(tmp_path):
+    run = Run(tmp_path, NATIVE, "--schedule.kind", "sync", "--run.steps", "4").start()
+    run.until(lambda: run.events("Trained") >= 1 and run.events("Finished") > 20, "the second step")
+    run.kill()
+    run.finish("--resume")
+    prompts = [prompt for part in run.trained_prompts() for prompt in part]
+    assert sorted(prompts) == list(range(16))
+    assert Journal(run.folder).complete
+
+
+@pytest.mark.parametrize("kind", ["trajectory", "partial"])
+def test_an_asynchronous_run_trains_every_sample_within_the_bound_and_its_weights_can_be_used(tmp_path, kind):
+    run = Run(tmp_path, NATIVE, "--schedule.kind", kind, "--local.replicas", "2", "--run.steps", "4")
+    run.finish()
+    summary = json.loads((run.folder / "summary.json").read_text())
+    ledger = summary["ledger"]
+    ended = ledger["trained"] + ledger["dropped_stale"] + ledger["filtered"] + ledger["failed"]
+    assert ledger["started"] == ended + ledger["in_flight"]
+    assert (summary["steps"], summary["trained_samples"]) == (4, 64)
+    assert summary["staleness"]["max"] <= 4
+    assert (run.folder / "summary.png").stat().st_size > 10_000
+    out = tmp_path / "exported"
+    command = [sys.executable, "-m", "tailrace", "export", str(run.folder), "--out", str(out)]
+    subprocess.run(command, check=True, timeout=60, capture_output=True)
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(out), AutoTokenizer.from_pretrained(out)
+    start = AutoModelForCausalLM.from_pretrained(START)
+    assert any((a != b).any() for a, b in zip(model.parameters(), start.parameters(), strict=True))
+    assert tokenizer("a 1 b 2 =")["input_ids"]
