@@ -90,6 +90,15 @@ def test_killed_in_the_middle_it_goes_on_and_consumes_the_same_prompts(tmp_path)
     assert Journal(run.folder).complete
 
 
+def test_two_trainer_ranks_train_publish_save_and_resume_together(tmp_path):
+    run = Run(tmp_path, NATIVE, "--schedule.kind", "sync", "--trainer.ranks", "2").start()
+    run.until(lambda: run.events("Checkpointed") >= 1, "the first checkpoint")
+    run.kill()
+    run.finish("--resume")
+    assert len(run.trained_prompts()) == 3
+    assert (run.folder / "checkpoints" / "step-00000003" / "model.safetensors").exists()
+
+
 @pytest.mark.parametrize("kind", ["trajectory", "partial"])
 def test_an_asynchronous_run_trains_every_sample_within_the_bound_and_its_weights_can_be_used(tmp_path, kind):
     run = Run(tmp_path, NATIVE, "--schedule.kind", kind, "--local.replicas", "2", "--run.steps", "4")

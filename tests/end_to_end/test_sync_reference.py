@@ -1,8 +1,9 @@
-"""The reference program: its samples are what their log-probs say, depend on no batch, and teach the model."""
+"""The reference program: it samples as a run does, its log-probs are right, and its steps teach the model."""
 
 from __future__ import annotations
 
 import json
+import math
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -12,7 +13,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tailrace.config.load import load
+from tailrace.config.tree import Sampling
+from tailrace.engines import sampling
+from tailrace.envs.prompts import Prompts
 from tailrace.envs.running_total import LABELS, RunningTotal
+from tailrace.envs.tasks import build_task
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL = ["--threads", "1", "--prompts-per-step", "3", "--group-size", "4", "--mini-batches", "2", "--eval-rows", "0"]
@@ -47,6 +53,24 @@ def test_every_word_of_the_task_is_one_token_and_comes_back(tokenizer: Any):
     assert tokenizer.decode([*tokens, tokenizer.eos_token_id], skip_special_tokens=True) == text
 
 
+def test_prompts_come_in_the_order_of_a_run(program: ModuleType, tokenizer: Any):
+    recipe = load([EXAMPLES / "running_total" / "running_total.toml"], ["--run.seed", "3"])
+    rows = Prompts(build_task(recipe), tokenizer, recipe).rows(9_998, 4)  # over the end of an epoch
+    ours = [program.row_at(place, RunningTotal({}, 3), tokenizer, 3) for place in range(9_998, 10_002)]
+    assert [(row.id, row.tokens, row.columns["answer"]) for row in rows] == [
+        (row.id, row.tokens, row.columns["answer"]) for row in ours
+    ]
+
+
+def test_a_token_is_drawn_as_the_engine_draws_it(program: ModuleType, groups: list[list[Any]]):
+    samples = [one for group in groups for one in group]
+    logits = 3 * torch.randn(len(samples), 143, generator=torch.Generator().manual_seed(0))
+    ids, places = [one.trajectory for one in samples], [len(one.sequence) for one in samples]
+    tokens, logprobs = sampling.sample(logits, 5, ids, places, Sampling())
+    assert program.draw(logits, samples, seed=5)[:, 0].tolist() == tokens
+    assert [one.logprobs[0] for one in samples] == pytest.approx(logprobs, abs=1e-5)
+
+
 def test_a_sample_does_not_depend_on_its_batch(program: ModuleType, model: Any, groups: list[list[Any]]):
     together = [sample for group in groups for sample in group]
     alone = [program.Sample(sample.trajectory, sample.row) for sample in together]
@@ -71,8 +95,9 @@ def test_a_step_makes_what_was_rewarded_more_likely(program: ModuleType, model: 
     program.generate(model, group, seed=0, max_tokens=60)
     for number, sample in enumerate(group):
         sample.tokens, sample.logprobs, sample.reward = sample.tokens[:1], sample.logprobs[:1], float(number == 0)
-    group[0].tokens, group[0].logprobs = [5], [-9.0]  # nobody else has sampled this
+    group[0].tokens = [5]  # a digit, with which nobody else begins
     before = _first_token_probability(model, group[0])
+    group[0].logprobs = [math.log(before)]
     program.train_step(model, torch.optim.AdamW(model.parameters(), lr=1e-4), [group], program.parse(SMALL))
     assert _first_token_probability(model, group[0]) > before
 
@@ -98,6 +123,6 @@ def test_the_dump_numbers_prompts_and_trajectories_through(program: ModuleType, 
 
 
 def test_the_start_is_careless_and_heavy_tailed(program: ModuleType, model: Any, tokenizer: Any):
-    figures = program.evaluate(model, RunningTotal({}, 0), tokenizer, program.parse([]))
+    figures = program.evaluate(model, RunningTotal({}, 0), tokenizer, program.parse(["--eval-rows", "256"]))
     assert 0.3 < figures["accuracy"] < 0.45
     assert figures["p99_tokens"] >= 8 * figures["median_tokens"]

@@ -67,6 +67,8 @@ def test_the_newest_is_found_and_old_ones_go(model, tmp_path):
     assert newest(tmp_path, at_most_step=8).name == "step-00000002"  # type: ignore[union-attr]
     assert newest(tmp_path, at_most_step=0) is None
     assert newest(tmp_path / "nowhere") is None
+    prune(tmp_path, 2, archive_every=2)
+    assert sorted(place.name for place in tmp_path.iterdir())[0] == "step-00000002"
     prune(tmp_path, 2)
     assert sorted(place.name for place in tmp_path.iterdir()) == ["step-00000009", "step-00000010"]
 

@@ -33,7 +33,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     sigma: Annotated[float, Meta(ge=0)] = 1.15  # spread of their logarithm
     most: Annotated[int, Meta(ge=1, lt=len(LABELS))] = 96  # no prompt has more
     rows: Annotated[int, Meta(ge=1)] = 10_000
-    held_out: Annotated[int, Meta(ge=1)] = 256
+    held_out: Annotated[int, Meta(ge=1)] = 512
 
 
 class RunningTotal:

@@ -60,9 +60,10 @@ def newest(folder: Path, at_most_step: int | None = None) -> Path | None:
     return found[-1] if found else None
 
 
-def prune(folder: Path, keep: int) -> None:
-    """Delete all but the newest, and what an interrupted save has left."""
-    for place in [*_all(folder)[:-keep], *folder.glob(f".{PREFIX}*")]:
+def prune(folder: Path, keep: int, archive_every: int = 0) -> None:
+    """Delete all but the newest and those to be kept for good, and what an interrupted save has left."""
+    old = [place for place in _all(folder)[:-keep] if not archive_every or _step(place) % archive_every]
+    for place in [*old, *folder.glob(f".{PREFIX}*")]:
         shutil.rmtree(place, ignore_errors=True)
 
 

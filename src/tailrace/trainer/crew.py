@@ -140,11 +140,15 @@ class SaveTogether(Order):
     checkpoints: str
 
 
+class RestoreTogether(Order):
+    checkpoint: str
+
+
 class Leave(Order):
     pass
 
 
-_decode = msgspec.msgpack.Decoder(TrainTogether | Gather | SaveTogether | Leave).decode
+_decode = msgspec.msgpack.Decoder(TrainTogether | Gather | SaveTogether | RestoreTogether | Leave).decode
 
 
 class NativeCrew:
@@ -157,11 +161,12 @@ class NativeCrew:
         settings = spec.config.trainer
         if settings.threads:
             torch.set_num_threads(settings.threads)
+        device = settings.device
         several = settings.ranks > 1
-        self.together = parallel.join(spec.rank, settings.ranks, spec.meeting) if several else None
+        self.together = parallel.join(spec.rank, settings.ranks, spec.meeting, device) if several else None
         self.ranks = self.together or parallel.Alone()
         self.learner = Learner(spec.config, self.ranks)
-        self.keep = settings.keep_checkpoints
+        self.settings = settings
         self.courier = None if spec.rank else Courier(spec, self.learner.model.named_parameters())
 
     def restore(self, checkpoints: Path, at_most: int) -> int:
@@ -170,6 +175,7 @@ class NativeCrew:
         found = checkpoint.newest(checkpoints, at_most)
         if found is None:
             return 0
+        self._tell(RestoreTogether(str(found)))
         checkpoint.restore(self.learner, found)
         return self.learner.step
 
@@ -182,7 +188,7 @@ class NativeCrew:
 
         self._tell(SaveTogether(str(checkpoints)))
         checkpoint.save(checkpoints, self.learner)
-        checkpoint.prune(checkpoints, self.keep)
+        checkpoint.prune(checkpoints, self.settings.keep_checkpoints, self.settings.archive_every)
 
     def snapshot(self, version: Version) -> float:
         assert self.courier is not None, "only the first rank publishes"
@@ -205,6 +211,8 @@ class NativeCrew:
                         pass
                 case SaveTogether(checkpoints):
                     checkpoint.save(Path(checkpoints), self.learner)
+                case RestoreTogether(folder):
+                    checkpoint.restore(self.learner, Path(folder))
                 case Leave():
                     return
 
