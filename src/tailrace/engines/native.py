@@ -22,6 +22,7 @@ from tailrace.config.errors import ConfigError
 from tailrace.config.tree import Config
 from tailrace.engines import attention, scheduler
 from tailrace.engines.base import Counters, Finish, Job, Load, Sampled
+from tailrace.engines.layout import use_fast_layout
 from tailrace.engines.sampling import sample
 from tailrace.model.load import end_tokens, load_model, load_tokenizer
 from tailrace.types import TrajectoryId, Version
@@ -46,7 +47,7 @@ class NativeEngine:
         self._sampling = config.sampling
         self._seed = seed
         self._context = _context(model)
-        _use_fast_layout(model)
+        use_fast_layout(model)
         shapes = _paged_layers(model)
         blocks = _pool_blocks(config, self._context, attention.bytes_per_token(shapes, model.dtype), model.device)
         self.kv_capacity = blocks * rollout.block_tokens
@@ -206,15 +207,6 @@ def _matching(
         wanted, found = list(target.shape), list(source.shape)
         raise ValueError(f"the new weights have '{given}' as {found}, but this model needs {wanted}")
     return target, source
-
-
-def _use_fast_layout(model: PreTrainedModel) -> None:
-    """On the CPU, products of a few dozen rows are much faster with column-major weights. Looking up tokens in an
-    embedding that shares them gets slower, but by far less than is gained."""
-    if model.device.type == "cpu":
-        for module in model.modules():
-            if isinstance(module, torch.nn.Linear):
-                module.weight.data = module.weight.data.t().contiguous().t()
 
 
 # -------------------------------------------------------------------------------------------------------- the pool
