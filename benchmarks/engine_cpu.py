@@ -106,7 +106,7 @@ class Static:
 class Vllm:
     """This same file in vLLM's environment, which runs the work once for every line it is sent."""
 
-    def __init__(self, python: str, folder: Path, work: list[tuple[list[int], int]]) -> None:
+    def __init__(self, python: str, folder: Path, work: list[tuple[list[int], int]], eager: bool) -> None:
         settings = {
             "VLLM_CPU_KVCACHE_SPACE": "4",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -115,7 +115,7 @@ class Vllm:
             "HF_HUB_OFFLINE": "1",
             "PATH": f"{Path(python).parent}{os.pathsep}{os.environ['PATH']}",  # its compiler tools
         }
-        command = [python, __file__, "--serve-vllm", str(folder)]
+        command = [python, __file__, "--serve-vllm", str(folder), *(["--vllm-eager"] if eager else [])]
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env={**os.environ, **settings})
         self._send(work)
@@ -148,13 +148,14 @@ class Vllm:
         raise SystemExit(f"{what} took more than {seconds:.0f} s")
 
 
-def serve_vllm(folder: str) -> None:
+def serve_vllm(folder: str, eager: bool) -> None:
     """In vLLM's environment: nothing of tailrace is imported here."""
     from vllm import LLM, SamplingParams  # pyright: ignore[reportMissingImports]
 
     work = json.loads(sys.stdin.readline())
     room = max(len(prompt) + length for prompt, length in work) + 1
-    llm = LLM(folder, dtype="float32", max_model_len=room, max_num_seqs=REQUESTS, disable_log_stats=True)
+    fixed = {"dtype": "float32", "max_model_len": room, "max_num_seqs": REQUESTS, "disable_log_stats": True}
+    llm = LLM(folder, enforce_eager=eager, **fixed)
     settings = [SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True) for _, length in work]
     asked = [{"prompt_token_ids": prompt} for prompt, _ in work]
     llm.generate(asked[:4], settings[:1] * 4, use_tqdm=False)  # the first steps are slow
@@ -180,7 +181,9 @@ def compare(options: argparse.Namespace) -> dict[str, list[float]]:
 
     work = list(zip(prompts(load_tokenizer(options.model)), lengths(options.median), strict=True))
     native, static = Native(options.model, work), Static(options.model, work)
-    vllm = Vllm(options.vllm_python, model_folder(options.model), work) if options.vllm_python else None
+    vllm = None
+    if options.vllm_python:
+        vllm = Vllm(options.vllm_python, model_folder(options.model), work, options.vllm_eager)
     seconds: dict[str, list[float]] = {}
     try:
         for number in range(options.rounds):
@@ -222,11 +225,12 @@ def main() -> None:
     parser.add_argument("--median", type=float, default=32.0, help="of the completion lengths, in tokens")
     parser.add_argument("--static-batches", type=int, nargs="+", default=[16, 32, 64])
     parser.add_argument("--vllm-python", default="", help="the interpreter of an environment with vllm-cpu")
+    parser.add_argument("--vllm-eager", action="store_true", help="do not let vLLM compile: a quicker start")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--serve-vllm", default="", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve_vllm:
-        serve_vllm(options.serve_vllm)
+        serve_vllm(options.serve_vllm, options.vllm_eager)
         return
     figures = summary(compare(options), sum(lengths(options.median)))
     options.out.write_text(json.dumps(figures, indent=2) + "\n")

@@ -19,8 +19,8 @@ from tailrace.config.tree import SCHEDULES
 
 PACKAGES = (
     ("matplotlib", "--plot can write .png", "--plot can write .html only; install tailrace[plot] for .png"),
-    ("torch", "there for training", "simulating and planning do not need it"),
-    ("transformers", "there for loading models", "model.preset and model.hf_config work without it"),
+    ("torch", "there for training", "needed by train only; install tailrace[train]"),
+    ("transformers", "there for loading models", "needed by train only; install tailrace[train]"),
     ("ray", "there for clusters", "not needed on one machine"),
     ("vllm", "there as an engine", "not needed to simulate"),
 )

@@ -7,6 +7,7 @@ input are one product. Both are layouts only: every parameter keeps its name, sh
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch.nn.functional import linear
@@ -52,9 +53,9 @@ class Joined:
             part.weight.data = weight.t()
             if self._bias is not None:
                 part.bias.data = self._bias.split(self._sizes)[place]
-            part.forward = lambda x, place=place: self._share(x, place)
+            part.forward = partial(self._share, place)  # pyright: ignore[reportAttributeAccessIssue]
 
-    def _share(self, x: torch.Tensor, place: int) -> torch.Tensor:
+    def _share(self, place: int, x: torch.Tensor) -> torch.Tensor:
         if x is not self._input:
             self._input = x
             self._outputs = linear(x, self._weight.t(), self._bias).split(self._sizes, dim=-1)
