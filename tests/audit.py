@@ -94,7 +94,9 @@ class Audit:
         assert set(places) <= set(self.received)
         failed = len(self.received) - len(places)
         assert failed == ledger.tally.failed + ledger.tally.filtered, "no prompt is lost"
-        assert not ledger.tally.failed or self.failures or self.config.groups.deadline_s < 1e9, "nothing fails without a reason"
+        assert not ledger.tally.failed or self.failures or self.config.groups.deadline_s < 1e9, (
+            "nothing fails without a reason"
+        )
         assert len(trained) == ledger.tally.trained
         kept = {id for step in training.past.values() for id in step.trajectories} | set(ledger.samples)
         assert set(self.epoch) <= self.forgotten | kept, "every payload is freed in the end"

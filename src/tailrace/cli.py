@@ -1,7 +1,7 @@
 """The `tailrace` command: what a person types, turned into calls; what goes wrong, turned into one sentence.
 
 Only parsing lives here; every command imports what it needs when it runs, so that `--help` and mistakes answer at once.
-Exit codes: 0 done, 1 a replay found a difference, 2 bad input, 3 a simulated fleet came to a
+Exit codes: 0 done, 1 a replay found a difference, 2 bad input or a run that cannot go on, 3 a simulated fleet came to a
 standstill, 130 Ctrl-C.
 """
 
@@ -18,7 +18,7 @@ from typing import NoReturn
 from tailrace import __version__
 
 SETTINGS = "Any setting can be given too: --schedule.kind sync, --cluster.gpus 64. --dry-run prints them all."
-DESCRIPTION = "RL post-training without the synchronization barrier: simulate, plan and examine a fleet."
+DESCRIPTION = "RL post-training without the synchronization barrier: train, simulate, plan and examine."
 
 
 class UsageError(ValueError):
@@ -250,13 +250,13 @@ def _parser() -> tuple[_Parser, dict[str, _Parser]]:
     fit.add_argument("journal", type=Path, metavar="RUN", help="the directory of a run")
 
     story = add("story", _story, "tell the life of one part of a recorded run, event by event")
-    story.add_argument("journal", type=Path, metavar="RUN", help="the directory that --record wrote")
+    story.add_argument("journal", type=Path, metavar="RUN", help="the directory of a run, or what --record wrote")
     story.add_argument(
         "id", metavar="ID", help="trajectory t17, group g3, replica r0, relay h0, version v5 or prompt p3"
     )
 
     replay = add("replay", _replay, "run a journal through a fresh control plane and compare the commands")
-    replay.add_argument("journal", type=Path, metavar="RUN", help="the directory that --record wrote")
+    replay.add_argument("journal", type=Path, metavar="RUN", help="the directory of a run, or what --record wrote")
 
     doctor = add("doctor", _doctor, "what this machine, and these settings, can and cannot do", SETTINGS)
     doctor.add_argument("files", nargs="*", metavar="FILE", help="settings in TOML to examine")

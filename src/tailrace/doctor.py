@@ -21,8 +21,6 @@ PACKAGES = (
     ("matplotlib", "--plot can write .png", "--plot can write .html only; install tailrace[plot] for .png"),
     ("torch", "there for training", "needed by train only; install tailrace[train]"),
     ("transformers", "there for loading models", "needed by train only; install tailrace[train]"),
-    ("ray", "there for clusters", "not needed on one machine"),
-    ("vllm", "there as an engine", "not needed to simulate"),
 )
 Section = tuple[str, list[tuple[str, str]]]
 

@@ -344,9 +344,10 @@ class SetTimer(Command):
 
 
 class Stop(Command):
-    """The run is over. No answer."""
+    """The run is over, or cannot go on (`failed`). No answer."""
 
     reason: str
+    failed: bool = False
 
 
 AnyCommand = (

@@ -36,7 +36,7 @@ class WireError(ValueError):
 class Spec(Struct):
     """What a part is told when it is started: who it is and where the controller listens."""
 
-    role: str  # replica, relay, trainer, evaluate
+    role: str  # replica, relay or trainer
     id: int
     incarnation: int
     endpoint: str
@@ -159,17 +159,18 @@ class Hub:
         """What parts of ours have sent: waits for the first message, takes what has arrived with it."""
         heard: list[tuple[str, FromPart]] = []
         while not heard:
-            self._hear(heard, *await self._socket.recv_multipart())
+            self._hear(heard, await self._socket.recv_multipart())
         while len(heard) < BATCH and await self._socket.poll(0):
-            self._hear(heard, *await self._socket.recv_multipart())
+            self._hear(heard, await self._socket.recv_multipart())
         return heard
 
-    def _hear(self, heard: list[tuple[str, FromPart]], sender: bytes, payload: bytes) -> None:
+    def _hear(self, heard: list[tuple[str, FromPart]], frames: list[bytes]) -> None:
+        sender = frames[0]
         try:
-            message = _decode_from_part(payload)
+            message = _decode_from_part(frames[-1])
         except msgspec.DecodeError:
             return  # not one of ours: ours are only ever encoded from these types
-        if isinstance(message, Hello) and hmac.compare_digest(message.token, self._token):
+        if isinstance(message, Hello) and hmac.compare_digest(message.token.encode(), self._token.encode()):
             self._trusted.add(sender)
         if sender in self._trusted:
             heard.append((sender.decode(), message))

@@ -64,7 +64,7 @@ def batches_of(run: Run) -> list[Batch]:
 
 def reference_batches(folder: Path) -> list[Batch]:
     dump = folder / "batches.json"
-    words = ["--steps", "3", "--prompts-per-step", "4", "--group-size", "4", "--mini-batches", "1", "--eval-rows", "0"]
+    words = ["--steps", "3", "--prompts-per-step", "4", "--group-size", "4", "--mini-batches", "2", "--eval-rows", "0"]
     command = [sys.executable, str(ROOT / "examples" / "sync_reference.py"), *words, "--threads", "1"]
     subprocess.run([*command, "--dump", str(dump)], check=True, timeout=300, capture_output=True)
     return [
@@ -73,7 +73,9 @@ def reference_batches(folder: Path) -> list[Batch]:
 
 
 def test_at_staleness_0_it_builds_the_batches_of_the_plain_synchronous_program(tmp_path):
-    run = Run(tmp_path, NATIVE, "--schedule.kind", "sync", "--schedule.max_staleness", "0")
+    run = Run(
+        tmp_path, NATIVE, "--schedule.kind", "sync", "--schedule.max_staleness", "0", "--trainer.mini_batches", "2"
+    )
     run.finish()
     ours, theirs = batches_of(run), reference_batches(tmp_path)
     assert [len(batch) for batch in ours] == [16, 16, 16]

@@ -1,7 +1,7 @@
 """Silence, back-off, quarantine, and a controller that comes back."""
 
 from drive import Drive, config
-from tailrace.config.tree import Run
+from tailrace.config.tree import Health, Run
 from tailrace.control.plane import ControlPlane
 from tailrace.protocol import (
     Alive,
@@ -147,3 +147,16 @@ def test_the_end_of_the_run_survives_a_restart():
         drive.finish_all()
     drive.train()
     assert restart(drive) == [Stop("all steps are done")]
+
+
+def test_a_run_that_could_not_go_on_is_taken_up_again_when_it_is_resumed():
+    drive = Drive(config(health=Health(max_restarts=1, backoff_s=0.0, heartbeat_s=1.0)), replicas=1).join_all()
+    drive.tell(ReplicaLost(0, 1, "out of memory"))
+    drive.tick(1.0)
+    [stop] = drive.orders(Stop)
+    assert stop.failed
+    assert "out of memory" in stop.reason
+    commands = drive.tell(ControllerRestarted())
+    assert not [one for one in commands if isinstance(one, Stop)]
+    commands = drive.tick(2.0)
+    assert [one.part for one in commands if isinstance(one, Start)] == ["replica"]

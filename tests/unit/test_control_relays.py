@@ -90,3 +90,11 @@ def test_what_a_relay_brings_along_counts_as_being_there():
     drive.tell(RelayJoined(0, 2, (0,)))
     drive.tell(VersionStored(0, 1, 0))
     assert drive.plane.state.relays.newest_everywhere == 0
+
+
+def test_a_newer_version_than_the_one_ordered_ends_the_publication_too():
+    drive = Drive(config()).join_all()
+    drive.plane.state.training.version = drive.plane.state.training.step = 2
+    drive.plane.state.pushing = 1
+    drive.tell(VersionStored(0, 1, 2))
+    assert drive.plane.state.pushing == -1

@@ -193,7 +193,19 @@ def _restarts_back_off(config: Config) -> Iterator[str]:
         yield f"health.backoff_max_s is below health.backoff_s; write {health.backoff_s:g} or more"
 
 
+def _emulation_is_whole(config: Config) -> Iterator[str]:
+    generated, trained = config.rollout.engine, config.trainer.engine
+    if generated != trained:
+        yield (
+            f"rollout.engine is '{generated}' and trainer.engine is '{trained}', which do not fit; "
+            "write the same for both"
+        )
+    if trained == "emulated" and config.trainer.ranks > 1:
+        yield f"trainer.ranks is {config.trainer.ranks}, but an emulated trainer has one; write trainer.ranks = 1"
+
+
 RULES: tuple[Rule, ...] = (
+    _emulation_is_whole,
     _model_is_complete,
     _model_heads_fit,
     _gpus_are_split,

@@ -47,10 +47,16 @@ def admission_limit(config: Config, lag: int = 0) -> int:
     return int((ahead + 1) * config.workload.prompts_per_step)
 
 
-def pick(config: Config, ledger: Ledger, version: Version, wanted: int, left_in_step: int) -> Picked:
-    """Choose `wanted` groups for a step on top of `version`; `left_in_step` counts the places that step still has."""
+def pick(
+    config: Config, ledger: Ledger, version: Version, wanted: int, left_in_step: int, as_opened: bool = False
+) -> Picked:
+    """Choose `wanted` groups for a step on top of `version`; `left_in_step` counts the places that step still has.
+
+    `as_opened`: behind a barrier all of a step's groups are there, so the order in which they finished need not matter,
+    and the same run makes the same mini-batches every time.
+    """
     bound = version - config.schedule.max_staleness  # the oldest version that may still be trained on
-    ready = [ledger.groups[id] for id in ledger.ready]
+    ready = [ledger.groups[id] for id in (sorted(ledger.ready) if as_opened else ledger.ready)]
     fresh = [group for group in ready if group.oldest >= bound]
     stale = [group for group in ready if group.oldest < bound]
     if len(fresh) < wanted:

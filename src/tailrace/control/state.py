@@ -37,6 +37,7 @@ class State(msgspec.Struct):
     exhausted: bool = False  # the source has no more prompts
     timers: dict[str, float] = {}  # when the next firing of each is due
     stopped: str = ""  # why the run is over
+    failed: bool = False  # it is over because it could not go on; whoever resumes it has mended the cause
     repacks: int = 0
     moved: int = 0
 

@@ -26,7 +26,7 @@ def train(desk: Desk) -> None:
 
 def _train_on_picked(desk: Desk, wanted: int, left: int) -> None:
     ledger, training = desk.ledger, desk.training
-    picked = sampling.pick(desk.config, ledger, training.version, wanted, left)
+    picked = sampling.pick(desk.config, ledger, training.version, wanted, left, as_opened=not desk.traits.streams)
     for group in picked.stale:
         groups.end(desk, group, "stale")
     if picked.groups:
@@ -40,10 +40,14 @@ def joined(desk: Desk, event: TrainerJoined) -> None:
     if event.incarnation <= training.incarnation:
         return
     if event.step < training.durable:
-        stop(desk, f"the trainer came back at step {event.step}; its checkpoint of step {training.durable} is gone")
+        stop(
+            desk, f"the trainer came back at step {event.step}; its checkpoint of step {training.durable} is gone", True
+        )
         return
     if not _catch_up(desk, event):
-        stop(desk, f"the trainer came with step {event.step}, part {event.part}, which it was never told to train")
+        stop(
+            desk, f"the trainer came with step {event.step}, part {event.part}, which it was never told to train", True
+        )
     elif not desk.state.stopped:
         training.join(desk.now, event.incarnation, event.step, event.part)
         desk.state.pushing = NONE
@@ -103,6 +107,7 @@ def checkpointed(desk: Desk, event: Checkpointed) -> None:
             desk.send(Forget(tuple(freed)))
 
 
-def stop(desk: Desk, reason: str) -> None:
+def stop(desk: Desk, reason: str, failed: bool = False) -> None:
     desk.state.stopped = reason
-    desk.send(Stop(reason))
+    desk.state.failed = failed
+    desk.send(Stop(reason, failed))

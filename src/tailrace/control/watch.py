@@ -86,7 +86,7 @@ def _restart_replica(desk: Desk, replica: Replica) -> None:
         return
     replica.enter("quarantined", desk.now)
     if all(one.state == "quarantined" for one in desk.fleet.replicas.values()):
-        steps.stop(desk, f"no replica is left; the last one was given up because: {replica.reason}")
+        steps.stop(desk, f"no replica is left; the last one was given up because: {replica.reason}", failed=True)
 
 
 def _start(desk: Desk, part: Part, id: int, record: Replica | Relay | Training) -> None:
@@ -95,9 +95,14 @@ def _start(desk: Desk, part: Part, id: int, record: Replica | Relay | Training) 
 
 def controller_restarted(desk: Desk, _: ControllerRestarted) -> None:
     """Nobody could be heard while the controller was away, and its last orders may not have been sent."""
-    if desk.state.stopped:
+    if desk.state.stopped and not desk.state.failed:
         desk.send(Stop(desk.state.stopped))
         return
+    desk.state.stopped, desk.state.failed = "", False
+    for replica in desk.fleet.replicas.values():
+        if replica.state == "quarantined":  # what was wrong with it may have been mended
+            replica.enter("lost", desk.now)
+            replica.restarts = 0
     for part in (*desk.fleet.replicas.values(), *desk.relays.relays.values(), desk.training):
         part.last_seen = desk.now
         if part.restart_at > desk.now:

@@ -54,8 +54,8 @@ def version_stored(desk: Desk, event: VersionStored) -> None:
         return
     relay.last_seen = desk.now
     relay.restarts = 0
-    if relay.id == desk.relays.master and event.version == desk.state.pushing:
-        desk.state.pushing = NONE
+    if relay.id == desk.relays.master and event.version >= desk.state.pushing:
+        desk.state.pushing = NONE  # the trainer may have finished a newer one while the order was on its way
     if desk.relays.stored(relay, event.version):
         desk.commands += desk.relays.retire(desk.config.relay, relay, desk.config.model.weight_bytes)
         _weights_changed(desk, relay)

@@ -62,7 +62,7 @@ class NativeEngine:
             self._ended.append(Sampled(job.id, (), (), "length"))
             return
         if end > self.kv_capacity:
-            raise ValueError(
+            raise ConfigError(
                 f"a sequence may grow to {end} tokens, but the KV pool holds {self.kv_capacity}; "
                 "raise rollout.kv_tokens or lower workload.max_completion_tokens"
             )
@@ -183,7 +183,7 @@ def build_engine(config: Config, seed: int) -> NativeEngine:
 
 def replace_weights(model: PreTrainedModel, tensors: Mapping[str, Any]) -> None:
     """Copy into the parameters where they are: their layout and their ties stay. All names are checked first."""
-    state = model.state_dict()
+    state = dict(model.named_parameters(remove_duplicate=False))  # buffers are not trained, so they never change
     names: dict[int, list[str]] = {}  # of one piece of memory: tied weights have several
     for name, target in state.items():
         names.setdefault(target.data_ptr(), []).append(name)

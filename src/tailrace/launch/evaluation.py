@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import tempfile
@@ -25,6 +24,7 @@ class EvaluationError(ValueError):
 
 def measure(config: Config, weights: Path | None, progress: Progress) -> Evaluated:
     """Play the held-out prompts with the weights in that directory; None: with those that the run starts from."""
+    config = msgspec.structs.replace(config, rollout=msgspec.structs.replace(config.rollout, threads=0))  # all cores
     if weights is not None:
         config = msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, path=str(weights)))
     with tempfile.TemporaryFile() as complaints:
@@ -39,13 +39,11 @@ def measure(config: Config, weights: Path | None, progress: Progress) -> Evaluat
 
 
 def _watch(config: Config, complaints: IO[bytes], progress: Progress) -> tuple[Evaluated, int]:
-    threads = {"OMP_NUM_THREADS": str(os.cpu_count() or 1)}
     with subprocess.Popen(
         [sys.executable, "-m", "tailrace.rollout.evaluate"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=complaints,
-        env=os.environ | threads,
     ) as child:
         assert child.stdin is not None
         assert child.stdout is not None

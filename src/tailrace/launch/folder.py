@@ -9,7 +9,8 @@ from tailrace.config.fields import fields, read
 from tailrace.config.tree import Config
 from tailrace.store.run import RunStore
 
-MAY_CHANGE = ("run.", "local.", "health.", "costs.")  # what a resumed run may be given anew
+# What a resumed run may be given anew: nothing that control decides by, because its decisions so far are replayed.
+MAY_CHANGE = {"run.steps", "run.name", "run.folder", "run.archive", "run.evaluate", "local.port", "local.start_s"}
 CHECKPOINTS = "checkpoints"
 
 
@@ -32,6 +33,7 @@ def open_store(folder: Path, config: Config, resume: bool) -> RunStore:
     except ConfigError:
         store.close(complete=False)
         raise
+    store.meta.configure(config)
     return store
 
 
@@ -44,8 +46,12 @@ def _refuse_taken(folder: Path) -> None:
 
 def _refuse_other(before: Config, now: Config, folder: Path) -> None:
     for key in fields():
-        if read(before, key) != read(now, key) and not key.startswith(MAY_CHANGE):
+        if read(before, key) != read(now, key) and key not in MAY_CHANGE:
             raise ConfigError(
                 f"{folder} was begun with {key} = {read(before, key)!r}, and now it is {read(now, key)!r}; "
                 "a resumed run goes on with the settings that it had"
             )
+    if now.run.steps < before.run.steps:
+        raise ConfigError(
+            f"{folder} was begun for {before.run.steps} steps; write run.steps = {before.run.steps} or more"
+        )

@@ -106,6 +106,7 @@ class Controller:
         self._addresses: dict[RelayId, tuple[str, str]] = {}  # where each relay listens, and its arena
         self._wake = asyncio.Event()
         self._since_snapshot = 0
+        self._crash: BaseException | None = None
         self._failures = 0  # samples in a row that could not be judged
         self._actions: dict[type[Command], Callable[[Any], None]] = {
             FetchPrompts: self._fetch_prompts,
@@ -125,7 +126,7 @@ class Controller:
     @property
     def complete(self) -> bool:
         """Control has ended the run: there is nothing to resume."""
-        return bool(self.plane.state.stopped) and not self.error
+        return bool(self.plane.state.stopped) and not self.plane.state.failed and not self.error
 
     @property
     def now(self) -> float:
@@ -136,8 +137,9 @@ class Controller:
 
     async def run(self) -> str:
         """Until control stops the run, or somebody calls `interrupt`. Returns the reason."""
-        self._events.append(ControllerRestarted() if self.resumed else self._beginning)
+        self._events += self._taking_up() if self.resumed else [self._beginning]
         listening = asyncio.create_task(self._listen())
+        listening.add_done_callback(self._deaf)
         try:
             if self.resumed:
                 await self._start_everybody()
@@ -154,10 +156,27 @@ class Controller:
     def _beginning(self) -> RunStarted:
         return RunStarted(self.config.local.replicas, self.config.local.relays)
 
+    def _taking_up(self) -> list[Event]:
+        """Whoever was there went with the controller of then."""
+        state, gone = self.plane.state, "the run was stopped"
+        events: list[Event] = [ControllerRestarted()]
+        events += [RelayLost(one.id, one.incarnation, gone) for one in state.relays.relays.values() if one.live]
+        events += [ReplicaLost(one.id, one.incarnation, gone) for one in state.fleet.replicas.values() if one.live]
+        return [*events, TrainerLost(state.training.incarnation, gone)]
+
     def interrupt(self) -> None:
-        """Stop as soon as what is under way is written down; the run can be resumed."""
+        """Stop as soon as what is under way is written down; the run can be resumed. The second time: at once."""
+        if self.stopped:
+            for process in self.local.processes.values():
+                process.kill()
         self.stopped = self.stopped or INTERRUPTED
         self._wake.set()
+
+    def _deaf(self, listening: asyncio.Task[None]) -> None:
+        """Nothing would ever be heard again: better to end with the error than to wait."""
+        if not listening.cancelled():
+            self._crash = listening.exception()
+            self._wake.set()
 
     async def _until_stopped(self) -> None:
         while not self.stopped and not self.error:
@@ -169,6 +188,8 @@ class Controller:
             if not self._events:
                 self._wake.clear()
                 await self._wake.wait()
+            if self._crash:
+                raise self._crash
 
     async def _listen(self) -> None:
         while True:
@@ -334,7 +355,10 @@ class Controller:
         self._wake.set()
 
     def _stop(self, command: Stop) -> None:
-        self.stopped = command.reason
+        if command.failed:
+            self._fail(command.reason)
+        else:
+            self.stopped = command.reason
 
     def _to(self, role: str, id: int, message: FromController) -> None:
         """To be sent once the books are closed. A part that is gone gets nothing: control will hear of its loss."""

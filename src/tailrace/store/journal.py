@@ -64,6 +64,9 @@ class Meta:
     def set(self, key: str, value: str) -> None:
         self._database.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, value))
 
+    def configure(self, config: Config) -> None:
+        self.set("config", _frozen(config))
+
     def begin(self, config: Config, driver: str) -> None:
         """What every run says of itself."""
         created = datetime.now(UTC).isoformat(timespec="seconds")

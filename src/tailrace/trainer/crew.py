@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tailrace.trainer.publish import Publisher
 
 Groups = tuple[tuple[Trajectory, ...], ...]
-AGAIN_S = 1.0  # between two attempts to reach a relay
+GiveUp = Callable[[str], None]  # is told the reason
 
 
 class Crew(Protocol):
@@ -38,8 +38,8 @@ class Crew(Protocol):
         """Copy the weights for publication; returns how long training stood still for it."""
         ...
 
-    def publish(self, version: Version, address: str) -> None:
-        """Stream the last snapshot to a relay, in the background, until it is there or another one is ordered."""
+    def publish(self, version: Version, address: str, give_up: GiveUp) -> None:
+        """Stream the last snapshot to a relay, in the background."""
         ...
 
     def follow(self) -> None:
@@ -54,7 +54,7 @@ def build_crew(spec: Spec) -> Crew:
 
 
 class Courier:
-    """Keeps sending the last snapshot until it has arrived, or until another one is to be sent."""
+    """Has the last snapshot and gets it to a relay."""
 
     def __init__(self, spec: Spec, tensors: Iterable[tuple[str, Tensor]]) -> None:
         from tailrace.relay.layout import Layout
@@ -64,24 +64,26 @@ class Courier:
         relay = spec.config.relay
         self.publisher: Publisher = Publisher(layout, spec.token.encode(), relay.chunk_mbytes)
         self._newest: Version = -1
+        self._goal = ""  # where the last one is to go
 
     def snapshot(self, version: Version, tensors: Iterable[tuple[str, Tensor]]) -> float:
         self._newest = version
         return self.publisher.snapshot(version, tensors)
 
-    def send(self, version: Version, address: str) -> None:
-        """A relay that cannot be reached is lost to control too, which then names another one: till then, try."""
+    def send(self, version: Version, address: str, give_up: GiveUp) -> None:
+        """Send this version, or the newer one that was finished while the order was on its way."""
         from tailrace.relay.link import Address
 
-        assert version == self._newest, f"asked to publish version {version}, but the last snapshot is {self._newest}"
+        assert version <= self._newest, f"asked to publish version {version}, but the last snapshot is {self._newest}"
+        self._goal = address
 
-        def again(failed: Version, reason: str) -> None:
-            print(f"version {failed} did not reach {address}: {reason}", flush=True)
-            time.sleep(AGAIN_S)
-            if failed == self._newest:
-                self.send(failed, address)
+        def failed(version: Version, reason: str) -> None:
+            """A relay that is gone is lost to control too, which names another one. One that is there but takes
+            nothing would leave the replicas with old weights for ever."""
+            if self._goal == address:
+                give_up(f"version {version} did not get to the relay at {address}: {reason}")
 
-        self.publisher.send(Address.read(address), lambda *_: None, again)
+        self.publisher.send(Address.read(address), lambda *_: None, failed)
 
 
 class EmulatedCrew:
@@ -109,8 +111,8 @@ class EmulatedCrew:
         self.courier.snapshot(version, self._tensors())
         return time.monotonic() - began
 
-    def publish(self, version: Version, address: str) -> None:
-        self.courier.send(version, address)
+    def publish(self, version: Version, address: str, give_up: GiveUp) -> None:
+        self.courier.send(version, address, give_up)
 
     def follow(self) -> None:
         raise AssertionError("an emulated trainer has one rank")
@@ -195,9 +197,9 @@ class NativeCrew:
         self._tell(Gather())
         return self.courier.snapshot(version, self.learner.weights())
 
-    def publish(self, version: Version, address: str) -> None:
+    def publish(self, version: Version, address: str, give_up: GiveUp) -> None:
         assert self.courier is not None, "only the first rank publishes"
-        self.courier.send(version, address)
+        self.courier.send(version, address, give_up)
 
     def follow(self) -> None:
         from tailrace.trainer import checkpoint

@@ -14,7 +14,7 @@ from pathlib import Path
 from tailrace.protocol import Alive, Checkpointed, Publish, Train, Trained, TrainerJoined
 from tailrace.trainer.crew import Crew, build_crew
 from tailrace.types import Version
-from tailrace.wire import Ended, FromController, Link, Ordered, Spec
+from tailrace.wire import Collapsed, Ended, FromController, Link, Ordered, Spec
 
 PATIENCE_S = 1.0  # orders wake the loop; this only bounds how long it sleeps
 
@@ -90,7 +90,10 @@ class Worker:
             self.link.measure(self.step, {"publish/stall_s": stall})
 
     def _publish(self, order: Ordered, command: Publish) -> None:
-        self.crew.publish(command.version, order.addresses[command.relay])
+        def give_up(reason: str) -> None:
+            self.link.send(Collapsed(reason, expected=True))
+
+        self.crew.publish(command.version, order.addresses[command.relay], give_up)
 
     def _save(self) -> None:
         began = time.monotonic()
