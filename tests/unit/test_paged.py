@@ -17,8 +17,12 @@ def scheduler(blocks: int = 64, prefill_tokens: int = 16, max_running: int = 100
     return Scheduler(blocks, BLOCK, prefill_tokens, max_running)
 
 
-def sequence(id: int, group: int = 0, prompt: int = 9, more: int = 0, end: int = LONGEST) -> Sequence:
-    tokens = tuple(range(1000 * group, 1000 * group + prompt)) + tuple(range(id, id + more))
+def sequence(
+    id: int, group: int = 0, prompt: int = 9, more: int = 0, end: int = LONGEST, beginning: int | None = None
+) -> Sequence:
+    """Prompts of different groups differ, unless they have the same beginning."""
+    first = 1000 * (group if beginning is None else beginning)
+    tokens = tuple(range(first, first + prompt)) + tuple(range(id, id + more))
     return Sequence(Job(id, group, tokens, prompt, end - len(tokens)), end)
 
 
@@ -73,6 +77,20 @@ def test_the_prompt_of_a_group_is_prefilled_once_and_its_blocks_counted_once() -
     source = subject.running[0].blocks[2]
     assert second.copies == [(source, each.blocks[2]) for each in subject.running[1:]]
     assert subject.load().kv_tokens == BLOCK * (2 + 4)  # two shared blocks, one of each sample
+
+
+def test_a_prompt_that_begins_like_another_takes_its_whole_blocks() -> None:
+    subject = scheduler(prefill_tokens=100)
+    subject.submit(sequence(0, group=0, prompt=11, beginning=5))
+    subject.submit(sequence(1, group=1, prompt=11, beginning=5))
+    compute(subject)
+    subject.submit(sequence(2, group=2, prompt=10, beginning=5))
+    subject.submit(sequence(3, group=3, prompt=10, beginning=6))
+    plan = compute(subject)
+    assert {chunk.sequence.id: chunk.length for chunk in plan.chunks} == {0: 1, 1: 1, 2: 2, 3: 10}
+    assert subject.running[2].blocks[:2] == subject.running[1].blocks[:2]
+    subject.drop_kv()
+    assert subject.pool.free == subject.pool.size
 
 
 def test_a_long_prompt_is_prefilled_in_chunks_while_others_decode() -> None:
@@ -169,7 +187,8 @@ def test_blocks_are_conserved_whatever_happens(
     for action, number, extra in actions:
         if action == "submit" and not any(s.id == number for s in (*subject.running, *subject.waiting)):
             group = number // 4
-            subject.submit(sequence(number, group, prompt=1 + 5 * group, more=extra, end=5 * group + extra + 3))
+            end = 5 * group + extra + 3
+            subject.submit(sequence(number, group, prompt=1 + 5 * group, more=extra, end=end, beginning=group // 2))
         elif action == "step":
             for _ in range(number):
                 compute(subject)
@@ -189,4 +208,6 @@ def test_blocks_are_conserved_whatever_happens(
     assert not subject.waiting
     for id in range(12):
         subject.forget(id)
+    assert subject.pool.free == blocks - len(set(subject.beginnings.values()))
+    subject.drop_kv()
     assert subject.pool.free == blocks

@@ -6,18 +6,23 @@ pool is full, caches that nobody needs go first, then the youngest running seque
 
 The first sample of a group to run leads: it prefills the prompt, all but the last token, and the others start from
 that. Whole blocks are shared; the block where the prompt ends is copied, so nobody ever writes into a shared block.
+Prompts of different groups share the whole blocks that they begin with, such as those of a system message.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter, deque
 from collections.abc import Iterator
+from hashlib import blake2b
 from itertools import chain
 from typing import NamedTuple
 
 from tailrace.engines.base import Job, Load
 from tailrace.engines.paged import BlockPool
 from tailrace.types import GroupId, TrajectoryId
+
+SEEN = 4096  # beginnings that are remembered, not kept
 
 
 class Sequence:
@@ -101,6 +106,8 @@ class Scheduler:
         self.running: list[Sequence] = []  # oldest first
         self.turns: dict[TrajectoryId, Kept] = {}  # of ended turns, least recently ended first
         self.prompts: dict[GroupId, Kept] = {}
+        self.beginnings: dict[bytes, int] = {}  # whole blocks that prompts begin with, least recently used first
+        self._seen: dict[bytes, None] = {}  # digests of beginnings that some prompt had
         self._leaders: dict[GroupId, Sequence] = {}  # who is prefilling a prompt that is not yet kept
         self._group_of: dict[TrajectoryId, GroupId] = {}
 
@@ -229,7 +236,26 @@ class Scheduler:
         if prompt is not None and prompt.tokens == sequence.shared_tokens():
             whole = len(prompt.tokens) // self.block_tokens
             return prompt.blocks[:whole], len(prompt.tokens), prompt.blocks[-1] if whole < len(prompt.blocks) else None
-        return [], 0, None
+        blocks = self._known_beginning(sequence)
+        return blocks, len(blocks) * self.block_tokens, None
+
+    def _known_beginning(self, sequence: Sequence) -> list[int]:
+        """Blocks that other prompts began with in the same way: a system message, worked examples."""
+        blocks: list[int] = []
+        for digest in self._digests(sequence.shared_tokens()):
+            block = self.beginnings.pop(digest, None)
+            if block is None:
+                break
+            self.beginnings[digest] = block  # the most recently used now
+            blocks.append(block)
+        return blocks
+
+    def _digests(self, tokens: list[int]) -> Iterator[bytes]:
+        """Of everything up to the end of each whole block: the same digest is the same beginning."""
+        running = blake2b(digest_size=16)
+        for end in range(self.block_tokens, len(tokens) + 1, self.block_tokens):
+            running.update(array("q", tokens[end - self.block_tokens : end]).tobytes())
+            yield running.digest()
 
     def _start(self, sequence: Sequence) -> None:
         self.running.append(sequence)
@@ -260,10 +286,14 @@ class Scheduler:
             del self._leaders[sequence.group]
 
     def _evict(self) -> bool:
-        """Give up one cache: a prompt that nobody waits for or runs on, then the oldest ended turn, then any prompt."""
+        """Give up one cache: a prompt that nobody waits for or runs on, then the oldest ended turn, then the oldest
+        beginning, then any prompt."""
         group = next(self._idle_prompts(), None)
         if group is None and self.turns:
             self.pool.drop(self.turns.pop(next(iter(self.turns))).blocks)
+            return True
+        if group is None and self.beginnings:
+            self.pool.drop([self.beginnings.pop(next(iter(self.beginnings)))])
             return True
         group = next(iter(self.prompts), None) if group is None else group
         if group is not None:
@@ -281,6 +311,17 @@ class Scheduler:
         kept = Kept(tokens, sequence.blocks[: self._blocks_for(len(tokens))])
         self.pool.keep(kept.blocks)
         self.prompts[sequence.group] = kept
+        self._note_beginning(kept)
+
+    def _note_beginning(self, prompt: Kept) -> None:
+        """Keep the blocks that a second prompt begins with: those of one alone would only scatter the pool."""
+        for digest, block in zip(self._digests(prompt.tokens), prompt.blocks, strict=False):
+            if digest in self._seen and digest not in self.beginnings:
+                self.beginnings[digest] = block
+                self.pool.keep([block])
+            self._seen[digest] = None
+        while len(self._seen) > SEEN:
+            del self._seen[next(iter(self._seen))]
 
     def _drop_prompt(self, group: GroupId) -> None:
         kept = self.prompts.pop(group, None)
@@ -294,5 +335,6 @@ class Scheduler:
         """The pool's books agree with ours. For tests, and cheap enough to call between any two steps."""
         needs = Counter(block for s in self.running for block in s.blocks)
         keeps = Counter(b for kept in (*self.turns.values(), *self.prompts.values()) for b in kept.blocks)
+        keeps.update(self.beginnings.values())
         self.pool.check(dict(needs), dict(keeps))
         assert not any(s.blocks for s in self.waiting)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from tailrace.config.errors import ConfigError
@@ -19,6 +20,7 @@ def open_source(config: Config) -> Source:
         return Blanks(config)
     if not config.model.path:
         raise ConfigError("no model is given to train; write model.path, a Hugging Face model directory")
+    _require("torch", "transformers", "safetensors")
     from tailrace.envs.examine import examine
     from tailrace.envs.prompts import Prompts
     from tailrace.envs.tasks import build_task
@@ -27,6 +29,12 @@ def open_source(config: Config) -> Source:
     tokenizer, context = load_tokenizer(config.model.path), context_length(config.model.path)
     examine(config, tokenizer, context)
     return Limited(Prompts(build_task(config), tokenizer, config, context), config.task.epochs)
+
+
+def _require(*packages: str) -> None:
+    missing = [name for name in packages if find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"training needs {' and '.join(missing)}; install them with pip install 'tailrace[train]'")
 
 
 class Limited:

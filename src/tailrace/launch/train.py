@@ -52,7 +52,8 @@ def train(config: Config, folder: Path, resume: bool) -> bool:
 
 
 def _evaluates(config: Config) -> bool:
-    return config.run.evaluate and config.rollout.engine == "native" and config.trainer.engine == "native"
+    has_rows = bool(config.task.name or config.task.eval_data or config.task.eval_rows)
+    return config.run.evaluate and config.rollout.engine == "native" and has_rows
 
 
 def _accuracy(config: Config, weights: Path | None, title: str) -> float:

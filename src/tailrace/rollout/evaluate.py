@@ -7,9 +7,11 @@ more of them are done; the last line has the result. A sample whose judge fails 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 
 import msgspec
 
+from tailrace.config.errors import ConfigError
 from tailrace.config.tree import Config
 from tailrace.protocol import Request
 from tailrace.rollout.episode import Episode
@@ -44,12 +46,16 @@ def main() -> int:
     return 0
 
 
-def evaluate(config: Config):
+def evaluate(config: Config) -> Iterator[Evaluated]:
     """Yield an `Evaluated` now and then, and the final one last."""
     from tailrace.rollout.build import build_runner, held_out_rows
 
-    runner = build_runner(config)
     rows = held_out_rows(config)
+    if not rows:
+        raise ConfigError(
+            "the task holds no rows out, so there is no accuracy to measure; write task.eval_rows above 0"
+        )
+    runner = build_runner(config)
     for number, row in enumerate(rows):
         request = Request(FIRST_TRAJECTORY + number, 1, number, row.id, len(row.tokens))
         runner.add(Episode(request, row, (), 0))
@@ -59,7 +65,7 @@ def evaluate(config: Config):
         runner.judge.close()
 
 
-def _play(runner: Runner, total: int):
+def _play(runner: Runner, total: int) -> Iterator[Evaluated]:
     outcomes: list[Outcome] = []
     while runner.episodes:
         ended = runner.step()
