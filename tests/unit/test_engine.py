@@ -124,8 +124,19 @@ def by_transformers(model: PreTrainedModel, job: Job) -> list[int]:
     return found[0, len(job.tokens) :].tolist()
 
 
+def nothing_is_padded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiny work would always be computed together; this is how large work is."""
+    for limit, least in {"FEW": 0, "PADDED": 0, "SHORT": 1}.items():
+        monkeypatch.setattr(attention, limit, least)
+
+
+@pytest.mark.parametrize("padded", [True, False])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_tokens_equal_generate_with_sharing_chunks_and_a_small_pool(family: str) -> None:
+def test_greedy_tokens_equal_generate_with_sharing_chunks_and_a_small_pool(
+    family: str, padded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not padded:
+        nothing_is_padded(monkeypatch)
     model = tiny(family)
     work = jobs(group_size=3)
     small = engine(model, settings(kv_tokens=96, prefill_tokens=7))
@@ -141,6 +152,7 @@ def test_greedy_tokens_equal_generate_with_sharing_chunks_and_a_small_pool(famil
 
 @pytest.mark.parametrize("sparse", [0, 1000])
 def test_blocks_are_read_alike_where_they_lie_and_gathered(sparse: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    nothing_is_padded(monkeypatch)
     monkeypatch.setattr(attention, "SPARSE", sparse)
     model, work = tiny("mistral"), jobs(lengths=(5, 30, 2))
     record = run(engine(model), work)

@@ -4,15 +4,18 @@ The native engine runs a model on one packed row of tokens and passes a `PagedBa
 every attention layer then comes here, writes its keys and values into the pool and reads what its tokens may see. No
 mask is built outside: transformers skips masks for an attention function that has no mask function beside it.
 
-Keys and values of single tokens (decoding) are read where they lie. Each block is one batch element of a matrix
-product and the small queries are brought to the blocks, not the large blocks to the queries; partial results of one
-sequence's blocks are then added up. A block that several sequences share is read once for all of them.
+Short chunks, single tokens (decoding) above all, are computed together: the blocks of all their sequences are gathered
+into one padded tensor, and one attention call does the rest. Where that would copy far more than there is, because one
+sequence is much longer than the others or because many share a long prompt, single tokens read the pool where it lies.
+Each block is then one batch element of a matrix product and the small queries are brought to the blocks, not the large
+blocks to the queries; partial results of one sequence's blocks are added up. A shared block is read once for all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
+from operator import mul
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -24,6 +27,9 @@ from tailrace.engines.scheduler import Chunk
 
 NAME = "tailrace_paged"
 HIDDEN = -1e30  # added to scores that must not be seen; finite, so that a block without any is still a number
+FEW = 32  # blocks that are always gathered: fewer calls are worth more than fewer bytes
+PADDED = 2  # gather no more than so many times the blocks that are there
+SHORT = 64  # chunks up to this length are padded together, longer ones are computed one by one
 SPARSE = 2  # gather the blocks when the region that holds them is more than so many times larger
 
 
@@ -93,10 +99,7 @@ class _Probe:
 
 
 class KVCache:
-    """The pool's tensors, two per layer: keys [blocks, heads, dim, slots] and values [blocks, heads, slots, dim].
-
-    Keys lie transposed because their product with the queries is twice as fast on a CPU that way.
-    """
+    """The pool's tensors, two per layer, keys and values: [blocks, heads, slots, dim]."""
 
     def __init__(
         self, shapes: dict[int, LayerShape], blocks: int, block_tokens: int, dtype: torch.dtype, device: torch.device
@@ -105,7 +108,7 @@ class KVCache:
         self.keys: dict[int, torch.Tensor] = {}
         self.values: dict[int, torch.Tensor] = {}
         for layer, (heads, key_dim, value_dim) in shapes.items():
-            self.keys[layer] = _zeros((blocks, heads, key_dim, block_tokens), dtype, device)
+            self.keys[layer] = _zeros((blocks, heads, block_tokens, key_dim), dtype, device)
             self.values[layer] = _zeros((blocks, heads, block_tokens, value_dim), dtype, device)
 
     def copy(self, copies: Sequence[tuple[int, int]]) -> None:
@@ -134,13 +137,8 @@ class PagedBatch:
         self._cache = cache
         places = np.concatenate([_places(chunk, cache.block_tokens) for chunk in chunks], axis=1)
         self._blocks, self._slots = torch.from_numpy(places).to(device)
-        single = [chunk for chunk in chunks if chunk.length == 1]
-        self._single = _Singles(single, cache.block_tokens, device) if single else None
-        self._spans: list[_Span] = []
-        row = len(single)
-        for chunk in chunks[len(single) :]:
-            self._spans.append(_Span(chunk, row, cache.block_tokens, device))
-            row += chunk.length
+        self._targets: dict[int, torch.Tensor] = {}
+        self._parts = _parts(chunks, cache.block_tokens, device)
 
     def attend(
         self,
@@ -153,17 +151,20 @@ class PagedBatch:
         softcap: float | None,
     ) -> torch.Tensor:
         keys, values = self._cache.keys[layer], self._cache.values[layer]
-        keys[self._blocks, :, :, self._slots] = key
-        values[self._blocks, :, self._slots] = value
+        self._write(keys, key)
+        self._write(values, value)
         query = query.unflatten(1, (key.shape[1], -1))  # the query heads that share a KV head lie together
-        out = query.new_empty(*query.shape[:3], value.shape[-1])
-        if self._single is not None:
-            rows = slice(0, self._single.count)
-            out[rows] = self._single.attend(query[rows] * scale, keys, values, window, softcap)
-        for span in self._spans:
-            fresh = (key[span.rows], value[span.rows])
-            out[span.rows] = span.attend(query[span.rows], fresh, keys, values, scale, window, softcap)
-        return out.flatten(1, 2)
+        if len(self._parts) == 1:
+            return self._parts[0].attend(query, keys, values, scale, window, softcap).flatten(1, 2)
+        found = [part.attend(query[part.rows], keys, values, scale, window, softcap) for part in self._parts]
+        return torch.cat(found).flatten(1, 2)
+
+    def _write(self, pool: torch.Tensor, fresh: torch.Tensor) -> None:
+        """Rows of the pool are what one head has of one token."""
+        heads, slots, dim = pool.shape[1:]
+        if heads not in self._targets:
+            self._targets[heads] = (_per_head(self._blocks[:, None], heads) * slots + self._slots[:, None]).flatten()
+        pool.view(-1, dim).index_copy_(0, self._targets[heads], fresh.reshape(-1, dim))
 
 
 def _places(chunk: Chunk, block_tokens: int) -> np.ndarray:
@@ -174,18 +175,169 @@ def _places(chunk: Chunk, block_tokens: int) -> np.ndarray:
     return np.stack([blocks[block - first], slot])
 
 
+def _per_head(blocks: torch.Tensor, heads: int) -> torch.Tensor:
+    """The rows of blocks [..., 1] in a pool seen as [blocks * heads, ...], one for each head: [..., heads]."""
+    return blocks * heads + torch.arange(heads, device=blocks.device)
+
+
+class _Part(Protocol):
+    """Some of the step's tokens, computed at once. Queries are [tokens, KV heads, groups, dim], as is the result."""
+
+    rows: slice
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor: ...
+
+
+def _parts(chunks: Sequence[Chunk], block_tokens: int, device: torch.device) -> list[_Part]:
+    parts: list[_Part] = []
+    row = 0
+    for together in _batches(chunks, block_tokens):
+        if together[0].length > SHORT:
+            part: _Part = _Span(together[0], row, block_tokens, device)
+        elif together[0].length > 1 or _worth_gathering(together, block_tokens):
+            part = _Padded(together, row, block_tokens, device)
+        else:
+            part = _Singles(together, row, block_tokens, device)
+        parts.append(part)
+        row = part.rows.stop
+    return parts
+
+
+def _batches(chunks: Sequence[Chunk], block_tokens: int) -> Iterator[Sequence[Chunk]]:
+    """All single tokens, then short chunks of about the same size together, then each long chunk by itself."""
+    single = sum(chunk.length == 1 for chunk in chunks)
+    if single:
+        yield chunks[:single]
+    batch: list[Chunk] = []
+    for chunk in chunks[single:]:
+        if batch and not _alike([*batch, chunk], block_tokens):
+            yield batch
+            batch = []
+        batch.append(chunk)
+    if batch:
+        yield batch
+
+
+def _alike(chunks: Sequence[Chunk], block_tokens: int) -> bool:
+    """Whether little of what is computed for them together is padding."""
+    lengths, ends = [chunk.length for chunk in chunks], [chunk.end + block_tokens for chunk in chunks]
+    padded = max(lengths) * max(ends) * len(chunks)
+    return max(lengths) <= SHORT and padded <= PADDED * sum(map(mul, lengths, ends))
+
+
+def _worth_gathering(chunks: Sequence[Chunk], block_tokens: int) -> bool:
+    tables = [chunk.sequence.blocks[: -(-chunk.end // block_tokens)] for chunk in chunks]
+    padded = len(tables) * max(map(len, tables))
+    return padded <= FEW or padded <= PADDED * len(set(chain.from_iterable(tables)))
+
+
 def _capped(scores: torch.Tensor, softcap: float | None) -> torch.Tensor:
     return scores if softcap is None else torch.tanh(scores / softcap) * softcap
+
+
+def _masked_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float,
+    softcap: float | None,
+) -> torch.Tensor:
+    """All are [batch, heads, tokens, dim]; the mask holds what is added to the scores."""
+    if softcap is None:
+        return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+    scores = _capped(torch.matmul(query * scale, key.transpose(2, 3)).float(), softcap)
+    return torch.matmul((scores + mask).softmax(-1).to(value.dtype), value)
+
+
+# ------------------------------------------------------------------------------------------ short chunks, padded
+
+
+class _Padded:
+    """Short chunks of several sequences, as one batch: [sequences, KV heads, tokens * groups, dim].
+
+    Sequences are padded to the longest with blocks that are not seen, chunks with queries that nobody asks for.
+    """
+
+    def __init__(self, chunks: Sequence[Chunk], row: int, block_tokens: int, device: torch.device) -> None:
+        self._count = len(chunks)
+        self._length = max(chunk.length for chunk in chunks)
+        starts, lengths = (np.array([getattr(chunk, name) for chunk in chunks]) for name in ("start", "length"))
+        self.rows = slice(row, row + int(lengths.sum()))
+        step = np.minimum(np.arange(self._length), lengths[:, None] - 1)  # the last token again is the padding
+        first = lengths.cumsum() - lengths
+        self._spread = torch.from_numpy((first[:, None] + step).flatten()).to(device)
+        asked = np.arange(self._length) < lengths[:, None]
+        self._asked = torch.from_numpy(np.flatnonzero(asked)).to(device)
+        self._places = torch.from_numpy(starts[:, None] + step).to(device)
+        self._blocks = torch.from_numpy(_block_table(chunks, block_tokens)).to(device)
+        self._keys = torch.arange(self._blocks.shape[1] * block_tokens, device=device)
+        self._sources: dict[int, torch.Tensor] = {}
+        self._masks: dict[tuple[int | None, int], torch.Tensor] = {}
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        mask = self._mask(window, query)
+        key, value = self._gathered(keys), self._gathered(values)
+        if self._length == 1:
+            return _masked_attention(query, key, value, mask, scale, softcap)
+        shape = (self._count, self._length, *query.shape[1:])
+        spread = query.index_select(0, self._spread).view(shape).transpose(1, 2).flatten(2, 3)
+        found = _masked_attention(spread, key, value, mask, scale, softcap)
+        found = found.unflatten(2, (self._length, -1)).transpose(1, 2).flatten(0, 1)
+        return found.index_select(0, self._asked)
+
+    def _gathered(self, pool: torch.Tensor) -> torch.Tensor:
+        """[sequences, heads, tokens, dim]"""
+        heads, slots, dim = pool.shape[1:]
+        if heads not in self._sources:
+            self._sources[heads] = _per_head(self._blocks.unsqueeze(-1), heads).transpose(1, 2).flatten()
+        rows = pool.view(-1, slots * dim).index_select(0, self._sources[heads])
+        return rows.view(self._count, heads, -1, dim)
+
+    def _mask(self, window: int | None, query: torch.Tensor) -> torch.Tensor:
+        groups = query.shape[2] if self._length > 1 else 1  # of one token they all see the same
+        if (window, groups) not in self._masks:
+            places = self._places.repeat_interleave(groups, 1)[:, None, :, None]
+            seen = self._keys <= places
+            seen = seen if window is None else seen & (self._keys > places - window)
+            self._masks[window, groups] = torch.zeros_like(seen, dtype=query.dtype).masked_fill_(~seen, -torch.inf)
+        return self._masks[window, groups]
+
+
+def _block_table(chunks: Sequence[Chunk], block_tokens: int) -> np.ndarray:
+    """The blocks of every chunk's sequence up to its end, padded with its first."""
+    counts = [-(-chunk.end // block_tokens) for chunk in chunks]
+    table = np.empty((len(chunks), max(counts)), np.int64)
+    for row, chunk, count in zip(table, chunks, counts, strict=True):
+        row[:count] = chunk.sequence.blocks[:count]
+        row[count:] = chunk.sequence.blocks[0]
+    return table
 
 
 # ------------------------------------------------------------------------------------------ one token per sequence
 
 
 class _Singles:
-    """One token of each of `count` sequences against all blocks of that sequence."""
+    """One token of each of many sequences against all blocks of that sequence, which are read where they lie."""
 
-    def __init__(self, chunks: Sequence[Chunk], block_tokens: int, device: torch.device) -> None:
-        self.count = len(chunks)
+    def __init__(self, chunks: Sequence[Chunk], row: int, block_tokens: int, device: torch.device) -> None:
+        self.rows = slice(row, row + len(chunks))
         ends = np.array([chunk.end for chunk in chunks])
         counts = -(-ends // block_tokens)
         tables = (chunk.sequence.blocks[:count] for chunk, count in zip(chunks, counts.tolist(), strict=True))
@@ -208,8 +360,15 @@ class _Singles:
         self._table = torch.from_numpy(table).to(device)  # the rows of every sequence, padded with its first
 
     def attend(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, window: int | None, softcap: float | None
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
     ) -> torch.Tensor:
+        query = query * scale
         scores = [each.scores(query, keys, window, softcap) for each in self._passes]
         highest = [each.by_row(score.amax(-1)) for each, score in zip(self._passes, scores, strict=True)]
         peak = torch.cat(highest)[self._table].amax(1)
@@ -269,7 +428,7 @@ class _Pass:
         """[b, h, l, g, s] from queries [sequences, h, g, dim]."""
         groups = query.shape[2]
         brought = self._by_block(query[self._readers]).flatten(2, 3)
-        found = torch.matmul(brought, self._blocks_of(keys)).float().unflatten(2, (self._lanes, groups))
+        found = torch.matmul(brought, self._blocks_of(keys).transpose(2, 3)).float().unflatten(2, (self._lanes, groups))
         return _capped(found, softcap).add_(self._mask(window))
 
     def add(
@@ -312,7 +471,7 @@ def _spread(rows: np.ndarray, numbers: np.ndarray, size: int) -> torch.Tensor:
 
 
 class _Span:
-    """A chunk of several tokens of one sequence against everything before it and itself."""
+    """A long chunk of one sequence against everything before it and itself."""
 
     def __init__(self, chunk: Chunk, row: int, block_tokens: int, device: torch.device) -> None:
         self.rows = slice(row, row + chunk.length)
@@ -324,39 +483,31 @@ class _Span:
     def attend(
         self,
         query: torch.Tensor,
-        fresh: tuple[torch.Tensor, torch.Tensor],
         keys: torch.Tensor,
         values: torch.Tensor,
         scale: float,
         window: int | None,
         softcap: float | None,
     ) -> torch.Tensor:
-        key, value = (t.transpose(0, 1) for t in fresh) if self._start == 0 else self._gathered(keys, values)
         query = query.permute(1, 2, 0, 3)  # [heads, groups, tokens, dim]
         shared = (*query.shape[:2], -1, -1)
-        key, value = key.unsqueeze(1).expand(shared), value.unsqueeze(1).expand(shared)
+        key, value = (self._gathered(pool).unsqueeze(1).expand(shared) for pool in (keys, values))
         window = None if window is None or window >= self._end else window
-        if softcap is not None:
-            found = _capped(torch.matmul(query * scale, key.transpose(2, 3)).float(), softcap)
-            weights = found.masked_fill(~self._mask(window, query.device), HIDDEN).softmax(-1)
-            out = torch.matmul(weights.to(value.dtype), value)
-        elif self._start == 0 and window is None:
+        if self._start == 0 and window is None and softcap is None:
             out = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)
         else:
-            mask = self._mask(window, query.device)
-            out = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+            out = _masked_attention(query, key, value, self._mask(window, query), scale, softcap)
         return out.permute(2, 0, 1, 3)
 
-    def _gathered(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The sequence's own keys and values, [heads, tokens, dim] each."""
-        key = keys[self._blocks].permute(1, 0, 3, 2).flatten(1, 2)
-        value = values[self._blocks].transpose(0, 1).flatten(1, 2)
-        return key[:, : self._end], value[:, : self._end]
+    def _gathered(self, pool: torch.Tensor) -> torch.Tensor:
+        """The sequence's own keys or values, [heads, tokens, dim]."""
+        return pool[self._blocks].transpose(0, 1).flatten(1, 2)[:, : self._end]
 
-    def _mask(self, window: int | None, device: torch.device) -> torch.Tensor:
+    def _mask(self, window: int | None, query: torch.Tensor) -> torch.Tensor:
         if window not in self._masks:
-            query = torch.arange(self._start, self._end, device=device)[:, None]
-            key = torch.arange(self._end, device=device)
-            seen = key <= query
-            self._masks[window] = seen if window is None else seen & (key > query - window)
+            place = torch.arange(self._start, self._end, device=query.device)[:, None]
+            key = torch.arange(self._end, device=query.device)
+            seen = key <= place
+            seen = seen if window is None else seen & (key > place - window)
+            self._masks[window] = torch.zeros_like(seen, dtype=query.dtype).masked_fill_(~seen, -torch.inf)
         return self._masks[window]
