@@ -96,14 +96,15 @@ def play(runner: Runner, limit: int = 50):
 
 
 def test_a_single_turn_is_judged_and_scored():
-    runner = Runner(Scripted((10, 11, END)), Verdicts(Scored(1.0)), LANGUAGE, 20)
+    engine = Scripted((10, 11, END))
+    runner = Runner(engine, Verdicts(Scored(1.0)), LANGUAGE, 20)
     runner.add(episode())
     [outcome] = play(runner)
     assert (outcome.reward, outcome.episode.finish) == (1.0, "stop")
     assert outcome.episode.take_growth() == (Segment(3, (10, 11, END), (-0.5, -0.5, -0.5)),)
     meta = outcome.episode.meta(1.0)
     assert (meta.tokens, meta.oldest, meta.newest) == (3, 3, 3)
-    assert runner.engine.forgotten == [8]
+    assert engine.forgotten == [8]
 
 
 def test_what_a_tool_says_is_inserted_and_not_the_policys():
