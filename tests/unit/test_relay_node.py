@@ -119,10 +119,10 @@ def test_what_was_damaged_on_its_way_is_sealed_nowhere(tmp_path: Path) -> None:
     with nodes(2, tmp_path) as (first, second):
         first.route(1, {1: second.address})
         publish(first.address, Weights(1, DATA, checksum="0" * 16)).join(DEADLINE_S)
-        until(lambda: first.failures and second.failures, "both reports")
+        until(lambda: first.failures, "the report")  # the other one may not even have been offered it by then
         assert "damaged on its way" in first.failures[0].reason
+        until(lambda: first.arena.held_bytes() == second.arena.held_bytes() == 0, "the room to be given back")
         assert first.stored == second.stored == []
-        assert first.arena.held_bytes() == second.arena.held_bytes() == 0
         assert isinstance(send(first, Weights(1, DATA)), Stored)
         until(lambda: second.holds(1, DATA), "the good copy")
 
