@@ -17,7 +17,6 @@ from tailrace.config.tree import Config
 from tailrace.control.plane import ControlPlane
 from tailrace.protocol import (
     TRAINER,
-    AnyEvent,
     Command,
     ControllerRestarted,
     Drop,
@@ -426,4 +425,4 @@ def _title(spec: Spec) -> str:
     return "the trainer" if spec.role == "trainer" else f"{spec.role} {spec.id}"
 
 
-__all__ = ["INTERRUPTED", "AnyEvent", "Controller", "RunError"]
+__all__ = ["INTERRUPTED", "Controller", "RunError", "Source"]
