@@ -13,9 +13,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Event, Thread
 
-import xxhash
-
 from tailrace.relay.arena import Arena, ArenaReader
+from tailrace.relay.checksum import checksum as sum_up
 from tailrace.relay.link import Address, LinkError, dial, offer
 from tailrace.relay.node import Failure, RelayNode
 
@@ -35,14 +34,15 @@ class Weights:
 
     def __init__(self, version: int, data: bytes, hold: bool = False, checksum: str = "") -> None:
         self.version, self.size, self._data = version, len(data), data
-        self._checksum = checksum or xxhash.xxh3_64_hexdigest(data)
+        self._checksum = checksum or sum_up(data)
         self.go = Event()
         if not hold:
             self.go.set()
 
     def ready(self, position: int) -> memoryview:
         if position >= self.size // 2:
-            assert self.go.wait(DEADLINE_S), "nobody let the version go on"
+            if not self.go.wait(DEADLINE_S):
+                raise LinkError("nobody let the version go on")
             return memoryview(self._data)[position:]
         return memoryview(self._data)[position : self.size // 2]
 

@@ -12,10 +12,14 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tailrace import __version__
 from tailrace.config import Config, ConfigError, load, with_values
 from tailrace.config.tree import SCHEDULES
+
+if TYPE_CHECKING:
+    from tailrace.model.device import Card, Survey
 
 PACKAGES = (
     ("matplotlib", "--plot can write .png", "--plot can write .html only; install tailrace[plot] for .png"),
@@ -48,7 +52,8 @@ def _machine() -> Section:
         ("cores", _cores()),
         ("memory", _memory()),
         ("disk", f"{shutil.disk_usage('.').free / 1e9:,.0f} GB free here"),
-        ("GPUs", _gpus()),
+        *_gpus(),
+        *_false_bfloat16(),
     ]
     return "this machine", facts + [(name, _package(name, there, missing)) for name, there, missing in PACKAGES]
 
@@ -74,7 +79,36 @@ def _container_limit() -> float:
         return 0.0
 
 
-def _gpus() -> str:
+def _gpus() -> list[tuple[str, str]]:
+    """As torch sees them if it is there, which is what a run could use; or else as their driver does."""
+    from tailrace.model.device import has_device_files, survey_apart
+
+    if not find_spec("torch") or not has_device_files():
+        return [("GPUs", _gpus_of_the_driver())]
+    try:
+        seen = survey_apart()
+    except ConfigError as error:
+        return [("GPUs", str(error))]
+    if not seen.cards:
+        return [("GPUs", f"{_gpus_of_the_driver()}; torch {seen.torch} can use none: {seen.problem}")]
+    return [(f"GPU {number}", _described(card, seen)) for number, card in enumerate(seen.cards)]
+
+
+def _described(card: Card, seen: Survey) -> str:
+    triton = "Triton is there" if seen.triton else "no Triton"
+    kernels = "fused kernels" if seen.has_kernels(card) else "no fused kernels, so generation is slower"
+    return f"{card.name}, {card.memory / 2**30:,.1f} GiB, {card.age}; {triton}: {kernels}"
+
+
+def _false_bfloat16() -> list[tuple[str, str]]:
+    from tailrace.model.device import NARROWER, bfloat16_kills
+
+    if not find_spec("torch") or not bfloat16_kills():
+        return []
+    return [("bfloat16", f"crashes: this CPU announces AMX without having it; export {NARROWER}")]
+
+
+def _gpus_of_the_driver() -> str:
     query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"]
     try:
         answer = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout

@@ -88,6 +88,19 @@ def test_data_without_rows_or_a_row_without_a_prompt(tmp_path, rows, words):
     assert not run.folder.exists()
 
 
+@pytest.mark.skipif(any(Path("/dev").glob("nvidia[0-9]*")), reason="there is a GPU here")
+@pytest.mark.parametrize(
+    ("setting", "device", "words"),
+    [("rollout", "cuda", "but "), ("trainer", "cuda:3", "but "), ("trainer", "gpu", "which is no device")],
+)
+def test_a_device_that_is_not_there(tmp_path, setting, device, words):
+    run = make(tmp_path)
+    complaint = refusal(run, f"--{setting}.device", device)
+    assert f'{setting}.device is "{device}", {words}' in complaint
+    assert "Traceback" not in complaint
+    assert not run.folder.exists()
+
+
 def test_a_context_longer_than_the_models(tmp_path):
     assert "context" in refusal(make(tmp_path), "--workload.max_completion_tokens", "4000")
 

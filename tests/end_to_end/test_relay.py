@@ -9,10 +9,10 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-import xxhash
 
 from relays import DEADLINE_S, RelayProcess, Weights, publish, relay_processes, until
 from tailrace.relay.arena import Arena, default_base
+from tailrace.relay.checksum import checksum
 
 DATA = os.urandom(2_000_000)
 SMAPS = Path("/proc/self/smaps_rollup")
@@ -87,7 +87,7 @@ def test_a_version_that_several_processes_map_is_in_memory_once(tmp_path: Path) 
         writer = arena.create(1, size)
         writer.claim(size)[:] = data
         writer.advance(size)
-        writer.seal(xxhash.xxh3_64_hexdigest(data))
+        writer.seal(checksum(data))
         del writer  # its own mapping would count as one more
         shares = proportional_shares(arena.path, readers)
     finally:

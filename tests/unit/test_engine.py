@@ -23,9 +23,13 @@ from transformers import (
 
 from tailrace.config.errors import ConfigError
 from tailrace.config.tree import Config, Rollout, Sampling, Workload
-from tailrace.engines import attention
+from tailrace.engines import attention, batch, native
 from tailrace.engines.base import Job
-from tailrace.engines.native import NativeEngine, replace_weights
+from tailrace.engines.layout import use_fast_layout
+from tailrace.engines.lean import lean_decoder
+from tailrace.engines.native import NativeEngine
+from tailrace.engines.plain import PlainOperations
+from tailrace.engines.weights import replace_weights
 
 VOCABULARY = 96
 SHAPE: dict[str, Any] = {
@@ -126,8 +130,8 @@ def by_transformers(model: PreTrainedModel, job: Job) -> list[int]:
 
 def nothing_is_padded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiny work would always be computed together; this is how large work is."""
-    for limit, least in {"FEW": 0, "PADDED": 0, "SHORT": 1}.items():
-        monkeypatch.setattr(attention, limit, least)
+    for limit, least in {"PADDED": 0, "SHORT": 1}.items():
+        monkeypatch.setattr(batch, limit, least)
 
 
 @pytest.mark.parametrize("padded", [True, False])
@@ -150,13 +154,25 @@ def test_greedy_tokens_equal_generate_with_sharing_chunks_and_a_small_pool(
     assert len({token for tokens in record.tokens.values() for token in tokens}) > 20
 
 
-@pytest.mark.parametrize("sparse", [0, 1000])
-def test_blocks_are_read_alike_where_they_lie_and_gathered(sparse: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    nothing_is_padded(monkeypatch)
-    monkeypatch.setattr(attention, "SPARSE", sparse)
-    model, work = tiny("mistral"), jobs(lengths=(5, 30, 2))
-    record = run(engine(model), work)
-    assert record.tokens == {job.id: by_transformers(model, job) for job in work}
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_lean_decoder_computes_what_the_module_computes(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, work = tiny(family), jobs(group_size=2)
+    lean = run(engine(model, settings(temperature=1.0)), work)
+    asked: list[PreTrainedModel] = []
+    monkeypatch.setattr(native, "lean_decoder", lambda model, *_: asked.append(model))
+    module = run(engine(model, settings(temperature=1.0)), work)
+    assert asked
+    assert lean.tokens == module.tokens
+    for id, logprobs in lean.logprobs.items():
+        assert logprobs == pytest.approx(module.logprobs[id], abs=1e-4)
+
+
+@pytest.mark.parametrize(("family", "known"), [("llama", True), ("qwen3", True), ("gemma2", False)])
+def test_only_known_families_have_a_lean_decoder(family: str, known: bool) -> None:
+    model = tiny(family)
+    use_fast_layout(model)
+    shapes = attention.use_paged_attention(model)
+    assert (lean_decoder(model, shapes, PlainOperations()) is not None) == known
 
 
 def test_a_small_pool_preempts_and_a_large_one_does_not() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import xxhash
 
+from tailrace.relay import checksum
 from tailrace.relay.arena import Arena, ArenaError, ArenaReader, Writer, arena_path, clear_abandoned
 
 DATA = os.urandom(100_000)
@@ -149,3 +150,15 @@ def test_a_removed_arena_leaves_nothing(tmp_path: Path) -> None:
     stored(arena, 5)
     arena.remove()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_checksum_of_many_pieces_is_the_same_however_they_come_and_finds_a_swap(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(checksum, "PIECE", 30_000)
+    whole = checksum.checksum(DATA)
+    growing = checksum.Checksum(memoryview(DATA), several=True)
+    for position in (1, 29_999, 30_001, 95_000, len(DATA)):
+        growing.advance(position)
+    assert growing.digest() == whole != SUM
+    assert checksum.checksum(DATA[30_000:60_000] + DATA[:30_000] + DATA[60_000:]) != whole

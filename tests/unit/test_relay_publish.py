@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import queue
 import socket
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 
-from relays import DEADLINE_S, TOKEN, Node, nodes
+from relays import DEADLINE_S, TOKEN, Node, nodes, until
 from tailrace.relay.arena import ArenaReader
 from tailrace.relay.layout import Layout
+from tailrace.relay.link import Place
+from tailrace.trainer import places
+from tailrace.trainer.places import NotHereError, Places
 from tailrace.trainer.publish import Publisher, PublishError
 
 Answer = tuple[int, str]
@@ -21,9 +26,21 @@ def weights(value: float) -> dict[str, torch.Tensor]:
     return {"a": torch.full((300, 500), value), "b": torch.full((7,), value, dtype=torch.float32)}
 
 
-def publisher(connect_s: float = DEADLINE_S, wait_s: float = DEADLINE_S) -> Publisher:
-    layout = Layout.of(["a", "b"], ["float32", "bfloat16"], [(300, 500), (7,)])
-    return Publisher(layout, TOKEN, connect_s=connect_s, wait_s=wait_s)
+Make = Callable[..., Publisher]
+
+
+def of_device(device: torch.device | None) -> Make:
+    def make(connect_s: float = DEADLINE_S, wait_s: float = DEADLINE_S) -> Publisher:
+        layout = Layout.of(["a", "b"], ["float32", "bfloat16"], [(300, 500), (7,)])
+        return Publisher(layout, TOKEN, connect_s=connect_s, wait_s=wait_s, device=device)
+
+    return make
+
+
+@pytest.fixture(params=[None, torch.device("cpu")], ids=["streamed", "in place"])
+def publisher(request: pytest.FixtureRequest) -> Make:
+    """Of weights in host memory, and of weights on a device: any torch device will do for the way they go."""
+    return of_device(request.param)
 
 
 def send(publisher: Publisher, address: tuple[str, int]) -> queue.Queue[Answer]:
@@ -36,7 +53,7 @@ def read(node: Node, version: int) -> dict[str, torch.Tensor]:
     return ArenaReader(node.arena.path).open(version).tensors()
 
 
-def test_a_replica_maps_what_the_trainer_had_in_the_type_of_the_layout(tmp_path: Path) -> None:
+def test_a_replica_maps_what_the_trainer_had_in_the_type_of_the_layout(tmp_path: Path, publisher: Make) -> None:
     with nodes(1, tmp_path) as (node,):
         trainer = publisher()
         model = weights(1.5)
@@ -49,7 +66,7 @@ def test_a_replica_maps_what_the_trainer_had_in_the_type_of_the_layout(tmp_path:
         trainer.close()
 
 
-def test_the_last_snapshot_can_be_sent_again_to_another_master(tmp_path: Path) -> None:
+def test_the_last_snapshot_can_be_sent_again_to_another_master(tmp_path: Path, publisher: Make) -> None:
     with nodes(2, tmp_path) as (first, second):
         trainer = publisher()
         trainer.snapshot(1, iter(weights(1.0).items()))
@@ -59,7 +76,7 @@ def test_the_last_snapshot_can_be_sent_again_to_another_master(tmp_path: Path) -
         trainer.close()
 
 
-def test_a_snapshot_leaves_alone_what_is_being_sent_and_a_third_one_waits(tmp_path: Path) -> None:
+def test_a_snapshot_leaves_alone_what_is_being_sent_and_a_third_one_waits(tmp_path: Path, publisher: Make) -> None:
     with nodes(1, tmp_path) as (node,), socket.create_server(("127.0.0.1", 0)) as silent:
         trainer = publisher(wait_s=0.2)
         trainer.snapshot(1, weights(1.0))
@@ -74,7 +91,7 @@ def test_a_snapshot_leaves_alone_what_is_being_sent_and_a_third_one_waits(tmp_pa
         trainer.close()
 
 
-def test_a_closed_publisher_ends_what_is_under_way_and_calls_nobody() -> None:
+def test_a_closed_publisher_ends_what_is_under_way_and_calls_nobody(publisher: Make) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         trainer = publisher()
         trainer.snapshot(1, weights(1.0))
@@ -84,7 +101,7 @@ def test_a_closed_publisher_ends_what_is_under_way_and_calls_nobody() -> None:
         assert answers.empty()
 
 
-def test_a_relay_that_cannot_be_reached_is_a_reason_after_the_deadline() -> None:
+def test_a_relay_that_cannot_be_reached_is_a_reason_after_the_deadline(publisher: Make) -> None:
     with socket.create_server(("127.0.0.1", 0)) as gone:
         address = gone.getsockname()
     trainer = publisher(connect_s=0.2)
@@ -94,9 +111,96 @@ def test_a_relay_that_cannot_be_reached_is_a_reason_after_the_deadline() -> None
     assert "could not connect" in reason
 
 
-def test_weights_that_do_not_match_the_layout_are_refused() -> None:
+def test_weights_that_do_not_match_the_layout_are_refused(publisher: Make) -> None:
     trainer = publisher()
     with pytest.raises(PublishError, match="1 tensors of the layout were not given, 'b'"):
         trainer.snapshot(1, {"a": torch.zeros(300, 500)})
     with pytest.raises(PublishError, match=r"'a' of shape \[1, 2\]"):
         trainer.snapshot(1, {"a": torch.zeros(1, 2)})
+
+
+def publish(trainer: Publisher, node: Node, version: int) -> int:
+    """Publish a version of which every number is its own; returns the inode of its memory."""
+    trainer.snapshot(version, weights(float(version)))
+    assert send(trainer, node.address).get(timeout=DEADLINE_S) == (version, "")
+    return next(node.arena.path.glob(f"v{version}.*.safetensors")).stat().st_ino
+
+
+def test_memory_of_a_dropped_version_is_written_again_but_not_while_somebody_reads_it(tmp_path: Path) -> None:
+    with nodes(1, tmp_path) as (node,):
+        trainer = of_device(torch.device("cpu"))()
+        first, second = publish(trainer, node, 1), publish(trainer, node, 2)
+        node.drop(1)
+        assert publish(trainer, node, 3) == first
+        reading = read(node, 2)
+        node.drop(2)
+        assert publish(trainer, node, 4) not in (first, second)
+        assert (reading["a"][0, 0], read(node, 3)["a"][0, 0], read(node, 4)["a"][0, 0]) == (2.0, 3.0, 4.0)
+        node.drop(3)
+        publish(trainer, node, 5)
+        assert trainer._places is not None
+        assert len(trainer._places._known) == 2  # what the relay has freed is not kept in memory by the trainer
+        trainer.close()
+
+
+def test_a_relay_with_our_address_but_other_memory_is_sent_the_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def elsewhere(*_: object) -> None:
+        raise NotHereError("not on this host")
+
+    monkeypatch.setattr(Places, "_site", elsewhere)
+    with nodes(1, tmp_path) as (node,):
+        trainer = of_device(torch.device("cpu"))()
+        publish(trainer, node, 1)
+        publish(trainer, node, 2)
+        assert (read(node, 1)["a"][0, 0], read(node, 2)["b"][0]) == (1.0, 2.0)
+        trainer.close()
+
+
+class Instant:
+    """A stream and an event of CUDA, on which everything is over at once."""
+
+    def __init__(self, **_: object) -> None:
+        self.record = self.synchronize = lambda *_: None
+
+    def query(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("registered", [0, 3, 99])
+def test_memory_is_registered_once_and_what_cannot_be_is_carried_by_threads(
+    registered: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+
+    def register(address: int, count: int, device: torch.device) -> bool:
+        calls.append(count)
+        return len(calls) <= registered
+
+    monkeypatch.setattr(places, "SLICE", 1 << 16)
+    monkeypatch.setattr(places, "_register", register)
+    monkeypatch.setattr(places, "_unregister", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "Event", Instant)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    file, data = tmp_path / "v1.partial", torch.randint(0, 256, (600_100,), dtype=torch.uint8)
+    file.write_bytes(bytes(len(data)))
+    memory = Places(torch.device("cpu"))
+    where = Place(str(file), file.stat().st_ino)
+    memory._site(where, len(data))._stream = Instant()  # pyright: ignore[reportAttributeAccessIssue]
+    for source in (data, data.flip(0)):
+        progress = list(memory.fill(where, 1, source))
+        assert progress == sorted(set(progress))
+        assert file.read_bytes() == source.numpy().tobytes()
+    assert sum(calls) == len(data) or registered < 99
+    memory.close()
+
+
+def test_a_relay_sends_on_what_is_written_into_its_memory(tmp_path: Path) -> None:
+    with nodes(2, tmp_path) as (master, other):
+        master.route(1, {other.id: other.address})
+        trainer = of_device(torch.device("cpu"))()
+        publish(trainer, master, 1)
+        until(lambda: other.versions() == (1,), "the second relay")
+        assert read(other, 1)["a"][0, 0] == 1.0
+        trainer.close()

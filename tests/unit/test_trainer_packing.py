@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tailrace.trainer.batch import rank_packs
-from tailrace.trainer.packing import deal, pack, read
+from tailrace.trainer.packing import deal, fill, pack, read
 from tailrace.types import Segment, Trajectory
 from trainer_cases import group
 
@@ -41,6 +41,16 @@ def test_every_sampled_token_is_in_exactly_one_pack_behind_the_token_before_it(g
     for p in packs:
         assert np.array_equal(p.inputs[p.places], p.targets - 1)  # tokens were numbered in order
         assert len(p.lengths) * max(p.lengths) <= budget or len(p.lengths) == 1
+
+
+@given(trajectories(), st.integers(1, 80))
+def test_filled_packs_hold_every_sample_once_and_no_two_of_them_would_fit_into_one(given_trajectories, budget):
+    samples = [read(t) for t in given_trajectories]
+    packs = fill(samples, range(len(samples)), budget)
+    assert sorted(i for p in packs for i in p.members) == list(range(len(samples)))
+    sizes = [sum(p.lengths) for p in packs]
+    assert all(size <= budget or len(p.lengths) == 1 for size, p in zip(sizes, packs, strict=True))
+    assert len(packs) < 2 or sum(sorted(sizes)[:2]) > budget
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(1, 5))

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 
 from tailrace.config.errors import refuse
@@ -12,6 +13,8 @@ from tailrace.config.fields import RefusedError, accept, fields, read
 from tailrace.config.tree import Config, Workload
 
 Rule = Callable[[Config], Iterator[str]]
+
+DEVICE = re.compile(r"(cpu|cuda(:\d{1,3})?)?")
 
 
 def check(config: Config) -> None:
@@ -193,6 +196,12 @@ def _restarts_back_off(config: Config) -> Iterator[str]:
         yield f"health.backoff_max_s is below health.backoff_s; write {health.backoff_s:g} or more"
 
 
+def _devices_have_names(config: Config) -> Iterator[str]:
+    for setting, device in (("rollout.device", config.rollout.device), ("trainer.device", config.trainer.device)):
+        if not DEVICE.fullmatch(device):
+            yield f'{setting} is "{device}", which is no device; write "cpu", "cuda" or "cuda:0", or leave it empty'
+
+
 def _emulation_is_whole(config: Config) -> Iterator[str]:
     generated, trained = config.rollout.engine, config.trainer.engine
     if generated != trained:
@@ -205,6 +214,7 @@ def _emulation_is_whole(config: Config) -> Iterator[str]:
 
 
 RULES: tuple[Rule, ...] = (
+    _devices_have_names,
     _emulation_is_whole,
     _model_is_complete,
     _model_heads_fit,

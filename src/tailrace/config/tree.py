@@ -241,9 +241,10 @@ class Trainer(Section):
     beta2: Share = 0.95
     max_grad_norm: Annotated[float, Meta(gt=0)] = 1.0
     tokens_per_batch: Count = 16384  # most tokens in one forward and backward pass; gradients add up over them
-    logit_tokens: Count = 1024  # most tokens whose logits exist at once
-    precision: Literal["float32", "bfloat16"] = "float32"  # of the arithmetic; weights and moments stay float32
+    logit_tokens: Natural = 0  # most tokens whose logits exist at once; 0: 1,024, on a GPU what its memory is good for
+    precision: Literal["", "float32", "bfloat16"] = ""  # of the arithmetic, not of weights and moments; as in [rollout]
     recompute: bool = False  # recompute activations in backward instead of keeping them
+    compile: bool = True  # on a GPU in bfloat16: compile the model's blocks, which takes a while for each size of pack
     ranks: Count = 1  # processes over which weights, gradients and moments are sharded (FSDP2)
     threads: Natural = 0  # CPU threads per rank; 0: torch's choice
     device: str = ""  # "cpu", "cuda"; empty: the GPU if there is one
@@ -257,12 +258,13 @@ class Rollout(Section):
     roofline_batch: Natural = 0  # largest batch whose decode step is still flat; 0: from the cost model
     engine: Literal["native", "emulated"] = "native"  # emulated: takes the time that [costs] says, draws lengths
     kv_tokens: Natural = 0  # size of the KV pool; 0: what memory allows
+    memory: Share = 0.0  # of a GPU's memory that its replicas take; 0: 0.85, 0.3 beside a trainer on the same card
     block_tokens: Count = 16  # the pool's unit
-    prefill_tokens: Count = 512  # most prompt tokens in one engine step
+    prefill_tokens: Natural = 0  # most prompt tokens in one engine step; 0: 512 on a CPU, 16384 on a GPU
     stream_tokens: Count = 64  # at most so many tokens of a sample are lost with its replica
     threads: Natural = 1  # CPU threads; 0: torch's choice
     device: str = ""  # "cpu", "cuda"; empty: the GPU if there is one
-    precision: Literal["float32", "bfloat16"] = "float32"
+    precision: Literal["", "float32", "bfloat16", "float16"] = ""  # empty: float32 on a CPU, bfloat16 on a GPU
 
 
 class Costs(Section):

@@ -1,33 +1,45 @@
-"""How a model's weights lie in memory while the native engine runs it on a CPU. Called once, when the engine is built.
+"""How a model's weights lie in memory while the native engine runs it. Called once, when the engine is built.
 
-Products of a few dozen rows are much faster with column-major weights, and faster still when projections of the same
-input are one product. Both are layouts only: every parameter keeps its name, shape and ties, and is written in place.
+Projections of the same input are one matrix, hence one product. On a CPU weights are column-major besides: products of
+a few dozen rows are much faster so. Both are layouts only: every parameter keeps its name, shape and ties, and is
+written in place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
+OWNER = "tailrace_joined"  # the attribute of a joined layer that says with which others
 SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 def use_fast_layout(model: PreTrainedModel) -> None:
-    """Looking up tokens in an embedding that shares its weights gets slower, but by far less than is gained."""
-    if model.device.type != "cpu":
-        return
+    """Looking up tokens in an embedding that shares its weights gets slower on a CPU, by far less than is gained."""
+    arrange = _column_major if model.device.type == "cpu" else torch.Tensor.contiguous
     for module in model.modules():
         if isinstance(module, torch.nn.Linear):
-            module.weight.data = module.weight.data.t().contiguous().t()
+            module.weight.data = arrange(module.weight.data)
     for module in list(model.modules()):
         for names in SAME_INPUT:
             parts = [getattr(module, name, None) for name in names]
             if can_join(parts):
-                Joined([part for part in parts if isinstance(part, torch.nn.Linear)])
+                Joined([part for part in parts if isinstance(part, torch.nn.Linear)], arrange)
+
+
+def _column_major(weight: torch.Tensor) -> torch.Tensor:
+    return weight.t().contiguous().t()
+
+
+def joined_product(*parts: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+    """The one matrix, as [in, out], and bias of these layers; None if they were not joined."""
+    owners = {getattr(part, OWNER, None) for part in parts}
+    owner = owners.pop() if len(owners) == 1 else None
+    return None if owner is None else (owner.weight.t(), owner.bias)
 
 
 def can_join(parts: Sequence[torch.nn.Module | None]) -> bool:
@@ -40,25 +52,26 @@ class Joined:
     """Linear layers whose parameters are slices of one matrix. The first that sees an input computes all of them; the
     others take their share of that, and the last of them lets it go."""
 
-    def __init__(self, parts: Sequence[torch.nn.Linear]) -> None:
-        self._weight = torch.cat([part.weight.data.t() for part in parts], dim=1)
-        self._bias = None if parts[0].bias is None else torch.cat([part.bias.data for part in parts])
+    def __init__(self, parts: Sequence[torch.nn.Linear], arrange: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.weight = arrange(torch.cat([part.weight.data for part in parts]))
+        self.bias = None if parts[0].bias is None else torch.cat([part.bias.data for part in parts])
         self._input: torch.Tensor | None = None
         self._outputs: Sequence[torch.Tensor] = ()
         self._sizes = [part.out_features for part in parts]
         self._adopt(parts)
 
     def _adopt(self, parts: Sequence[torch.nn.Linear]) -> None:
-        for place, (part, weight) in enumerate(zip(parts, self._weight.split(self._sizes, dim=1), strict=True)):
-            part.weight.data = weight.t()
-            if self._bias is not None:
-                part.bias.data = self._bias.split(self._sizes)[place]
+        for place, (part, weight) in enumerate(zip(parts, self.weight.split(self._sizes), strict=True)):
+            part.weight.data = weight
+            if self.bias is not None:
+                part.bias.data = self.bias.split(self._sizes)[place]
             part.forward = partial(self._share, place)  # pyright: ignore[reportAttributeAccessIssue]
+            setattr(part, OWNER, self)
 
     def _share(self, place: int, x: torch.Tensor) -> torch.Tensor:
         if x is not self._input:
             self._input = x
-            self._outputs = linear(x, self._weight.t(), self._bias).split(self._sizes, dim=-1)
+            self._outputs = linear(x, self.weight, self.bias).split(self._sizes, dim=-1)
         share = self._outputs[place]
         if place == len(self._sizes) - 1:
             self._input, self._outputs = None, ()

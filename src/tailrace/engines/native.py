@@ -1,8 +1,8 @@
 """The native engine: continuous batching over any causal language model that transformers loads.
 
 The rollout worker drives it through `engines/base.py`. The scheduler decides with plain integers what a step computes;
-this file carries it out with tensors: one packed row of tokens through the model, logits only where a token is
-sampled, one draw for all rows. Weights are replaced in place between steps.
+an executor carries it out with tensors; this file hands out what came of it. Weights are replaced in place between
+steps.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from transformers import PreTrainedModel
 
@@ -22,16 +22,34 @@ from tailrace.config.errors import ConfigError
 from tailrace.config.tree import Config
 from tailrace.engines import attention, scheduler
 from tailrace.engines.base import Counters, Finish, Job, Load, Sampled
+from tailrace.engines.eager import EagerExecutor, Grown
+from tailrace.engines.kv import KVCache, bytes_per_token
 from tailrace.engines.layout import use_fast_layout
-from tailrace.engines.sampling import sample
-from tailrace.model.load import end_tokens, load_model, load_tokenizer
+from tailrace.engines.lean import lean_decoder
+from tailrace.engines.plain import PlainOperations
+from tailrace.engines.shortage import carry_out
+from tailrace.engines.weights import Staged, replace_weights, staging_for
+from tailrace.model.device import AMPERE, usable_device
+from tailrace.model.load import end_tokens, load_model, load_tokenizer, precision_on
+from tailrace.model.memory import ran_out
 from tailrace.types import TrajectoryId, Version
+
+if TYPE_CHECKING:
+    from tailrace.engines.graphs import GraphExecutor
 
 Decode = Callable[[list[int]], str]
 
+PREFILL = {"cpu": 512, "cuda": 16384}  # tokens in one step
 ROOFLINE = {"cpu": 8, "cuda": 256}  # weights are read once per step: so many rows cost little more than one
-MEMORY_SHARE = {"cpu": 0.5, "cuda": 0.85}  # of what is free, for the KV pool
+CPU_SHARE = 0.5  # of the free memory, for the KV pools
+GPU_SHARE = 0.85  # of a card's memory, for a replica that has it to itself
+SHARED_GPU_SHARE = 0.3  # beside a trainer, which needs more: masters, moments, gradients, activations
 LONGEST_CHARACTER = 4  # bytes, and so at most that many tokens
+NO_KERNELS = "no fused kernels on this GPU (they need compute capability 8.0 and Triton): it runs without them, slower"
+NO_ROOM = (
+    "{device} has no memory for the KV pool and the buffers of a step beside the weights; lower rollout.kv_tokens, "
+    "rollout.memory or rollout.max_running, or end what else runs there"
+)
 
 
 class NativeEngine:
@@ -45,16 +63,41 @@ class NativeEngine:
         self._decode = decode
         self._eos_ids = frozenset(eos_ids)
         self._sampling = config.sampling
-        self._seed = seed
         self._context = _context(model)
         use_fast_layout(model)
         shapes = _paged_layers(model)
-        blocks = _pool_blocks(config, self._context, attention.bytes_per_token(shapes, model.dtype), model.device)
+        blocks = _pool_blocks(config, self._context, bytes_per_token(shapes, model.dtype), model.device)
         self.kv_capacity = blocks * rollout.block_tokens
-        self._cache = attention.KVCache(shapes, blocks, rollout.block_tokens, model.dtype, model.device)
-        self._scheduler = scheduler.Scheduler(blocks, rollout.block_tokens, rollout.prefill_tokens, rollout.max_running)
+        self._cache = KVCache(shapes, blocks, rollout.block_tokens, model.dtype, model.device)
+        self._executor = self._build_executor(shapes, self._cache, config, seed)
+        prefill = rollout.prefill_tokens or PREFILL.get(model.device.type, 512)
+        self._scheduler = scheduler.Scheduler(blocks, rollout.block_tokens, prefill, rollout.max_running)
         self._counters = Counters()
         self._ended: list[Sampled] = []  # had no room for a single token when they came
+        self.staging = staging_for(model)
+
+    def _build_executor(
+        self, shapes: dict[int, attention.LayerShape], cache: KVCache, config: Config, seed: int
+    ) -> EagerExecutor | GraphExecutor:
+        longest = min(self._context, self.kv_capacity)
+        if not has_kernels(self._model.device):
+            if self._model.device.type == "cuda":
+                print(NO_KERNELS, file=sys.stderr, flush=True)
+            lean = lean_decoder(self._model, shapes, PlainOperations())
+            return EagerExecutor(self._model, lean, cache, longest, seed, config.sampling)
+        from tailrace.engines.fused import FusedOperations
+        from tailrace.engines.graphs import GraphExecutor
+
+        lean = lean_decoder(self._model, shapes, FusedOperations())
+        if lean is None:
+            print(f"{type(self._model).__name__} has no fused form here: it runs as a module, slower", file=sys.stderr)
+            return EagerExecutor(self._model, None, cache, longest, seed, config.sampling)
+        most = config.rollout.max_running
+        device = self._model.device
+        executor = GraphExecutor(lean, cache, longest, seed, config.sampling, self._eos_ids, most, device)
+        if device.type == "cuda":
+            executor.warm_up()
+        return executor
 
     def submit(self, job: Job) -> None:
         end = min(len(job.tokens) + job.max_tokens, self._context)
@@ -70,15 +113,14 @@ class NativeEngine:
 
     def step(self) -> list[Sampled]:
         ended, self._ended = self._ended, []
-        plan = self._scheduler.plan()
+        plan = self._scheduler.plan(self._executor.steps)
         if not plan.chunks:
             assert not self._scheduler.waiting, "work is waiting, but none of it can start"
             return ended
-        ready = [chunk.sequence for chunk in plan.chunks if chunk.samples]
-        tokens, logprobs = self._timed(plan, ready)
+        plan, grown = self._timed(plan)
         for chunk in plan.chunks:
             self._scheduler.computed(chunk)
-        return ended + [self._take(*found) for found in zip(ready, tokens, logprobs, strict=True)]
+        return ended + [self._take(each) for each in grown]
 
     def withdraw(self, ids: Iterable[TrajectoryId]) -> list[Job]:
         ids = set(ids)
@@ -90,7 +132,7 @@ class NativeEngine:
         for id in ids:
             self._scheduler.forget(id)
 
-    def load_weights(self, version: Version, tensors: Mapping[str, Any], keep_kv: bool = False) -> None:
+    def load_weights(self, version: Version, tensors: Mapping[str, Any] | Staged, keep_kv: bool = False) -> None:
         replace_weights(self._model, tensors)
         self.version = version
         if not keep_kv:
@@ -108,43 +150,31 @@ class NativeEngine:
 
     # ------------------------------------------------------------------------------------------ inside a step
 
-    def _timed(self, plan: scheduler.Plan, ready: Sequence[scheduler.Sequence]) -> tuple[list[int], list[float]]:
+    def _timed(self, plan: scheduler.Plan) -> tuple[scheduler.Plan, list[Grown]]:
         began = time.perf_counter()
-        computed = self._compute(plan, ready)
+        plan, grown = carry_out(plan, self._executor, self._cache, self._scheduler)
+        lengths = {chunk.sequence.id: chunk.end for chunk in plan.chunks}
         counters = self._counters
         counters.busy_s += time.perf_counter() - began
-        counters.steps += 1
-        counters.decoded += len(ready)
-        counters.kv_read += sum(chunk.end for chunk in plan.chunks)
-        counters.prefilled += sum(chunk.length for chunk in plan.chunks) - len(ready)
-        return computed
+        counters.steps += max((len(each.tokens) for each in grown), default=1)
+        counters.decoded += sum(len(each.tokens) for each in grown)
+        counters.kv_read += sum(len(each.tokens) * lengths[each.sequence.id] for each in grown)
+        counters.prefilled += sum(chunk.length for chunk in plan.chunks) - len(grown)
+        return plan, grown
 
-    @torch.inference_mode()
-    def _compute(self, plan: scheduler.Plan, ready: Sequence[scheduler.Sequence]) -> tuple[list[int], list[float]]:
-        device = self._model.device
-        self._cache.copy(plan.copies)
-        tokens = [token for c in plan.chunks for token in c.sequence.tokens[c.start : c.end]]
-        places = np.concatenate([np.arange(c.start, c.end) for c in plan.chunks])
-        last = np.cumsum([c.length for c in plan.chunks]) - 1
-        sampled = torch.from_numpy(last[[c.samples for c in plan.chunks]])
-        found = self._model(
-            input_ids=torch.tensor([tokens], device=device),
-            position_ids=torch.from_numpy(places)[None].to(device),
-            use_cache=False,
-            logits_to_keep=sampled.to(device),
-            paged=attention.PagedBatch(self._cache, plan.chunks, device),
-        )
-        if not ready:
-            return [], []
-        ids, next_places = [s.id for s in ready], [len(s.tokens) for s in ready]
-        return sample(found.logits[0], self._seed, ids, next_places, self._sampling)
-
-    def _take(self, sequence: scheduler.Sequence, token: int, logprob: float) -> Sampled:
-        sequence.tokens.append(token)
-        finish = self._finish(sequence)
+    def _take(self, grown: Grown) -> Sampled:
+        """Hand out what was sampled, up to a stop string: after that an executor of many steps went on in vain."""
+        sequence, tokens, logprobs = grown
+        finish: Finish = ""
+        at_once = 1 if self._sampling.stop else len(tokens)  # it stops by itself at a stop token
+        taken = 0
+        while not finish and taken < len(tokens):
+            self._scheduler.grew(sequence, tokens[taken : taken + at_once])
+            taken += at_once
+            finish = self._finish(sequence)
         if finish:
             self._scheduler.finished(sequence)
-        return Sampled(sequence.id, (token,), (logprob,), finish)
+        return Sampled(sequence.id, tuple(tokens[:taken]), tuple(logprobs[:taken]), finish)
 
     def _finish(self, sequence: scheduler.Sequence) -> Finish:
         if sequence.tokens[-1] in self._eos_ids or self._ends_with_stop(sequence):
@@ -163,50 +193,29 @@ class NativeEngine:
         return any(after.count(stop) > before.count(stop) for stop in stops)
 
 
+def has_kernels(device: torch.device) -> bool:
+    """Whether the fused kernels run there: Ampere or later, and Triton is installed."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= AMPERE and bool(find_spec("triton"))
+
+
 def build_engine(config: Config, seed: int) -> NativeEngine:
     """The engine of one replica, with the weights of `model.path`."""
     rollout = config.rollout
     if rollout.threads:
         torch.set_num_threads(rollout.threads)
     tokenizer = load_tokenizer(config.model.path)
-    device = rollout.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    model = load_model(config.model.path, rollout.precision, device)
+    device = usable_device("rollout", config)
+    model = load_model(config.model.path, precision_on(device, rollout.precision), device)
 
     def decode(tokens: list[int]) -> str:
         return str(tokenizer.decode(tokens))
 
-    return NativeEngine(model, decode, end_tokens(config.model.path, tokenizer), config, seed)
-
-
-# -------------------------------------------------------------------------------------------------------- weights
-
-
-def replace_weights(model: PreTrainedModel, tensors: Mapping[str, Any]) -> None:
-    """Copy into the parameters where they are: their layout and their ties stay. All names are checked first."""
-    state = dict(model.named_parameters(remove_duplicate=False))  # buffers are not trained, so they never change
-    names: dict[int, list[str]] = {}  # of one piece of memory: tied weights have several
-    for name, target in state.items():
-        names.setdefault(target.data_ptr(), []).append(name)
-    unknown = next((name for name in tensors if name not in state), None)
-    if unknown is not None:
-        raise ValueError(f"the new weights have '{unknown}', which this model has not")
-    pairs = [_matching(alike, state, tensors) for alike in names.values()]
-    with torch.no_grad():
-        for target, source in pairs:
-            target.copy_(source)
-
-
-def _matching(
-    alike: Sequence[str], state: Mapping[str, torch.Tensor], tensors: Mapping[str, Any]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    given = next((name for name in alike if name in tensors), None)
-    if given is None:
-        raise ValueError(f"the new weights lack '{alike[0]}'")
-    target, source = state[given], torch.as_tensor(tensors[given])
-    if target.shape != source.shape:
-        wanted, found = list(target.shape), list(source.shape)
-        raise ValueError(f"the new weights have '{given}' as {found}, but this model needs {wanted}")
-    return target, source
+    try:
+        return NativeEngine(model, decode, end_tokens(config.model.path, tokenizer), config, seed)
+    except RuntimeError as error:
+        if not ran_out(error):
+            raise
+        raise ConfigError(NO_ROOM.format(device=device)) from None
 
 
 # -------------------------------------------------------------------------------------------------------- the pool
@@ -236,9 +245,9 @@ def _pool_blocks(config: Config, context: int, token_bytes: int, device: torch.d
     if config.rollout.kv_tokens:
         blocks, reason = config.rollout.kv_tokens // size, "raise rollout.kv_tokens"
     else:
-        room = _free_bytes(device) * MEMORY_SHARE.get(device.type, 0.5) / config.local.replicas
-        blocks = min(int(room / (token_bytes * size)), wanted * config.rollout.max_running)
-        reason = "memory allows no more, so lower local.replicas"
+        room = _gpu_room(config, device) if device.type == "cuda" else _free_bytes() * CPU_SHARE / config.local.replicas
+        blocks = min(int(max(room, 0) / (token_bytes * size)), wanted * config.rollout.max_running)
+        reason = _how_to_get_more(config, device)
     if blocks < wanted:
         raise ConfigError(
             f"the KV pool holds {blocks * size} tokens, but one sequence (workload.prompt_tokens + "
@@ -247,9 +256,29 @@ def _pool_blocks(config: Config, context: int, token_bytes: int, device: torch.d
     return blocks
 
 
-def _free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+def _how_to_get_more(config: Config, device: torch.device) -> str:
+    fewer = "lower local.replicas, " if config.local.replicas > 1 else ""
+    return f"memory allows no more, so {fewer}{'raise rollout.memory' if device.type == 'cuda' else 'free some of it'}"
+
+
+def _gpu_room(config: Config, device: torch.device) -> float:
+    """What this replica may take of its card, less what its weights hold."""
+    free, total = torch.cuda.mem_get_info(device)
+    held, cached = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+    shared = torch.cuda.device_count() == 1 and config.trainer.device != "cpu"
+    replicas = -(-config.local.replicas // torch.cuda.device_count())
+    share = config.rollout.memory or (SHARED_GPU_SHARE if shared else GPU_SHARE)
+    mine = share * total / replicas
+    if mine <= held:
+        raise ConfigError(
+            f"the weights take {held / 1e9:.1f} GB, but a replica has only {mine / 1e9:.1f} GB of the GPU's "
+            f"{total / 1e9:.1f} (rollout.memory is {share:g}, replicas on it {replicas}); raise rollout.memory, lower "
+            "local.replicas, or use a smaller model or a larger GPU"
+        )
+    return min(mine - held, (free + cached - held) * GPU_SHARE)
+
+
+def _free_bytes() -> int:
     for line in Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").exists() else ():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024

@@ -38,7 +38,7 @@ def sample(
     logits: torch.Tensor, seed: int, trajectories: Sequence[int], positions: Sequence[int], sampling: Sampling
 ) -> tuple[list[int], list[float]]:
     """One token for every row of `logits`, with its log-prob. `positions`: the places that the new tokens will have."""
-    scores = _scores(logits.float(), sampling)
+    scores = allowed_scores(logits.float(), sampling)
     peak = scores.amax(-1, keepdim=True)
     weights = (scores - peak).exp_()
     cells = _cells(weights)
@@ -75,14 +75,16 @@ def _invert(cells: torch.Tensor, sums: torch.Tensor, draws: torch.Tensor) -> tor
     return (cell * CELL + torch.searchsorted(inside, target, right=True))[:, 0]
 
 
-def _scores(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+def allowed_scores(logits: torch.Tensor, sampling: Sampling, may_look: bool = True) -> torch.Tensor:
+    """Scores at the temperature, -inf for what top-k and top-p exclude. Without `may_look` nothing is read back from
+    the device, as a CUDA graph demands."""
     if sampling.temperature == 0:
         return logits
     scores = logits if sampling.temperature == 1 else logits / sampling.temperature
     if 0 < sampling.top_k < scores.shape[-1]:
         scores = _keep_from(scores, scores.topk(sampling.top_k).values[:, -1:])
     if sampling.top_p < 1:
-        scores = _keep_from(scores, _nucleus_edge(scores, sampling.top_p))
+        scores = _keep_from(scores, _nucleus_edge(scores, sampling.top_p, may_look))
     return scores
 
 
@@ -91,13 +93,17 @@ def _keep_from(scores: torch.Tensor, lowest: torch.Tensor) -> torch.Tensor:
     return scores.masked_fill(scores < lowest, -torch.inf)
 
 
-def _nucleus_edge(scores: torch.Tensor, top_p: float) -> torch.Tensor:
+def _nucleus_edge(scores: torch.Tensor, top_p: float, may_look: bool) -> torch.Tensor:
     """The lowest score among the fewest tokens that hold `top_p` of the probability."""
     whole = scores.double().logsumexp(-1, keepdim=True)
-    for width in (min(NUCLEUS, scores.shape[-1]), scores.shape[-1]):
-        ranked = scores.topk(width).values
-        mass = (ranked - whole).exp().cumsum(-1)
-        if bool((mass[:, -1] >= top_p).all()):
-            break
+    ranked, mass = _likeliest(scores, whole, NUCLEUS if may_look else scores.shape[-1])
+    if may_look and not bool((mass[:, -1] >= top_p).all()):
+        ranked, mass = _likeliest(scores, whole, scores.shape[-1])
     inside = (mass < top_p).sum(-1, keepdim=True).clamp(max=ranked.shape[-1] - 1)
     return ranked.gather(-1, inside)
+
+
+def _likeliest(scores: torch.Tensor, whole: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The highest scores in order, and the probability of each with all before it."""
+    ranked = scores.topk(min(width, scores.shape[-1])).values
+    return ranked, (ranked - whole).exp().cumsum(-1)

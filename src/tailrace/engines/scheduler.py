@@ -64,12 +64,18 @@ class Chunk(NamedTuple):
     def samples(self) -> bool:
         return self.end == len(self.sequence.tokens)
 
+    @property
+    def decodes(self) -> bool:
+        return self.length == 1 and self.samples
+
 
 class Plan(NamedTuple):
-    """One step. `copies`: (from, to) blocks to copy before anything is written. Single tokens come first."""
+    """What to compute at once. `copies`: (from, to) blocks to copy before anything is written. Single tokens come
+    first; those may go on for `steps` tokens, as far as their blocks reach."""
 
     chunks: list[Chunk]
     copies: list[tuple[int, int]]
+    steps: int = 1
 
 
 class Draft:
@@ -83,8 +89,11 @@ class Draft:
 
     def add(self, sequence: Sequence) -> None:
         pending = sequence.pending
-        count = 1 if pending == 1 else min(pending, self.budget)
-        self.budget -= count if pending > 1 else 0
+        if pending == 1:
+            self.single.append(Chunk(sequence, sequence.cached, 1))
+            return
+        count = min(pending, self.budget)
+        self.budget -= count
         if count:
             (self.single if count == 1 else self.longer).append(Chunk(sequence, sequence.cached, count))
 
@@ -148,16 +157,40 @@ class Scheduler:
 
     # ------------------------------------------------------------------------------------------ a step
 
-    def plan(self) -> Plan:
-        """The chunks to compute now. Blocks are taken for them; nothing else changes until `computed`."""
+    def plan(self, steps: int = 1) -> Plan:
+        """The chunks to compute now. Blocks are taken for them; nothing else changes until `computed`.
+
+        Whoever decodes up to `steps` tokens at once gets blocks for all of them as far as there are some. While there
+        is more to prefill than fits, it takes one step only: the others will soon come along for little more.
+        """
         draft = Draft(self.prefill_tokens)
         place = 0
         while place < len(self.running):  # it may get shorter meanwhile, from its end
             if self._grow(self.running[place]):
                 draft.add(self.running[place])
             place += 1
+        decoding = len(draft.single)
+        self._reserve(draft.single, steps)
         self._admit_waiting(draft)
-        return Plan(draft.single + draft.longer, draft.copies)
+        self._reserve(draft.single[decoding:], steps)
+        return Plan(draft.single + draft.longer, draft.copies, steps if draft.budget else 1)
+
+    def shrink(self, plan: Plan) -> Plan | None:
+        """What to compute instead of a plan that found no memory, with half the prefill budget from now on; None if
+        prefill is not to blame. The blocks stay taken: what is left out comes with the next plans."""
+        least = self.block_tokens
+        if self.prefill_tokens <= least or all(chunk.decodes for chunk in plan.chunks):
+            return None
+        self.prefill_tokens = max(least, self.prefill_tokens // 2)
+        draft = Draft(self.prefill_tokens)
+        for chunk in plan.chunks:
+            draft.add(chunk.sequence)
+        return Plan(draft.single + draft.longer, plan.copies, plan.steps if draft.budget else 1)
+
+    def grew(self, sequence: Sequence, tokens: list[int]) -> None:
+        """These were sampled. The KV of all but the last is in the pool, or there would be no last one."""
+        sequence.tokens += tokens
+        sequence.cached = len(sequence.tokens) - 1
 
     def computed(self, chunk: Chunk) -> None:
         """The chunk's KV is in the pool."""
@@ -188,6 +221,16 @@ class Scheduler:
             if youngest is sequence:
                 return False
         return True
+
+    def _reserve(self, decoding: list[Chunk], steps: int) -> None:
+        """Blocks for the tokens after the next one: only free ones, or of caches that nobody waits for."""
+        for sequence, *_ in decoding:
+            last = min(len(sequence.tokens) + steps, sequence.end) - 1  # the very last token needs no KV
+            missing = self._blocks_for(last) - len(sequence.blocks)
+            while missing > self.pool.free and self._evict_unwanted():
+                pass
+            if missing > 0 < self.pool.free:
+                sequence.blocks += self.pool.take(min(missing, self.pool.free))
 
     def _admit_waiting(self, draft: Draft) -> None:
         passed: list[Sequence] = []  # followers whose leader is not there yet
@@ -286,19 +329,26 @@ class Scheduler:
             del self._leaders[sequence.group]
 
     def _evict(self) -> bool:
-        """Give up one cache: a prompt that nobody waits for or runs on, then the oldest ended turn, then the oldest
-        beginning, then any prompt."""
-        group = next(self._idle_prompts(), None)
-        if group is None and self.turns:
-            self.pool.drop(self.turns.pop(next(iter(self.turns))).blocks)
+        """Give up one cache: one that nobody wants, or else any prompt."""
+        if self._evict_unwanted():
             return True
-        if group is None and self.beginnings:
-            self.pool.drop([self.beginnings.pop(next(iter(self.beginnings)))])
-            return True
-        group = next(iter(self.prompts), None) if group is None else group
+        group = next(iter(self.prompts), None)
         if group is not None:
             self._drop_prompt(group)
         return group is not None
+
+    def _evict_unwanted(self) -> bool:
+        """Give up a prompt that nobody waits for or runs on, or the oldest ended turn, or the oldest beginning."""
+        group = next(self._idle_prompts(), None)
+        if group is not None:
+            self._drop_prompt(group)
+        elif self.turns:
+            self.pool.drop(self.turns.pop(next(iter(self.turns))).blocks)
+        elif self.beginnings:
+            self.pool.drop([self.beginnings.pop(next(iter(self.beginnings)))])
+        else:
+            return False
+        return True
 
     def _idle_prompts(self) -> Iterator[GroupId]:
         wanted = {sequence.group for sequence in self.waiting} if self.prompts else set()

@@ -17,6 +17,7 @@ from tailrace.config.tree import Config
 from tailrace.launch.evaluation import measure
 from tailrace.launch.folder import CHECKPOINTS, open_store
 from tailrace.launch.sources import open_source
+from tailrace.model.device import check_devices
 from tailrace.obs.live import LiveRun
 from tailrace.obs.progress import Progress
 from tailrace.obs.summary import write_summary
@@ -32,6 +33,9 @@ BEFORE, AFTER = "accuracy_before", "accuracy_after"
 def train(config: Config, folder: Path, resume: bool) -> bool:
     """Run until it is over (True) or interrupted (False). The folder has everything that came of it."""
     source = open_source(config)
+    note = check_devices(config)
+    if note:
+        print(note, file=sys.stderr, flush=True)
     clear_abandoned()
     store = open_store(folder, config, resume)
     try:

@@ -17,8 +17,6 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import xxhash
-
 from tailrace.config.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -58,6 +56,11 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def precision_on(device: str, chosen: str) -> str:
+    """What `precision` means in a setting that leaves it open."""
+    return chosen or ("bfloat16" if device.startswith("cuda") else "float32")
+
+
 def load_model(path: str, dtype: str = "float32", device: str = "cpu") -> PreTrainedModel:
     """The causal language model with its weights, ready to run or to train."""
     _stay_offline()
@@ -70,7 +73,20 @@ def load_model(path: str, dtype: str = "float32", device: str = "cpu") -> PreTra
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path: {folder} cannot be loaded ({_first_line(error)})") from None
-    return model.to(device)
+    return _on(device, model)
+
+
+def _on(device: str, model: Any) -> PreTrainedModel:
+    import torch
+
+    try:
+        return model.to(device)
+    except torch.OutOfMemoryError:
+        size = sum(p.nbytes for p in model.parameters()) / 1e9
+        raise ConfigError(
+            f"model.path: the weights take {size:.1f} GB in {model.dtype}, for which {device} has no room; end what "
+            "else runs there, use a larger GPU, or spread the trainer over several (trainer.ranks)"
+        ) from None
 
 
 def context_length(path: str) -> int:
@@ -178,6 +194,8 @@ def _convert(file: Path, folder: Path) -> None:
 
 
 def _digest(file: Path) -> str:
+    import xxhash
+
     digest = xxhash.xxh3_64()
     with file.open("rb") as stream:
         while part := stream.read(1 << 24):

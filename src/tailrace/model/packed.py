@@ -2,14 +2,16 @@
 
 The trainer calls `install` once on a loaded model, then `hidden_states` for every pack. Everything but attention works
 on the flat row, so padding costs nothing there. For attention the sequences are spread over a batch and padded on the
-right, which no earlier token can see; half precision on CUDA uses the kernel for variable lengths instead. No mask of
-the whole pack is ever made: a sliding window is cut into blocks, a soft cap is worked off in blocks of queries.
+right, which no earlier token can see; half precision on CUDA reads the row as it is (`varlen.py`), where `reads_rows`
+says so and the layout was made with `room`. No mask of the whole pack is ever made: a sliding window is cut into
+blocks, a soft cap is worked off in blocks of queries.
 
 What cannot be right is refused: `install` compares a pack with the model's own attention before anything is trained.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,9 +22,13 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, PreTrainedModel
 
+from tailrace.model.varlen import attend_row
+
 NAME = "tailrace_packed"
 QUERY_BLOCK = 256  # queries whose soft-capped scores exist at once
 LAYERS = {"full_attention", "sliding_attention"}
+HALF = (torch.float16, torch.bfloat16)
+ROW_ERROR = 0.05  # how far apart two ways to attend may be in half precision, relative to the hidden states
 
 
 class UnsupportedModelError(ValueError):
@@ -31,30 +37,47 @@ class UnsupportedModelError(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Where the sequences of a pack lie in its row, and where each token goes when they are spread over a batch."""
+    """Where the sequences of a pack lie in its row, and where each token goes when they are spread over a batch.
 
-    lengths: tuple[int, ...]
+    Compiled blocks are made anew when a plain number in here changes; so a row that is read as it is has tensors only.
+    """
+
     positions: Tensor  # of each token in its own sequence
-    bounds: Tensor  # first token of each sequence, and the end
-    spread: Tensor | None  # token for each place of the padded batch; None: nothing is padded
-    gather: Tensor | None  # place in the padded batch of each token
+    lengths: tuple[int, ...] = ()
+    spread: Tensor | None = None  # token for each place of the padded batch; None: nothing is padded
+    gather: Tensor | None = None  # place in the padded batch of each token
+    bounds: Tensor | None = None  # of a row: the first token of each sequence, and the end, again and again
+    sizes: Tensor | None = None  # of a row, on the host: sequences, longest, tokens
 
     @property
     def longest(self) -> int:
         return max(self.lengths)
 
 
-def layout(lengths: Sequence[int], device: torch.device | str = "cpu") -> Layout:
+def layout(lengths: Sequence[int], device: torch.device | str = "cpu", room: int | None = None) -> Layout:
+    """With `room` the row is read as it is, and has so many tokens: what follows the sequences is padding."""
     sizes = torch.tensor(lengths, dtype=torch.int64)
     bounds = pad(sizes.cumsum(0), (1, 0))
     positions = torch.arange(int(bounds[-1])) - bounds[:-1].repeat_interleave(sizes)
+    if room is not None:
+        return _row(lengths, positions, bounds, room, device)
     spread = gather = None
     if len(set(lengths)) > 1:
         place = torch.arange(max(lengths)).expand(len(lengths), -1)
         inside = place < sizes[:, None]
         spread = torch.where(inside, place + bounds[:-1, None], 0).flatten().to(device)
         gather = inside.flatten().nonzero().flatten().to(device)
-    return Layout(tuple(lengths), positions.to(device), bounds.to(device, torch.int32), spread, gather)
+    return Layout(positions.to(device), tuple(lengths), spread, gather)
+
+
+def _row(lengths: Sequence[int], positions: Tensor, bounds: Tensor, room: int, device: torch.device | str) -> Layout:
+    """Bounds have one of few sizes, whatever the number of sequences."""
+    tokens = len(positions)
+    assert tokens <= room, f"{tokens} tokens in a row of {room}"
+    more = max(1024, 1 << len(lengths).bit_length()) - len(lengths)
+    every = torch.cat([bounds, bounds[-1:].expand(more)]).to(device, torch.int32)
+    sizes = torch.tensor([len(lengths), max(lengths), tokens])
+    return Layout(pad(positions, (0, room - tokens)).to(device), bounds=every, sizes=sizes)
 
 
 def install(model: PreTrainedModel) -> PreTrainedModel:
@@ -69,6 +92,35 @@ def install(model: PreTrainedModel) -> PreTrainedModel:
     if not torch.allclose(before, _try_out(model, NAME, packed=True), atol=1e-3, rtol=1e-2):
         _refuse(model.config.model_type, "gives other hidden states for a pack than for single sequences")
     return model
+
+
+def reads_rows(model: PreTrainedModel) -> bool:
+    """Whether the kernel for variable lengths does this model's attention, and gives what the other way gives.
+
+    To be asked in the precision of the passes, autocast included.
+    """
+    config = model.config.get_text_config()
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    special = [getattr(config, name, None) for name in ("attn_logit_softcapping", "v_head_dim", "qk_rope_head_dim")]
+    half = model.dtype in HALF or torch.is_autocast_enabled(model.device.type)
+    if model.device.type != "cuda" or not half or width % 8 or width > 256 or any(special):
+        return False
+    spread = _try_out(model, NAME, packed=True)
+    try:
+        error = (_try_out(model, NAME, packed=True, room=16) - spread).norm() / spread.norm()
+    except RuntimeError as trouble:
+        return _say_without_rows((str(trouble).splitlines() or [""])[0][:200])
+    return bool(error < ROW_ERROR) or _say_without_rows(f"its result is off by {float(error):.1%}")
+
+
+def _say_without_rows(why: str) -> bool:
+    print(
+        f"torch's attention for sequences of various lengths does not work here ({why}): they are padded, which "
+        "is slower",
+        file=sys.stderr,
+        flush=True,
+    )
+    return False
 
 
 def hidden_states(model: PreTrainedModel, tokens: Tensor, where: Layout) -> Tensor:
@@ -95,20 +147,22 @@ def attention(
     _check(module, attention_mask, packed, rest)
     assert packed is not None
     query, key, value = _in_arithmetic_precision(query, key, value)
-    if _has_kernel(query, value, softcap):
-        return _variable_length(query, key, value, packed, scaling, sliding_window)[None], None
+    if packed.sizes is not None:
+        assert softcap is None
+        return _in_a_row(query, key, value, packed, scaling, sliding_window)[None], None
     q, k, v = (_spread(x, packed) for x in (query, key, value))
     return _flatten(_attend(q, k, v, scaling, sliding_window, softcap), packed)[None], None
 
 
-def _try_out(model: PreTrainedModel, implementation: str, *, packed: bool) -> Tensor:
+def _try_out(model: PreTrainedModel, implementation: str, *, packed: bool, room: int | None = None) -> Tensor:
     """Hidden states of two short sequences, in one pack or one after the other."""
     model.set_attn_implementation(implementation)
     lengths, device = (7, 3), model.device
     tokens = torch.arange(sum(lengths), device=device) % model.config.get_text_config().vocab_size
     with torch.no_grad():
         if packed:
-            return hidden_states(model, tokens, layout(lengths, device)).float()
+            row = pad(tokens, (0, (room or len(tokens)) - len(tokens)))
+            return hidden_states(model, row, layout(lengths, device, room))[: len(tokens)].float()
         rows = [model.base_model(input_ids=part[None], use_cache=False) for part in tokens.split(lengths)]
     return torch.cat([row.last_hidden_state[0] for row in rows]).float()
 
@@ -134,23 +188,14 @@ def _in_arithmetic_precision(*tensors: Tensor) -> list[Tensor]:
     return [x.to(wanted) for x in tensors]
 
 
-def _has_kernel(query: Tensor, value: Tensor, softcap: float | None) -> bool:
-    wide = max(query.shape[-1], value.shape[-1]) > 256 or query.shape[-1] != value.shape[-1]
-    return query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and not wide and softcap is None
-
-
-def _variable_length(
+def _in_a_row(
     query: Tensor, key: Tensor, value: Tensor, packed: Layout, scaling: float | None, window: int | None
 ) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn
-
-    k, v = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))  # torch 2.11 wants as many
-    q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, k, v))
-    back = window - 1 if window and window < packed.longest else -1  # the kernel does not count the token itself
-    ends = packed.bounds
-    out = varlen_attn(q, k, v, ends, ends, packed.longest, packed.longest, scale=scaling, window_size=(back, 0))
-    assert isinstance(out, Tensor)
-    return out
+    assert packed.bounds is not None
+    assert packed.sizes is not None
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return attend_row(q, k, v, packed.bounds, packed.sizes, scale, window or 0)[0]
 
 
 def _spread(x: Tensor, packed: Layout) -> Tensor:

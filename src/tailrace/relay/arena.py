@@ -3,12 +3,17 @@
     <base>/tailrace-<run>-<part>/
         lock                                        held by the process that writes here, as long as it lives
         v6.partial                                  being written
-        v5.<xxh3 checksum>.<bytes>.safetensors      sealed: the name itself is the seal, so one rename does it
+        v5.<checksum>.<bytes>.safetensors           sealed: the name itself is the seal, so one rename does it
+        v4.spare                                    dropped; its memory is there for the next version
 
 A relay owns an `Arena` and writes; replicas on the host open the same folder with an `ArenaReader`. The promise: what
 `open` returns is complete and checked, and stays valid for whoever has mapped it, also after a `drop`; memory counts
 once, however many processes map it. Memory is claimed before it is written to, so that a full /dev/shm is an
 `ArenaError` with a sentence and never a SIGBUS.
+
+A trainer on the host may write a version in place, from its GPU. What makes that slow is new memory: to claim it and to
+make it known to the GPU takes ten times as long as to fill it. So the memory of such a version is used again once it is
+dropped and no reader has it mapped any more: a mapping holds a shared lock on its file.
 """
 
 from __future__ import annotations
@@ -25,8 +30,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import xxhash
-
+from tailrace.relay.checksum import Checksum, checksum
 from tailrace.relay.layout import Layout
 from tailrace.types import Version, label
 
@@ -84,8 +88,10 @@ def default_base() -> Path:
 class ArenaReader:
     """The view of a process that only reads. Cheap to make: the folder is looked at when something is asked for."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, several: bool = False) -> None:
+        """`several`: checksums are verified by several threads."""
         self.path = path
+        self._several = several
         self._checked: set[str] = set()  # names of files whose checksum was found right in this process
 
     def versions(self) -> tuple[Version, ...]:
@@ -107,7 +113,7 @@ class ArenaReader:
             raise ArenaError(f"{label('version', version)} is not in {self.path}, which holds {held}")
         mapped = self._map(seal)
         if seal.path.name not in self._checked:
-            if xxhash.xxh3_64_hexdigest(mapped.buffer) != seal.checksum:
+            if checksum(mapped.buffer, self._several) != seal.checksum:
                 raise ArenaError(f"{seal.path} is damaged: its checksum is not the one it was sealed with")
             self._checked.add(seal.path.name)
         return mapped
@@ -118,8 +124,10 @@ class ArenaReader:
                 size = os.fstat(file.fileno()).st_size
                 if size != seal.size:
                     raise ArenaError(f"{seal.path} is damaged: {size:,} bytes are left of {seal.size:,}")
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # the mapping has it from here on, until it goes
+                seal.path.stat()  # is it still a version, now that nobody can write to it?
                 memory = mmap.mmap(file.fileno(), seal.size, access=mmap.ACCESS_READ)
-        except FileNotFoundError:
+        except (FileNotFoundError, BlockingIOError):
             raise ArenaError(f"{label('version', seal.version)} was dropped from {self.path} just now") from None
         return Mapped(seal.version, seal.checksum, memoryview(memory))
 
@@ -142,29 +150,62 @@ class Arena(ArenaReader):
     def __init__(self, path: Path, quota: int = 0) -> None:
         super().__init__(path)
         self.quota = quota
+        self._placed: dict[Path, Memory] = {}  # of sealed versions that were written in place
+        self._spare: Spare | None = None
         self._lock = _own(path)
         for file in self._files("v*"):
             file.unlink(missing_ok=True)
 
-    def create(self, version: Version, size: int) -> Writer:
-        """Begin to write a version of exactly `size` bytes."""
+    def create(self, version: Version, size: int, in_place: bool = False) -> Writer:
+        """Begin to write a version of exactly `size` bytes. `in_place`: another process of this host writes it."""
         if version in self.versions():
             raise ArenaError(f"{label('version', version)} is in {self.path} already; drop it first")
         self._check_quota(version, size)
-        self._check_room(version, size)
-        return Writer(self, version, size)
+        path = self.path / f"{label('version', version)}.partial"
+        memory = self._reused(path, size, in_place)
+        if memory is None:
+            self._check_room(version, size)
+            memory = Memory(path, size)
+        return Writer(self, version, path, memory, in_place)
 
     def drop(self, version: Version) -> None:
-        """Forget a version. Whoever has it mapped keeps it; the memory is freed with the last of them."""
+        """Forget a version. Whoever has it mapped keeps it; the memory is freed with the last of them, or is kept for
+        the next version that is written in place."""
         for seal in self._seals():
             if seal.version == version:
-                seal.path.unlink(missing_ok=True)
+                self._put_away(seal)
                 self._checked.discard(seal.path.name)
 
     def remove(self) -> None:
         """Forget everything and the folder itself."""
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)
+
+    def _put_away(self, seal: Seal) -> None:
+        memory = self._placed.pop(seal.path, None)
+        if memory is None:
+            seal.path.unlink(missing_ok=True)
+            return
+        self._free_spare()
+        path = self.path / f"{label('version', seal.version)}.spare"
+        os.rename(seal.path, path)
+        self._spare = Spare(path, memory)
+
+    def _reused(self, path: Path, size: int, in_place: bool) -> Memory | None:
+        """The spare memory under a new name, if it fits and nobody reads it. Otherwise it is freed."""
+        spare = self._spare
+        if spare is None or not in_place or spare.memory.size != size or not spare.memory.lock():
+            self._free_spare()
+            return None
+        os.rename(spare.path, path)
+        self._spare = None
+        return spare.memory
+
+    def _free_spare(self) -> None:
+        if self._spare is not None:
+            self._spare.path.unlink(missing_ok=True)
+            self._spare.memory.close()
+            self._spare = None
 
     def _check_quota(self, version: Version, size: int) -> None:
         held = sum(seal.size for seal in self._seals())
@@ -182,33 +223,81 @@ class Arena(ArenaReader):
 
     def _sealed(self, writer: Writer, checksum: str) -> Mapped:
         path = self.path / f"{label('version', writer.version)}.{checksum}.{writer.size}.safetensors"
+        writer.memory.close_for_writing()
         os.rename(writer.path, path)
+        if writer.in_place:
+            self._placed[path] = writer.memory
+        else:
+            writer.memory.close()
         self._checked.add(path.name)  # it was summed up while it was written
         return self._map(Seal(writer.version, checksum, writer.size, path))
+
+
+class Memory:
+    """The file of one version, mapped for writing. While it is locked no reader can map it."""
+
+    def __init__(self, path: Path, size: int) -> None:
+        assert size > 0
+        self.size = size
+        self._file = _new_file(path)
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+        os.ftruncate(self._file, size)
+        self.buffer = memoryview(mmap.mmap(self._file, size))
+
+    @property
+    def inode(self) -> int:
+        return os.fstat(self._file).st_ino
+
+    def back(self, start: int, count: int) -> None:
+        back(self._file, start, count)
+
+    def lock(self) -> bool:
+        """Open it for writing again; False if somebody reads it."""
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        os.fchmod(self._file, 0o600)
+        return True
+
+    def close_for_writing(self) -> None:
+        os.fchmod(self._file, 0o400)
+        fcntl.flock(self._file, fcntl.LOCK_UN)
+
+    def close(self) -> None:
+        """Again, perhaps. The mapping stays while anything refers to it."""
+        file, self._file = self._file, -1
+        if file >= 0:
+            os.close(file)
+
+
+class Spare(NamedTuple):
+    """Memory of a version that was dropped."""
+
+    path: Path
+    memory: Memory
 
 
 class Writer:
     """A version that is being written from its first byte to its last, and summed up on the way.
 
     `claim` hands out the next piece of memory to fill, `advance` says how much of it is filled, `seal` makes it a
-    version if the checksum is right. Everything else ends in `discard`.
+    version if the checksum is right. Everything else ends in `discard`. One that is written in place is claimed and
+    filled by another process, which has no checksum to compare with: nothing came over a wire.
     """
 
-    def __init__(self, arena: Arena, version: Version, size: int) -> None:
-        assert size > 0
-        self.arena, self.version, self.size = arena, version, size
-        self.path = arena.path / f"{label('version', version)}.partial"
+    def __init__(self, arena: Arena, version: Version, path: Path, memory: Memory, in_place: bool = False) -> None:
+        self.arena, self.version, self.path, self.memory = arena, version, path, memory
+        self.size, self.in_place = memory.size, in_place
+        self.buffer = memory.buffer
         self.written = 0
-        self._sum = xxhash.xxh3_64()
-        self._file = _new_file(self.path)
-        os.ftruncate(self._file, size)
-        self.buffer = memoryview(mmap.mmap(self._file, size))
+        self._sum = Checksum(memory.buffer, several=in_place)
 
     def claim(self, count: int) -> memoryview:
         """The next `count` bytes, or what is left, backed by memory that is really there."""
         end = min(self.size, self.written + count)
         try:
-            _back(self._file, self.written, end - self.written)
+            self.memory.back(self.written, end - self.written)
         except OSError as error:
             if error.errno not in NO_ROOM:
                 raise
@@ -216,26 +305,26 @@ class Writer:
         return self.buffer[self.written : end]
 
     def advance(self, count: int) -> None:
-        self._sum.update(self.buffer[self.written : self.written + count])
         self.written += count
+        self._sum.advance(self.written)
 
-    def seal(self, checksum: str) -> Mapped:
+    def seal(self, checksum: str = "") -> Mapped:
         """Make it a version; `checksum` is what the first sender of these bytes says it is."""
         name = label("version", self.version)
         if self.written < self.size:
             raise ArenaError(f"{name} is incomplete: {self.written:,} of {self.size:,} bytes arrived")
-        if self._sum.hexdigest() != checksum:
+        found = self._sum.digest()
+        if found != checksum and not self.in_place:
             raise ArenaError(f"{name} was damaged on its way: its checksum is not the one it was sent with")
-        os.fchmod(self._file, 0o400)
-        mapped = self.arena._sealed(self, checksum)
-        os.close(self._file)
+        mapped = self.arena._sealed(self, found)
         self.buffer = mapped.buffer  # from here on nobody can write; who still reads the other mapping may go on
+        del self.memory, self._sum
         return mapped
 
     def discard(self) -> None:
         """Free the memory of a version that will not be completed."""
         self.path.unlink(missing_ok=True)
-        os.close(self._file)
+        self.memory.close()
 
 
 def no_room(path: Path, version: Version, size: int) -> ArenaError:
@@ -246,7 +335,8 @@ def no_room(path: Path, version: Version, size: int) -> ArenaError:
     )
 
 
-def _back(file: int, start: int, count: int) -> None:
+def back(file: int, start: int, count: int) -> None:
+    """See to it that there is memory behind a part of a file, rather than when it is written to."""
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(file, start, count)
     else:

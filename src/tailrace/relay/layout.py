@@ -115,7 +115,13 @@ class Layout(Struct):
 
         with warnings.catch_warnings():  # a read-only buffer is what we want here
             warnings.filterwarnings("ignore", message="The given buffer is not writable")
-            data = torch.frombuffer(memoryview(buffer), dtype=torch.uint8)[len(self.header) :]
+            return self.windows(torch.frombuffer(memoryview(buffer), dtype=torch.uint8))
+
+    def windows(self, whole: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The same onto the bytes of a version wherever they are, a GPU perhaps."""
+        import torch
+
+        data = whole[len(self.header) :]
         return {
             name: data[slice(*place.data_offsets)].view(getattr(torch, BY_CODE[place.dtype].torch)).view(place.shape)
             for name, place in self.places.items()

@@ -6,6 +6,9 @@
     sender    size bytes, Total(checksum)             relay     size bytes, Total(checksum)
     receiver  Stored | Refused
 
+A sender on the receiver's own host need not send bytes at all: it offers to write them `here`, is told a `Place` in
+shared memory, and says as it goes how much it has `Written` there.
+
 Messages are signed with a key made from the run's token and both nonces, so the token itself never travels, a recorded
 message is worthless, and each side knows that the other belongs to the run. The checksum is that of the first sender,
 handed on unchanged, so what any relay on the way damaged is noticed by the next. Every wait on a socket has a deadline,
@@ -19,7 +22,7 @@ import math
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Literal, NamedTuple, Protocol, Self
 
@@ -27,7 +30,7 @@ import msgspec
 
 from tailrace.types import Struct, Version, label
 
-MAGIC = b"tailrace relay 1"
+MAGIC = b"tailrace relay 2"
 NONCE = TAG = 32
 LONGEST_MESSAGE = 1 << 16
 CHUNK = 4 << 20  # bytes; large enough that a hop's fixed cost vanishes, small enough that a chain fills soon
@@ -65,11 +68,13 @@ class Message(Struct, tag_field="kind", tag=True):
 
 
 class Offer(Message):
-    """I can send this version. `fresh`: I am the trainer, who may bring back a version that was dropped."""
+    """I can send this version. `fresh`: I am the trainer, who may bring back a version that was dropped. `here`: I want
+    to write it into your memory myself."""
 
     version: Version
     size: int
     fresh: bool = False
+    here: bool = False
 
 
 class Pull(Message):
@@ -78,6 +83,19 @@ class Pull(Message):
 
 class Want(Message):
     """Send it."""
+
+
+class Place(Message):
+    """Write it to this file, which you know by its inode if you are on my host, from start to end."""
+
+    path: str
+    inode: int
+
+
+class Written(Message):
+    """Everything before `position` is there."""
+
+    position: int
 
 
 class Have(Message):
@@ -104,7 +122,7 @@ class Stored(Message):
     """It is sealed here."""
 
 
-AnyMessage = Offer | Pull | Want | Have | Busy | Refused | Sending | Total | Stored
+AnyMessage = Offer | Pull | Want | Place | Written | Have | Busy | Refused | Sending | Total | Stored
 DECODER = msgspec.msgpack.Decoder(AnyMessage)
 
 
@@ -171,6 +189,13 @@ class Channel:
             if not count:
                 raise LinkError(f"{self.peer} closed the connection")
             place += count
+
+    def is_local(self) -> bool:
+        """Whether both ends have the same address, and so are on one host."""
+        try:
+            return self._socket.getsockname()[0] == self._socket.getpeername()[0]
+        except OSError:
+            return False
 
     def abort(self) -> None:
         """Make every thread that waits on this connection give up."""
@@ -250,6 +275,9 @@ class Sink(Protocol):
     def advance(self, count: int) -> None: ...
 
 
+Write = Callable[[Place], Iterator[int]]  # fills the place, and yields how far it has come
+
+
 def offer(channel: Channel, source: Source, chunk: int = CHUNK, fresh: bool = False) -> Have | Busy | Stored:
     """Offer a version and, if it is wanted, send it; returns when the other side has sealed it or does not need it."""
     channel.send(Offer(source.version, source.size, fresh))
@@ -260,6 +288,28 @@ def offer(channel: Channel, source: Source, chunk: int = CHUNK, fresh: bool = Fa
     if isinstance(answer, Have | Busy | Stored):
         return answer
     raise _unexpected(channel, source.version, answer)
+
+
+def place(channel: Channel, version: Version, size: int, write: Write) -> Have | Busy | Stored:
+    """Offer a version of the trainer's to a relay of the same host and, if it is wanted, write it there."""
+    channel.send(Offer(version, size, fresh=True, here=True))
+    answer = channel.receive()
+    if isinstance(answer, Place):
+        for position in write(answer):
+            channel.send(Written(position))
+        answer = channel.receive()
+    if isinstance(answer, Have | Busy | Stored):
+        return answer
+    raise _unexpected(channel, version, answer)
+
+
+def attend(channel: Channel, sink: Sink) -> None:
+    """The other side of `place`: learn what is written, until all of it is."""
+    while sink.written < sink.size:
+        answer = channel.receive()
+        if not isinstance(answer, Written) or not sink.written < answer.position <= sink.size:
+            raise LinkError(f"{channel.peer} sent {answer} after {sink.written:,} of {sink.size:,} bytes")
+        sink.advance(answer.position - sink.written)
 
 
 def send(channel: Channel, source: Source, chunk: int = CHUNK) -> None:

@@ -32,6 +32,7 @@ from tailrace.relay.link import (
     Stored,
     TokenError,
     Want,
+    attend,
     receive,
     send,
 )
@@ -194,16 +195,20 @@ class RelayNode:
             channel.send(parcel)
             return
         try:
-            channel.send(Want())
-            checksum = receive(channel, parcel, self._chunk)
-            self._seal(parcel, checksum)
+            if request.here:
+                channel.send(parcel.place())
+                attend(channel, parcel)
+                self._seal(parcel)
+            else:
+                channel.send(Want())
+                self._seal(parcel, receive(channel, parcel, self._chunk))
         except (LinkError, ArenaError, OSError) as error:
             self._broke_off(parcel, str(error))
             return
         self._on_stored(parcel.version)
         channel.send(Stored())
 
-    def _seal(self, parcel: Parcel, checksum: str) -> None:
+    def _seal(self, parcel: Parcel, checksum: str = "") -> None:
         with self._shelf.changed:  # so that a `drop` comes before or after
             parcel.check_wanted()
             parcel.seal(checksum)
@@ -220,7 +225,7 @@ class RelayNode:
             if request.version in self._shelf.dropped and not request.fresh:
                 return Have()
             try:
-                writer = self.arena.create(request.version, request.size)
+                writer = self.arena.create(request.version, request.size, in_place=request.here)
             except (ArenaError, OSError) as error:
                 return Refused(str(error))
             parcel = Parcel(writer, channel.abort, self._stall_s)

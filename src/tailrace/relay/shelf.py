@@ -12,7 +12,7 @@ from collections.abc import Callable
 from threading import Condition
 
 from tailrace.relay.arena import Mapped, Writer
-from tailrace.relay.link import STALL_S, LinkError
+from tailrace.relay.link import STALL_S, LinkError, Place
 from tailrace.types import Version, label
 
 OVERTAKE_S = 3.0  # without a chunk
@@ -46,17 +46,22 @@ class Parcel:
         self.check_wanted()
         return self._writer.claim(count)
 
+    def place(self) -> Place:
+        return Place(str(self._writer.path), self._writer.memory.inode)
+
     def check_wanted(self) -> None:
         if self.unwanted:
             raise ParcelError(f"{label('version', self.version)} was dropped while it arrived")
 
     def advance(self, count: int) -> None:
+        self.check_wanted()
         self._writer.advance(count)
         self._moved = time.monotonic()
         with self._grown:
             self._grown.notify_all()
 
     def seal(self, checksum: str) -> None:
+        """Without a checksum if it was written in place."""
         sealed = self._writer.seal(checksum)
         with self._grown:
             self.sealed = sealed

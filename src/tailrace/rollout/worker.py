@@ -2,6 +2,7 @@
 
 Consumes `Generate`, `Release`, `Cancel` and `LoadWeights`; produces growth for the vault and `Finished`,
 `SampleFailed`, `Parked`, `WeightsLoaded` or `PullFailed`. Waits only when there is nothing to generate or to judge.
+Weights for a GPU come there while generation goes on.
 """
 
 from __future__ import annotations
@@ -28,11 +29,13 @@ from tailrace.protocol import (
 from tailrace.relay.arena import ArenaError, ArenaReader
 from tailrace.rollout.build import build_runner
 from tailrace.rollout.episode import Episode
+from tailrace.rollout.pull import Puller
 from tailrace.rollout.runner import Outcome
+from tailrace.types import Version
 from tailrace.wire import Ended, Grown, Growth, Link, Ordered, Spec
 
 IDLE_S = 0.05  # how long to wait for orders when there is nothing to generate
-JUDGING_S = 0.001  # the same while only judges are at work
+JUDGING_S = 0.001  # the same while only judges are at work, or weights are on their way
 
 
 def run(spec: Spec) -> None:
@@ -48,6 +51,8 @@ class Worker:
         self.link = Link(spec, self._heartbeat)
         self.totals: dict[str, float] = {}
         self._arenas: dict[str, ArenaReader] = {}
+        staging = getattr(self.runner.engine, "staging", None)
+        self._puller = Puller(staging) if staging is not None else None
         self.loads = 0
         self.load_s = 0.0
         self._actions: dict[type, Callable[[Any], None]] = {
@@ -74,6 +79,8 @@ class Worker:
             while self._obey(self._patience()):
                 self._advance()
         finally:
+            if self._puller is not None:
+                self._puller.close()
             self.runner.judge.close()
             self.link.close()
 
@@ -81,7 +88,8 @@ class Worker:
         """How long orders are worth waiting for."""
         if self.runner.busy:
             return 0.0
-        return JUDGING_S if self.runner.episodes else IDLE_S
+        soon = self.runner.episodes or (self._puller is not None and self._puller.busy)
+        return JUDGING_S if soon else IDLE_S
 
     def _obey(self, timeout_s: float) -> bool:
         for message in self.link.receive(timeout_s):
@@ -92,6 +100,8 @@ class Worker:
         return True
 
     def _advance(self) -> None:
+        if self._puller is not None:
+            self._switch_when_landed(self._puller)
         if not self.runner.episodes:
             return
         for outcome in self.runner.step():
@@ -122,22 +132,40 @@ class Worker:
         self.runner.withdraw(one.trajectory for one in wanted)
 
     def _load_weights(self, command: LoadWeights) -> None:
-        began = time.monotonic()
-        keep = self.config.schedule.in_flight_kv == "keep"
-        try:
-            mapped = self._arena(self._order.arena).open(command.version)
-            weights = mapped.arrays() if self.config.rollout.engine == "emulated" else mapped.tensors()
-            self.runner.engine.load_weights(command.version, weights, keep_kv=keep)
-        except (ArenaError, ValueError) as error:
-            self.link.report(PullFailed(self.spec.id, self.spec.incarnation, command.version, str(error)))
+        arena = self._arena(self._order.arena)
+        if self._puller is not None:
+            self._puller.begin(command.version, arena)
             return
+        began = time.monotonic()
+        try:
+            mapped = arena.open(command.version)
+            weights = mapped.arrays() if self.config.rollout.engine == "emulated" else mapped.tensors()
+            self._switch(command.version, weights, began)
+        except (ArenaError, ValueError) as error:
+            self._pull_failed(command.version, error)
+
+    def _switch_when_landed(self, puller: Puller) -> None:
+        try:
+            landed = puller.landed()
+            if landed is not None:
+                self._switch(landed.version, landed.weights, time.monotonic())
+        except (ArenaError, ValueError) as error:
+            self._pull_failed(puller.version, error)
+
+    def _switch(self, version: Version, weights: Any, began: float) -> None:
+        """`began`: when generation began to stand still for it."""
+        keep = self.config.schedule.in_flight_kv == "keep"
+        self.runner.engine.load_weights(version, weights, keep_kv=keep)
         self.loads += 1
         self.load_s += time.monotonic() - began
-        self.link.report(WeightsLoaded(self.spec.id, self.spec.incarnation, command.version))
+        self.link.report(WeightsLoaded(self.spec.id, self.spec.incarnation, version))
+
+    def _pull_failed(self, version: Version, error: ValueError) -> None:
+        self.link.report(PullFailed(self.spec.id, self.spec.incarnation, version, str(error)))
 
     def _arena(self, path: str) -> ArenaReader:
         """Kept, because it remembers which versions it has found to be intact."""
-        return self._arenas.setdefault(path, ArenaReader(Path(path)))
+        return self._arenas.setdefault(path, ArenaReader(Path(path), several=self._puller is not None))
 
     # ------------------------------------------------------------------------------------------------------ reports
 

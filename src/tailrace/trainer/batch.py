@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from tailrace.config.tree import Trainer
 from tailrace.trainer.advantages import GROUP_ADVANTAGES, gae
-from tailrace.trainer.packing import Pack, Sample, deal, filler, pack, read
+from tailrace.trainer.packing import Pack, Sample, deal, fill, filler, pack, read
 from tailrace.types import Trajectory
 
 Floats = NDArray[np.float64]
@@ -46,10 +46,15 @@ def worth_a_pass(batch: MiniBatch, settings: Trainer) -> list[int]:
     return [i for i, advantage in enumerate(batch.advantages) if everything or advantage]
 
 
-def rank_packs(samples: Sequence[Sample], chosen: Sequence[int], budget: int, rank: int, ranks: int) -> list[Pack]:
-    """The packs of one rank's share of the chosen samples; all ranks have the same number of them, at least one."""
+def rank_packs(
+    samples: Sequence[Sample], chosen: Sequence[int], budget: int, rank: int, ranks: int, full: bool = False
+) -> list[Pack]:
+    """The packs of one rank's share of the chosen samples; all ranks have the same number of them, at least one.
+
+    They may be `full` where padding their sequences to the longest costs nothing, because nobody does it.
+    """
     hands = deal([len(samples[i].inputs) for i in chosen], ranks)
-    packs = [pack(samples, [chosen[i] for i in hand], budget) for hand in hands]
+    packs = [(fill if full else pack)(samples, [chosen[i] for i in hand], budget) for hand in hands]
     return packs[rank] + [filler()] * (max(1, *map(len, packs)) - len(packs[rank]))
 
 

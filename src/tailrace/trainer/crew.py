@@ -57,12 +57,16 @@ class Courier:
     """Has the last snapshot and gets it to a relay."""
 
     def __init__(self, spec: Spec, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        from tailrace.model.load import precision_on
         from tailrace.relay.layout import Layout
         from tailrace.trainer.publish import Publisher
 
-        layout = Layout.of_tensors(dict(tensors), dtype=spec.config.rollout.precision)
+        named = dict(tensors)
+        device = next((one.device for one in named.values() if one.device.type == "cuda"), None)
+        precision = precision_on("cpu" if device is None else "cuda", spec.config.rollout.precision)
+        layout = Layout.of_tensors(named, dtype=precision)
         relay = spec.config.relay
-        self.publisher: Publisher = Publisher(layout, spec.token.encode(), relay.chunk_mbytes)
+        self.publisher: Publisher = Publisher(layout, spec.token.encode(), relay.chunk_mbytes, device=device)
         self._newest: Version = -1
         self._goal = ""  # where the last one is to go
 
@@ -157,17 +161,20 @@ class NativeCrew:
     def __init__(self, spec: Spec) -> None:
         import torch
 
+        from tailrace.model.device import usable_device
         from tailrace.trainer import parallel
+        from tailrace.trainer.memory import at_start
         from tailrace.trainer.step import Learner
 
         settings = spec.config.trainer
         if settings.threads:
             torch.set_num_threads(settings.threads)
-        device = settings.device
+        device = usable_device("trainer", spec.config)
         several = settings.ranks > 1
         self.together = parallel.join(spec.rank, settings.ranks, spec.meeting, device) if several else None
         self.ranks = self.together or parallel.Alone()
-        self.learner = Learner(spec.config, self.ranks)
+        with at_start():
+            self.learner = Learner(spec.config, self.ranks)
         self.settings = settings
         self.courier = None if spec.rank else Courier(spec, self.learner.model.named_parameters())
 

@@ -1,8 +1,9 @@
 """Log-probs and entropies of tokens without the logits of a whole pack.
 
 `Policy` is the one module that is trained (and sharded): it runs a pack through the model and scores the sampled tokens
-from the hidden states that predict them, `chunk` tokens at a time. A chunk's logits are thrown away and made again in
-backward, so at any time the logits of one chunk exist, and those of prompts never do.
+from the hidden states that predict them, `chunk` tokens at a time, and grades them where it is told how. A chunk's
+logits are thrown away and made again in backward, or are graded and thrown away for good (`head.py`), so at any time
+the logits of one chunk exist, and those of prompts never do.
 
 Log-probs are after the sampling temperature. Top-k and top-p change the distribution that was sampled from in ways that
 have no gradient; the policy that is trained is the one with the temperature alone.
@@ -18,14 +19,17 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from tailrace.model.packed import Layout, UnsupportedModelError, hidden_states, install
+from tailrace.trainer.head import Grade, Head, graded, scored
 
 
 class Scores(NamedTuple):
-    """One entry per sampled token."""
+    """One entry per sampled token in the first three, and what their grade was, if one was asked for."""
 
     logprobs: Tensor
     entropy: Tensor
     hidden: Tensor  # what predicts it, detached: for a critic
+    loss: Tensor | None = None
+    stats: dict[str, Tensor] | None = None
 
 
 class Policy(nn.Module):
@@ -36,13 +40,33 @@ class Policy(nn.Module):
         self.model = model
         self.temperature = temperature or 1.0  # greedy sampling: the model's own distribution
         self.chunk = chunk
+        self.at_once = False  # forward and backward of the head in one go
         self._check_head()
         install(model)
 
-    def forward(self, tokens: Tensor, where: Layout, places: Tensor, targets: Tensor) -> Scores:
-        hidden = hidden_states(self.model, tokens, where)[places]
+    def forward(
+        self, tokens: Tensor, where: Layout, places: Tensor, targets: Tensor, grade: Grade | None = None
+    ) -> Scores:
+        hidden = hidden_states(self.model, tokens, where).index_select(0, places)
+        if self.at_once and (grade or not torch.is_grad_enabled()):
+            return self._at_once(hidden, targets, grade)
         logprobs, entropy = self.score(hidden, targets)
-        return Scores(logprobs, entropy, hidden.detach())
+        loss, stats = grade(slice(0, len(targets)), logprobs, entropy) if grade else (None, None)
+        return Scores(logprobs, entropy, hidden.detach(), loss, stats)
+
+    def has_plain_head(self) -> bool:
+        """A matrix and a factor, and nothing else."""
+        head, config = self.model.get_output_embeddings(), self.model.config.get_text_config()
+        capped = getattr(config, "final_logit_softcapping", None) is not None
+        return isinstance(head, nn.Linear) and head.bias is None and not capped
+
+    def _at_once(self, hidden: Tensor, targets: Tensor, grade: Grade | None) -> Scores:
+        weight: Any = self.model.get_output_embeddings().weight  # type: ignore[union-attr]
+        head = Head(weight, self._factor() / self.temperature, self.chunk)
+        if grade is None:
+            return Scores(*scored(hidden, targets, head), hidden.detach())
+        found = graded(hidden, targets, head, grade)
+        return Scores(found.logprobs, found.entropy, hidden.detach(), found.loss, found.stats)
 
     def score(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probs of the targets and entropies, chunk by chunk."""
@@ -57,10 +81,13 @@ class Policy(nn.Module):
         """The model's head, with what some families do to its output."""
         config, head = self.model.config.get_text_config(), self.model.get_output_embeddings()
         assert head is not None
-        factor = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
-        logits = _times(head(hidden).float(), factor)
+        logits = _times(head(hidden).float(), self._factor())
         cap = getattr(config, "final_logit_softcapping", None)
         return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    def _factor(self) -> float:
+        config = self.model.config.get_text_config()
+        return (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
 
     def _score_chunk(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         return _Score.apply(_times(self.logits(hidden), 1 / self.temperature), targets)  # type: ignore[return-value]

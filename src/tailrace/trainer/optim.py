@@ -76,7 +76,9 @@ class Optimiser:
         self.updates = updates
         for name, parameter in self._parameters.items():
             if f"step/{name}" in moments:
-                self._adam.state[parameter] = {moment: moments[f"{moment}/{name}"] for moment in MOMENTS}
+                state = {moment: moments[f"{moment}/{name}"] for moment in MOMENTS}
+                state["step"] = state["step"].to(parameter.device)  # the fused kernel counts where it works
+                self._adam.state[parameter] = state
 
     def _clip(self) -> float:
         norm = nn.utils.clip_grad_norm_(self._parameters.values(), self._settings.max_grad_norm)

@@ -4,8 +4,9 @@ The loss mask, the behaviour log-probs and the versions are read off the segment
 and is not trained on. A sampled token is predicted by the token before it, so a pack has a row of input tokens, and for
 every sampled token the place in that row that predicts it. What follows the last sampled token is left out.
 
-`step.py` calls `read`, `deal` and `pack`. Every sampled token is in exactly one pack of one rank; a pack is no larger
-than the budget, even when its sequences are padded to its longest, unless it is one sequence alone.
+`batch.py` calls `read`, `deal`, and `pack` or `fill`. Every sampled token is in exactly one pack of one rank; a pack is
+no larger than the budget, unless it is one sequence alone: what `pack` makes not even when its sequences are padded to
+its longest, what `fill` makes in tokens alone.
 """
 
 from __future__ import annotations
@@ -64,6 +65,21 @@ def pack(samples: Sequence[Sample], chosen: Sequence[int], budget: int) -> list[
         if not packs or len(samples[packs[-1][0]].inputs) * (len(packs[-1]) + 1) > budget:
             packs.append([])
         packs[-1].append(i)
+    return [_lay_out(samples, members) for members in packs]
+
+
+def fill(samples: Sequence[Sample], chosen: Sequence[int], budget: int) -> list[Pack]:
+    """The `chosen` samples in few packs, nearly all of them full: each goes, the longest first, where there is room."""
+    packs: list[list[int]] = []
+    rooms: list[int] = []
+    for i in sorted(chosen, key=lambda i: (-len(samples[i].inputs), i)):
+        size = len(samples[i].inputs)
+        at = next((at for at, room in enumerate(rooms) if room >= size), len(packs))
+        if at == len(packs):
+            packs.append([])
+            rooms.append(budget)
+        packs[at].append(i)
+        rooms[at] -= size
     return [_lay_out(samples, members) for members in packs]
 
 

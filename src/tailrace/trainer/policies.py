@@ -19,6 +19,8 @@ class Snapshot:
     def __init__(self, parameters: Iterable[nn.Parameter]):
         self._live = list(parameters)
         self._kept = [_local(p).detach().clone() for p in self._live]
+        largest = max(self._kept, key=lambda each: each.numel())
+        self._between = torch.empty_like(largest).flatten()  # made now, so that a swap back never runs out of memory
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -37,7 +39,8 @@ class Snapshot:
     @torch.no_grad()
     def _swap(self) -> None:
         for live, kept in zip(self._live, self._kept, strict=True):
-            now = _local(live).clone()
+            now = self._between[: kept.numel()].view(kept.shape)
+            now.copy_(_local(live))
             _local(live).copy_(kept)
             kept.copy_(now)
 

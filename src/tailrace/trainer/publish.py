@@ -1,8 +1,11 @@
-"""How a version leaves the trainer: copied once into host memory, then streamed to the master relay in the background.
+"""How a version leaves the trainer: copied once, then brought to the master relay in the background.
 
 The trainer's worker calls `snapshot` between two steps, which is the only time that training stands still, and `send`,
 which returns at once. The last snapshot is kept, so that it can be sent again when another relay becomes the master. A
 snapshot that comes while the one before is still being sent takes a second buffer, which exists only from then on.
+
+Weights on a GPU are copied there, and go from there straight into the memory of a relay on this host. To a relay
+elsewhere, and from host memory, they are streamed.
 """
 
 from __future__ import annotations
@@ -10,13 +13,29 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from threading import Condition, Event, Lock, Thread
+from threading import Condition, Event, Thread
 
 import torch
-import xxhash
 
+from tailrace.relay.arena import ArenaError
 from tailrace.relay.layout import Layout
-from tailrace.relay.link import CHUNK, STALL_S, Address, Busy, Channel, LinkError, TokenError, connect, offer
+from tailrace.relay.link import (
+    CHUNK,
+    STALL_S,
+    Address,
+    Busy,
+    Channel,
+    Have,
+    LinkError,
+    Place,
+    Stored,
+    TokenError,
+    connect,
+    offer,
+    place,
+)
+from tailrace.trainer.places import NotHereError, Places
+from tailrace.trainer.snapshot import DeviceSnapshot, Snapshot, new_snapshot
 from tailrace.types import Version, label
 
 BUFFERS = 2
@@ -32,34 +51,10 @@ class PublishError(ValueError):
     """The weights cannot be published; the sentence says why."""
 
 
-class Snapshot:
-    """One buffer and the version that lies in it: a `Source` for the link."""
-
-    def __init__(self, layout: Layout) -> None:
-        self.size = layout.size
-        self.version: Version = -1
-        self.senders = 0
-        self._memory = torch.zeros(layout.size, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
-        self._bytes = memoryview(self._memory.numpy())  # pyright: ignore[reportArgumentType]
-        self._bytes[: len(layout.header)] = layout.header
-        self.tensors = layout.views(self._bytes)
-        self._summing = Lock()
-        self._checksum = ""
-
-    def begin(self) -> None:
-        self.version, self._checksum = -1, ""
-
-    def ready(self, position: int) -> memoryview:
-        return self._bytes[position:]
-
-    def checksum(self) -> str:
-        with self._summing:
-            self._checksum = self._checksum or xxhash.xxh3_64_hexdigest(self._bytes)
-            return self._checksum
-
-
 class Publisher:
-    """Callbacks come from a background thread, exactly one for every `send`, and none after `close`."""
+    """Callbacks come from a background thread, exactly one for every `send`, and none after `close`. `device`: the GPU
+    that the weights are on. `copied_s` is how long the last version written in place took to be in host memory whole,
+    counted from `send`."""
 
     def __init__(
         self,
@@ -69,12 +64,16 @@ class Publisher:
         connect_s: float = 60.0,
         stall_s: float = STALL_S,
         wait_s: float = 600.0,
+        device: torch.device | None = None,
     ) -> None:
-        self._layout, self._token = layout, token
+        self._layout, self._token, self._device = layout, token, device
         self._chunk = int(chunk_mbytes * 1e6) or CHUNK
         self._connect_s, self._stall_s, self._wait_s = connect_s, stall_s, wait_s
         self._freed = Condition()
-        self._snapshots = [Snapshot(layout)]
+        self._snapshots = [new_snapshot(layout, device)]
+        self._places = Places(device) if device is not None else None
+        self._apart: set[Address] = set()  # relays that have our address and yet other memory
+        self.copied_s = 0.0
         self._latest: Snapshot | None = None
         self._threads: list[Thread] = []
         self._channels: set[Channel] = set()
@@ -85,6 +84,7 @@ class Publisher:
 
         Pairs may come from a generator, so that a sharded trainer gathers one tensor at a time.
         """
+        _settle()  # the end of a training step is not our doing
         start = time.perf_counter()
         snapshot = self._free_buffer(version)
         _copy(snapshot, tensors)
@@ -99,7 +99,8 @@ class Publisher:
             snapshot = self._latest
             assert snapshot is not None, "send comes after snapshot"
             snapshot.senders += 1
-        job = Thread(target=self._send, args=(snapshot, Address(*address), on_done, on_error), daemon=True)
+            began = snapshot.sent_at = time.perf_counter()
+        job = Thread(target=self._send, args=(snapshot, Address(*address), began, on_done, on_error), daemon=True)
         self._threads = [thread for thread in self._threads if thread.is_alive()] + [job]
         job.start()
 
@@ -112,13 +113,15 @@ class Publisher:
         until = time.monotonic() + CLOSE_S
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
+        if self._places is not None and not any(thread.is_alive() for thread in self._threads):
+            self._places.close()
 
     # ------------------------------------------------------------------------------------------------------- buffers
 
     def _free_buffer(self, version: Version) -> Snapshot:
         with self._freed:
             if not self._idle() and len(self._snapshots) < BUFFERS:
-                self._snapshots.append(Snapshot(self._layout))
+                self._snapshots.append(new_snapshot(self._layout, self._device))
             if not self._freed.wait_for(self._idle, self._wait_s):
                 busy = ", ".join(label("version", snapshot.version) for snapshot in self._snapshots)
                 raise PublishError(
@@ -135,8 +138,7 @@ class Publisher:
 
     # ------------------------------------------------------------------------------------------------------- sending
 
-    def _send(self, snapshot: Snapshot, address: Address, on_done: OnDone, on_error: OnError) -> None:
-        start = time.perf_counter()
+    def _send(self, snapshot: Snapshot, address: Address, began: float, on_done: OnDone, on_error: OnError) -> None:
         version = snapshot.version
         reason = self._persist(snapshot, address)
         with self._freed:
@@ -147,7 +149,7 @@ class Publisher:
         if reason:
             on_error(version, reason)
         else:
-            on_done(version, time.perf_counter() - start)
+            on_done(version, time.perf_counter() - began)
 
     def _persist(self, snapshot: Snapshot, address: Address) -> str:
         """Try until it is there, or until it is no use. Returns the reason of the failure, or nothing."""
@@ -157,8 +159,11 @@ class Publisher:
                 reason = self._attempt(snapshot, address)
             except TokenError as error:
                 return str(error)
-            except LinkError as error:
+            except (LinkError, ArenaError, OSError, RuntimeError) as error:  # the last two: of the GPU's own making
                 reason = str(error)
+            except NotHereError:
+                self._apart.add(address)
+                continue
             if not reason or time.monotonic() >= until or self._closed.wait(PAUSE_S):
                 return reason
 
@@ -167,11 +172,21 @@ class Publisher:
             self._note(channel)
             try:
                 channel.greet(self._token, "caller")
-                answer = offer(channel, snapshot, self._chunk, fresh=True)
+                answer = self._hand_over(channel, snapshot, address)
             finally:
                 with self._freed:
                     self._channels.discard(channel)
         return f"{address} is receiving it from elsewhere" if isinstance(answer, Busy) else ""
+
+    def _hand_over(self, channel: Channel, snapshot: Snapshot, address: Address) -> Have | Busy | Stored:
+        places = self._places
+        if isinstance(snapshot, DeviceSnapshot) and places and channel.is_local() and address not in self._apart:
+            return place(channel, snapshot.version, snapshot.size, lambda where: self._write(places, where, snapshot))
+        return offer(channel, snapshot, self._chunk, fresh=True)
+
+    def _write(self, places: Places, where: Place, snapshot: DeviceSnapshot) -> Iterator[int]:
+        yield from places.fill(where, snapshot.version, snapshot.memory)
+        self.copied_s = time.perf_counter() - snapshot.sent_at
 
     def _note(self, channel: Channel) -> None:
         with self._freed:
@@ -203,7 +218,12 @@ def _copy(snapshot: Snapshot, tensors: Tensors) -> None:
                 )
             snapshot.tensors[name].copy_(tensor, non_blocking=True)
             missing.discard(name)
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()  # the trainer may change its weights as soon as we return
+    _settle()  # the trainer may change its weights as soon as we return
     if missing:
         raise PublishError(f"{len(missing)} tensors of the layout were not given, '{min(missing)}' among them")
+
+
+def _settle() -> None:
+    """Wait for what the trainer has ordered so far, but not for a version that is on its way."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.current_stream().synchronize()

@@ -6,7 +6,8 @@ the same groups. A part is one mini-batch and one optimiser update:
     groups -> samples and advantages -> packs -> log-probs under frozen policies -> forward, loss, backward per pack
            -> clip -> update -> metrics
 
-Gradients add up over packs and ranks to the gradient of the whole mini-batch, however it was cut.
+Gradients add up over packs and ranks to the gradient of the whole mini-batch, however it was cut. So a part that runs
+out of memory on the way is cut finer and begun again.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -22,12 +24,17 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tailrace.config.tree import Config
-from tailrace.model.load import load_model
-from tailrace.model.packed import layout
+from tailrace.model.load import load_model, precision_on
+from tailrace.model.memory import DoesNotFitError, free_memory, ran_out
+from tailrace.model.packed import Layout, layout, reads_rows
 from tailrace.trainer.batch import MiniBatch, mini_batch, rank_packs, token_credits, worth_a_pass
+from tailrace.trainer.compiled import Blocks, padded
 from tailrace.trainer.critic import Critic
+from tailrace.trainer.half import Half
+from tailrace.trainer.head import Grade, chunk_that_fits
 from tailrace.trainer.logprobs import Policy, Scores
-from tailrace.trainer.losses import NEEDS_PROXIMAL, TokenBatch, policy_loss, token_weights, value_loss
+from tailrace.trainer.losses import NEEDS_PROXIMAL, Outcome, TokenBatch, policy_loss, token_weights, value_loss
+from tailrace.trainer.memory import TokenBudget
 from tailrace.trainer.optim import Optimiser, Update
 from tailrace.trainer.packing import Pack
 from tailrace.trainer.parallel import Alone, Ranks, pick_device
@@ -35,6 +42,17 @@ from tailrace.trainer.policies import Proximal, Snapshot
 from tailrace.types import Trajectory
 
 Stats = dict[str, Tensor]
+LOGIT_TOKENS = 1024  # on a CPU, where more are no faster
+
+
+class Placed(NamedTuple):
+    """A pack on the device."""
+
+    inputs: Tensor
+    where: Layout
+    places: Tensor
+    targets: Tensor
+    behaviour: Tensor
 
 
 class Credit(NamedTuple):
@@ -49,6 +67,7 @@ class Lesson(NamedTuple):
     """A pack and all that is known of its sampled tokens before the weights change."""
 
     pack: Pack
+    placed: Placed
     weight: Tensor
     credit: Credit
     proximal: Tensor | None  # None: the weights being trained are still the proximal ones
@@ -58,14 +77,16 @@ class Lesson(NamedTuple):
 class Learner:
     """The policy, its optimiser and, for GAE, a critic. `step` is the version that the weights are, or are becoming."""
 
-    def __init__(self, config: Config, ranks: Ranks | None = None):
+    def __init__(self, config: Config, ranks: Ranks | None = None, model: PreTrainedModel | None = None):
         self.config, self.settings = config, config.trainer
         self.ranks = ranks or Alone()
         self.device = pick_device(self.settings.device, self.ranks.rank)
         self.step = 0
-        self.model = _trainable(load_model(config.model.path, "float32", self.device), self.settings.recompute)
-        self.policy = Policy(self.model, config.sampling.temperature, self.settings.logit_tokens)
-        self.ranks.shard(self.policy)
+        model = model if model is not None else load_model(config.model.path, "float32", self.device)
+        self.model = _trainable(model, self.settings.recompute)
+        self.policy = Policy(self.model, config.sampling.temperature, self._logit_tokens())
+        self.budget = TokenBudget(self.settings.tokens_per_batch, self.settings.recompute)
+        self._prepare_passes()
         updates = config.run.steps * self.settings.mini_batches
         self.optimiser = Optimiser(self.model.named_parameters(), self.settings.learning_rate, self.settings, updates)
         self.critic = self._make_critic(updates)
@@ -73,11 +94,25 @@ class Learner:
         several = self.settings.mini_batches > 1
         self._proximal = Proximal(self.model.parameters(), several and self.settings.loss in NEEDS_PROXIMAL)
 
+    def _prepare_passes(self) -> None:
+        """The model's arithmetic: in which precision, sharded or not, with which kernels."""
+        half = precision_on(self.device, self.settings.precision) == "bfloat16"
+        self.policy.at_once = self.device.startswith("cuda") and self.policy.has_plain_head()
+        with self._autocast(half):
+            self._rows = reads_rows(self.model)
+        self.ranks.shard(self.policy)
+        self._half = Half(self.model) if half and self.ranks.size == 1 else None
+        if self._half is not None:
+            self.policy.model = self._half.model
+        self._cast = half and self._half is None
+        compiles = self.settings.compile and self._rows and self._half is not None
+        self._blocks = Blocks(self.policy.model) if compiles else None
+
     def train_part(self, step: int, part: int, groups: Sequence[Sequence[Trajectory]]) -> dict[str, float]:
         """Train on one mini-batch. Returns what to plot."""
         began = time.perf_counter()
         batch = mini_batch(groups, self.settings)
-        sums, furthest = self._backward(self._lessons(step, part, batch))
+        sums, furthest = self._gradients(step, part, batch)
         update = self._update()
         self.step = step + 1
         more = {"ratio_max": math.exp(furthest), "seconds": time.perf_counter() - began}
@@ -91,33 +126,63 @@ class Learner:
     @torch.no_grad()
     def scores(self, pack: Pack) -> Scores:
         """What the weights of now say of a pack."""
-        return self._forward(pack)
+        return self._forward(self._place(pack))
+
+    # ----------------------------------------------------------------------------------------------------- trying again
+
+    def _gradients(self, step: int, part: int, batch: MiniBatch) -> tuple[dict[str, float], float]:
+        while (found := self._attempt(step, part, batch)) is None:
+            self.model.zero_grad(set_to_none=True)
+            if self.critic is not None:
+                self.critic.zero_grad(set_to_none=True)
+            free_memory()
+        return found
+
+    def _attempt(self, step: int, part: int, batch: MiniBatch) -> tuple[dict[str, float], float] | None:
+        """None: it did not work out, but may if it is tried again. What failed is let go of on the way out of here."""
+        failures = self._blocks.failures if self._blocks is not None else ()
+        try:
+            return self._backward(self._lessons(step, part, batch))
+        except (torch.OutOfMemoryError, *failures) as error:
+            if not ran_out(error):
+                assert self._blocks is not None
+                self._blocks.give_up(error)
+            elif self.ranks.size > 1:
+                self.budget.refuse()
+            else:
+                self.budget.shrink(max(len(sample.inputs) for sample in batch.samples))
+        return None
+
+    # --------------------------------------------------------------------------------------------------------- lessons
 
     def _lessons(self, step: int, part: int, batch: MiniBatch) -> list[Lesson]:
-        chosen, budget = worth_a_pass(batch, self.settings), self.settings.tokens_per_batch
-        packs = rank_packs(batch.samples, chosen, budget, self.ranks.rank, self.ranks.size)
+        chosen, budget = worth_a_pass(batch, self.settings), self.budget.tokens
+        packs = rank_packs(batch.samples, chosen, budget, self.ranks.rank, self.ranks.size, full=self._rows)
+        placed = [self._place(pack) for pack in packs]
         weights = token_weights(self.settings.loss, batch.counts, self.config.workload.max_completion_tokens)
         return [
-            Lesson(pack, self._tensor(weights[pack.sequence]), self._credit(pack, batch), proximal, reference)
-            for pack, proximal, reference in zip(
+            Lesson(pack, spot, self._tensor(weights[pack.sequence]), self._credit(pack, spot, batch), *under)
+            for pack, spot, *under in zip(
                 packs,
-                self._logprobs_under(self._proximal.at(step, part), packs),
-                self._logprobs_under(self._reference, packs),
+                placed,
+                self._logprobs_under(self._proximal.at(step, part), placed),
+                self._logprobs_under(self._reference, placed),
                 strict=True,
             )
         ]
 
-    def _logprobs_under(self, snapshot: Snapshot | None, packs: list[Pack]) -> list[Tensor | None]:
+    @torch.no_grad()
+    def _logprobs_under(self, snapshot: Snapshot | None, packs: list[Placed]) -> list[Tensor | None]:
         if snapshot is None:
             return [None] * len(packs)
         with snapshot.in_place():
-            return [self.scores(pack).logprobs for pack in packs]
+            return [self._forward(pack).logprobs for pack in packs]
 
-    def _credit(self, pack: Pack, batch: MiniBatch) -> Credit:
+    def _credit(self, pack: Pack, placed: Placed, batch: MiniBatch) -> Credit:
         if self.critic is None:
             return Credit(self._tensor(batch.advantages[pack.sequence]))
         with torch.no_grad():
-            values = self.critic(self.scores(pack).hidden)
+            values = self.critic(self._forward(placed).hidden)
         advantages, returns = token_credits(pack.members, batch, values.double().cpu().numpy(), self.settings)
         return Credit(self._tensor(advantages), values, self._tensor(returns))
 
@@ -130,45 +195,92 @@ class Learner:
         return dict(zip(names, sums.tolist(), strict=True)), float(self.ranks.largest(torch.stack(furthest).max()))
 
     def _learn(self, lesson: Lesson) -> tuple[Stats, Tensor]:
-        tokens = self._tokens(lesson)
-        loss, stats = policy_loss(tokens, self.settings)
-        (loss * self.ranks.size).backward()  # sharded gradients are averaged over the ranks; this undoes it
-        ratios = (tokens.new - tokens.behaviour).detach()
+        scores = self._forward(lesson.placed, partial(self._grade, lesson))
+        assert scores.loss is not None
+        assert scores.stats is not None
+        (scores.loss * self.ranks.size).backward()  # sharded gradients are averaged over the ranks; this undoes it
+        ratios = (scores.logprobs - lesson.placed.behaviour).detach()
         furthest = ratios.max() if len(ratios) else ratios.new_tensor(-math.inf)
-        counts = {"loss": loss.detach(), "passed_tokens": loss.new_tensor(len(ratios))}
-        return stats | counts | self._learn_values(tokens), furthest
+        counts = {"loss": scores.loss.detach(), "passed_tokens": ratios.new_tensor(len(ratios))}
+        return scores.stats | counts | self._learn_values(lesson, scores), furthest
 
-    def _learn_values(self, tokens: TokenBatch) -> Stats:
+    def _learn_values(self, lesson: Lesson, scores: Scores) -> Stats:
         if self.critic is None:
             return {}
+        tokens = self._tokens(lesson, slice(None), scores.logprobs, scores.entropy, self.critic(scores.hidden))
         loss, stats = value_loss(tokens, self.settings.clip_high)
         loss.backward()
         return stats
 
-    def _tokens(self, lesson: Lesson) -> TokenBatch:
-        scores = self._forward(lesson.pack)
+    def _grade(self, lesson: Lesson, part: slice, logprobs: Tensor, entropy: Tensor) -> Outcome:
+        return policy_loss(self._tokens(lesson, part, logprobs, entropy), self.settings)
+
+    def _tokens(
+        self, lesson: Lesson, part: slice, logprobs: Tensor, entropy: Tensor, values: Tensor | None = None
+    ) -> TokenBatch:
+        """Some of a lesson's sampled tokens."""
+
+        def some(numbers: Tensor | None) -> Tensor | None:
+            return None if numbers is None else numbers[part]
+
         return TokenBatch(
-            new=scores.logprobs,
-            behaviour=self._tensor(lesson.pack.behaviour),
-            proximal=scores.logprobs.detach() if lesson.proximal is None else lesson.proximal,
-            advantages=lesson.credit.advantages,
-            weight=lesson.weight,
-            entropy=scores.entropy,
-            reference=lesson.reference,
-            values=None if self.critic is None else self.critic(scores.hidden),
-            old_values=lesson.credit.values,
-            returns=lesson.credit.returns,
+            new=logprobs,
+            behaviour=lesson.placed.behaviour[part],
+            proximal=logprobs.detach() if lesson.proximal is None else lesson.proximal[part],
+            advantages=lesson.credit.advantages[part],
+            weight=lesson.weight[part],
+            entropy=entropy,
+            reference=some(lesson.reference),
+            values=values,
+            old_values=some(lesson.credit.values),
+            returns=some(lesson.credit.returns),
         )
 
-    def _forward(self, pack: Pack) -> Scores:
-        inputs, places, targets = (
-            torch.from_numpy(x).to(self.device) for x in (pack.inputs, pack.places, pack.targets)
-        )
-        half = self.settings.precision == "bfloat16"
-        with torch.autocast(torch.device(self.device).type, torch.bfloat16, enabled=half):
-            return self.policy(inputs, layout(pack.lengths, self.device), places, targets)
+    # ---------------------------------------------------------------------------------------------------------- passes
+
+    def _forward(self, pack: Placed, grade: Grade | None = None) -> Scores:
+        if self._half is not None:
+            self._half.follow(self.optimiser.updates)
+        with self._autocast(self._cast):
+            return self.policy(pack.inputs, pack.where, pack.places, pack.targets, grade)
+
+    def _place(self, pack: Pack) -> Placed:
+        tokens = len(pack.inputs)
+        room = self._room(tokens)
+        inputs = pack.inputs if room is None else np.pad(pack.inputs, (0, room - tokens))
+        inputs, places, targets = (torch.from_numpy(x).to(self.device) for x in (inputs, pack.places, pack.targets))
+        return Placed(inputs, layout(pack.lengths, self.device, room), places, targets, self._tensor(pack.behaviour))
+
+    def _room(self, tokens: int) -> int | None:
+        """The length of a row with so many tokens; None: it is not read as a row."""
+        if not self._rows:
+            return None
+        compiled = self._blocks is not None and self._blocks.on
+        return padded(tokens, self.budget.tokens) if compiled else tokens
+
+    def _autocast(self, enabled: bool) -> torch.autocast:
+        return torch.autocast(torch.device(self.device).type, torch.bfloat16, enabled=enabled)
+
+    def _logit_tokens(self) -> int:
+        if self.settings.logit_tokens or not self.device.startswith("cuda"):
+            return self.settings.logit_tokens or LOGIT_TOKENS
+        return chunk_that_fits(self.model.config.get_text_config().vocab_size)
+
+    # --------------------------------------------------------------------------------------------------------- updates
 
     def _update(self) -> Update:
+        if self.optimiser.updates == 0:
+            free_memory()  # the moments are made now and stay for good: not between what passes have left
+        try:
+            return self._update_all()
+        except torch.OutOfMemoryError:
+            size = sum(p.nbytes for p in self.model.parameters()) / 1e9
+            raise DoesNotFitError(
+                f"the optimiser has no memory for its moments, two times the {size:.1f} GB of the weights: use a GPU "
+                "with more memory, or several (trainer.ranks)"
+            ) from None
+
+    def _update_all(self) -> Update:
         if self.critic is not None:
             for parameter in self.critic.parameters():
                 assert parameter.grad is not None
@@ -192,7 +304,9 @@ def _trainable(model: PreTrainedModel, recompute: bool) -> PreTrainedModel:
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     if recompute:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.gradient_checkpointing_enable(
+            gradient_checkpointing_kwargs={"use_reentrant": False, "preserve_rng_state": False}
+        )
     return model.train(recompute)  # transformers recomputes in training mode only
 
 

@@ -1,0 +1,75 @@
+"""Root-mean-square norm of rows. Called by the lean decoder twice per layer; rounds where transformers' module does.
+
+Where a product was left in parts (`skinny.product_parts`), its sum, its way onto the residual and the norm of that are
+one kernel.
+"""
+
+# Triton hides launch options from type checkers.
+# pyright: reportCallIssue=false
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """`x` [rows, hidden] normalised in float32, rounded to its type, times `weight`."""
+    rows, hidden = x.shape
+    out = torch.empty(rows, hidden, dtype=x.dtype, device=x.device)
+    if rows:
+        width = triton.next_power_of_2(hidden)
+        warps = min(max(width // 512, 1), 16)
+        _norm_row[(rows,)](x, weight, out, x.stride(0), eps, hidden, width, num_warps=warps)
+    return out
+
+
+def add_rms_norm(parts: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """`residual` [rows, hidden] grows in place by the sum of `parts` [parts, rows, hidden] (float32), rounded once;
+    what it has become is normalised as `rms_norm` does it."""
+    rows, hidden = residual.shape
+    assert parts.is_contiguous()
+    out = torch.empty(rows, hidden, dtype=residual.dtype, device=residual.device)
+    if rows:
+        width = triton.next_power_of_2(hidden)
+        _add_and_norm_row[(rows,)](
+            parts, residual, weight, out, residual.stride(0), eps, rows, len(parts),
+            triton.next_power_of_2(len(parts)), hidden, width, num_warps=min(max(width // 128, 1), 16),
+        )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _norm_row(x, weight, out, x_stride, eps, hidden: tl.constexpr, width: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, width)
+    inside = at < hidden
+    value = tl.load(x + row * x_stride + at, mask=inside, other=0.0).to(tl.float32)
+    _store_normed(value, weight, out + row * hidden, at, inside, eps, hidden)
+
+
+@triton.jit(do_not_specialize=["rows", "count"])
+def _add_and_norm_row(
+    parts, residual, weight, out, stride, eps, rows, count,
+    parts_width: tl.constexpr, hidden: tl.constexpr, width: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, width)
+    inside = at < hidden
+    target = residual + row * stride + at
+    value = tl.load(target, mask=inside, other=0.0).to(tl.float32)
+    part = tl.arange(0, parts_width)[:, None]  # all of them at once: one load after the other would be waited for
+    source = parts + (part * rows + row) * hidden + at[None, :]
+    summed = tl.sum(tl.load(source, mask=(part < count) & inside[None, :], other=0.0), 0)
+    value = (value + summed).to(out.dtype.element_ty)
+    tl.store(target, value, mask=inside)
+    _store_normed(value.to(tl.float32), weight, out + row * hidden, at, inside, eps, hidden)
+
+
+@triton.jit
+def _store_normed(value, weight, out, at, inside, eps, hidden: tl.constexpr):
+    scale = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+    normed = value * tl.rsqrt(tl.sum(value * value, 0) / hidden + eps)
+    rounded = normed.to(out.dtype.element_ty).to(tl.float32)
+    tl.store(out + at, (rounded * scale).to(out.dtype.element_ty), mask=inside)

@@ -1,0 +1,259 @@
+"""Which device a part of a run computes on, or why it cannot: one sentence each, the same for everybody who asks.
+
+`tailrace train` asks before anything starts, in a process of its own: whoever asks a GPU holds memory on it from then
+on, and a driver that hangs or crashes must not take the command with it. The workers ask again where they run, and
+`tailrace doctor` prints what was found. torch is imported by `survey` and `try_bfloat16` only.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from tailrace.config.errors import ConfigError
+from tailrace.config.tree import Config
+from tailrace.model.load import precision_on
+from tailrace.types import Struct
+
+AMPERE = (8, 0)  # the compute capability from which on there is bfloat16, and our kernels run
+ANSWER_S = 120.0  # for importing torch and asking the driver
+DEVICE_FILES = ("nvidia[0-9]*", "kfd", "dxg")  # in /dev: of NVIDIA, of AMD, of Windows underneath
+SURVEY, BFLOAT16 = "survey", "bfloat16"
+NARROWER = "ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16"
+OTHER_PRECISION = {"rollout": "float16", "trainer": "float32"}  # for a card without bfloat16
+
+Part = Literal["rollout", "trainer"]
+
+
+class Card(Struct):
+    name: str
+    memory: int  # bytes
+    capability: tuple[int, int]
+
+    @property
+    def age(self) -> str:
+        return f"compute capability {_dotted(self.capability)}"
+
+
+class Survey(Struct):
+    """What torch has to say about the GPUs of this machine."""
+
+    torch: str  # its version
+    built_for: str = ""  # the CUDA version; empty: a CPU build
+    architectures: tuple[str, ...] = ()  # that it has code for; empty: unknown
+    cards: tuple[Card, ...] = ()
+    problem: str = ""  # why there are no cards, in its own words
+    triton: bool = False
+
+    def has_kernels(self, card: Card) -> bool:
+        return self.triton and card.capability >= AMPERE
+
+
+def check_devices(config: Config) -> str:
+    """Refuse devices that this machine cannot offer. Returns what is worth saying about the others, mostly nothing."""
+    parts = _native_parts(config)
+    wanted = [_section(config, part).device for part in parts]
+    seen = None
+    if any(name.startswith("cuda") or (not name and has_device_files()) for name in wanted):
+        seen = survey_apart()
+    for part in parts:
+        if usable_device(part, config, seen or Survey("")) == "cpu":
+            _refuse_false_bfloat16(part, config)
+    if seen is None or seen.cards or "" not in wanted:
+        return ""
+    return f"this run computes on the CPU: {_why_no_cards(seen)}"
+
+
+def usable_device(part: Part, config: Config, seen: Survey | None = None) -> str:
+    """The part's device as torch writes it. `seen`: what is known already; None: look, if that is needed at all."""
+    wanted = _section(config, part).device
+    if wanted == "cpu":
+        return wanted
+    seen = seen or survey()
+    if not seen.cards and not wanted:
+        return "cpu"
+    problem = next(_problems(part, config, seen), None)
+    if problem is not None:
+        raise ConfigError(f'{problem}, or write {part}.device = "cpu"')
+    return wanted or "cuda"
+
+
+def has_device_files() -> bool:
+    return any(True for pattern in DEVICE_FILES for _ in Path("/dev").glob(pattern))
+
+
+def _native_parts(config: Config) -> list[Part]:
+    parts: list[Part] = ["rollout", "trainer"]
+    return [part for part in parts if _section(config, part).engine == "native"]
+
+
+def _section(config: Config, part: Part) -> Any:
+    return getattr(config, part)
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))
+
+
+# ------------------------------------------------------------------------------------------ what cannot work
+
+
+def _problems(part: Part, config: Config, seen: Survey) -> Iterator[str]:
+    section = _section(config, part)
+    wanted: str = section.device
+    if not seen.cards:
+        yield f'{part}.device is "{wanted}", but {_why_no_cards(seen)}'
+        return
+    number = int(wanted.partition(":")[2] or 0)
+    if number >= len(seen.cards):
+        yield f'{part}.device is "{wanted}", but the last GPU here is "cuda:{len(seen.cards) - 1}"; write that'
+        return
+    if part == "trainer":
+        yield from _crowding(config, seen)
+    mine = [seen.cards[number]] if ":" in wanted else seen.cards
+    for card in mine:
+        yield from _age(part, section.precision, card, seen)
+
+
+def _why_no_cards(seen: Survey) -> str:
+    if not seen.built_for:
+        return f"torch {seen.torch} is a build without CUDA; install one with it (pytorch.org names the command)"
+    if "CUDA_VISIBLE_DEVICES" in os.environ:
+        hidden = os.environ["CUDA_VISIBLE_DEVICES"]
+        return f'CUDA_VISIBLE_DEVICES is "{hidden}", which leaves no GPU to use; change or unset it'
+    if not has_device_files():
+        return "there is no GPU on this machine; run where there is one"
+    return (
+        f"torch {seen.torch}, built for CUDA {seen.built_for}, cannot use the GPU here ({seen.problem}); install "
+        "a driver that fits it, or the torch build that fits the driver (nvidia-smi names its CUDA version)"
+    )
+
+
+def _crowding(config: Config, seen: Survey) -> Iterator[str]:
+    """Ranks talk through NCCL, which wants a card for each."""
+    ranks, wanted, cards = config.trainer.ranks, config.trainer.device, len(seen.cards)
+    if ranks > 1 and ":" in wanted:
+        yield f'trainer.device is "{wanted}", one GPU for {ranks} trainer.ranks; write trainer.device = "cuda"'
+    elif ranks > cards:
+        yield f"trainer.ranks is {ranks}, but there are only {cards} GPUs here, and each rank needs one; write {cards}"
+
+
+def _age(part: Part, precision: str, card: Card, seen: Survey) -> Iterator[str]:
+    if not _has_code_for(card, seen.architectures):
+        have = ", ".join(seen.architectures)
+        yield (
+            f"{part}.device: torch {seen.torch} has no code for {card.name} ({card.age}), only for {have}; install "
+            "a torch build that has it"
+        )
+    elif card.capability < AMPERE and precision_on("cuda", precision) == "bfloat16":
+        yield (
+            f"{part}.device: {card.name} ({card.age}) is too old for bfloat16, which needs {_dotted(AMPERE)}; write "
+            f'{part}.precision = "{OTHER_PRECISION[part]}", which runs there without the fused kernels'
+        )
+
+
+def _has_code_for(card: Card, architectures: tuple[str, ...]) -> bool:
+    """Machine code runs on later cards of its own generation, `compute_...` code on all later ones."""
+    if not architectures:
+        return True
+    for name in architectures:
+        kind, _, digits = name.partition("_")
+        made_for = divmod(int("".join(filter(str.isdigit, digits)) or 0), 10)
+        if made_for <= card.capability and (kind == "compute" or made_for[0] == card.capability[0]):
+            return True
+    return False
+
+
+# ------------------------------------------------------------------------------------------ what there is
+
+
+def survey() -> Survey:
+    """Ask torch, in this process."""
+    import torch
+
+    cards, problem = (), ""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the problem says it
+        try:
+            torch.cuda.init()
+            cards = tuple(_card(torch.cuda.get_device_properties(n)) for n in range(torch.cuda.device_count()))
+        except (RuntimeError, AssertionError) as error:
+            problem = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+    amd = torch.version.hip
+    architectures = () if amd or not cards else tuple(torch.cuda.get_arch_list())
+    built_for = torch.version.cuda or amd or ""
+    return Survey(str(torch.__version__), built_for, architectures, cards, problem, find_spec("triton") is not None)
+
+
+def _card(found: Any) -> Card:
+    return Card(found.name, found.total_memory, (found.major, found.minor))
+
+
+def survey_apart() -> Survey:
+    """Ask torch in a process of its own."""
+    done = _apart(SURVEY)
+    if done.returncode:
+        said = (done.stderr.strip() or f"status {done.returncode}").splitlines()[-1]
+        raise ConfigError(f"torch could not be asked for the GPUs of this machine: {said}")
+    return msgspec.json.decode(done.stdout.splitlines()[-1], type=Survey)
+
+
+def _apart(question: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tailrace.model.device", question]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_S, check=False)
+    except subprocess.TimeoutExpired:
+        raise ConfigError(
+            f"torch did not say within {ANSWER_S:.0f} s what this machine can compute; see whether nvidia-smi answers"
+        ) from None
+
+
+# ------------------------------------------------------------------------------------------ bfloat16 on a CPU
+
+
+def _refuse_false_bfloat16(part: Part, config: Config) -> None:
+    if _section(config, part).precision == "bfloat16" and bfloat16_kills():
+        raise ConfigError(
+            f'{part}.precision is "bfloat16", but this CPU announces AMX without having it, so torch would crash; '
+            f'export {NARROWER}, or write {part}.precision = "float32"'
+        )
+
+
+def bfloat16_kills() -> bool:
+    """Whether a product in bfloat16 ends the process: some virtual machines announce instructions they lack."""
+    return _announces_amx() and _apart(BFLOAT16).returncode == -signal.SIGILL
+
+
+def _announces_amx() -> bool:
+    try:
+        return "amx_bf16" in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+
+
+def try_bfloat16() -> None:
+    import torch
+
+    square = torch.ones(128, 128, dtype=torch.bfloat16)
+    torch.nn.functional.linear(square, square, square[0])
+
+
+def main(question: str) -> int:
+    if question == BFLOAT16:
+        try_bfloat16()
+    else:
+        print(msgspec.json.encode(survey()).decode())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,155 @@
+"""Attention over sequences laid end to end in one row, by torch's flash kernel for variable lengths.
+
+`packed.py` calls `attend_row` on CUDA in half precision. It is an operator of its own, which compiled blocks do not
+look into: how many sequences there are and how long the longest is come in a tensor on the host, so that one compiled
+block serves every pack of the same size. Rows may end in padding that belongs to no sequence; it comes out as zeros,
+and its gradients are zeros. Key and value heads are shared by groups of query heads where the kernel can do that.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CLOSE = 0.02  # relative error that half precision may leave
+Kernel = tuple[Tensor, Tensor]  # output and log-sum-exp
+
+
+@torch.library.custom_op("tailrace::attend_row", mutates_args=(), device_types="cuda")
+def attend_row(
+    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, sizes: Tensor, scale: float, window: int
+) -> tuple[Tensor, Tensor]:
+    """(tokens, heads, width) each. `sizes`, on the host: sequences, longest, tokens. `window` 0: no limit."""
+    count, longest, tokens = sizes.tolist()
+    keys, values = (_for_every_head(x, q.shape[1]) for x in (k, v))
+    out, total = _forward(q.contiguous(), keys, values, bounds[: count + 1], longest, scale, window)
+    out[tokens:] = 0
+    return out, total
+
+
+@torch.library.custom_op("tailrace::attend_row_backward", mutates_args=(), device_types="cuda")
+def attend_row_backward(
+    by_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    total: Tensor,
+    bounds: Tensor,
+    sizes: Tensor,
+    scale: float,
+    window: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    count, longest, tokens = sizes.tolist()
+    keys, values = (_for_every_head(x, q.shape[1]) for x in (k, v))
+    result = (out, total)
+    by_q, by_k, by_v = _backward(
+        by_out.contiguous(), q.contiguous(), keys, values, result, bounds[: count + 1], longest, scale, window
+    )
+    for each in (by_q, by_k, by_v):
+        each[tokens:] = 0
+    return by_q, _of_group(by_k, k.shape[1]), _of_group(by_v, v.shape[1])
+
+
+@attend_row.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, sizes: Tensor, scale: float, window: int) -> Kernel:
+    return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
+
+
+@attend_row_backward.register_fake
+def _(by_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: Kernel) -> None:
+    *tensors, ctx.scale, ctx.window = inputs
+    ctx.save_for_backward(*tensors, *output)
+
+
+def _gradients(ctx: Any, by_out: Tensor, by_total: Tensor) -> tuple[Tensor | None, ...]:
+    q, k, v, bounds, sizes, out, total = ctx.saved_tensors
+    found = attend_row_backward(by_out, q, k, v, out, total, bounds, sizes, ctx.scale, ctx.window)
+    return (*found, None, None, None, None)
+
+
+attend_row.register_autograd(_gradients, setup_context=_remember)
+
+
+# ----------------------------------------------------------------------------------------------------------- the kernel
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int, scale: float, window: int
+) -> tuple[Tensor, Tensor]:
+    causal, sides = _reach(window, longest)
+    found = torch.ops.aten._flash_attention_forward(
+        q, k, v, bounds, bounds, longest, longest, 0.0, causal, False, scale=scale, **sides
+    )
+    return found[0], found[1]
+
+
+def _backward(
+    by_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    result: Kernel,
+    bounds: Tensor,
+    longest: int,
+    scale: float,
+    window: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    causal, sides = _reach(window, longest)
+    state, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)  # of dropout
+    return torch.ops.aten._flash_attention_backward(
+        by_out, q, k, v, *result, bounds, bounds, longest, longest, 0.0, causal, state, unused, scale=scale, **sides
+    )
+
+
+def _reach(window: int, longest: int) -> tuple[bool, dict[str, int]]:
+    """The kernel does not count the token itself as part of the window."""
+    causal = not 0 < window < longest
+    return causal, {"window_size_left": -1 if causal else window - 1, "window_size_right": 0}
+
+
+# ---------------------------------------------------------------------------------------------------------------- heads
+
+
+def _for_every_head(x: Tensor, heads: int) -> Tensor:
+    """Keys or values as the kernel takes them."""
+    if x.shape[1] == heads or _shares_heads(x.device, x.dtype):
+        return x.contiguous()
+    return x.repeat_interleave(heads // x.shape[1], dim=1)
+
+
+def _of_group(gradient: Tensor, heads: int) -> Tensor:
+    """The inverse, for a gradient."""
+    return gradient if gradient.shape[1] == heads else gradient.unflatten(1, (heads, -1)).sum(2)
+
+
+@lru_cache
+def _shares_heads(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether fewer heads of keys and values than of queries are right, forward and backward, in this torch."""
+    q = torch.randn(40, 4, 64, device=device, dtype=dtype)
+    k, v = (torch.randn(40, 2, 64, device=device, dtype=dtype) for _ in range(2))
+    bounds = torch.tensor([0, 24, 40], device=device, dtype=torch.int32)
+    try:
+        shared = _both(q, k, v, bounds)
+    except RuntimeError:
+        return False
+    plain = _both(q, k.repeat_interleave(2, dim=1), v.repeat_interleave(2, dim=1), bounds)
+    return all(
+        _error(mine, _of_group(theirs, mine.shape[1])) < CLOSE for mine, theirs in zip(shared, plain, strict=True)
+    )
+
+
+def _both(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor) -> tuple[Tensor, ...]:
+    result = _forward(q, k, v, bounds, 24, 0.125, 0)
+    return result[0], *_backward(torch.ones_like(q), q, k, v, result, bounds, 24, 0.125, 0)
+
+
+def _error(mine: Tensor, theirs: Tensor) -> float:
+    return float((mine.float() - theirs.float()).norm() / theirs.float().norm())

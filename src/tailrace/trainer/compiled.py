@@ -1,0 +1,65 @@
+"""Decoder blocks compiled by torch, all of them as one, for a few sizes of packs.
+
+`step.py` makes one for a model whose packs are read as rows (`model/varlen.py`). A block is compiled when a pack of its
+size comes for the first time; packs are padded to a size of few (`padded`), so that this ends soon. Where torch cannot
+compile the blocks, or fails to later, `give_up` goes back to the plain ones and says so, once.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+SIZES = 4  # of packs up to the budget: all of it, half of it, ...
+ONES = 64  # different compiled versions of a block that may exist, of all sizes, with gradients and without
+
+
+class Blocks:
+    """The compiled blocks of a model, from now on until they are given up."""
+
+    def __init__(self, model: PreTrainedModel, backend: str = "inductor"):
+        from torch._dynamo import config
+        from torch._dynamo.exc import TorchDynamoException
+
+        config.recompile_limit = max(ONES, config.recompile_limit)
+        self.failures: tuple[type[Exception], ...] = (TorchDynamoException,)
+        self.on = True
+        self._blocks = _decoder_blocks(model)
+        for block in self._blocks:  # `forward` alone: what is hooked to the block (shards, recomputation) stays outside
+            block.forward = torch.compile(block.forward, dynamic=False, fullgraph=True, backend=backend)
+
+    def give_up(self, why: Exception) -> None:
+        if not self.on:
+            raise why
+        self.on = False
+        for block in self._blocks:
+            del block.forward
+        reason = (str(why).strip().splitlines() or [""])[0]
+        print(
+            f"torch could not compile the model's blocks ({type(why).__name__}: {reason[:200]}): they run uncompiled, "
+            "slower; trainer.compile = false leaves out the attempt",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def padded(tokens: int, budget: int) -> int:
+    """The size of pack that so many tokens are padded to. One sequence alone may be larger than the budget."""
+    if tokens > budget:
+        step = max(1, budget // 4)
+        return -(-tokens // step) * step
+    size = budget
+    for _ in range(SIZES - 1):
+        if size // 2 < tokens or size % 2:
+            break
+        size //= 2
+    return size
+
+
+def _decoder_blocks(model: PreTrainedModel) -> list[Any]:
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
