@@ -37,6 +37,7 @@ START_S = 1800.0  # vLLM compiles the model; about two minutes on two idle cores
 ROUND_S = 1800.0
 READY = "ready"
 Work = list[tuple[list[int], int]]  # a prompt and how many tokens are wanted
+Turn = tuple[Any, ...]  # what to call, and with what
 
 
 def lengths(median: float) -> list[int]:
@@ -197,13 +198,14 @@ def compare(options: argparse.Namespace) -> dict[str, list[float]]:
     try:
         for number in range(options.rounds):
             work: Work = list(zip(prompts(tokenizer, number + 1), wanted, strict=True))
-            found = {"native": timed(native.run, work)}
+            turns: dict[str, Turn] = {"native": (native.run, work)}
             if vllm is not None:
-                found["vllm"] = timed(vllm.run, work, False)
                 others: Work = list(zip(prompts(tokenizer, -number - 1), wanted, strict=True))
-                found["vllm, greedy"] = timed(vllm.run, others, True)
-            for batch in options.static_batches:
-                found[f"generate, batches of {batch}"] = timed(static.run, work, batch)
+                turns |= {"vllm": (vllm.run, work, False), "vllm, greedy": (vllm.run, others, True)}
+            turns |= {f"generate, batches of {batch}": (static.run, work, batch) for batch in options.static_batches}
+            first = number % len(turns)  # everybody comes after everybody else once
+            order = [*turns][first:] + [*turns][:first]
+            found = {name: timed(*turns[name]) for name in order}
             print(f"round {number + 1}: " + ", ".join(f"{name} {s:.1f} s" for name, s in found.items()), flush=True)
             for name, each in found.items():
                 seconds.setdefault(name, []).append(each)
