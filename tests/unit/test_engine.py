@@ -23,13 +23,14 @@ from transformers import (
 
 from tailrace.config.errors import ConfigError
 from tailrace.config.tree import Config, Rollout, Sampling, Workload
-from tailrace.engines import attention, batch, native
+from tailrace.engines import attention, batch, compiled, native
 from tailrace.engines.base import Job
 from tailrace.engines.layout import use_fast_layout
 from tailrace.engines.lean import lean_decoder
 from tailrace.engines.native import NativeEngine
 from tailrace.engines.plain import PlainOperations
 from tailrace.engines.weights import replace_weights
+from tailrace.kernels import cpu
 
 VOCABULARY = 96
 SHAPE: dict[str, Any] = {
@@ -128,19 +129,23 @@ def by_transformers(model: PreTrainedModel, job: Job) -> list[int]:
     return found[0, len(job.tokens) :].tolist()
 
 
-def nothing_is_padded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiny work would always be computed together; this is how large work is."""
-    for limit, least in {"PADDED": 0, "SHORT": 1}.items():
-        monkeypatch.setattr(batch, limit, least)
+def compute(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the compiled kernels or with torch alone; tiny work as it is, or cut up as large work would be."""
+    if "torch" in way:
+        monkeypatch.setenv(cpu.OFF, "0")
+        monkeypatch.setattr(cpu, "library", cpu.library.__wrapped__)
+    if "large" in way:
+        monkeypatch.setattr(batch, "PADDED", 0)
+        for module in (batch, compiled):
+            monkeypatch.setattr(module, "SHORT", 1)
 
 
-@pytest.mark.parametrize("padded", [True, False])
+@pytest.mark.parametrize("way", ["compiled", "compiled, large", "torch", "torch, large"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens_equal_generate_with_sharing_chunks_and_a_small_pool(
-    family: str, padded: bool, monkeypatch: pytest.MonkeyPatch
+    family: str, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not padded:
-        nothing_is_padded(monkeypatch)
+    compute(way, monkeypatch)
     model = tiny(family)
     work = jobs(group_size=3)
     small = engine(model, settings(kv_tokens=96, prefill_tokens=7))
@@ -154,8 +159,12 @@ def test_greedy_tokens_equal_generate_with_sharing_chunks_and_a_small_pool(
     assert len({token for tokens in record.tokens.values() for token in tokens}) > 20
 
 
+@pytest.mark.parametrize("way", ["compiled", "torch"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_lean_decoder_computes_what_the_module_computes(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_lean_decoder_computes_what_the_module_computes(
+    family: str, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compute(way, monkeypatch)
     model, work = tiny(family), jobs(group_size=2)
     lean = run(engine(model, settings(temperature=1.0)), work)
     asked: list[PreTrainedModel] = []
@@ -170,7 +179,7 @@ def test_the_lean_decoder_computes_what_the_module_computes(family: str, monkeyp
 @pytest.mark.parametrize(("family", "known"), [("llama", True), ("qwen3", True), ("gemma2", False)])
 def test_only_known_families_have_a_lean_decoder(family: str, known: bool) -> None:
     model = tiny(family)
-    use_fast_layout(model)
+    use_fast_layout(model, column_major=True)
     shapes = attention.use_paged_attention(model)
     assert (lean_decoder(model, shapes, PlainOperations()) is not None) == known
 
@@ -204,8 +213,10 @@ def test_greedy_tokens_of_smollm2_equal_generate() -> None:
     assert run(subject, work).tokens == expected
 
 
+@pytest.mark.parametrize("way", ["compiled", "torch"])
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
-def test_logprobs_are_those_of_a_plain_forward(family: str) -> None:
+def test_logprobs_are_those_of_a_plain_forward(family: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    compute(way, monkeypatch)
     model = tiny(family)
     work = jobs(group_size=2)
     record = run(engine(model, settings(temperature=0.7)), work)
@@ -290,7 +301,8 @@ def test_kept_kv_outlives_new_weights_only_on_demand() -> None:
     assert subject.load().kv_tokens == held
 
 
-def test_tied_weights_stay_tied_and_column_major_ones_stay_so() -> None:
+def test_tied_weights_stay_tied_and_column_major_ones_stay_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    compute("torch", monkeypatch)
     tied = LlamaConfig(**{**SHAPE, "tie_word_embeddings": True})
     model, other = (Auto.from_config(tied, dtype=torch.float32).eval() for _ in range(2))
     subject = NativeEngine(model, letters, (), settings(), 0)

@@ -96,7 +96,7 @@ def _parts(chunks: Sequence[Chunk], block_tokens: int, device: torch.device) -> 
     parts: list[_Part] = []
     row = 0
     for together in _batches(chunks, block_tokens):
-        kind = _Span if together[0].length > SHORT else _Padded
+        kind = Span if together[0].length > SHORT else _Padded
         parts.append(kind(together, row, block_tokens, device))
         row = parts[-1].rows.stop
     return parts
@@ -156,7 +156,7 @@ class _Padded:
         asked = np.arange(self._length) < lengths[:, None]
         self._asked = torch.from_numpy(np.flatnonzero(asked)).to(device)
         self._places = torch.from_numpy(starts[:, None] + step).to(device)
-        self._blocks = torch.from_numpy(_block_table(chunks, block_tokens)).to(device)
+        self._blocks = torch.from_numpy(block_table(chunks, block_tokens)).to(device)
         self._keys = torch.arange(self._blocks.shape[1] * block_tokens, device=device)
         self._sources: dict[int, torch.Tensor] = {}
         self._masks: dict[tuple[int | None, int], torch.Tensor] = {}
@@ -198,7 +198,7 @@ class _Padded:
         return self._masks[window, groups]
 
 
-def _block_table(chunks: Sequence[Chunk], block_tokens: int) -> np.ndarray:
+def block_table(chunks: Sequence[Chunk], block_tokens: int) -> np.ndarray:
     """The blocks of every chunk's sequence up to its end, padded with its first."""
     counts = [-(-chunk.end // block_tokens) for chunk in chunks]
     table = np.empty((len(chunks), max(counts)), np.int64)
@@ -211,7 +211,7 @@ def _block_table(chunks: Sequence[Chunk], block_tokens: int) -> np.ndarray:
 # ------------------------------------------------------------------------------------------ many tokens of a sequence
 
 
-class _Span:
+class Span:
     """A long chunk of one sequence against everything before it and itself."""
 
     def __init__(self, chunks: Sequence[Chunk], row: int, block_tokens: int, device: torch.device) -> None:

@@ -17,7 +17,7 @@ from tailrace.engines import scheduler
 from tailrace.engines.batch import PagedBatch, in_order
 from tailrace.engines.kv import KVCache
 from tailrace.engines.lean import LeanDecoder
-from tailrace.engines.plain import Rotated
+from tailrace.engines.plain import PlainOperations
 from tailrace.engines.sampling import sample
 
 
@@ -36,6 +36,7 @@ class EagerExecutor:
         self,
         model: PreTrainedModel,
         lean: LeanDecoder | None,
+        operations: PlainOperations,
         cache: KVCache,
         longest: int,
         seed: int,
@@ -43,6 +44,7 @@ class EagerExecutor:
     ) -> None:
         self._model = model
         self._lean = lean
+        self._operations = operations
         self._rotations = None if lean is None else lean.rotations(longest)
         self._cache = cache
         self._seed = seed
@@ -65,10 +67,11 @@ class EagerExecutor:
         device = self._model.device
         tokens = torch.tensor([token for c in chunks for token in c.sequence.tokens[c.start : c.end]], device=device)
         places = torch.from_numpy(np.concatenate([np.arange(c.start, c.end) for c in chunks])).to(device)
-        batch = PagedBatch(self._cache, chunks, device)
         if self._lean is not None and self._rotations is not None:
-            hidden = self._lean.hidden(tokens, Rotated(batch, self._rotations, places))
+            attention = self._operations.attention(self._cache, chunks, self._rotations, places)
+            hidden = self._lean.hidden(tokens, attention)
             return self._lean.logits(hidden.index_select(0, kept))
+        batch = PagedBatch(self._cache, chunks, device)
         found = self._model(
             input_ids=tokens[None], position_ids=places[None], use_cache=False, logits_to_keep=kept, paged=batch
         )

@@ -1,8 +1,8 @@
 """How a model's weights lie in memory while the native engine runs it. Called once, when the engine is built.
 
-Projections of the same input are one matrix, hence one product. On a CPU weights are column-major besides: products of
-a few dozen rows are much faster so. Both are layouts only: every parameter keeps its name, shape and ties, and is
-written in place.
+Projections of the same input are one matrix, hence one product. Where torch multiplies on a CPU, weights are
+column-major besides: its products of a few dozen rows are much faster so. Both are layouts only: every parameter keeps
+its name, shape and ties, and is written in place.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ OWNER = "tailrace_joined"  # the attribute of a joined layer that says with whic
 SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
-def use_fast_layout(model: PreTrainedModel) -> None:
-    """Looking up tokens in an embedding that shares its weights gets slower on a CPU, by far less than is gained."""
-    arrange = _column_major if model.device.type == "cpu" else torch.Tensor.contiguous
+def use_fast_layout(model: PreTrainedModel, column_major: bool) -> None:
+    """Looking up tokens in a column-major embedding that shares its weights is slower, by far less than is gained."""
+    arrange = _column_major if column_major else torch.Tensor.contiguous
     for module in model.modules():
         if isinstance(module, torch.nn.Linear):
             module.weight.data = arrange(module.weight.data)

@@ -9,7 +9,7 @@ too. `lean_decoder` says None for a model that it does not know down to the last
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -139,15 +139,16 @@ def lean_decoder(
 ) -> LeanDecoder | None:
     """None unless everything in it is as expected. Its projections must have been joined (`layout.py`)."""
     decoder: Any = model.get_decoder()
-    if not _is_known(model, decoder):
+    if not is_known(model):
         return None
     layers = [_layer(shapes[place], place, layer) for place, layer in enumerate(decoder.layers)]
     found = [layer for layer in layers if layer is not None]
     return LeanDecoder(model, found, operations) if len(found) == len(layers) else None
 
 
-def _is_known(model: PreTrainedModel, decoder: Any) -> bool:
-    config: Any = model.config
+def is_known(model: PreTrainedModel) -> bool:
+    """Whether it has a form here, as far as its settings tell."""
+    config, decoder = cast(Any, model.config), cast(Any, model.get_decoder())
     head = model.get_output_embeddings()
     return (
         config.model_type in FAMILIES

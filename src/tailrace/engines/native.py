@@ -22,13 +22,15 @@ from tailrace.config.errors import ConfigError
 from tailrace.config.tree import Config
 from tailrace.engines import attention, scheduler
 from tailrace.engines.base import Counters, Finish, Job, Load, Sampled
+from tailrace.engines.compiled import CompiledOperations
 from tailrace.engines.eager import EagerExecutor, Grown
 from tailrace.engines.kv import KVCache, bytes_per_token
 from tailrace.engines.layout import use_fast_layout
-from tailrace.engines.lean import lean_decoder
+from tailrace.engines.lean import is_known, lean_decoder
 from tailrace.engines.plain import PlainOperations
 from tailrace.engines.shortage import carry_out
 from tailrace.engines.weights import Staged, replace_weights, staging_for
+from tailrace.kernels import cpu
 from tailrace.model.device import AMPERE, usable_device
 from tailrace.model.load import end_tokens, load_model, load_tokenizer, precision_on
 from tailrace.model.memory import ran_out
@@ -64,12 +66,13 @@ class NativeEngine:
         self._eos_ids = frozenset(eos_ids)
         self._sampling = config.sampling
         self._context = _context(model)
-        use_fast_layout(model)
         shapes = _paged_layers(model)
+        operations = _plain_operations(model, shapes)
+        use_fast_layout(model, column_major=model.device.type == "cpu" and type(operations) is PlainOperations)
         blocks = _pool_blocks(config, self._context, bytes_per_token(shapes, model.dtype), model.device)
         self.kv_capacity = blocks * rollout.block_tokens
         self._cache = KVCache(shapes, blocks, rollout.block_tokens, model.dtype, model.device)
-        self._executor = self._build_executor(shapes, self._cache, config, seed)
+        self._executor = self._build_executor(shapes, operations, self._cache, config, seed)
         prefill = rollout.prefill_tokens or PREFILL.get(model.device.type, 512)
         self._scheduler = scheduler.Scheduler(blocks, rollout.block_tokens, prefill, rollout.max_running)
         self._counters = Counters()
@@ -77,21 +80,26 @@ class NativeEngine:
         self.staging = staging_for(model)
 
     def _build_executor(
-        self, shapes: dict[int, attention.LayerShape], cache: KVCache, config: Config, seed: int
+        self,
+        shapes: dict[int, attention.LayerShape],
+        plain: PlainOperations,
+        cache: KVCache,
+        config: Config,
+        seed: int,
     ) -> EagerExecutor | GraphExecutor:
         longest = min(self._context, self.kv_capacity)
         if not has_kernels(self._model.device):
             if self._model.device.type == "cuda":
                 print(NO_KERNELS, file=sys.stderr, flush=True)
-            lean = lean_decoder(self._model, shapes, PlainOperations())
-            return EagerExecutor(self._model, lean, cache, longest, seed, config.sampling)
+            lean = lean_decoder(self._model, shapes, plain)
+            return EagerExecutor(self._model, lean, plain, cache, longest, seed, config.sampling)
         from tailrace.engines.fused import FusedOperations
         from tailrace.engines.graphs import GraphExecutor
 
         lean = lean_decoder(self._model, shapes, FusedOperations())
         if lean is None:
             print(f"{type(self._model).__name__} has no fused form here: it runs as a module, slower", file=sys.stderr)
-            return EagerExecutor(self._model, None, cache, longest, seed, config.sampling)
+            return EagerExecutor(self._model, None, plain, cache, longest, seed, config.sampling)
         most = config.rollout.max_running
         device = self._model.device
         executor = GraphExecutor(lean, cache, longest, seed, config.sampling, self._eos_ids, most, device)
@@ -196,6 +204,13 @@ class NativeEngine:
 def has_kernels(device: torch.device) -> bool:
     """Whether the fused kernels run there: Ampere or later, and Triton is installed."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= AMPERE and bool(find_spec("triton"))
+
+
+def _plain_operations(model: PreTrainedModel, shapes: dict[int, attention.LayerShape]) -> PlainOperations:
+    """Without the kernels for a GPU: compiled ones for this CPU where they can compute the model, or torch's own."""
+    fits = model.dtype == torch.float32 and all(shape.key_dim <= cpu.MOST_DIM for shape in shapes.values())
+    kernels = cpu.library() if model.device.type == "cpu" and fits and is_known(model) else None
+    return PlainOperations() if kernels is None else CompiledOperations(kernels)
 
 
 def build_engine(config: Config, seed: int) -> NativeEngine:

@@ -5,17 +5,27 @@ Every call costs microseconds on a CPU whatever it does, so there are few of the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
 from tailrace.engines.batch import PagedBatch
-from tailrace.engines.lean import Heads, Norm, Product
+from tailrace.engines.kv import KVCache
+from tailrace.engines.lean import Attention, Heads, Norm, Product
+from tailrace.engines.scheduler import Chunk
 
 
 class PlainOperations:
     def __init__(self) -> None:
-        self._rooms: dict[int, Tensor] = {}  # by width: fresh memory costs a page fault every few kilobytes
+        self._rooms: dict[tuple[str, int], Tensor] = {}  # fresh memory costs a page fault every few kilobytes
+
+    def attention(
+        self, cache: KVCache, chunks: Sequence[Chunk], rotations: tuple[Tensor, Tensor], places: Tensor
+    ) -> Attention:
+        """Of one step's tokens, which lie at `places` of their sequences."""
+        return Rotated(PagedBatch(cache, chunks, places.device), rotations, places)
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
@@ -23,23 +33,23 @@ class PlainOperations:
         return torch.mul(x, scale.to(x.dtype)).mul_(norm.weight)
 
     def product(self, x: Tensor, product: Product) -> Tensor:
-        return product.of(x, out=self._room(len(x), product.weight.shape[1], x))
+        return product.of(x, out=self._room("product", len(x), product.weight.shape[1], x))
 
     facing = product
 
     def gated(self, x: Tensor, product: Product) -> Tensor:
         gate, up = self.facing(x, product).chunk(2, dim=-1)
-        return torch.mul(silu(gate, inplace=True), up, out=self._room(len(gate), gate.shape[1], gate))
+        return torch.mul(silu(gate, inplace=True), up, out=self._room("gated", len(gate), gate.shape[1], gate))
 
     def add(self, hidden: Tensor, x: Tensor, product: Product, norm: Norm) -> Tensor:
         product.onto(hidden, x)
         return self.norm(hidden, norm)
 
-    def _room(self, rows: int, width: int, like: Tensor) -> Tensor:
-        """Space for what is read before the next one of its width is computed."""
-        room = self._rooms.get(width)
+    def _room(self, use: str, rows: int, width: int, like: Tensor) -> Tensor:
+        """Space for what is read before the next one of its use and width is computed."""
+        room = self._rooms.get((use, width))
         if room is None or len(room) < rows:
-            room = self._rooms[width] = torch.empty(rows, width, dtype=like.dtype, device=like.device)
+            room = self._rooms[use, width] = torch.empty(rows, width, dtype=like.dtype, device=like.device)
         return room[:rows]
 
 

@@ -1,0 +1,107 @@
+"""Kernels for a CPU (`cpu.c`), compiled for the machine they run on by its own C compiler, once, and kept.
+
+Called by `engines/compiled.py`. Without a compiler, or where something about it fails, `library` is None and says why,
+once: everything then runs with torch alone, slower. They use the threads of torch, so those are never more than set.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+SOURCE = Path(__file__).with_name("cpu.c")
+MOST_DIM = 256  # floats of a head, as in the source
+COMPILE_S = 120.0
+FLAGS = ("-O3", "-march=native", "-std=gnu11", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
+OFF = "TAILRACE_CPU_KERNELS"  # set to 0: never
+
+POINTER, LONG, INT, FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
+SIGNATURES = {
+    "product": (POINTER, POINTER, POINTER, POINTER, LONG, LONG, LONG, INT),
+    "norm": (POINTER, POINTER, POINTER, LONG, LONG, FLOAT),
+    "gate": (POINTER, POINTER, LONG, LONG),
+    "attend": (POINTER, POINTER, POINTER, POINTER, POINTER, POINTER, LONG, LONG, LONG, POINTER),
+}
+
+
+class LayerOfHeads(ctypes.Structure):
+    """`struct layer` of the source."""
+
+    _fields_ = (
+        *((name, LONG) for name in ("queries", "keys", "dim", "slots", "window")),
+        *((name, FLOAT) for name in ("scale", "eps")),
+        *((name, POINTER) for name in ("query_norm", "key_norm", "key_pool", "value_pool")),
+    )
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The compiled kernels."""
+    if os.environ.get(OFF) == "0":
+        return None
+    try:
+        return _bound(ctypes.CDLL(str(_compiled())))
+    except (OSError, subprocess.SubprocessError, RuntimeError) as error:
+        print(f"no compiled kernels for this CPU ({error}): torch alone, slower", file=sys.stderr, flush=True)
+        return None
+
+
+def _bound(found: ctypes.CDLL) -> ctypes.CDLL:
+    for name, arguments in SIGNATURES.items():
+        function = getattr(found, name)
+        function.argtypes, function.restype = arguments, None
+    return found
+
+
+def _compiled() -> Path:
+    """The shared library, from the cache if this machine has made it before."""
+    compiler = shutil.which(os.environ.get("CC") or "cc")
+    if compiler is None:
+        raise RuntimeError("no C compiler; Debian's is in the package gcc")
+    target = _cache() / f"cpu-{_fingerprint(compiler)}.so"
+    if not target.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+            _compile(compiler, Path(folder) / "made.so").replace(target)  # others may do the same at the same time
+    return target
+
+
+def _compile(compiler: str, target: Path) -> Path:
+    made = target.with_suffix(".o")
+    _run(compiler, *FLAGS, "-c", str(SOURCE), "-o", str(made))
+    # Linked without -fopenmp: the symbols are found in the OpenMP that torch has brought, and so are its threads.
+    _run(compiler, "-shared", str(made), "-o", str(target))
+    return target
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_S, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{command[0]} says: {(done.stderr.strip() or 'nothing').splitlines()[-1]}")
+
+
+def _fingerprint(compiler: str) -> str:
+    """Whatever would make another library: the source, how it is compiled, for which processor."""
+    parts = [SOURCE.read_text(), compiler, *FLAGS, platform.machine(), torch.__version__, _processor()]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def _processor() -> str:
+    """A home directory may be shared by machines of several kinds."""
+    described = Path("/proc/cpuinfo")
+    lines = described.read_text().splitlines() if described.exists() else [platform.processor()]
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+
+
+def _cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tailrace" / "kernels"
