@@ -31,8 +31,9 @@ train: setup  ## train the default recipe: a small model on this machine's CPU, 
 test: setup  ## run the tests (WORKERS=n processes)
 	$(BIN)/python -m pytest -n $(WORKERS)
 
-soak: setup  ## run the long tests too slow for every change
+soak: setup  ## run the long tests too slow for every change, and break real runs for half an hour
 	HYPOTHESIS_PROFILE=search $(BIN)/python -m pytest -n $(WORKERS) -m soak
+	$(BIN)/python benchmarks/chaos.py all
 
 check: setup  ## lint, formatting, types, layers
 	$(BIN)/ruff check

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import json
-import queue
+import os
+import random
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from threading import Event, Thread
+from threading import Condition, Event, Thread
+from typing import Any
 
 from tailrace.relay.arena import Arena, ArenaReader
-from tailrace.relay.checksum import checksum as sum_up
-from tailrace.relay.link import Address, LinkError, dial, offer
+from tailrace.relay.checksum import PIECE, Checksum
+from tailrace.relay.link import Address, LinkError, dial
+from tailrace.relay.messages import Busy
 from tailrace.relay.node import Failure, RelayNode
+from tailrace.relay.tls import LOOPBACK
+from tailrace.relay.transfer import offer
 
 TOKEN = b"t" * 32
 DEADLINE_S = 20.0
@@ -30,23 +35,39 @@ def until(holds: Callable[[], object], what: str) -> None:
 
 
 class Weights:
-    """A version to send, a `Source`. `hold` keeps back everything after its first half until `go`."""
+    """A version to send, a `Source`. `hold` keeps back everything after its first half until `go`. `asked` is where it
+    was read from."""
 
-    def __init__(self, version: int, data: bytes, hold: bool = False, checksum: str = "") -> None:
-        self.version, self.size, self._data = version, len(data), data
-        self._checksum = checksum or sum_up(data)
+    def __init__(
+        self,
+        version: int,
+        data: bytes,
+        hold: bool = False,
+        checksum: str = "",
+        edition: str = "first",
+        reign: int = 0,
+    ) -> None:
+        self.version, self.size, self.edition, self.reign = version, len(data), edition, reign
+        self._data = memoryview(data)
+        self._sums = Checksum(self._data)
+        self._sums.advance(self.size)
+        self._checksum = checksum or self._sums.digest()
+        self.half = self.size // 2 // PIECE * PIECE
+        self.asked: list[int] = []
         self.go = Event()
         if not hold:
             self.go.set()
 
-    def ready(self, position: int) -> memoryview:
-        if position >= self.size // 2:
-            if not self.go.wait(DEADLINE_S):
-                raise LinkError("nobody let the version go on")
-            return memoryview(self._data)[position:]
-        return memoryview(self._data)[position : self.size // 2]
+    def ready(self, position: int, patience_s: float) -> memoryview:
+        self.asked.append(position)
+        if position < self.half:
+            return self._data[position : self.half]
+        return self._data[position:] if self.go.wait(min(patience_s, 0.1)) else self._data[:0]
 
-    def checksum(self) -> str:
+    def sums(self, start: int, end: int) -> bytes:
+        return self._sums.sums(start, end)
+
+    def checksum(self, patience_s: float) -> str:
         return self._checksum
 
 
@@ -55,7 +76,7 @@ def publish(address: Address, weights: Weights) -> Thread:
 
     def run() -> None:
         with suppress(LinkError), dial(address, TOKEN) as channel:
-            offer(channel, weights, chunk=1 << 16, fresh=True)
+            offer(channel, weights, fresh=True)
 
     thread = Thread(target=run, daemon=True)
     thread.start()
@@ -75,7 +96,6 @@ class Node(RelayNode):
             token,
             on_stored=self.stored.append,
             on_failed=self.failures.append,
-            chunk_mbytes=0.05,
             stall_s=stall_s,
         )
 
@@ -94,27 +114,57 @@ def nodes(count: int, folder: Path) -> Iterator[list[Node]]:
 
 
 class RelayProcess:
-    """A relay that can be killed. It obeys lines of JSON and reports in lines of JSON."""
+    """A relay that can be killed and stopped, on a host of its own perhaps (`inside`). It obeys lines of JSON and
+    reports in lines of JSON. It can also play the trainer."""
 
-    def __init__(self, id: int, folder: Path) -> None:
+    def __init__(
+        self, id: int, folder: Path, inside: Sequence[str] = (), listen: str = LOOPBACK, stall_s: float = DEADLINE_S
+    ) -> None:
         self.id, self.folder = id, folder / f"h{id}"
-        words = [sys.executable, __file__, str(id), str(self.folder)]
+        words = [*inside, sys.executable, __file__, str(id), str(self.folder), listen, str(stall_s)]
         self._process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self._reports: queue.Queue[dict[str, int]] = queue.Queue()
+        self.reports: list[dict[str, Any]] = []
+        self._told = Condition()
         self.address = Address(*json.loads(self._line()))
         Thread(target=self._listen, daemon=True).start()
 
-    def route(self, epoch: int, targets: list[RelayProcess]) -> None:
-        assert self._process.stdin
-        self._process.stdin.write(json.dumps([epoch, {other.id: other.address for other in targets}]) + "\n")
-        self._process.stdin.flush()
+    def route(self, epoch: int, targets: Sequence[RelayProcess]) -> None:
+        self._order(route=[epoch, {other.id: other.address for other in targets}])
 
-    def wait_for(self, what: str, version: int) -> None:
-        while self._reports.get(timeout=DEADLINE_S) != {what: version}:
-            pass
+    def publish(self, version: int, size: int, target: RelayProcess) -> None:
+        """As the trainer: send `made_up(version, size)` until it is there."""
+        self._order(publish=[version, size, target.address])
+
+    def wait_for(self, what: str, version: int, deadline_s: float = DEADLINE_S) -> dict[str, Any]:
+        """The first such report, which counts once."""
+
+        def found() -> dict[str, Any] | None:
+            return next((report for report in self.reports if report.get(what) == version), None)
+
+        with self._told:
+            assert self._told.wait_for(found, deadline_s), f"{what} {version} of relay {self.id} in {self.reports}"
+            report = found()
+            assert report is not None
+            self.reports.remove(report)
+            return report
 
     def read(self, version: int) -> bytes:
         return bytes(ArenaReader(self.folder).open(version).buffer)
+
+    def versions(self) -> tuple[int, ...]:
+        return ArenaReader(self.folder).versions()
+
+    def arriving_bytes(self, version: int) -> int:
+        """Of a version that is in the making: what its file really occupies."""
+        with suppress(FileNotFoundError):
+            return (self.folder / f"v{version}.partial").stat().st_blocks * 512
+        return 0
+
+    def stop(self) -> None:
+        self._process.send_signal(signal.SIGSTOP)
+
+    def wake(self) -> None:
+        self._process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
         assert self._process.stdin
@@ -122,6 +172,11 @@ class RelayProcess:
         self._process.wait(DEADLINE_S)
         with suppress(BrokenPipeError):
             self._process.stdin.close()
+
+    def _order(self, **what: object) -> None:
+        assert self._process.stdin
+        self._process.stdin.write(json.dumps(what) + "\n")
+        self._process.stdin.flush()
 
     def _line(self) -> str:
         assert self._process.stdout
@@ -131,41 +186,77 @@ class RelayProcess:
         assert self._process.stdout
         with self._process.stdout as lines:
             for line in lines:
-                self._reports.put(json.loads(line))
+                with self._told:
+                    self.reports.append(json.loads(line))
+                    self._told.notify_all()
 
 
 @contextmanager
 def relay_processes(count: int, folder: Path) -> Iterator[list[RelayProcess]]:
+    with ending() as made:
+        made.extend(RelayProcess(id, folder) for id in range(count))
+        yield made
+
+
+@contextmanager
+def ending() -> Iterator[list[RelayProcess]]:
+    """A list of relays that are gone at the end."""
     made: list[RelayProcess] = []
     try:
-        made.extend(RelayProcess(id, folder) for id in range(count))
         yield made
     finally:
         for relay in made:
             relay.kill()
 
 
-def _report(**what: int) -> None:
-    print(json.dumps(what), flush=True)
+def made_up(version: int, size: int) -> bytes:
+    """The bytes that every trainer of these tests has in this version."""
+    return random.Random(version).randbytes(size)
 
 
-def _serve(id: int, folder: Path) -> None:
-    """The child: ends when its parent closes the pipe, whatever the parent died of."""
+# --------------------------------------------------------------------------------------------------------- the child
+
+
+def _report(**what: object) -> None:
+    os.write(sys.stdout.fileno(), f"{json.dumps(what)}\n".encode())  # in one go: threads report too
+
+
+def _serve(id: int, folder: Path, listen: str, stall_s: float) -> None:
+    """Ends when its parent closes the pipe, whatever the parent died of."""
     node = RelayNode(
         id,
         Arena(folder),
         TOKEN,
-        on_stored=lambda version: _report(stored=version),
-        on_failed=lambda failure: _report(failed=failure.version),
-        chunk_mbytes=0.05,
-        stall_s=DEADLINE_S,
+        listen,
+        on_stored=lambda version: _report(stored=version, at=time.time()),
+        on_failed=lambda failure: _report(failed=failure.version, target=failure.target, reason=failure.reason),
+        stall_s=stall_s,
     )
     print(json.dumps(node.address), flush=True)
     for line in sys.stdin:
-        epoch, targets = json.loads(line)
-        node.route(epoch, {int(other): Address(*address) for other, address in targets.items()})
+        match json.loads(line):
+            case {"route": [epoch, targets]}:
+                node.route(epoch, {int(other): Address(*address) for other, address in targets.items()})
+            case {"publish": [version, size, address]}:
+                weights = Weights(version, made_up(version, size))
+                Thread(target=_persist, args=(weights, Address(*address), stall_s), daemon=True).start()
     node.close()
 
 
+def _persist(weights: Weights, address: Address, stall_s: float) -> None:
+    """As the trainer's publisher does."""
+    _report(began=weights.version, at=time.time())
+    while True:
+        try:
+            with dial(address, TOKEN, stall_s) as channel:
+                answer = offer(channel, weights, fresh=True)
+                if not isinstance(answer, Busy):
+                    _report(published=weights.version, first=min(weights.asked, default=-1))
+                    return
+        except LinkError as error:
+            _report(unpublished=weights.version, reason=str(error))
+        time.sleep(0.1)
+
+
 if __name__ == "__main__":
-    _serve(int(sys.argv[1]), Path(sys.argv[2]))
+    _serve(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], float(sys.argv[4]))

@@ -12,7 +12,12 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
+import xxhash
+
+from audit import Audit
+from tailrace.control.plane import ControlPlane
 from tailrace.protocol import Train
+from tailrace.relay.arena import default_base
 from tailrace.store.journal import Journal
 
 DEADLINE_S = 120.0
@@ -101,6 +106,15 @@ class Run:
         except sqlite3.OperationalError:
             return 0  # not there yet
 
+    def controller(self) -> int:
+        """Its process id; 0 while there is none. The process that was started is its keeper."""
+        assert self.child is not None
+        keeper = self.child.pid
+        try:
+            return int(Path(f"/proc/{keeper}/task/{keeper}/children").read_text().split()[0])
+        except (OSError, IndexError):
+            return 0
+
     def parts(self) -> dict[str, int]:
         """Process ids of the living parts, by the name of their log."""
         found: dict[str, int] = {}
@@ -132,3 +146,23 @@ class Run:
 
 def _processes() -> Iterator[int]:
     return (int(name) for name in os.listdir("/proc") if name.isdecimal())
+
+
+def replayed(run: Run) -> ControlPlane:
+    """The journal through a fresh control plane, audited on the way: nothing lost, doubled or too stale."""
+    journal = Journal(run.folder)
+    plane = ControlPlane(journal.config)
+    audit = Audit(journal.config)
+    for entry in journal.entries():
+        commands = plane.handle(entry.now, entry.event)
+        assert commands == list(entry.commands)
+        audit.listen(entry.now, entry.event, commands)
+    plane.check()
+    audit.finish(plane)
+    return plane
+
+
+def nothing_is_left(run: Run) -> bool:
+    """Neither processes nor shared memory of this very run."""
+    mark = xxhash.xxh3_64_hexdigest(str(run.folder.resolve()).encode())[:8]
+    return not run.parts() and not list(default_base().glob(f"tailrace-*{mark}*"))

@@ -13,9 +13,12 @@ import sys
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from tailrace import __version__
+
+if TYPE_CHECKING:
+    from tailrace.launch.keeper import Keeper
 
 SETTINGS = "Any setting can be given too: --schedule.kind sync, --cluster.gpus 64. --dry-run prints them all."
 DESCRIPTION = "RL post-training without the synchronization barrier: train, simulate, plan and examine."
@@ -26,8 +29,13 @@ class UsageError(ValueError):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    return _guarded(lambda: _run(list(sys.argv[1:] if argv is None else argv)))
+
+
+def _guarded(command: Callable[[], int]) -> int:
+    """The command's exit code; what goes wrong is told."""
     try:
-        status = _run(list(sys.argv[1:] if argv is None else argv))
+        status = command()
         sys.stdout.flush()
     except ValueError as error:  # ConfigError, JournalError and their like: sentences for the person who typed
         if not _is_meant_for_people(error):
@@ -108,16 +116,24 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    from tailrace.config import load, render
-
-    config = load(arguments.files, arguments.settings)
     if arguments.dry_run:
-        print(render(config))
+        from tailrace.config import load, render
+
+        print(render(load(arguments.files, arguments.settings)))
         return 0
+    from tailrace.launch.keeper import Keeper
+
+    return Keeper().keep(lambda keeper: _guarded(lambda: _control(arguments, keeper)))
+
+
+def _control(arguments: argparse.Namespace, keeper: Keeper) -> int:
+    """What the controller's process does."""
+    from tailrace.config import load
     from tailrace.launch.folder import run_folder
     from tailrace.launch.train import train
 
-    complete = train(config, run_folder(config, arguments.files), arguments.resume)
+    config = load(arguments.files, arguments.settings)
+    complete = train(config, run_folder(config, arguments.files), arguments.resume, keeper)
     return 0 if complete else 130
 
 

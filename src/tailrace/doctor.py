@@ -54,6 +54,7 @@ def _machine() -> Section:
         ("disk", f"{shutil.disk_usage('.').free / 1e9:,.0f} GB free here"),
         *_gpus(),
         *_false_bfloat16(),
+        ("sandbox", _sandbox()),
     ]
     return "this machine", facts + [(name, _package(name, there, missing)) for name, there, missing in PACKAGES]
 
@@ -117,6 +118,13 @@ def _gpus_of_the_driver() -> str:
     cards = [line.strip() for line in answer.splitlines() if line.strip()]
     kinds = dict.fromkeys(cards)
     return "; ".join(f"{cards.count(kind)} x {kind}" for kind in kinds) or "none found; simulating needs none"
+
+
+def _sandbox() -> str:
+    """What holds the programs of a policy that has the tool `python`."""
+    from tailrace.envs.sandbox import layers_here
+
+    return str(layers_here())
 
 
 def _package(name: str, there: str, missing: str) -> str:

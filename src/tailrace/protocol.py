@@ -141,12 +141,13 @@ class WeightsLoaded(Event):
 
 
 class PullFailed(Event):
-    """The other answer to `LoadWeights`."""
+    """The other answer to `LoadWeights`. `damaged`: what the relay holds is not what it was given."""
 
     replica: ReplicaId
     incarnation: int
     version: Version
     reason: str
+    damaged: bool = False
 
 
 class RelayJoined(Event):
@@ -160,6 +161,24 @@ class RelayJoined(Event):
 class RelayLost(Event):
     relay: RelayId
     incarnation: int
+    reason: str
+
+
+class LinkFailed(Event):
+    """A relay has not been able to get anything to the next one on its route for a while, though both may be well."""
+
+    relay: RelayId
+    incarnation: int
+    target: RelayId
+    reason: str
+
+
+class PublishFailed(Event):
+    """The other answer to `Publish`: the trainer has not been able to get anything to the master for a while."""
+
+    incarnation: int
+    version: Version
+    relay: RelayId
     reason: str
 
 
@@ -230,6 +249,8 @@ AnyEvent = (
     | PullFailed
     | RelayJoined
     | RelayLost
+    | LinkFailed
+    | PublishFailed
     | VersionStored
     | TrainerJoined
     | TrainerLost
@@ -297,7 +318,7 @@ class Train(Command):
 
 
 class Publish(Command):
-    """Push this version to the master relay -> VersionStored of that relay."""
+    """Push this version to the master relay -> VersionStored of that relay, or PublishFailed."""
 
     incarnation: int
     version: Version
@@ -326,6 +347,15 @@ class Forget(Command):
 
     trajectories: tuple[TrajectoryId, ...]
     reason: Ending = "trained"
+
+
+class GiveUp(Command):
+    """It was silent for too long, or did not answer in time, and counts as lost: end what is left of it. No answer."""
+
+    part: Part
+    id: int
+    incarnation: int
+    reason: str
 
 
 class Start(Command):
@@ -361,6 +391,7 @@ AnyCommand = (
     | Route
     | Drop
     | Forget
+    | GiveUp
     | Start
     | SetTimer
     | Stop

@@ -19,6 +19,9 @@ RelayId = int
 HostId = int
 Version = int
 
+# What msgspec raises for bytes that nobody of ours wrote. Nesting is bounded by Python's own limit, about 1,000 levels.
+MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+
 KINDS = {"p": "prompt", "g": "group", "t": "trajectory", "r": "replica", "h": "relay", "v": "version"}
 
 

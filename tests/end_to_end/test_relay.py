@@ -5,24 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from relays import DEADLINE_S, RelayProcess, Weights, publish, relay_processes, until
+from relays import DEADLINE_S, RelayProcess, Weights, ending, publish, relay_processes, until
 from tailrace.relay.arena import Arena, default_base
-from tailrace.relay.checksum import checksum
+from tailrace.relay.checksum import PIECE, checksum
 
-DATA = os.urandom(2_000_000)
+DATA = os.urandom(8 * PIECE + 1000)
 SMAPS = Path("/proc/self/smaps_rollup")
-
-
-def arriving_bytes(relay: RelayProcess, version: int) -> int:
-    """Of a version that is in the making: what its file really occupies."""
-    with suppress(FileNotFoundError):
-        return (relay.folder / f"v{version}.partial").stat().st_blocks * 512
-    return 0
 
 
 def test_a_version_travels_down_a_chain_of_processes(tmp_path: Path) -> None:
@@ -41,15 +33,47 @@ def test_a_relay_that_is_killed_in_mid_transfer_is_routed_around(tmp_path: Path)
         second.route(2, [third])
         weights = Weights(1, DATA, hold=True)
         publish(first.address, weights)
-        until(lambda: arriving_bytes(third, 1) > len(DATA) // 4, "the version to be under way everywhere")
+        until(lambda: third.arriving_bytes(1) > len(DATA) // 4, "the version to be under way everywhere")
         second.kill()
         third.wait_for("failed", 1)
-        assert arriving_bytes(third, 1) == 0
+        assert third.arriving_bytes(1) > len(DATA) // 4  # what has come is kept
         first.route(3, [third])
         weights.go.set()
         for relay in (first, third):
             relay.wait_for("stored", 1)
             assert relay.read(1) == DATA
+
+
+def test_a_master_that_is_killed_in_mid_transfer_is_replaced_by_the_next_which_goes_on(tmp_path: Path) -> None:
+    with relay_processes(3, tmp_path) as (first, second, third):
+        first.route(1, [second])
+        second.route(2, [third])
+        publish(first.address, Weights(1, DATA, hold=True))
+        until(lambda: third.arriving_bytes(1) > len(DATA) // 4, "the version to be under way everywhere")
+        first.kill()
+        second.wait_for("failed", 1)
+        again = Weights(1, DATA)
+        publish(second.address, again).join(DEADLINE_S)
+        for relay in (second, third):
+            relay.wait_for("stored", 1)
+            assert relay.read(1) == DATA
+        assert min(again.asked) == again.half  # the trainer sends the rest only
+        assert third.reports == []  # nothing broke off further down
+
+
+def test_a_relay_that_is_stopped_is_named_and_served_again_when_it_wakes(tmp_path: Path) -> None:
+    with ending() as relays:
+        relays += [RelayProcess(id, tmp_path, stall_s=1.0) for id in range(2)]
+        first, second = relays
+        first.route(1, [second])
+        second.stop()
+        publish(first.address, Weights(1, DATA)).join(DEADLINE_S)
+        failure = first.wait_for("failed", 1)
+        assert failure["target"] == 1
+        assert f"receive from {second.address}: nothing moved for 1.0 s (a greeting)" in failure["reason"]
+        second.wake()
+        second.wait_for("stored", 1)
+        assert second.read(1) == DATA
 
 
 def test_a_relay_that_starts_again_after_its_death_begins_with_an_empty_arena(tmp_path: Path) -> None:

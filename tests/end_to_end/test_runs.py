@@ -10,29 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from audit import Audit
-from runs import EMULATED, Run
-from tailrace.control.plane import ControlPlane
-from tailrace.relay.arena import default_base
+from runs import EMULATED, Run, nothing_is_left, replayed
 from tailrace.store.journal import Journal
-
-
-def replayed(run: Run) -> ControlPlane:
-    """The journal through a fresh control plane, audited on the way: nothing lost, doubled or too stale."""
-    journal = Journal(run.folder)
-    plane = ControlPlane(journal.config)
-    audit = Audit(journal.config)
-    for entry in journal.entries():
-        commands = plane.handle(entry.now, entry.event)
-        assert commands == list(entry.commands)
-        audit.listen(entry.now, entry.event, commands)
-    plane.check()
-    audit.finish(plane)
-    return plane
-
-
-def nothing_is_left(run: Run) -> bool:
-    return not run.parts() and not list(default_base().glob(f"tailrace-{run.folder.name}-*"))
 
 
 @pytest.mark.parametrize("kind", ["sync", "one_step", "stream", "partial", "trajectory"])

@@ -140,6 +140,8 @@ def test_bad_options_are_refused_with_a_way_out(words: str, expected: str) -> No
 
 
 BAD_RULES = [
+    ("--relay.listen everywhere", 'relay.listen is "everywhere", which is no address'),
+    ("--relay.listen 0.0.0.0", 'relay.listen is "0.0.0.0", which is everywhere; write the network of your hosts'),
     ("--model.parameters 0 --model.preset=", "no model is given; write model.preset"),
     ("--model.preset= --model.parameters 7e9", "model.layers is missing"),
     ("--model.preset qwen2.5-7", "model.preset is 'qwen2.5-7', which is not a known shape; did you mean 'qwen2.5-7b'?"),

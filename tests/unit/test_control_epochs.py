@@ -114,7 +114,7 @@ def test_past_its_deadline_a_group_goes_on_with_its_survivors():
     drive.finish(done)
     drive.tick(1.0)
     assert not drive.orders(Cancel)
-    commands = drive.tick(2.0)
+    commands = drive.tick(1.5)
     assert (
         Assignment(straggler.trajectory, 1)
         in only(

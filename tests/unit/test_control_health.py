@@ -9,14 +9,17 @@ from tailrace.protocol import (
     ControllerRestarted,
     FetchPrompts,
     Finished,
+    GiveUp,
     Progressed,
     PullFailed,
+    RelayLost,
     ReplicaLost,
     SetTimer,
     Start,
     Stop,
     TimerFired,
     Train,
+    TrainerLost,
 )
 
 
@@ -33,9 +36,12 @@ def test_who_misses_three_heartbeats_is_lost_and_started_again():
     drive.tell(Progressed(0, 1, 0, 0, 0), after=2.0)
     drive.tell(Alive("relay", 0, 1))
     drive.tell(Alive("trainer", 0, 1))
-    drive.tick(1.5)
+    commands = drive.tick(1.5)
     states = {id: replica.state for id, replica in drive.plane.state.fleet.replicas.items()}
     assert states == {0: "ready", 1: "lost"}
+    assert [one for one in commands if isinstance(one, GiveUp)] == [
+        GiveUp("replica", 1, 1, drive.plane.state.fleet.replicas[1].reason)
+    ]
     assert "no heartbeat" in drive.plane.state.fleet.replicas[1].reason
     assert not drive.running(1)
     drive.tell(Progressed(0, 1, 0, 0, 0), after=4.0)
@@ -87,6 +93,19 @@ def test_a_replica_that_cannot_load_is_started_afresh():
     drive.tell(PullFailed(0, 2, 0, "out of memory"))
     assert drive.plane.state.fleet.replicas[0].state == "lost"
     assert drive.plane.state.pulling == 0
+
+
+def test_a_relay_with_a_damaged_copy_is_started_afresh_and_the_replica_is_not():
+    drive = driven()
+    drive.tell(ReplicaLost(0, 1, "it died"))
+    drive.join(0, incarnation=2, version=-1)
+    relay = drive.plane.state.relays.relays[drive.plane.state.fleet.replicas[0].source]
+    commands = drive.tell(PullFailed(0, 2, 0, "its checksum is wrong", damaged=True))
+    given_up = [command for command in commands if isinstance(command, GiveUp)]
+    assert [(one.part, one.id) for one in given_up] == [("relay", relay.id)]
+    assert (relay.live, relay.versions) == (False, [])
+    assert drive.plane.state.fleet.replicas[0].live
+    drive.plane.check()
 
 
 def test_a_second_copy_of_a_timer_does_not_start_a_second_clock():
@@ -160,3 +179,97 @@ def test_a_run_that_could_not_go_on_is_taken_up_again_when_it_is_resumed():
     assert not [one for one in commands if isinstance(one, Stop)]
     commands = drive.tick(2.0)
     assert [one.part for one in commands if isinstance(one, Start)] == ["replica"]
+
+
+# --------------------------------------------------------------------------------------- who dies before it is up
+
+
+def failing_to_start(drive, lost, record, first=2):
+    """It was up once; from then on every process of it ends before it has joined."""
+    pauses = []
+    for incarnation in range(first, first + 10):
+        if not starts(drive.tick(max(0.0, record.restart_at - drive.now))):
+            break
+        drive.tell(lost(incarnation))
+        pauses.append(record.restart_at - drive.now)
+    return pauses
+
+
+def beat(drive):
+    """Of everybody who lives, so that only what the test breaks is broken."""
+    for part in (*drive.plane.state.fleet.replicas.values(), *drive.plane.state.relays.relays.values()):
+        part.last_seen = drive.now + 1e6
+    drive.plane.state.training.last_seen = drive.now + 1e6
+
+
+def test_a_replica_that_dies_while_it_starts_is_tried_again_and_quarantined_in_the_end():
+    drive = driven()
+    drive.finish(drive.running(0)[0])  # good work: the count begins anew
+    beat(drive)
+    drive.tell(ReplicaLost(0, 1, "it was killed"))
+    replica = drive.plane.state.fleet.replicas[0]
+    assert failing_to_start(drive, lambda n: ReplicaLost(0, n, f"start {n} failed"), replica) == [4.0, 8.0, 16.0]
+    assert (replica.state, replica.reason) == ("quarantined", "start 4 failed")
+    assert not drive.orders(Stop)
+
+
+def test_a_relay_that_cannot_start_is_quarantined_and_the_others_go_on():
+    drive = Drive(config(), relays=2).join_all()
+    beat(drive)
+    drive.tell(RelayLost(1, 1, "it was killed"))
+    relay = drive.plane.state.relays.relays[1]
+    assert failing_to_start(drive, lambda n: RelayLost(1, n, "no room"), relay) == [4.0, 8.0, 16.0]
+    assert (relay.quarantined, relay.reason) == (True, "no room")
+    assert starts(drive.tick(1000.0)) == []
+    assert not drive.orders(Stop)
+    drive.tell(RelayLost(0, 1, "it was killed"))
+    failing_to_start(drive, lambda n: RelayLost(0, n, "no room either"), drive.plane.state.relays.relays[0])
+    assert "no relay is left" in drive.orders(Stop)[0].reason
+    assert "no room either" in drive.orders(Stop)[0].reason
+    restart(drive)
+    assert {("relay", 0), ("relay", 1)} <= set(starts(drive.tick(60.0))), "what was wrong may have been mended"
+
+
+def test_a_trainer_that_cannot_start_ends_the_run_with_the_reason():
+    drive = driven()
+    drive.finish_all()
+    drive.train()
+    beat(drive)
+    drive.tell(TrainerLost(1, "it was killed"))
+    failing_to_start(drive, lambda n: TrainerLost(n, "out of memory"), drive.plane.state.training)
+    [stop] = drive.orders(Stop)
+    assert stop.failed
+    assert "out of memory" in stop.reason
+    restart(drive)
+    assert ("trainer", 0) in starts(drive.tick(60.0))
+
+
+def test_who_failed_to_start_does_not_join_any_more_but_its_successor_does():
+    drive = driven()
+    beat(drive)
+    drive.tell(ReplicaLost(0, 1, "it was killed"))
+    drive.tick(60.0)
+    drive.tell(ReplicaLost(0, 2, "it was killed again"))
+    drive.join(0, incarnation=2)
+    assert not drive.plane.state.fleet.replicas[0].live
+    drive.join(0, incarnation=3)
+    assert drive.plane.state.fleet.replicas[0].live
+
+
+def test_silence_is_noticed_when_it_has_lasted_long_enough_and_not_at_the_next_round_second():
+    drive = driven()
+    drive.tell(Progressed(1, 1, 0, 0, 0), after=0.4)  # its last word
+    for second in (1.0, 2.0, 3.0):
+        for event in (Progressed(0, 1, 0, 0, 0), Alive("relay", 0, 1), Alive("trainer", 0, 1)):
+            drive.tell(event, after=second - drive.now)
+        drive.tick(0.0)
+    assert drive.plane.state.fleet.replicas[1].live
+    look = [command for command in drive.orders(SetTimer) if command.timer == "health"][-1]
+    assert look.at == 0.4 + 3.0
+    commands = drive.tell(TimerFired("health"), after=look.at - drive.now)
+    assert not drive.plane.state.fleet.replicas[1].live
+    assert [one.id for one in commands if isinstance(one, GiveUp)] == [1]
+
+
+def test_by_default_the_samples_of_a_silent_replica_are_elsewhere_within_three_seconds():
+    assert Health().heartbeat_s * Health().strikes <= 2.5

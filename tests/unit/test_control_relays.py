@@ -4,7 +4,19 @@ import pytest
 
 from drive import Drive, config, published, routes
 from tailrace.config.tree import Model, Relay
-from tailrace.protocol import Drop, LoadWeights, RelayJoined, RelayLost, ReplicaLost, TrainerJoined, VersionStored
+from tailrace.protocol import (
+    Drop,
+    GiveUp,
+    LinkFailed,
+    LoadWeights,
+    PublishFailed,
+    RelayJoined,
+    RelayLost,
+    ReplicaLost,
+    Stop,
+    TrainerJoined,
+    VersionStored,
+)
 
 
 def driven(relays=8, replicas=0, **relay):
@@ -30,6 +42,28 @@ def test_a_relay_that_comes_back_costs_two_commands(topology):
     drive = driven(topology=topology)
     drive.tell(RelayLost(3, 1, "it died"))
     assert len(routes(drive.tell(RelayJoined(3, 2)))) == 2
+
+
+@pytest.mark.parametrize("topology", ["chain", "tree"])
+def test_a_relay_that_its_predecessor_cannot_reach_is_fed_by_another_and_lost_only_if_that_fails_too(topology):
+    drive = driven(relays=4, topology=topology)
+    moved = routes(drive.tell(LinkFailed(0, 1, 1, "nothing moved for 10 s")))
+    assert 1 not in moved[0]
+    after = next(relay for relay, targets in moved.items() if 1 in targets)
+    assert drive.tell(LinkFailed(0, 1, 1, "it was under way when the route changed")) == []
+    lost = drive.tell(LinkFailed(after, 1, 1, "nothing moved for 10 s"))
+    assert [command.id for command in lost if isinstance(command, GiveUp)] == [1]
+    assert not drive.plane.state.relays.relays[1].live
+
+
+def test_a_relay_that_has_got_something_since_is_given_another_chance():
+    drive = driven(relays=4)
+    drive.plane.state.training.version = 1
+    drive.tell(LinkFailed(0, 1, 1, "?"))  # 0 2 3 1
+    drive.tell(VersionStored(1, 1, 1))
+    drive.tell(LinkFailed(0, 1, 2, "?"))  # 0 3 1 2
+    drive.tell(LinkFailed(3, 1, 1, "?"))
+    assert drive.plane.state.relays.relays[1].live
 
 
 def test_the_next_master_has_what_it_needs_or_gets_it_from_the_trainer():
@@ -98,3 +132,49 @@ def test_a_newer_version_than_the_one_ordered_ends_the_publication_too():
     drive.plane.state.pushing = 1
     drive.tell(VersionStored(0, 1, 2))
     assert drive.plane.state.pushing == -1
+
+
+# ----------------------------------------------------------------------------- the way from the trainer to the master
+
+
+def waiting_for_version_1(relays, **relay):
+    drive = driven(relays, **relay)
+    drive.plane.state.training.version = drive.plane.state.training.step = 1
+    drive.tell(VersionStored(0, 1, 0))
+    assert published(drive)[-1] == (1, 0)
+    return drive
+
+
+@pytest.mark.parametrize("topology", ["chain", "tree"])
+def test_a_master_that_the_trainer_cannot_reach_goes_to_the_end_and_another_gets_the_version(topology):
+    drive = waiting_for_version_1(3, topology=topology)
+    commands = drive.tell(PublishFailed(1, 1, 0, "nothing moved for 10 s"))
+    master = drive.plane.state.relays.master
+    assert published(drive)[-1] == (1, master)
+    assert master != 0
+    assert any(0 in targets for targets in routes(commands).values()), "it is fed by another relay"
+    assert drive.tell(PublishFailed(1, 1, 0, "late")) == []
+    assert drive.plane.state.relays.live == 3
+
+
+def test_an_only_relay_that_the_trainer_cannot_reach_is_started_again_and_in_the_end_the_run_stops():
+    drive = waiting_for_version_1(1)
+    for incarnation in range(1, 10):
+        drive.tell(PublishFailed(1, 1, 0, "nothing moved for 10 s"))
+        assert [one.incarnation for one in drive.orders(GiveUp) if one.part == "relay"][-1] == incarnation
+        drive.plane.state.training.last_seen = drive.now + 100.0  # it is well
+        drive.tick(100.0)
+        if drive.orders(Stop):
+            break
+        drive.tell(RelayJoined(0, incarnation + 1))
+        assert published(drive)[-1] == (1, 0)
+    assert incarnation == 1 + drive.plane.config.health.max_restarts
+    assert "the trainer cannot reach it: nothing moved" in drive.orders(Stop)[0].reason
+
+
+def test_a_failure_of_another_trainer_or_of_an_older_version_changes_nothing():
+    drive = waiting_for_version_1(2)
+    for event in (PublishFailed(2, 1, 0, "?"), PublishFailed(1, 0, 0, "?"), PublishFailed(1, 1, 1, "?")):
+        assert drive.tell(event) == []
+    drive.tell(VersionStored(0, 1, 1))
+    assert drive.tell(PublishFailed(1, 1, 0, "it has arrived all the same")) == []

@@ -51,10 +51,12 @@ def test_published_versions_never_go_back():
     assert versions == sorted(versions)
 
 
-def test_payloads_are_kept_until_a_checkpoint_covers_them():
+def test_payloads_are_kept_until_two_checkpoints_cover_them():
     drive = driven(steps=2)
-    assert not drive.orders(Forget)
-    commands = drive.tell(Checkpointed(1, 1))
+    drive.tell(Checkpointed(1, 1))
+    drive.tell(Checkpointed(1, 1))
+    assert not drive.orders(Forget), "should that one be damaged, step 0 has to be trained again"
+    commands = drive.tell(Checkpointed(1, 2))
     step_0 = [id for group in drive.orders(Train)[0].groups for id in group.trajectories]
     assert sorted(only(commands, Forget).trajectories) == sorted(step_0)
 
@@ -62,7 +64,7 @@ def test_payloads_are_kept_until_a_checkpoint_covers_them():
 def test_a_checkpoint_that_overtakes_the_report_of_its_step_frees_nothing_too_early():
     drive = driven(steps=1)
     drive.tell(Checkpointed(1, 2))
-    assert drive.plane.state.training.durable == 1
+    assert (drive.plane.state.training.saved, drive.plane.state.training.durable) == (1, 0)
 
 
 def test_a_part_counts_once_and_only_from_the_living_trainer():
@@ -92,10 +94,24 @@ def test_a_trainer_with_steps_that_nobody_ordered_ends_the_run(step, part):
     assert "never told to train" in only(drive.tell(TrainerJoined(2, step, part)), Stop).reason
 
 
-def test_a_trainer_without_its_checkpoint_ends_the_run():
+def test_a_run_survives_the_loss_of_its_newest_checkpoint_again_and_again():
     drive = driven(steps=2)
+    for step in (1, 2):
+        drive.tell(Checkpointed(1, step))
+    for incarnation in (2, 3):
+        repeated = only(drive.tell(TrainerJoined(incarnation, 1)), Train)
+        assert repeated.groups == drive.orders(Train)[1].groups
+        drive.train()
+        drive.tell(Checkpointed(incarnation, 2))
+    assert drive.plane.state.training.version == 2
+    assert [version for version, _ in published(drive)] == [0, 1, 2], "what the relays hold is not made again"
+
+
+def test_a_trainer_without_its_two_newest_checkpoints_ends_the_run():
+    drive = driven(steps=2)
+    drive.tell(Checkpointed(1, 1))
     drive.tell(Checkpointed(1, 2))
-    assert "checkpoint of step 2 is gone" in only(drive.tell(TrainerJoined(2, 1)), Stop).reason
+    assert "checkpoints of step 1 and later are gone" in only(drive.tell(TrainerJoined(2, 0)), Stop).reason
 
 
 def test_the_run_ends_after_its_last_step():

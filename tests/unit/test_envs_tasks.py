@@ -12,7 +12,7 @@ from tailrace.envs import sandbox
 from tailrace.envs.base import Observed, Row, Scored, Turn
 from tailrace.envs.sandbox import run_python
 from tailrace.envs.tasks import build_task
-from tailrace.envs.tools import calculate, stop_strings
+from tailrace.envs.tools import calculate, make_tool, stop_strings
 
 ONE_DIGIT = {"dataset": "chain_sum", "min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 
@@ -172,7 +172,15 @@ def test_a_program_gets_only_so_much(program: str, output: str) -> None:
     assert run_python(program, seconds).endswith(output)
 
 
-def test_a_program_is_ended_without_walls_too(monkeypatch) -> None:
-    monkeypatch.setattr(sandbox, "_walls", tuple)
-    assert run_python("print(1)", 20.0) == "1"
-    assert run_python("import os\nos.fork()\nwhile True: pass", 0.5) == "error: the program did not end within 0.5 s"
+def test_a_program_is_ended_without_walls_too() -> None:
+    assert run_python("print(1)", 20.0, layers=()) == "1"
+    late = "error: the program did not end within 0.5 s"
+    assert run_python("import os\nos.fork()\nwhile True: pass", 0.5, layers=()) == late
+
+
+def test_a_machine_without_walls_refuses_programs_unless_told_otherwise(monkeypatch) -> None:
+    weak = sandbox.Layers({"seccomp": "a filter"}, {"namespaces": "not permitted", "landlock": "none"})
+    monkeypatch.setattr(sandbox, "layers_here", lambda: weak)
+    with pytest.raises(ConfigError, match=r"cannot wall them off .*not permitted.* task.sandbox = 'weak'"):
+        make_tool("python", 10.0)
+    assert make_tool("python", 10.0, weak=True)("print(6 * 7)") == "42"

@@ -5,22 +5,35 @@ from __future__ import annotations
 import os
 import socket
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
 from relays import DEADLINE_S, TOKEN, Node, Weights, nodes, publish, until
 from tailrace.relay import shelf
-from tailrace.relay.arena import Arena
-from tailrace.relay.fetch import fetch
-from tailrace.relay.link import Address, Busy, Have, LinkError, Stored, TokenError, dial, offer
+from tailrace.relay.arena import Arena, Mapped
+from tailrace.relay.checksum import PIECE, sum_up
+from tailrace.relay.fetch import RemoteArena, fetch
+from tailrace.relay.link import Address, Channel, LinkError, TokenError, dial
+from tailrace.relay.messages import Busy, Chunk, Have, Offer, Stored, Want
 from tailrace.relay.node import RelayNode
+from tailrace.relay.transfer import offer
 
-DATA = os.urandom(600_000)
+DATA = os.urandom(3 * PIECE + 100_000)
 
 
 def send(node: Node, weights: Weights, fresh: bool = False) -> object:
     with dial(node.address, TOKEN) as channel:
         return offer(channel, weights, fresh=fresh)
+
+
+def begin(channel: Channel, weights: Weights) -> None:
+    """Send the first half, as a sender does that dies then."""
+    channel.send(Offer(weights.version, weights.size, weights.edition, fresh=True))
+    assert channel.receive("an answer") == Want(0)
+    for start in range(0, weights.half, PIECE):
+        channel.send(Chunk(start, PIECE, weights.sums(start, start + PIECE)))
+        channel.send_bytes(weights.ready(start, 0)[:PIECE], "a piece")
 
 
 def test_a_version_travels_down_a_tree_of_seven(tmp_path: Path) -> None:
@@ -39,7 +52,7 @@ def test_a_chunk_goes_on_before_the_next_one_has_come(tmp_path: Path) -> None:
         second.route(1, {2: third.address})
         weights = Weights(1, DATA, hold=True)
         publish(first.address, weights)
-        until(lambda: _arrived(third, 1) == len(DATA) // 2, "the first half at the end of the chain")
+        until(lambda: _arrived(third, 1) == weights.half, "the first half at the end of the chain")
         assert first.versions() == ()
         weights.go.set()
         until(lambda: third.holds(1, DATA), "the rest")
@@ -115,13 +128,118 @@ def test_a_version_that_is_dropped_while_it_arrives_is_broken_off(tmp_path: Path
         assert (node.arena.held_bytes(), node.stored) == (0, [])
 
 
+def test_what_has_come_is_not_sent_again_when_the_sender_dies(tmp_path: Path) -> None:
+    """In the middle of a broadcast, and those further down the chain do not even notice."""
+    with nodes(2, tmp_path) as (first, second):
+        first.route(1, {1: second.address})
+        with dial(first.address, TOKEN) as channel:
+            weights = Weights(1, DATA, hold=True)
+            begin(channel, weights)
+            until(lambda: _arrived(second, 1) == weights.half, "the first half at the end of the chain")
+        until(lambda: first.failures, "the report")
+        assert "closed the connection before v1 from byte" in first.failures[0].reason
+        again = Weights(1, DATA)
+        assert isinstance(send(first, again), Stored)
+        assert min(again.asked) == again.half
+        until(lambda: second.holds(1, DATA), "the rest")
+        assert second.failures == []
+
+
+def test_a_part_of_one_edition_is_never_completed_from_another(tmp_path: Path) -> None:
+    with nodes(1, tmp_path) as (node,):
+        with dial(node.address, TOKEN) as channel:
+            begin(channel, Weights(1, DATA, hold=True))
+            until(lambda: _arrived(node, 1), "the version to begin")
+        until(lambda: node.failures, "the report")
+        anew = Weights(1, DATA[::-1], edition="second")
+        send(node, anew, fresh=True)
+        assert min(anew.asked) == 0
+        assert node.holds(1, DATA[::-1])
+
+
+def test_a_part_gives_way_to_another_version_and_to_a_drop(tmp_path: Path) -> None:
+    with nodes(1, tmp_path) as (node,):
+        for version in (1, 2):
+            with dial(node.address, TOKEN) as channel:
+                begin(channel, Weights(version, DATA, hold=True))
+                until(lambda: _arrived(node, version), "the version to begin")  # noqa: B023
+            until(lambda: len(node.failures) == version, "the report")  # noqa: B023
+        assert [file.name for file in node.arena.path.glob("v*")] == ["v2.partial"]
+        node.drop(2)
+        assert node.arena.held_bytes() == 0
+
+
+def test_a_trainer_that_was_replaced_is_refused(tmp_path: Path) -> None:
+    with nodes(1, tmp_path) as (node,):
+        send(node, Weights(2, DATA, reign=2), fresh=True)
+        with pytest.raises(LinkError, match="a trainer that has been replaced"):
+            send(node, Weights(3, DATA, reign=1), fresh=True)
+        assert isinstance(send(node, Weights(1, DATA, reign=1)), Stored)  # from a relay: it was made before
+
+
+SPOILT = {
+    "damaged": (0, lambda chunk, data: (chunk, bytes([data[0] ^ 1]) + data[1:]), "damaged"),
+    "doubled": (
+        1,
+        lambda chunk, data: (Chunk(0, PIECE, sum_up(memoryview(DATA))[:8]), DATA[:PIECE]),
+        "sent bytes 0 to 524,288",
+    ),
+    "foreign": (1, lambda chunk, data: (chunk, os.urandom(PIECE)), "damaged"),
+    "left out": (1, lambda chunk, data: (Chunk(2 * PIECE, PIECE, chunk.sums), data), "instead of v1 from byte 524,288"),
+    "too long": (1, lambda chunk, data: (Chunk(PIECE, 1 << 50, chunk.sums), data), "instead of v1"),
+    "without sums": (1, lambda chunk, data: (Chunk(PIECE, PIECE, b""), data), "sums that do not fit"),
+    "cut": (1, lambda chunk, data: (chunk, data[:1000]), "closed the connection"),
+}
+
+
+@pytest.mark.parametrize("case", SPOILT)
+def test_a_chunk_that_is_wrong_is_refused_and_asked_for_again(tmp_path: Path, case: str) -> None:
+    place, spoil, reason = SPOILT[case]
+    with nodes(2, tmp_path) as (node, following):
+        node.route(1, {1: following.address})
+        with dial(node.address, TOKEN) as channel:
+            weights = Weights(1, DATA)
+            channel.send(Offer(1, len(DATA), weights.edition))
+            assert channel.receive("") == Want(0)
+            for number in range(place + 1):
+                start = number * PIECE
+                chunk, data = Chunk(start, PIECE, weights.sums(start, start + PIECE)), DATA[start : start + PIECE]
+                chunk, data = spoil(chunk, data) if number == place else (chunk, data)
+                channel.send(chunk)
+                channel.send_bytes(memoryview(data), "")
+            channel.close()
+            until(lambda: node.failures, "the report")
+        assert reason in node.failures[0].reason
+        again = Weights(1, DATA)
+        assert isinstance(send(node, again), Stored)
+        assert again.asked[0] == place * PIECE  # what was right is kept
+        until(lambda: following.holds(1, DATA) and node.holds(1, DATA), "the version at both")
+
+
+def test_a_version_cut_off_before_its_checksum_is_not_sealed_until_that_has_come(tmp_path: Path) -> None:
+    with nodes(1, tmp_path) as (node,):
+        weights = Weights(1, DATA)
+        with dial(node.address, TOKEN) as channel:
+            begin(channel, weights)
+            for start in range(0, len(DATA), PIECE):
+                end = min(start + PIECE, len(DATA))
+                channel.send(Chunk(start, end - start, weights.sums(start, end))) if start >= weights.half else None
+                channel.send_bytes(memoryview(DATA)[start:end], "") if start >= weights.half else None
+            until(lambda: _arrived(node, 1) == len(DATA), "all of it")
+        until(lambda: node.failures, "the report")
+        assert (node.stored, node.arena.versions()) == ([], ())
+        again = Weights(1, DATA)
+        assert isinstance(send(node, again), Stored)
+        assert again.asked == []
+
+
 def test_what_was_damaged_on_its_way_is_sealed_nowhere(tmp_path: Path) -> None:
     with nodes(2, tmp_path) as (first, second):
         first.route(1, {1: second.address})
         publish(first.address, Weights(1, DATA, checksum="0" * 16)).join(DEADLINE_S)
         until(lambda: first.failures, "the report")  # the other one may not even have been offered it by then
         assert "damaged on its way" in first.failures[0].reason
-        until(lambda: first.arena.held_bytes() == second.arena.held_bytes() == 0, "the room to be given back")
+        until(lambda: first.arena.held_bytes() == 0, "the room to be given back")
         assert first.stored == second.stored == []
         assert isinstance(send(first, Weights(1, DATA)), Stored)
         until(lambda: second.holds(1, DATA), "the good copy")
@@ -140,13 +258,25 @@ def test_a_target_that_does_not_read_or_is_not_there_holds_up_nobody(tmp_path: P
     data = os.urandom(20_000_000)  # more than the sockets hold
     with nodes(2, tmp_path) as (first, second), socket.create_server(("127.0.0.1", 0)) as silent:
         with socket.create_server(("127.0.0.1", 0)) as gone:
-            nobody = gone.getsockname()
-        first.route(1, {1: second.address, 2: silent.getsockname(), 3: nobody})
+            nobody = Address(*gone.getsockname())
+        first.route(1, {1: second.address, 2: Address(*silent.getsockname()), 3: nobody})
         send(first, Weights(1, data))
         until(lambda: second.holds(1, data), "the target that is well")
         until(lambda: first.failures, "the report")
         assert (first.failures[0].version, first.failures[0].target) == (1, 3)
         assert "could not connect" in first.failures[0].reason
+
+
+def test_a_target_that_stays_out_of_reach_is_reported_as_such(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        nobody = Address(*gone.getsockname())
+    node = Node(0, tmp_path, stall_s=0.2)
+    send(node, Weights(1, DATA))
+    node.route(1, {3: nobody})
+    until(lambda: any(failure.lasting for failure in node.failures), "the second report")
+    assert not node.failures[0].lasting
+    assert {(failure.version, failure.target) for failure in node.failures} == {(1, 3)}
+    node.close()
 
 
 def test_a_relay_without_room_says_so_to_the_sender(tmp_path: Path) -> None:
@@ -164,6 +294,42 @@ def test_a_replica_elsewhere_fetches_a_version(tmp_path: Path) -> None:
         with pytest.raises(LinkError, match="v4 is not held here"):
             fetch(node.address, TOKEN, 4, mine)
         assert mine.versions() == (3,)
+
+
+def test_a_replica_elsewhere_opens_versions_of_a_relay_as_if_they_were_here(tmp_path: Path) -> None:
+    with nodes(2, tmp_path) as (first, second):
+        send(first, Weights(1, DATA))
+        send(second, Weights(2, DATA[::-1]))
+        mine = RemoteArena(tmp_path / "mine", first.address, TOKEN)
+        assert bytes(mine.open(1).buffer) == DATA
+        mine.address = second.address
+        assert bytes(mine.open(2).buffer) == DATA[::-1]
+        assert mine.versions() == (2,)
+        first.close()
+        mine.address = first.address
+        assert bytes(mine.open(2).buffer) == DATA[::-1]  # it is here: nobody is asked
+
+
+def test_a_fetch_goes_on_where_its_connection_broke(tmp_path: Path) -> None:
+    with nodes(1, tmp_path) as (node,):
+        weights = Weights(1, DATA, hold=True)
+        publish(node.address, weights)
+        mine = Arena(tmp_path / "mine")
+        fetched: list[Mapped] = []
+        errand = Thread(target=lambda: fetched.append(fetch(node.address, TOKEN, 1, mine)), daemon=True)
+        until(lambda: _arrived(node, 1) == weights.half, "the first half at the relay")
+        errand.start()
+        until(lambda: _blocks(mine, 1) >= weights.half, "the first half here")
+        for channel in list(node._guests)[1:]:
+            channel.abort()
+        weights.go.set()
+        errand.join(DEADLINE_S)
+        assert bytes(fetched[0].buffer) == DATA
+
+
+def _blocks(arena: Arena, version: int) -> int:
+    file = arena.path / f"v{version}.partial"
+    return file.stat().st_blocks * 512 if file.exists() else 0
 
 
 def test_a_fetch_from_a_relay_that_stalls_ends_at_its_deadline_and_leaves_nothing(tmp_path: Path) -> None:

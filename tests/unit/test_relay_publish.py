@@ -14,7 +14,8 @@ import torch
 from relays import DEADLINE_S, TOKEN, Node, nodes, until
 from tailrace.relay.arena import ArenaReader
 from tailrace.relay.layout import Layout
-from tailrace.relay.link import Place
+from tailrace.relay.link import Address
+from tailrace.relay.messages import Place
 from tailrace.trainer import places
 from tailrace.trainer.places import NotHereError, Places
 from tailrace.trainer.publish import Publisher, PublishError
@@ -43,7 +44,7 @@ def publisher(request: pytest.FixtureRequest) -> Make:
     return of_device(request.param)
 
 
-def send(publisher: Publisher, address: tuple[str, int]) -> queue.Queue[Answer]:
+def send(publisher: Publisher, address: Address) -> queue.Queue[Answer]:
     answers: queue.Queue[Answer] = queue.Queue()
     publisher.send(address, lambda v, _: answers.put((v, "")), lambda v, reason: answers.put((v, reason)))
     return answers
@@ -80,12 +81,12 @@ def test_a_snapshot_leaves_alone_what_is_being_sent_and_a_third_one_waits(tmp_pa
     with nodes(1, tmp_path) as (node,), socket.create_server(("127.0.0.1", 0)) as silent:
         trainer = publisher(wait_s=0.2)
         trainer.snapshot(1, weights(1.0))
-        send(trainer, silent.getsockname())
+        send(trainer, Address(*silent.getsockname()))
         trainer.snapshot(2, weights(2.0))
         assert send(trainer, node.address).get(timeout=DEADLINE_S) == (2, "")
         assert read(node, 2)["a"][0, 0] == 2.0
         trainer.snapshot(3, weights(3.0))
-        send(trainer, silent.getsockname())
+        send(trainer, Address(*silent.getsockname()))
         with pytest.raises(PublishError, match="v4 finds no free buffer: v1, v3 are being sent"):
             trainer.snapshot(4, weights(4.0))
         trainer.close()
@@ -95,7 +96,7 @@ def test_a_closed_publisher_ends_what_is_under_way_and_calls_nobody(publisher: M
     with socket.create_server(("127.0.0.1", 0)) as silent:
         trainer = publisher()
         trainer.snapshot(1, weights(1.0))
-        answers = send(trainer, silent.getsockname())
+        answers = send(trainer, Address(*silent.getsockname()))
         trainer.close()
         assert not any(thread.is_alive() for thread in trainer._threads)
         assert answers.empty()
@@ -103,7 +104,7 @@ def test_a_closed_publisher_ends_what_is_under_way_and_calls_nobody(publisher: M
 
 def test_a_relay_that_cannot_be_reached_is_a_reason_after_the_deadline(publisher: Make) -> None:
     with socket.create_server(("127.0.0.1", 0)) as gone:
-        address = gone.getsockname()
+        address = Address(*gone.getsockname())
     trainer = publisher(connect_s=0.2)
     trainer.snapshot(1, weights(1.0))
     version, reason = send(trainer, address).get(timeout=DEADLINE_S)

@@ -124,6 +124,7 @@ class Desk:
     """The link of a worker: what it is to receive next, and what it has reported."""
 
     def __init__(self, *_: object) -> None:
+        self.incarnation = 0
         self.orders: list[Ordered] = []
         self.reports: list[object] = []
         self.report = self.reports.append

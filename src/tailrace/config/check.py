@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from collections.abc import Callable, Iterator
 
@@ -213,7 +214,19 @@ def _emulation_is_whole(config: Config) -> Iterator[str]:
         yield f"trainer.ranks is {config.trainer.ranks}, but an emulated trainer has one; write trainer.ranks = 1"
 
 
+def _relays_listen(config: Config) -> Iterator[str]:
+    listen = config.relay.listen
+    try:
+        network = ipaddress.ip_network(listen, strict=False)
+    except ValueError:
+        yield f'relay.listen is "{listen}", which is no address; write "127.0.0.1", or a network such as "10.0.0.0/8"'
+        return
+    if network.network_address.is_unspecified:
+        yield f'relay.listen is "{listen}", which is everywhere; write the network of your hosts, such as "10.0.0.0/8"'
+
+
 RULES: tuple[Rule, ...] = (
+    _relays_listen,
     _devices_have_names,
     _emulation_is_whole,
     _model_is_complete,

@@ -66,10 +66,13 @@ def shape_of(hf: Mapping[str, Any], path: str = "config.json") -> Shape:
 
 def _decoder(path: Path) -> dict[str, Any]:
     """The fields of the language model; a model with vision keeps them one level down."""
+    text = read_text(path)
     try:
-        table: Any = json.loads(read_text(path))
+        table: Any = json.loads(text)
     except json.JSONDecodeError as error:
         raise ConfigError(f"{path} is not valid JSON (line {error.lineno}): {error.msg}") from None
+    except (ValueError, RecursionError) as error:  # numbers with thousands of digits, brackets in brackets
+        raise ConfigError(f"{path} is not a Hugging Face config.json ({error})") from None
     if not isinstance(table, dict):
         raise ConfigError(f"{path} is not a Hugging Face config.json; it wants a JSON object")
     fields = cast("dict[str, Any]", table)

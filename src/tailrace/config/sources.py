@@ -9,10 +9,16 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from tailrace.config.errors import ConfigError
+
+LONGEST = 1 << 20  # bytes of a settings file; the longest of ours has 2,000
+MOST_FILES = 64  # that one file may lead to by `extends`
+DEEPEST = 16  # tables in tables; our settings go three deep, and a task's own options may go further
+MOST_DOTS = 2000  # in a line: the time and memory that TOML takes for a dotted key grow with its square
 
 PATH_KEYS = ("model.hf_config", "model.path", "workload.lengths.file", "task.data", "task.eval_data")
 CODE_KEYS = ("task.reward", "task.name")  # an import path, or "file.py:name"
@@ -28,7 +34,7 @@ class Given(NamedTuple):
 
 def read_file(path: str | Path) -> dict[str, Given]:
     """The settings of one file on top of those it extends."""
-    return _read(Path(path), ())
+    return _read(Path(path), (), count(1))
 
 
 def anchored(key: str, value: Any, folder: Path) -> Any:
@@ -40,6 +46,8 @@ def anchored(key: str, value: Any, folder: Path) -> Any:
 
 def flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """`{"schedule": {"kind": "sync"}}` as `("schedule.kind", "sync")`. An empty table stays one."""
+    if prefix.count(".") > DEEPEST:
+        raise ConfigError(f"{prefix[:60]}... is nested more than {DEEPEST} tables deep; no setting is")
     for name, value in table.items():
         if isinstance(value, dict) and value:
             yield from flat(cast("dict[str, Any]", value), f"{prefix}{name}.")
@@ -62,35 +70,58 @@ def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
 def read_text(path: Path) -> str:
     """The text of a file a person named, or one sentence about why there is none."""
     try:
-        return path.read_text(encoding="utf-8-sig")
+        with path.open("rb") as file:
+            content = file.read(LONGEST + 1)
+        text = content.decode("utf-8-sig")
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist{_neighbour(path)}") from None
     except IsADirectoryError:
         raise ConfigError(f"{path} is a directory; name a file in it, for example {path / 'run.toml'}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text (byte {error.start}); save it as UTF-8") from None
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read ({error.strerror}); check its path and permissions") from None
+    except (OSError, ValueError) as error:  # a name with a zero byte is a ValueError
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{path} cannot be read ({reason}); check its path and permissions") from None
+    if len(content) > LONGEST:
+        raise ConfigError(f"{path} has more than {LONGEST:,} bytes, so it is no file of settings")
+    return text
 
 
-def _read(path: Path, readers: tuple[Path, ...]) -> dict[str, Given]:
+def _read(path: Path, readers: tuple[Path, ...], files: count[int]) -> dict[str, Given]:
+    if next(files) > MOST_FILES:
+        raise ConfigError(f"{readers[0]} extends more than {MOST_FILES} files; put some of them together")
     if path.resolve() in readers:
         chain = " -> ".join(each.name for each in (*readers, path))
         raise ConfigError(f"{path} extends itself ({chain}); remove one extends")
     table = _parse(path)
     settings: dict[str, Given] = {}
     for base in _bases(path, table.pop("extends", [])):
-        settings |= _read(base, (*readers, path.resolve()))
+        settings |= _read(base, (*readers, path.resolve()), files)
     return settings | {key: Given(anchored(key, value, path.parent), str(path)) for key, value in flat(table)}
 
 
 def _parse(path: Path) -> dict[str, Any]:
-    text = read_text(path)
     try:
-        return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+        return read_toml(read_text(path))
+    except TomlError as error:
         reason = str(error)
         raise ConfigError(f"{path} is not valid TOML: {reason[:1].lower()}{reason[1:]}") from None
+
+
+class TomlError(ValueError):
+    """A text is no TOML, or more of it than is read here."""
+
+
+def read_toml(text: str) -> dict[str, Any]:
+    """The one place where TOML is parsed: whatever is wrong with it is a `TomlError`."""
+    if any(line.count(".") > MOST_DOTS for line in text.splitlines()):
+        raise TomlError(f"a line has more than {MOST_DOTS:,} dots")
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise TomlError("it is nested too deeply") from None
+    except ValueError as error:  # TOMLDecodeError, and numbers with thousands of digits
+        raise TomlError(str(error)) from None
 
 
 def _bases(path: Path, extends: Any) -> list[Path]:

@@ -138,6 +138,7 @@ class Task(Section):
     system: str = ""  # system message of every conversation
     chat: bool | None = None  # render through the tokenizer's chat template; unset: if it has one
     tools: Literal["", "calculator", "python"] = ""  # what the policy may call between its turns
+    sandbox: Literal["strong", "weak"] = "strong"  # python: weak runs programs even where they cannot be walled off
     max_turns: Count = 1
     shuffle: bool = True
     epochs: Natural = 0  # how often the rows are gone through before the run ends; 0: until all steps are done
@@ -198,17 +199,21 @@ class Relay(Section):
     keep_versions: Annotated[int, Meta(ge=2)] = 2
     quota_gbytes: Amount = 0.0  # bytes of weights a host may hold; 0: keep_versions decides alone
     chunk_mbytes: Amount = 0.0  # 0: the size that minimises the broadcast time
+    # an address of the relay's host, or a network in which every relay takes its own host's; off the loopback, links
+    # are encrypted
+    listen: str = "127.0.0.1"
 
 
 class Health(Section):
     """When silence counts as death, and how often a part is started again."""
 
-    heartbeat_s: Annotated[float, Meta(gt=0)] = 1.0
+    heartbeat_s: Annotated[float, Meta(gt=0)] = 0.8  # with `strikes`: the silent are noticed, and replaced, within 3 s
     strikes: Count = 3  # missed heartbeats until a part counts as lost
     backoff_s: Amount = 2.0  # wait before the first restart; doubles each time
     backoff_max_s: Amount = 60.0
     max_restarts: Natural = 5  # then it is quarantined; healthy work resets the count
     pull_deadline_s: Annotated[float, Meta(gt=0)] = 120.0
+    stuck_s: Annotated[float, Meta(gt=0)] = 600.0  # the longest that a part may be at one thing, such as a mini-batch
 
 
 class Trainer(Section):

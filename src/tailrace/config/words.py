@@ -6,14 +6,13 @@ value fits is not judged here.
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from tailrace.config.errors import ConfigError
 from tailrace.config.fields import fields, is_bool, is_list, is_number, open_table
-from tailrace.config.sources import Given, anchored
+from tailrace.config.sources import Given, TomlError, anchored, read_toml
 
 
 def read_words(words: Sequence[str]) -> dict[str, Given]:
@@ -79,7 +78,7 @@ def _unquoted(text: str) -> str:
 
 def _toml(text: str) -> Any:
     try:
-        table = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
+        table = read_toml(f"value = {text}")
+    except TomlError:
         return None
     return table["value"] if len(table) == 1 else None

@@ -1,12 +1,15 @@
 """When silence counts as death, and when the dead are started again.
 
 A part counts as lost when it has missed `strikes` heartbeats, or when it does not answer a command in time. It is
-started again after a pause that doubles with each start in a row; after `max_restarts` a replica is left alone, with
-the reason, because a part that always dies costs more than it gives. Good work resets the count.
+started again after a pause that doubles with each start in a row, whether it died at work or before it was up; after
+`max_restarts` it is left alone, with the reason, because a part that always dies costs more than it gives. Good work
+resets the count.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from math import inf
 from typing import Protocol
 
 from tailrace.config.tree import Health
@@ -15,19 +18,38 @@ from tailrace.config.tree import Health
 class Restartable(Protocol):
     """The fields of a replica, relay or trainer that this file reads and writes."""
 
+    incarnation: int
     last_seen: float
+    reason: str
     restarts: int
     restart_at: float
 
 
 def silent(config: Health, now: float, part: Restartable) -> bool:
-    return now - part.last_seen > config.heartbeat_s * config.strikes
+    return now >= silent_at(config, part)
+
+
+def silent_at(config: Health, part: Restartable) -> float:
+    """When it will count as lost, should nothing more be heard of it."""
+    return part.last_seen + config.heartbeat_s * config.strikes
+
+
+def next_look(config: Health, now: float, living: Iterable[Restartable]) -> float:
+    """Once per heartbeat, and sooner if somebody's time is over before that."""
+    return min(now + config.heartbeat_s, min((silent_at(config, part) for part in living), default=inf))
 
 
 def plan_restart(config: Health, now: float, part: Restartable) -> None:
     """Set when a lost part is to be started."""
     pause = min(config.backoff_s * 2.0**part.restarts, config.backoff_max_s)
     part.restart_at = now + pause
+
+
+def start_failed(config: Health, now: float, part: Restartable, incarnation: int, reason: str) -> None:
+    """It ended before it was up. The pause before the next attempt has grown with this one."""
+    part.incarnation = incarnation  # whatever comes of that one is too late
+    part.reason = reason
+    plan_restart(config, now, part)
 
 
 def due(now: float, part: Restartable) -> bool:

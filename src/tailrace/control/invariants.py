@@ -75,6 +75,7 @@ def _staleness_is_bounded(config: Config, ledger: Ledger, training: Training) ->
 
 def _history_agrees(config: Config, ledger: Ledger, training: Training) -> None:
     assert training.durable <= training.step <= training.version, "the trainer is between its checkpoint and the newest"
+    assert training.durable <= training.saved <= training.step, "a step is in its checkpoint once it is trained"
     assert set(training.past) <= set(range(training.durable, training.version + 1)), "what is durable is not kept"
     now = training.past.get(training.version)
     parts = now.parts if now else []

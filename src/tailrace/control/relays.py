@@ -29,6 +29,8 @@ class Relay(msgspec.Struct):
     restarts: int = 0
     restart_at: float = 0.0
     reason: str = ""
+    quarantined: bool = False  # it is not started again
+    unreached: int = 0  # how often a predecessor could not reach it since it last got something
 
     @property
     def newest(self) -> Version:
@@ -60,6 +62,8 @@ class Relays(msgspec.Struct):
         relay.last_seen = now
         relay.versions = sorted(set(versions))
         relay.reason = ""
+        relay.quarantined = False
+        relay.unreached = 0
         self.live += 1
         for version in relay.versions:
             self.holders[version] = self.holders.get(version, 0) + 1
@@ -82,6 +86,21 @@ class Relays(msgspec.Struct):
         return commands
 
     # ---------------------------------------------------------------------------------------------------- routes
+
+    def feeds(self, config: RelayConfig, relay: Relay, target: RelayId) -> bool:
+        """Whether this is one of those it forwards to."""
+        if config.topology == "chain":
+            return self.after.get(relay.id, NONE) == target
+        return target in self._children(config, relay.place)
+
+    def is_last(self, config: RelayConfig, relay: Relay) -> bool:
+        return relay.id == (self.tail if config.topology == "chain" else self.order[-1])
+
+    def move_to_end(self, config: RelayConfig, relay: Relay) -> list[Command]:
+        """Somebody else feeds it from now on. Nobody is told twice."""
+        commands = self._splice(relay) if config.topology == "chain" else self._replace_in_tree(config, relay)
+        commands += self._attach(config, relay)
+        return list({command.relay: command for command in commands if isinstance(command, Route)}.values())
 
     def _attach(self, config: RelayConfig, relay: Relay) -> list[Command]:
         """A new member goes to the end, where only one other relay has to know of it."""
@@ -149,6 +168,7 @@ class Relays(msgspec.Struct):
             return False
         relay.versions.append(version)
         relay.versions.sort()
+        relay.unreached = 0
         self.holders[version] = self.holders.get(version, 0) + 1
         self._note_everywhere()
         return True

@@ -50,9 +50,13 @@ def _is_assigned(desk: Desk, replica: Replica, one: Assignment) -> bool:
 
 
 def lost(desk: Desk, event: ReplicaLost) -> None:
-    replica = desk.fleet.current(event.replica, event.incarnation)
-    if replica is not None:
+    replica = desk.fleet.replicas.get(event.replica)
+    if replica is None:
+        return
+    if replica.live and event.incarnation == replica.incarnation:
         lose(desk, replica, event.reason)
+    elif replica.state == "lost" and event.incarnation > replica.incarnation:
+        health.start_failed(desk.config.health, desk.now, replica, event.incarnation, event.reason)
 
 
 def lose(desk: Desk, replica: Replica, reason: str) -> None:
@@ -110,10 +114,18 @@ def weights_loaded(desk: Desk, event: WeightsLoaded) -> None:
 
 
 def pull_failed(desk: Desk, event: PullFailed) -> None:
-    """A replica that cannot load what its relay holds is started afresh: its memory or its link is broken."""
+    """Whose fault it is, is started afresh: a relay with a damaged copy, or a replica that cannot load a good one."""
     replica = _pulling(desk, event)
-    if replica is not None:
+    if replica is None:
+        return
+    relay = desk.relays.relays[replica.source]
+    if not event.damaged:
         lose(desk, replica, f"could not load version {event.version}: {event.reason}")
+        return
+    weights.end_pull(desk, replica)
+    desk.touch(replica)
+    if relay.live and event.version in relay.versions:
+        weights.give_up_relay(desk, relay, f"its copy of version {event.version} cannot be loaded: {event.reason}")
 
 
 def _pulling(desk: Desk, event: WeightsLoaded | PullFailed) -> Replica | None:

@@ -40,9 +40,8 @@ def joined(desk: Desk, event: TrainerJoined) -> None:
     if event.incarnation <= training.incarnation:
         return
     if event.step < training.durable:
-        stop(
-            desk, f"the trainer came back at step {event.step}; its checkpoint of step {training.durable} is gone", True
-        )
+        gone = f"its checkpoints of step {training.durable} and later are gone"
+        stop(desk, f"the trainer came back at step {event.step}; {gone}", True)
         return
     if not _catch_up(desk, event):
         stop(
@@ -62,8 +61,11 @@ def _catch_up(desk: Desk, event: TrainerJoined) -> bool:
 
 
 def lost(desk: Desk, event: TrainerLost) -> None:
-    if desk.training.live and event.incarnation == desk.training.incarnation:
+    training = desk.training
+    if training.live and event.incarnation == training.incarnation:
         lose(desk, event.reason)
+    elif not training.live and event.incarnation > training.incarnation:
+        health.start_failed(desk.config.health, desk.now, training, event.incarnation, event.reason)
 
 
 def lose(desk: Desk, reason: str) -> None:

@@ -3,8 +3,9 @@
     trainer:  lost -> idle <-> training
 
 A step is `mini_batches` parts; its last part makes the next version. What each part was trained on is remembered until
-a checkpoint covers it, so that a trainer that comes back from an older checkpoint repeats exactly the same parts:
-versions never go back, and in the history that survives every group is trained once.
+two checkpoints cover it, so that a trainer that comes back from an older checkpoint, also because the newest one is
+damaged, repeats exactly the same parts: versions never go back, and in the history that survives every group is trained
+once.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ class Training(msgspec.Struct):
     part: int = 0  # the part of that step to train next, or being trained
     version: Version = 0  # complete steps in the surviving history
     taken: int = 0  # groups picked for step `version` so far
-    durable: int = 0  # steps that a checkpoint covers
+    saved: int = 0  # steps that the newest checkpoint covers
+    durable: int = 0  # steps that the one before it covers too
     past: dict[int, PastStep] = {}
     last_seen: float = 0.0
     restarts: int = 0
@@ -43,6 +45,7 @@ class Training(msgspec.Struct):
         self.busy = False
         self.step = step
         self.part = part
+        self.saved = min(self.saved, step)  # if it comes from an older one, the newest was of no use
         self.last_seen = now
         self.reason = ""
 
@@ -82,9 +85,10 @@ class Training(msgspec.Struct):
         return True
 
     def checkpointed(self, step: int) -> list[TrajectoryId]:
-        """Steps before `step` need never be repeated; returns the trajectories to forget."""
+        """Steps before the checkpoint before this one need never be repeated; returns the trajectories to forget."""
         freed: list[TrajectoryId] = []
-        while self.durable < step:
+        previous, self.saved = (self.saved, step) if step > self.saved else (self.durable, self.saved)
+        while self.durable < previous:
             past = self.past.pop(self.durable, None)
             freed += past.trajectories if past else []
             self.durable += 1

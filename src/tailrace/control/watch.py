@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import chain
 from math import inf
 
 from tailrace.control import groups, health, replicas, steps, weights
@@ -9,7 +11,18 @@ from tailrace.control.fleet import Replica
 from tailrace.control.relays import Relay
 from tailrace.control.state import Desk
 from tailrace.control.training import Training
-from tailrace.protocol import TRAINER, Alive, ControllerRestarted, Part, RunStarted, SetTimer, Start, Stop, TimerFired
+from tailrace.protocol import (
+    TRAINER,
+    Alive,
+    ControllerRestarted,
+    GiveUp,
+    Part,
+    RunStarted,
+    SetTimer,
+    Start,
+    Stop,
+    TimerFired,
+)
 
 
 def run_started(desk: Desk, event: RunStarted) -> None:
@@ -22,14 +35,23 @@ def run_started(desk: Desk, event: RunStarted) -> None:
 
 
 def _set_timers(desk: Desk) -> None:
-    _set_timer(desk, "health", desk.config.health.heartbeat_s)
+    _look_again(desk)
     if desk.repacks:
-        _set_timer(desk, "repack", desk.config.repack.every_s)
+        _set_timer(desk, "repack", desk.now + desk.config.repack.every_s)
 
 
-def _set_timer(desk: Desk, timer: str, after: float) -> None:
-    desk.state.timers[timer] = desk.now + after
-    desk.send(SetTimer(timer, desk.now + after))
+def _look_again(desk: Desk) -> None:
+    living = [part for part in _everybody(desk) if part.live]
+    _set_timer(desk, "health", health.next_look(desk.config.health, desk.now, living))
+
+
+def _everybody(desk: Desk) -> Iterator[Replica | Relay | Training]:
+    return chain(desk.fleet.replicas.values(), desk.relays.relays.values(), (desk.training,))
+
+
+def _set_timer(desk: Desk, timer: str, at: float) -> None:
+    desk.state.timers[timer] = at
+    desk.send(SetTimer(timer, at))
 
 
 def timer_fired(desk: Desk, event: TimerFired) -> None:
@@ -37,13 +59,13 @@ def timer_fired(desk: Desk, event: TimerFired) -> None:
         return  # one that was set before the controller was restarted, or a second copy
     if event.timer == "repack":
         desk.repack_due = True
-        _set_timer(desk, "repack", desk.config.repack.every_s)
+        _set_timer(desk, "repack", desk.now + desk.config.repack.every_s)
     elif event.timer == "health":
         _find_lost(desk)
         _restart_due(desk)
         groups.deliver_overdue(desk)
         desk.more_work = True
-        _set_timer(desk, "health", desk.config.health.heartbeat_s)
+        _look_again(desk)
 
 
 def alive(desk: Desk, event: Alive) -> None:
@@ -58,15 +80,26 @@ def alive(desk: Desk, event: Alive) -> None:
 def _find_lost(desk: Desk) -> None:
     config, now = desk.config.health, desk.now
     for replica in desk.fleet.replicas.values():
+        reason = ""
         if replica.live and health.silent(config, now, replica):
-            replicas.lose(desk, replica, f"no heartbeat for {now - replica.last_seen:.1f} s")
+            reason = _silence(desk, replica)
         elif replica.state in ("pulling", "releasing") and now - replica.since > config.pull_deadline_s:
-            replicas.lose(desk, replica, f"still {replica.state} after {now - replica.since:.1f} s")
+            reason = f"still {replica.state} after {now - replica.since:.1f} s"
+        if reason:
+            desk.send(GiveUp("replica", replica.id, replica.incarnation, reason))
+            replicas.lose(desk, replica, reason)
     for relay in desk.relays.relays.values():
         if relay.live and health.silent(config, now, relay):
-            weights.lose_relay(desk, relay, f"no heartbeat for {now - relay.last_seen:.1f} s")
-    if desk.training.live and health.silent(config, now, desk.training):
-        steps.lose(desk, f"no heartbeat for {now - desk.training.last_seen:.1f} s")
+            desk.send(GiveUp("relay", relay.id, relay.incarnation, _silence(desk, relay)))
+            weights.lose_relay(desk, relay, _silence(desk, relay))
+    training = desk.training
+    if training.live and health.silent(config, now, training):
+        desk.send(GiveUp("trainer", TRAINER, training.incarnation, _silence(desk, training)))
+        steps.lose(desk, _silence(desk, training))
+
+
+def _silence(desk: Desk, part: Replica | Relay | Training) -> str:
+    return f"no heartbeat for {desk.now - part.last_seen:.1f} s"
 
 
 def _restart_due(desk: Desk) -> None:
@@ -74,10 +107,10 @@ def _restart_due(desk: Desk) -> None:
         if replica.state == "lost" and health.due(desk.now, replica):
             _restart_replica(desk, replica)
     for relay in desk.relays.relays.values():
-        if not relay.live and health.due(desk.now, relay):
-            _start(desk, "relay", relay.id, relay)
+        if not relay.live and not relay.quarantined and health.due(desk.now, relay):
+            _restart_relay(desk, relay)
     if not desk.training.live and health.due(desk.now, desk.training):
-        _start(desk, "trainer", TRAINER, desk.training)
+        _restart_trainer(desk)
 
 
 def _restart_replica(desk: Desk, replica: Replica) -> None:
@@ -87,6 +120,23 @@ def _restart_replica(desk: Desk, replica: Replica) -> None:
     replica.enter("quarantined", desk.now)
     if all(one.state == "quarantined" for one in desk.fleet.replicas.values()):
         steps.stop(desk, f"no replica is left; the last one was given up because: {replica.reason}", failed=True)
+
+
+def _restart_relay(desk: Desk, relay: Relay) -> None:
+    if not health.hopeless(desk.config.health, relay):
+        _start(desk, "relay", relay.id, relay)
+        return
+    relay.quarantined = True
+    if all(one.quarantined for one in desk.relays.relays.values()):
+        steps.stop(desk, f"no relay is left; the last one was given up because: {relay.reason}", failed=True)
+
+
+def _restart_trainer(desk: Desk) -> None:
+    if not health.hopeless(desk.config.health, desk.training):
+        _start(desk, "trainer", TRAINER, desk.training)
+        return
+    starts = f"{desk.training.restarts} starts in a row came to nothing (health.max_restarts)"
+    steps.stop(desk, f"the trainer is lost, and {starts}; the last one because: {desk.training.reason}", failed=True)
 
 
 def _start(desk: Desk, part: Part, id: int, record: Replica | Relay | Training) -> None:
@@ -103,7 +153,11 @@ def controller_restarted(desk: Desk, _: ControllerRestarted) -> None:
         if replica.state == "quarantined":  # what was wrong with it may have been mended
             replica.enter("lost", desk.now)
             replica.restarts = 0
-    for part in (*desk.fleet.replicas.values(), *desk.relays.relays.values(), desk.training):
+    for relay in desk.relays.relays.values():
+        relay.restarts, relay.quarantined = 0 if relay.quarantined else relay.restarts, False
+    if health.hopeless(desk.config.health, desk.training):
+        desk.training.restarts = 0
+    for part in _everybody(desk):
         part.last_seen = desk.now
         if part.restart_at > desk.now:
             health.plan_restart(desk.config.health, desk.now, part)

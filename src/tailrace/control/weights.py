@@ -7,7 +7,16 @@ from tailrace.control.fleet import Replica
 from tailrace.control.ledger import NONE
 from tailrace.control.relays import Relay
 from tailrace.control.state import Desk
-from tailrace.protocol import LoadWeights, Publish, RelayJoined, RelayLost, VersionStored
+from tailrace.protocol import (
+    GiveUp,
+    LinkFailed,
+    LoadWeights,
+    Publish,
+    PublishFailed,
+    RelayJoined,
+    RelayLost,
+    VersionStored,
+)
 from tailrace.types import Version
 
 
@@ -34,9 +43,45 @@ def relay_joined(desk: Desk, event: RelayJoined) -> None:
 
 
 def relay_lost(desk: Desk, event: RelayLost) -> None:
-    relay = desk.relays.current(event.relay, event.incarnation)
-    if relay is not None:
+    relay = desk.relays.relays.get(event.relay)
+    if relay is None:
+        return
+    if relay.live and event.incarnation == relay.incarnation:
         lose_relay(desk, relay, event.reason)
+    elif not relay.live and event.incarnation > relay.incarnation:
+        health.start_failed(desk.config.health, desk.now, relay, event.incarnation, event.reason)
+
+
+def link_failed(desk: Desk, event: LinkFailed) -> None:
+    """Whom its predecessor cannot reach goes to the end, where another one feeds it; if that does not help, it is lost,
+    and its replicas are served by the master."""
+    sender, target = desk.relays.current(event.relay, event.incarnation), desk.relays.relays.get(event.target)
+    if sender is None or target is None or not desk.relays.feeds(desk.config.relay, sender, event.target):
+        return  # routes have changed since
+    _unreachable(desk, target, f"relay {event.relay} cannot reach it: {event.reason}")
+
+
+def publish_failed(desk: Desk, event: PublishFailed) -> None:
+    """Another relay becomes the master, and gets the version from the trainer."""
+    training, relays = desk.training, desk.relays
+    awaited = desk.state.pushing != NONE and event.version >= desk.state.pushing
+    if training.live and event.incarnation == training.incarnation and event.relay == relays.master and awaited:
+        desk.state.pushing = NONE
+        _unreachable(desk, relays.relays[event.relay], f"the trainer cannot reach it: {event.reason}")
+
+
+def _unreachable(desk: Desk, target: Relay, reason: str) -> None:
+    target.unreached += 1
+    if target.unreached == 1 and not desk.relays.is_last(desk.config.relay, target):
+        desk.commands += desk.relays.move_to_end(desk.config.relay, target)
+        return
+    give_up_relay(desk, target, reason)
+
+
+def give_up_relay(desk: Desk, relay: Relay, reason: str) -> None:
+    """It may well be alive: its process is ended before another one takes its place, and gets every version anew."""
+    desk.send(GiveUp("relay", relay.id, relay.incarnation, reason))
+    lose_relay(desk, relay, reason)
 
 
 def lose_relay(desk: Desk, relay: Relay, reason: str) -> None:

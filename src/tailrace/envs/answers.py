@@ -15,7 +15,6 @@ from typing import Any
 from tailrace.config.errors import ConfigError
 
 NUMBER = re.compile(r"(?<![\w.)])[-+−]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?")
-TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 Match = Callable[[str, Any], float]  # completion, answer -> reward
 
@@ -68,12 +67,19 @@ def math_verify() -> Match:
 
 
 def _marked(completion: str) -> str | None:
-    if tags := TAGGED.findall(completion):
-        return tags[-1]
+    if (tagged := last_between(completion, "<answer>", "</answer>")) is not None:
+        return tagged
     if (start := completion.rfind("\\boxed{")) >= 0:
         return _braced(completion[start + len("\\boxed{") :])
     _, mark, behind = completion.rpartition("####")
     return behind.strip().partition("\n")[0] if mark else None
+
+
+def last_between(text: str, begin: str, end: str) -> str | None:
+    """The last text between two marks. Not by a regular expression: its time would grow with the square of the number
+    of marks, and it is the policy that writes them."""
+    start = text.rfind(begin, 0, max(text.rfind(end), 0))
+    return None if start < 0 else text[start + len(begin) : text.index(end, start)]
 
 
 def _braced(text: str) -> str:

@@ -14,6 +14,11 @@ import msgspec
 
 from tailrace.config.errors import ConfigError
 from tailrace.config.tree import Task
+from tailrace.types import MALFORMED
+
+LONGEST_LINE = 64 << 20  # bytes of a JSONL row; a prompt of a million tokens has a tenth of that
+DEEPEST = 32  # lists and objects within each other: a row is copied, stored and sent, and each takes stack for it
+MOST_BYTES = 64 << 30  # of a parquet file once it is unpacked; a small file may claim anything
 
 Columns = dict[str, Any]
 
@@ -65,7 +70,9 @@ def _numbered(path: Path) -> Iterator[tuple[str, Any]]:
 
 def _jsonl(path: Path) -> Iterator[tuple[str, Any]]:
     with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
+        for number, line in enumerate(iter(lambda: file.readline(LONGEST_LINE), b""), start=1):
+            if len(line) == LONGEST_LINE:
+                raise ConfigError(f"{path}, line {number} has {LONGEST_LINE:,} bytes or more; write one row per line")
             if line.strip():
                 yield f"{path}, line {number}", _json(line, f"{path}, line {number}")
 
@@ -73,7 +80,7 @@ def _jsonl(path: Path) -> Iterator[tuple[str, Any]]:
 def _json(line: bytes, where: str) -> Any:
     try:
         return msgspec.json.decode(line.removeprefix(b"\xef\xbb\xbf"))
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except MALFORMED as error:
         raise ConfigError(f"{where} is not valid JSON ({error}); write one JSON object per line") from None
 
 
@@ -89,17 +96,32 @@ def _directory(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _chosen_split(path: Path) -> Path:
-    splits: list[str] = msgspec.json.decode((path / "dataset_dict.json").read_bytes()).get("splits", [])
+    """Of a dataset with splits: the one to train on. A name is that of a folder right here, wherever it points."""
+    file = path / "dataset_dict.json"
+    try:
+        splits = msgspec.json.decode(file.read_bytes(), type=_Splits).splits
+    except (OSError, *MALFORMED) as error:
+        raise ConfigError(f"{file} cannot be read ({error}); is the dataset complete?") from None
+    if not splits or any(Path(name).name != name or name in ("", "..") for name in splits):
+        raise ConfigError(f"{file} names no splits, or such as are not folders beside it; is the dataset complete?")
     if "train" in splits or len(splits) == 1:
         return path / ("train" if "train" in splits else splits[0])
     raise ConfigError(f"{path} has the splits {', '.join(splits)}; name one of them, for example {path / splits[0]}")
+
+
+class _Splits(msgspec.Struct):
+    splits: list[str]
 
 
 def _parquet(files: list[Path]) -> Iterator[tuple[Path, Any]]:
     reader = _pyarrow("pyarrow.parquet", files[0])
     for file in files:
         with _readable(file):
-            yield file, reader.read_table(file)
+            parts = reader.ParquetFile(file)
+            groups = [parts.metadata.row_group(each) for each in range(parts.num_row_groups)]
+            if not 0 <= (size := sum(group.total_byte_size for group in groups)) <= MOST_BYTES:
+                raise ValueError(f"it says that it unpacks to {size:,} bytes")
+            yield file, parts.read()
 
 
 def _arrow(files: list[Path]) -> Iterator[tuple[Path, Any]]:
@@ -112,6 +134,10 @@ def _arrow(files: list[Path]) -> Iterator[tuple[Path, Any]]:
             yield file, (reader.open_file if footed else reader.open_stream)(source).read_all()
 
 
+# What pyarrow raises for a damaged file, which is nearly everything.
+DAMAGE = (OSError, ValueError, KeyError, IndexError, TypeError, NotImplementedError, MemoryError, OverflowError)
+
+
 class _readable:  # noqa: N801 (reads as the statement it is)
     """A damaged file becomes a sentence about that file."""
 
@@ -122,7 +148,7 @@ class _readable:  # noqa: N801 (reads as the statement it is)
         pass
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, OSError | ValueError) and not isinstance(error, ConfigError):
+        if isinstance(error, DAMAGE) and not isinstance(error, ConfigError):
             raise ConfigError(f"{self.file} cannot be read ({error}); is it complete, and of the kind its name says?")
 
 
@@ -139,7 +165,10 @@ def _pyarrow(module: str, file: Path) -> Any:
 
 def _tables(tables: Iterator[tuple[Path, Any]]) -> Iterator[tuple[str, Any]]:
     for file, table in tables:
-        for number, row in enumerate(table.to_pylist(), start=1):
+        with _readable(file):
+            table.validate(full=True)  # or offsets that point outside the file would be followed
+            rows = table.to_pylist()
+        for number, row in enumerate(rows, start=1):
             yield f"{file}, row {number}", row
 
 
@@ -150,11 +179,18 @@ def _checked(row: Any, where: str, answers: bool) -> Columns:
     if not isinstance(row, dict):
         raise ConfigError(f'{where} is not an object; write {{"prompt": "...", "answer": "..."}}')
     columns = cast("Columns", row)
+    if _is_deeper(columns, DEEPEST):
+        raise ConfigError(f"{where} has values nested more than {DEEPEST} deep; write them flatter")
     _check_prompt(columns, where)
     answer = _answer(columns)
     if answers and answer is None:
         raise ConfigError(f"{where} has no answer; write one as 'answer', or a task.reward that needs none")
     return columns if answer is None else columns | {"answer": answer}
+
+
+def _is_deeper(value: Any, levels: int) -> bool:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return levels < 0 or any(_is_deeper(each, levels - 1) for each in inner if isinstance(each, dict | list))
 
 
 def _check_prompt(row: Columns, where: str) -> None:

@@ -22,11 +22,13 @@ from tailrace.envs.imports import described
 from tailrace.envs.judge_wire import Frames, Judged, Question, Ready, Refused, Setup, frame
 from tailrace.envs.rewards import RewardError
 from tailrace.envs.tasks import build_task, prepare
+from tailrace.watchdog import show_stacks_when_asked
 
 Send = Callable[[bytes], None]
 
 
 def main() -> None:
+    show_stacks_when_asked()
     source, sink = _take_channel()
     frames: SimpleQueue[bytes] = SimpleQueue()
     Thread(target=_read, args=(source, frames), daemon=True).start()

@@ -14,15 +14,13 @@ import time
 from contextlib import suppress
 from typing import Any
 
-import msgspec
-
 from tailrace.config.tree import Config
 from tailrace.envs.base import Row
-from tailrace.envs.judge_wire import Frames, Ready, Refused, Reply, Setup, frame
+from tailrace.envs.judge_wire import FrameError, Frames, Ready, Refused, Reply, Setup, frame, reply_in
+from tailrace.watchdog import ask_for_stacks, look_at
 
 START_S = 120.0  # until a judge must be ready: a reward may import large packages on a busy machine
-
-_replies = msgspec.msgpack.Decoder(Reply)
+BURIAL_S = 5.0  # for a killed judge to be gone; one that waits for a disk in the kernel may never be
 
 
 class JudgeProcess:
@@ -41,7 +39,7 @@ class JudgeProcess:
         self.sink, self.source = self.process.stdin.fileno(), self.process.stdout.fileno()
         os.set_blocking(self.sink, False)
         os.set_blocking(self.source, False)
-        self.ended = False
+        self.ended, self.broken = False, ""
         self._frames, self._unsent = Frames(), bytearray()
         self.send(Setup(config, timeout_s, row))
 
@@ -64,10 +62,12 @@ class JudgeProcess:
         replies: list[Reply] = []
         try:
             while data := os.read(self.source, 1 << 18):
-                replies += map(_replies.decode, self._frames.feed(data))
+                replies += map(reply_in, self._frames.feed(data))
             self.ended = True
         except BlockingIOError:
             pass
+        except FrameError as error:
+            self.ended, self.broken = True, f"sent something that is no answer ({error})"
         return replies
 
     @property
@@ -76,16 +76,22 @@ class JudgeProcess:
         reading = [(self.source, select.POLLIN)]
         return [*reading, (self.sink, select.POLLOUT)] if self._unsent else reading
 
+    def questioned(self) -> tuple[str, bool]:
+        """What it is doing, in words; True if the stack of it comes to the log in a moment."""
+        asked = ask_for_stacks(self.process.pid)
+        return look_at(self.process.pid) + ("; where it was is in the log" if asked else ""), asked
+
     def kill(self) -> str:
         """End it and all it started, and say how it had ended by itself if it had."""
         status = self._status()
         with suppress(ProcessLookupError, PermissionError):  # all of it is gone
             os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait(timeout=10)
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(timeout=BURIAL_S)
         for pipe in (self.process.stdin, self.process.stdout):
             assert pipe is not None
             pipe.close()
-        return _ending(status, self.timeout_s)
+        return self.broken or _ending(status, self.timeout_s)
 
     def _status(self) -> int | None:
         """Its exit status. One that has closed its pipe is about to end, so that is worth a moment."""

@@ -1,7 +1,7 @@
 """The words between `judges.py` and a judge process, and how they lie on a pipe.
 
-A frame is four bytes of length and msgpack. Down go one `Setup`, then lists of `Question`; up come `Ready` or
-`Refused`, then one `Judged` per question, in the order they were asked.
+A frame is four bytes of length, at most `LONGEST`, and msgpack. Down go one `Setup`, then lists of `Question`; up come
+`Ready` or `Refused`, then one `Judged` per question, in the order they were asked.
 """
 
 from __future__ import annotations
@@ -12,9 +12,14 @@ import msgspec
 
 from tailrace.config.tree import Config
 from tailrace.envs.base import Faulted, Observed, Row, Scored, Turn
-from tailrace.types import Struct
+from tailrace.types import MALFORMED, Struct
 
 HEAD = 4
+LONGEST = 64 << 20  # bytes of a frame; a transcript of a million tokens has a tenth of that
+
+
+class FrameError(ValueError):
+    """What came is not in these words: the other side is broken, and nothing more of it can be read."""
 
 
 class Setup(Struct):
@@ -50,6 +55,9 @@ class Judged(Struct, tag=True):
 Reply = Ready | Refused | Judged
 
 
+_replies = msgspec.msgpack.Decoder(Reply)
+
+
 def frame(message: Any) -> bytes:
     body = msgspec.msgpack.encode(message)
     return len(body).to_bytes(HEAD, "little") + body
@@ -74,4 +82,14 @@ class Frames:
     def _end(self, start: int) -> int:
         """Where the frame that begins here ends; not reached if even its length is not there yet."""
         head = self._bytes[start : start + HEAD]
-        return start + HEAD + (int.from_bytes(head, "little") if len(head) == HEAD else 0)
+        length = int.from_bytes(head, "little") if len(head) == HEAD else 0
+        if length > LONGEST:
+            raise FrameError(f"a frame of {length:,} bytes was announced, and {LONGEST:,} are the most")
+        return start + HEAD + length
+
+
+def reply_in(frame: bytes) -> Reply:
+    try:
+        return _replies.decode(frame)
+    except MALFORMED as error:
+        raise FrameError(f"a frame is not an answer: {error}") from None

@@ -23,6 +23,7 @@ from tailrace.envs.tasks import build_task
 AHEAD_S = 0.05  # work that a judge is given ahead, by the time its answers have taken
 MOST_AHEAD = 256
 PAUSE_S = 10.0  # until another start is tried beside judges that do work
+STACKS_S = 0.25  # for a judge that is late to write down where it is, before it is killed
 
 
 class Asked(NamedTuple):
@@ -38,6 +39,7 @@ class Judge:
         self.pending: deque[Asked] = deque()
         self.ready, self.refusal = False, ""
         self.timeout_s, self.since = timeout_s, time.monotonic()
+        self.state = ""  # what it was doing when its time was over
         self.pace = AHEAD_S  # seconds per answer, a moving mean; at first nothing is sent ahead
 
     @property
@@ -47,7 +49,16 @@ class Judge:
 
     @property
     def deadline(self) -> float:
-        return self.since + (self.timeout_s if self.ready else START_S)
+        return self.since + (self.timeout_s if self.ready else START_S) + (STACKS_S if self.state else 0.0)
+
+    def late(self, now: float) -> bool:
+        """Its time is over. The stack of a stuck reward goes to the log first, if it can still be had."""
+        if not self.pending or now <= self.deadline:
+            return False
+        if self.state:
+            return True
+        self.state, asked = self.process.questioned()
+        return not asked
 
     def give(self, asked: list[Asked]) -> None:
         if not self.pending and self.ready:
@@ -58,11 +69,13 @@ class Judge:
     def receive(self) -> list[tuple[Any, Answer]]:
         self.process.flush()
         answers: list[tuple[Any, Answer]] = []
-        for reply in self.process.receive():
+        for reply in self.process.receive() if not self.state else ():  # what it says now comes too late
             self.since = time.monotonic()  # the next question's time starts now
             if isinstance(reply, Judged):
+                if not self.pending or self.pending[0].question.id != reply.id:
+                    self.process.ended, self.process.broken = True, "answered what it was not asked"
+                    return answers
                 asked = self.pending.popleft()
-                assert asked.question.id == reply.id, (asked.question.id, reply.id)
                 self.pace += 0.2 * (reply.seconds - self.pace)
                 answers.append((asked.key, reply.answer))
             elif isinstance(reply, Refused):
@@ -76,7 +89,8 @@ class Judge:
         """Kill it. Returns why: what it said, how it ended, or that it took too long."""
         ending = self.process.kill()
         late = f"did not answer within {self.timeout_s:g} s" if self.ready else f"was not ready within {START_S:g} s"
-        return self.refusal or f"the scoring process {ending or late}"
+        state = f": {self.state}" if self.state else ""
+        return self.refusal or f"the scoring process {ending or late}{state}"
 
 
 class Judges:
@@ -129,7 +143,7 @@ class Judges:
             self._done += judge.receive()
         now = time.monotonic()
         for judge in list(self._judges):
-            if judge.process.ended or (judge.pending and now > judge.deadline):
+            if judge.process.ended or judge.late(now):
                 self._end(judge)
         self._hand_out()
 

@@ -28,7 +28,7 @@ def build_task(config: Config) -> Task:
     task = _named(config) if settings.name else _own(settings)
     tool = settings.tools or ("calculator" if settings.name == "calculator" else "")
     if tool:
-        return ToolUse(task, tool, settings.max_turns, settings.reward_timeout_s)
+        return ToolUse(task, tool, settings.max_turns, settings.reward_timeout_s, weak=settings.sandbox == "weak")
     if settings.max_turns > 1 and ":" not in settings.name:
         raise ConfigError(
             f"task.max_turns is {settings.max_turns}, but nothing answers between turns; write task.tools"

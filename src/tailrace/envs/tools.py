@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import ast
 import operator
-import re
 from collections.abc import Callable
 from typing import Any
 
 from tailrace.config.errors import ConfigError
 from tailrace.config.tree import Config
+from tailrace.envs.answers import last_between
 from tailrace.envs.base import Observed, Row, Scored, Task, Turn
-from tailrace.envs.sandbox import run_python
+from tailrace.envs.sandbox import refuse_weak, run_python
 
-CALL_END = "</tool>"
-CALL = re.compile(r"<tool>(.*?)</tool>", re.DOTALL)
+CALL, CALL_END = "<tool>", "</tool>"
 
 Tool = Callable[[str], str]
 
@@ -33,13 +32,13 @@ def stop_strings(config: Config) -> tuple[str, ...]:
 class ToolUse:
     """A task whose policy may call a tool; see `envs.base.Task`."""
 
-    def __init__(self, task: Task, name: str, max_turns: int, timeout_s: float) -> None:
+    def __init__(self, task: Task, name: str, max_turns: int, timeout_s: float, weak: bool = False) -> None:
         if max_turns < 2:
             raise ConfigError(
                 f"task.max_turns is {max_turns}, so the policy would never read what a tool answers; write 2 or more"
             )
         self.task, self.max_turns = task, max_turns
-        self.tool = make_tool(name, timeout_s)
+        self.tool = make_tool(name, timeout_s, weak)
         self.trusted = name == "calculator" and getattr(task, "trusted", False)
 
     def __len__(self) -> int:
@@ -52,18 +51,20 @@ class ToolUse:
         return self.task.held_out()
 
     def respond(self, row: Row, transcript: tuple[Turn, ...]) -> Scored | Observed:
-        calls = CALL.findall(transcript[-1].text)
+        call = last_between(transcript[-1].text, CALL, CALL_END)
         turns = sum(turn.role == "policy" for turn in transcript)
-        if calls and turns < self.max_turns:
-            return Observed(self.tool(calls[-1].strip()))
+        if call is not None and turns < self.max_turns:
+            return Observed(self.tool(call.strip()))
         return self.task.respond(row, transcript)
 
 
-def make_tool(name: str, timeout_s: float) -> Tool:
-    """A tool by its name. A program has most of the time that a judge has, so that it is the program that ends."""
+def make_tool(name: str, timeout_s: float, weak: bool = False) -> Tool:
+    """A tool by its name. A program has most of the time that a judge has, so that it is the program that ends. `weak`:
+    programs may run where the machine cannot wall them off."""
     if name == "calculator":
         return calculate
     assert name == "python", name
+    refuse_weak(allowed=weak)
     return lambda program: run_python(program, seconds=min(5.0, 0.6 * timeout_s))
 
 

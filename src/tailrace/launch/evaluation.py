@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import select
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
@@ -16,6 +18,8 @@ from tailrace.config.tree import Config
 from tailrace.rollout.evaluate import Evaluated
 
 Progress = Callable[[int, int], None]
+SETTING_UP_S = 600.0  # until the first prompt is done: imports, a model, compiled kernels
+ENDING_S = 10.0  # from its last line to its end
 
 
 class EvaluationError(ValueError):
@@ -39,6 +43,7 @@ def measure(config: Config, weights: Path | None, progress: Progress) -> Evaluat
 
 
 def _watch(config: Config, complaints: IO[bytes], progress: Progress) -> tuple[Evaluated, int]:
+    patience = SETTING_UP_S + config.health.stuck_s
     with subprocess.Popen(
         [sys.executable, "-m", "tailrace.rollout.evaluate"],
         stdin=subprocess.PIPE,
@@ -50,7 +55,30 @@ def _watch(config: Config, complaints: IO[bytes], progress: Progress) -> tuple[E
         child.stdin.write(msgspec.json.encode(config) + b"\n")
         child.stdin.close()
         result = Evaluated(0, 0)
-        for line in child.stdout:
-            result = msgspec.json.decode(line, type=Evaluated)
-            progress(result.done, result.total)
+        try:
+            for line in _lines(child.stdout, patience):
+                result = msgspec.json.decode(line, type=Evaluated)
+                progress(result.done, result.total)
+            child.wait(ENDING_S)
+        except TimeoutError:
+            raise EvaluationError(
+                f"the evaluation has said nothing for {patience:g} s, with {result.done:,} of {result.total:,} prompts "
+                "done; if it is only slow, raise health.stuck_s"
+            ) from None
+        except subprocess.TimeoutExpired:
+            raise EvaluationError(f"the evaluation did not end within {ENDING_S:g} s of its last word") from None
+        finally:
+            child.kill()
     return result, child.returncode
+
+
+def _lines(pipe: IO[bytes], patience_s: float) -> Iterator[bytes]:
+    """What it prints, line by line; TimeoutError when nothing comes for so long."""
+    rest = b""
+    while select.select([pipe], [], [], patience_s)[0]:
+        piece = os.read(pipe.fileno(), 1 << 16)
+        if not piece:
+            return
+        *lines, rest = (rest + piece).split(b"\n")
+        yield from lines
+    raise TimeoutError

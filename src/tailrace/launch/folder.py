@@ -12,13 +12,14 @@ from tailrace.store.run import RunStore
 # What a resumed run may be given anew: nothing that control decides by, because its decisions so far are replayed.
 MAY_CHANGE = {"run.steps", "run.name", "run.folder", "run.archive", "run.evaluate", "local.port", "local.start_s"}
 CHECKPOINTS = "checkpoints"
+LONGEST_NAME = 200  # bytes; file systems take 255
 
 
 def run_folder(config: Config, files: list[str]) -> Path:
     """`runs/NAME`, where NAME is run.name or that of the settings file."""
     name = config.run.name or (Path(files[-1]).stem if files else "run")
-    if Path(name).name != name or name in (".", ".."):
-        raise ConfigError(f"run.name is '{name}', which is not the name of a directory; write one without slashes")
+    if Path(name).name != name or name in (".", "..") or not name.isprintable() or len(name.encode()) > LONGEST_NAME:
+        raise ConfigError(f"run.name is {name[:80]!r}, not the name of a directory; write a short one, no slashes")
     return Path(config.run.folder) / name
 
 

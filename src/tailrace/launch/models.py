@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import tempfile
 from pathlib import Path
 
 from tailrace.config.errors import ConfigError
@@ -11,6 +13,7 @@ from tailrace.launch.evaluation import measure
 from tailrace.launch.folder import CHECKPOINTS
 from tailrace.obs.progress import Progress
 from tailrace.store.journal import Journal
+from tailrace.trainer.manifest import CheckpointError, check, found_in, step_of
 
 INTERNAL = {"state.json", "optimizer.safetensors", "critic.safetensors"}  # of a checkpoint: for resumption alone
 
@@ -29,26 +32,34 @@ def evaluate(run: Path, version: int | None) -> int:
 def export(run: Path, version: int | None, out: Path) -> int:
     """Copy a version into a directory that transformers loads."""
     weights = weights_of(run, Journal(run).config, version)
+    out = Path(os.path.abspath(out))
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} exists and is not empty; name a new directory")
-    draft = out.with_name(f".{out.name}.new")
-    shutil.rmtree(draft, ignore_errors=True)
     try:
-        shutil.copytree(weights, draft, ignore=lambda _, names: INTERNAL & set(names))
-        out.rmdir() if out.exists() else out.parent.mkdir(parents=True, exist_ok=True)
-        draft.rename(out)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{out.name[:100]}.", dir=out.parent) as draft:
+            _copy(weights, Path(draft) / "copy")
+            out.rmdir() if out.exists() else None
+            (Path(draft) / "copy").rename(out)
     except OSError as error:
-        shutil.rmtree(draft, ignore_errors=True)
         raise ConfigError(f"{out} cannot be written ({error.strerror}); name another directory") from None
     print(f"{weights.name} of {run} is in {out}; transformers loads it with from_pretrained('{out}')")
     return 0
 
 
+def _copy(weights: Path, into: Path) -> None:
+    """The files that lie there themselves. Hugging Face's cache has links to files, which are read; folders are not."""
+    into.mkdir()
+    for file in weights.iterdir():
+        if file.is_file() and file.name not in INTERNAL:
+            shutil.copyfile(file, into / file.name)
+
+
 def weights_of(run: Path, config: Config, version: int | None) -> Path:
     """The directory of a version; 0 is what the run started from."""
-    saved = {int(place.name.rpartition("-")[2]): place for place in sorted((run / CHECKPOINTS).glob("step-*"))}
+    saved = {step_of(place): place for place in found_in(run / CHECKPOINTS)}
     if version is None and saved:
-        return saved[max(saved)]
+        version = max(saved)
     if not version:
         from tailrace.model.load import model_folder
 
@@ -59,4 +70,8 @@ def weights_of(run: Path, config: Config, version: int | None) -> Path:
             f"{run} has no weights of v{version}; it has {known} "
             "(trainer.archive_every keeps one for good every so many steps)"
         )
+    try:
+        check(saved[version])
+    except CheckpointError as error:
+        raise ConfigError(f"{error}; write --version with another one") from None
     return saved[version]

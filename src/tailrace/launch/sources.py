@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -46,6 +47,24 @@ class Limited:
 
     def rows(self, start: int, count: int) -> list[Row]:
         return self._prompts.rows(start, count)
+
+
+class Later:
+    """Opened when prompts are first needed: a controller that takes over a run must be back at once."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+
+    @cached_property
+    def _source(self) -> Source:
+        return open_source(self._config)
+
+    @property
+    def total(self) -> int | None:
+        return self._source.total
+
+    def rows(self, start: int, count: int) -> list[Row]:
+        return self._source.rows(start, count)
 
 
 class Blanks:

@@ -7,7 +7,6 @@ settings -> folder and store -> task and prompts -> accuracy before -> controlle
 from __future__ import annotations
 
 import asyncio
-import secrets
 import signal
 import sys
 from contextlib import suppress
@@ -16,33 +15,39 @@ from pathlib import Path
 from tailrace.config.tree import Config
 from tailrace.launch.evaluation import measure
 from tailrace.launch.folder import CHECKPOINTS, open_store
-from tailrace.launch.sources import open_source
+from tailrace.launch.keeper import Keeper
+from tailrace.launch.sources import Later, open_source
+from tailrace.launch.view import View
 from tailrace.model.device import check_devices
-from tailrace.obs.live import LiveRun
 from tailrace.obs.progress import Progress
 from tailrace.obs.summary import write_summary
-from tailrace.obs.terminal import Show, watch
 from tailrace.relay.arena import clear_abandoned
-from tailrace.runtime.controller import INTERRUPTED, Controller, Source
+from tailrace.runtime.controller import INTERRUPTED, Controller, Source, Tie
+from tailrace.runtime.local import read_traces
+from tailrace.store.journal import Journal
 from tailrace.store.run import RunStore
 
-SHOW_S = 0.25
 BEFORE, AFTER = "accuracy_before", "accuracy_after"
 
 
-def train(config: Config, folder: Path, resume: bool) -> bool:
+def train(config: Config, folder: Path, resume: bool, keeper: Keeper) -> bool:
     """Run until it is over (True) or interrupted (False). The folder has everything that came of it."""
-    source = open_source(config)
-    note = check_devices(config)
+    if keeper.begun and Journal(folder).complete:
+        return _complete(folder, "the run was over already")
+    source = Later(config) if keeper.begun else open_source(config)
+    note = "" if keeper.begun else check_devices(config)
     if note:
         print(note, file=sys.stderr, flush=True)
     clear_abandoned()
-    store = open_store(folder, config, resume)
+    tie = Tie(keeper.token, keeper.lifeline, read_traces(folder) if keeper.begun else None)
+    store = open_store(folder, config, resume or keeper.begun)
+    keeper.begin()
     try:
         if _evaluates(config) and store.meta.get(BEFORE) is None:
             store.meta.set(BEFORE, str(_accuracy(config, None, "accuracy before training")))
             store.commit()
-        reason, complete = asyncio.run(_drive(store, config, source))
+        reason, complete = asyncio.run(_drive(store, config, source, tie, keeper))
+        clear_abandoned()  # of relays that were killed and did not come back before the end
         if complete and _evaluates(config):
             store.meta.set(AFTER, str(_accuracy(config, _newest(folder), "accuracy after training")))
     except BaseException:
@@ -50,9 +55,15 @@ def train(config: Config, folder: Path, resume: bool) -> bool:
         raise
     store.close(complete=complete)
     if complete:
-        write_summary(folder, sys.stdout)
-    print(reason if complete else f"interrupted; the same command with --resume goes on from here ({folder})")
-    return complete
+        return _complete(folder, reason)
+    print(f"interrupted; the same command with --resume goes on from here ({folder})")
+    return False
+
+
+def _complete(folder: Path, reason: str) -> bool:
+    write_summary(folder, sys.stdout)
+    print(reason)
+    return True
 
 
 def _evaluates(config: Config) -> bool:
@@ -71,26 +82,20 @@ def _newest(folder: Path) -> Path | None:
     return newest(folder / CHECKPOINTS)
 
 
-async def _drive(store: RunStore, config: Config, source: Source) -> tuple[str, bool]:
-    live = LiveRun(config)
-    for entry in store.entries():
-        live.see(entry.now, entry.event, entry.commands)
-    controller = Controller(store, config, source, secrets.token_hex(32), live)
+async def _drive(store: RunStore, config: Config, source: Source, tie: Tie, keeper: Keeper) -> tuple[str, bool]:
+    view = View(store, config)
+    controller = Controller(store, config, source, tie, view)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, controller.interrupt)
-    with watch(live) as show:
-        showing = asyncio.create_task(_show(show, controller))
-        try:
-            reason = await controller.run()
-        finally:
-            showing.cancel()
-            with suppress(asyncio.CancelledError):
-                await showing
+    showing = asyncio.create_task(view.show(lambda: controller.now, keeper.beat))
+    # It never ends by itself: what went wrong with it is raised below.
+    showing.add_done_callback(lambda task: None if task.cancelled() else controller.interrupt())
+    try:
+        reason = await controller.run()
+    finally:
+        keeper.rest()
+        showing.cancel()
+        with suppress(asyncio.CancelledError):
+            await showing
     return reason, reason != INTERRUPTED
-
-
-async def _show(show: Show, controller: Controller) -> None:
-    while True:
-        show(controller.now)
-        await asyncio.sleep(SHOW_S)

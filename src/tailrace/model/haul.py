@@ -57,6 +57,7 @@ class Hauler:
         threads = threads or min(MOST_THREADS, os.cpu_count() or 1)
         self._piece = piece
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="haul")
+        # As many as threads, each put back by the thread that took it: nobody ever waits for one.
         self._berths: SimpleQueue[Berth] = SimpleQueue()
         for _ in range(threads):
             self._berths.put(Berth(device, piece))
@@ -82,7 +83,7 @@ class Hauler:
                 yield Move(there[start : start + self._piece], here[start : start + self._piece])
 
     def _inward(self, move: Move) -> int:
-        berth = self._berths.get()
+        berth = self._berths.get_nowait()
         try:
             buffer = berth.memory[: len(move.source)]
             _copy_in_host(buffer, move.source)
@@ -92,7 +93,7 @@ class Hauler:
         return len(move.source)
 
     def _outward(self, move: Move) -> int:
-        berth = self._berths.get()
+        berth = self._berths.get_nowait()
         try:
             buffer = berth.memory[: len(move.source)]
             berth.cross(buffer, move.source)

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 PACKAGE = "package:"
-WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+WEIGHTS = "*.safetensors"  # no other kind: a .bin file is a pickle, which can run code
+INDEX = "model.safetensors.index.json"
 
 
 def model_folder(path: str) -> Path:
@@ -70,8 +71,10 @@ def load_model(path: str, dtype: str = "float32", device: str = "cpu") -> PreTra
     folder = model_folder(path)
     logging.disable_progress_bar()
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
-    except (OSError, ValueError) as error:
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, local_files_only=True, use_safetensors=True
+        )
+    except Exception as error:  # the border to a library that reads files of whatever origin, and raises anything
         raise ConfigError(f"model.path: {folder} cannot be loaded ({_first_line(error)})") from None
     return _on(device, model)
 
@@ -115,9 +118,17 @@ def _checked(folder: Path) -> Path:
         raise ConfigError(f"model.path: there is no directory {folder}; give a Hugging Face model directory")
     if not (folder / "config.json").is_file():
         raise ConfigError(f"model.path: {folder} has no config.json, so it is not a Hugging Face model directory")
-    if not any(file for pattern in WEIGHTS for file in folder.glob(pattern)):
+    if not any(folder.glob(WEIGHTS)):
         raise ConfigError(f"model.path: {folder} has no weights; a file such as model.safetensors is missing")
+    _refuse_shards_elsewhere(folder)
     return folder
+
+
+def _refuse_shards_elsewhere(folder: Path) -> None:
+    """The index of a model in several files names those beside it, and no others."""
+    shards = _read(folder / INDEX).get("weight_map", {})
+    if not isinstance(shards, dict) or any(Path(str(name)).name != name for name in shards.values()):
+        raise ConfigError(f"model.path: {folder / INDEX} names files that are not beside it, so it is refused")
 
 
 def _settings(folder: Path) -> dict[str, Any]:
@@ -128,9 +139,12 @@ def _read(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        return json.loads(file.read_text())
-    except ValueError as error:
+        table = json.loads(file.read_text())
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"model.path: {file} is not JSON ({error})") from None
+    if not isinstance(table, dict):
+        raise ConfigError(f"model.path: {file} is not a JSON object")
+    return table
 
 
 # -------------------------------------------------------------------------------------------------------- GGUF files

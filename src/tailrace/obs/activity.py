@@ -20,6 +20,7 @@ from tailrace.protocol import (
     ControllerRestarted,
     Event,
     Generate,
+    GiveUp,
     LoadWeights,
     Progressed,
     PullFailed,
@@ -187,8 +188,8 @@ class Activity:
         elif isinstance(command, Generate):
             self.began = now if self.began is None else self.began
             self._settle(self._replica(command.replica, now), changed)
-        elif isinstance(command, Start):
-            self._start(now, command, changed)
+        elif isinstance(command, GiveUp | Start):
+            self._gone(now, command, changed)
 
     def _settle(self, lane: ReplicaLane | TrainerLane, changed: set[ReplicaId]) -> None:
         """Somebody who is there has got work. After a resumption control may believe so of others for a while."""
@@ -196,8 +197,8 @@ class Activity:
             self.settling = False
             changed.update(self.replicas)
 
-    def _start(self, now: float, command: Start, changed: set[ReplicaId]) -> None:
-        """A part that is started while it seemed to be there has fallen silent."""
+    def _gone(self, now: float, command: GiveUp | Start, changed: set[ReplicaId]) -> None:
+        """What is to be started is not there."""
         if command.part == "trainer":
             self.trainer.alive, self.trainer.asked = False, None
         elif command.part == "replica":

@@ -23,6 +23,7 @@ from tailrace.protocol import (
     Event,
     Forget,
     Generate,
+    GiveUp,
     Parked,
     PullFailed,
     RelayLost,
@@ -35,7 +36,7 @@ from tailrace.protocol import (
     TrainerLost,
     VersionStored,
 )
-from tailrace.types import ReplicaId, Version
+from tailrace.types import ReplicaId, Version, label
 
 RECENT = 10  # steps over which figures are smoothed
 HAPPENINGS = 50  # kept to be shown
@@ -259,6 +260,10 @@ def _told(event: Event, commands: Sequence[Command]) -> Told:
         yield "resumed", "notable"
     elif isinstance(event, Parked):
         yield from _moves(event, commands)
+    for command in commands:
+        if isinstance(command, GiveUp):
+            name = "the trainer" if command.part == "trainer" else label(command.part, command.id)
+            yield f"{name} lost: {command.reason}", "alarming"
     yield from _endings(commands)
 
 

@@ -39,7 +39,7 @@ class Progress:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._ended.set()
-        self._thread.join()
+        self._thread.join(LINE_EVERY_S)  # a terminal that takes nothing (Ctrl-S) must not keep the work from going on
 
     def _show(self) -> None:
         if self._ended.wait(self.quiet_s):

@@ -25,11 +25,14 @@ from tailrace.protocol import (
     Finished,
     Forget,
     Generate,
+    GiveUp,
+    LinkFailed,
     LoadWeights,
     Parked,
     Progressed,
     PromptsAdded,
     Publish,
+    PublishFailed,
     PullFailed,
     RelayJoined,
     RelayLost,
@@ -171,6 +174,8 @@ class Chronicle:
             PullFailed: self._pull_failed,
             RelayJoined: self._relay_joined,
             RelayLost: self._relay_lost,
+            LinkFailed: self._link_failed,
+            PublishFailed: self._publish_failed,
             VersionStored: self._version_stored,
             Trained: self._trained,
             Checkpointed: self._checkpointed,
@@ -186,6 +191,7 @@ class Chronicle:
             Publish: self._publish,
             Route: self._route,
             Drop: self._drop,
+            GiveUp: self._give_up,
             Start: self._start,
         }
 
@@ -385,9 +391,12 @@ class Chronicle:
 
     def _replica_lost(self, event: ReplicaLost) -> Told:
         yield ("replica", event.replica), f"lost (incarnation {event.incarnation}): {event.reason}"
+        yield from self._left_behind(event.replica, event.reason)
+
+    def _left_behind(self, replica: ReplicaId, reason: str) -> Told:
         for id, sample in self.samples.items():
-            if sample.replica == event.replica and sample.state == "running":
-                yield ("trajectory", id), f"r{event.replica} lost: {event.reason}"
+            if sample.replica == replica and sample.state == "running":
+                yield ("trajectory", id), f"r{replica} lost: {reason}"
 
     def _progressed(self, event: Progressed) -> Told:
         pulse = self.pulses.setdefault(("replica", event.replica), Pulse())
@@ -396,6 +405,12 @@ class Chronicle:
         pulse.running = max(pulse.running, event.running)
         pulse.waiting = max(pulse.waiting, event.waiting)
         yield from ()
+
+    def _give_up(self, command: GiveUp) -> Told:
+        if command.part != "trainer":
+            yield (command.part, command.id), f"given up (incarnation {command.incarnation}): {command.reason}"
+        if command.part == "replica":
+            yield from self._left_behind(command.id, command.reason)
 
     def _start(self, command: Start) -> Told:
         if command.part != "trainer":
@@ -448,6 +463,15 @@ class Chronicle:
 
     def _relay_lost(self, event: RelayLost) -> Told:
         yield ("relay", event.relay), f"lost (incarnation {event.incarnation}): {event.reason}"
+
+    def _link_failed(self, event: LinkFailed) -> Told:
+        yield ("relay", event.relay), f"cannot reach h{event.target}: {event.reason}"
+        yield ("relay", event.target), f"cannot be reached from h{event.relay}: {event.reason}"
+
+    def _publish_failed(self, event: PublishFailed) -> Told:
+        text = f"did not get from the trainer to h{event.relay}: {event.reason}"
+        yield ("version", event.version), text
+        yield ("relay", event.relay), f"v{event.version} {text}"
 
     def _alive(self, event: Alive) -> Told:
         if event.part == "relay":

@@ -281,9 +281,10 @@ class Spare(NamedTuple):
 class Writer:
     """A version that is being written from its first byte to its last, and summed up on the way.
 
-    `claim` hands out the next piece of memory to fill, `advance` says how much of it is filled, `seal` makes it a
-    version if the checksum is right. Everything else ends in `discard`. One that is written in place is claimed and
-    filled by another process, which has no checksum to compare with: nothing came over a wire.
+    `claim` hands out the next stretch of memory to fill, `confirm` says that it is filled and with what sums of its
+    pieces, `seal` makes it a version if the checksum is right. Everything else ends in `discard`. One that is written
+    in place is claimed and filled by another process, which has no sums to compare with, as nothing came over a wire:
+    `advance` says how much is filled.
     """
 
     def __init__(self, arena: Arena, version: Version, path: Path, memory: Memory, in_place: bool = False) -> None:
@@ -291,7 +292,12 @@ class Writer:
         self.size, self.in_place = memory.size, in_place
         self.buffer = memory.buffer
         self.written = 0
-        self._sum = Checksum(memory.buffer, several=in_place)
+        self.sums = Checksum(memory.buffer, several=in_place)
+
+    @property
+    def summed(self) -> int:
+        """Bytes that can be sent on, together with their sums."""
+        return self.sums.summed
 
     def claim(self, count: int) -> memoryview:
         """The next `count` bytes, or what is left, backed by memory that is really there."""
@@ -304,21 +310,28 @@ class Writer:
             raise no_room(self.arena.path, self.version, self.size) from None
         return self.buffer[self.written : end]
 
+    def confirm(self, count: int, sums: bytes) -> bool:
+        """False if the pieces that were written are not what their sums say: then they are to be written again."""
+        right = self.sums.confirm(self.written + count, sums)
+        self.written += count if right else 0
+        return right
+
     def advance(self, count: int) -> None:
         self.written += count
-        self._sum.advance(self.written)
+        self.sums.advance(self.written)
 
     def seal(self, checksum: str = "") -> Mapped:
         """Make it a version; `checksum` is what the first sender of these bytes says it is."""
         name = label("version", self.version)
         if self.written < self.size:
             raise ArenaError(f"{name} is incomplete: {self.written:,} of {self.size:,} bytes arrived")
-        found = self._sum.digest()
+        found = self.sums.digest()
         if found != checksum and not self.in_place:
             raise ArenaError(f"{name} was damaged on its way: its checksum is not the one it was sent with")
         mapped = self.arena._sealed(self, found)
         self.buffer = mapped.buffer  # from here on nobody can write; who still reads the other mapping may go on
-        del self.memory, self._sum
+        self.sums.let_go()
+        del self.memory
         return mapped
 
     def discard(self) -> None:

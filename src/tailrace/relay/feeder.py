@@ -2,22 +2,27 @@
 
 One thread per target, so that a target that is slow or dead keeps nobody else waiting. A version that is just arriving
 is sent while it arrives. A failure is reported once per reason and tried again with growing pauses, because control
-re-routes around a dead target and a live one still has to be served.
+re-routes around a dead target and a live one still has to be served. One that lasts is reported as such: perhaps both
+ends are well and only the way between them is not.
 """
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable
 from threading import Thread
 
-from tailrace.relay.link import Address, Busy, Channel, Have, LinkError, Stored, connect, offer
+from tailrace.relay.link import Address, Channel, LinkError, connect
+from tailrace.relay.messages import Busy
 from tailrace.relay.shelf import Parcel, ParcelError, Shelf
+from tailrace.relay.transfer import Answer, offer
 from tailrace.types import RelayId, Version
 
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 5.0
 
-Report = Callable[[Version, RelayId, str], None]
+Report = Callable[[Version, RelayId, str, bool], None]  # the last: whether it has lasted for a while
 
 
 class Feeder(Thread):
@@ -35,6 +40,7 @@ class Feeder(Thread):
         self._channel: Channel | None = None
         self._pause_s = FIRST_PAUSE_S
         self._reported = ""
+        self._failing_since = math.inf
 
     def run(self) -> None:
         while (parcel := self._next()) is not None:
@@ -63,37 +69,42 @@ class Feeder(Thread):
             return None if self._ended else self._shelf.parcels[max(self._lacking())]
 
     def _lacking(self) -> set[Version]:
-        return self._shelf.parcels.keys() - self._served
+        return self._shelf.deliverable() - self._served
 
     def _deliver(self, parcel: Parcel) -> None:
         try:
             answer = self._offer(parcel)
         except ParcelError:
-            pass  # not the target's fault, and off the shelf by now
+            self._pause(growing=False)  # not the target's fault
         except LinkError as error:
             self._failed(parcel.version, str(error))
         else:
             self._answered(parcel.version, answer)
 
-    def _offer(self, parcel: Parcel) -> Have | Busy | Stored:
+    def _offer(self, parcel: Parcel) -> Answer:
         with connect(self.address, self._stall_s) as self._channel:
             if self._ended:  # too early for `end` to abort it
                 raise LinkError("the route has changed")
-            self._channel.greet(self._token, "caller")
+            self._channel.call(self._token, self.address.fingerprint)
             return offer(self._channel, parcel, self._chunk)
 
-    def _answered(self, version: Version, answer: Have | Busy | Stored) -> None:
+    def _answered(self, version: Version, answer: Answer) -> None:
         if isinstance(answer, Busy):
             self._pause(growing=False)
             return
-        self._reported, self._pause_s = "", FIRST_PAUSE_S
+        self._reported, self._pause_s, self._failing_since = "", FIRST_PAUSE_S, math.inf
         with self._shelf.changed:
             self._served = (self._served & self._shelf.parcels.keys()) | {version}
 
     def _failed(self, version: Version, reason: str) -> None:
-        if not self._ended and reason != self._reported:
+        now = time.monotonic()
+        self._failing_since = min(self._failing_since, now)
+        lasting = now - self._failing_since > self._stall_s
+        if not self._ended and (lasting or reason != self._reported):
             self._reported = reason
-            self._report(version, self.target, reason)
+            self._report(version, self.target, reason, lasting)
+        if lasting:
+            self._failing_since = now
         self._pause(growing=True)
 
     def _pause(self, growing: bool) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from tailrace.types import Struct
+from tailrace.types import MALFORMED, Struct
 
 if TYPE_CHECKING:
     import numpy as np
@@ -156,7 +156,7 @@ def _places(text: bytes) -> dict[str, Place]:
         entries = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
         entries.pop("__metadata__", None)
         places = {name: msgspec.json.decode(raw, type=Place) for name, raw in entries.items()}
-    except msgspec.MsgspecError as error:
+    except MALFORMED as error:
         raise LayoutError(f"the safetensors header is damaged: {error}") from None
     for name, place in places.items():
         _check(name, place)
@@ -167,5 +167,6 @@ def _check(name: str, place: Place) -> None:
     kind, (start, end) = BY_CODE.get(place.dtype), place.data_offsets
     if kind is None:
         raise LayoutError(f"tensor '{name}' is of type {place.dtype}, which is not known here")
-    if start < 0 or start % kind.width or end - start != kind.width * prod(place.shape):
+    empty_or_more = all(size >= 0 for size in place.shape)
+    if not empty_or_more or start < 0 or start % kind.width or end - start != kind.width * prod(place.shape):
         raise LayoutError(f"tensor '{name}' does not lie where its shape and type say")

@@ -1,18 +1,12 @@
-"""The wire between trainer, relays and replicas: plain TCP, one version per connection.
+"""An authenticated connection between trainer, relays and replicas, over which signed messages and raw bytes go.
 
-    both      magic, nonce
-    sender    Offer(version, size)                    puller    Pull(version)
-    receiver  Want | Have | Busy | Refused            relay     Sending(size) | Refused
-    sender    size bytes, Total(checksum)             relay     size bytes, Total(checksum)
-    receiver  Stored | Refused
+Both ends send a nonce; messages are signed with a key made from the run's token, both nonces and the certificate of the
+relay, and are counted. So the token itself never travels, a recorded, repeated or foreign message is worthless, and
+each side knows that the other belongs to the run before anything of value is sent. Within a host the connection is
+plain; between hosts it is TLS (`tls.py`), and a relay that listens to other hosts refuses any of them that comes plain.
 
-A sender on the receiver's own host need not send bytes at all: it offers to write them `here`, is told a `Place` in
-shared memory, and says as it goes how much it has `Written` there.
-
-Messages are signed with a key made from the run's token and both nonces, so the token itself never travels, a recorded
-message is worthless, and each side knows that the other belongs to the run. The checksum is that of the first sender,
-handed on unchanged, so what any relay on the way damaged is noticed by the next. Every wait on a socket has a deadline,
-and every failure is a `LinkError` that names the other side.
+Every wait has a deadline that starts anew with every byte that moves, and every failure is a `LinkError` that names the
+other side and what was waited for.
 """
 
 from __future__ import annotations
@@ -21,35 +15,51 @@ import hmac
 import math
 import os
 import socket
+import ssl
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Literal, NamedTuple, Protocol, Self
+from typing import Literal, NamedTuple, Self
 
 import msgspec
 
-from tailrace.types import Struct, Version, label
+from tailrace.relay.messages import DECODER, AnyMessage
+from tailrace.relay.tls import Identity, caller_context, fingerprint
+from tailrace.types import MALFORMED
 
-MAGIC = b"tailrace relay 2"
+MAGIC = b"tailrace relay 3"
 NONCE = TAG = 32
-LONGEST_MESSAGE = 1 << 16
-CHUNK = 4 << 20  # bytes; large enough that a hop's fixed cost vanishes, small enough that a chain fills soon
+LONGEST_MESSAGE = 1 << 14
 CONNECT_S = 5.0
-STALL_S = 30.0  # without a byte from the other side
+GREET_S = 10.0  # for all of the greeting and the first request, so that a stranger holds a thread no longer than that
+STALL_S = 10.0  # without a byte from the other side
+RECORD = 64 << 10  # bytes handed to TLS at once: it counts the deadline for the whole of them
+HELLO = 0x16  # the first byte of every TLS connection
+
+Side = Literal["caller", "callee"]
 
 
 class Address(NamedTuple):
+    """Where a relay listens; with a fingerprint if other hosts may connect."""
+
     host: str
     port: int
+    fingerprint: str = ""
 
     @classmethod
     def read(cls, text: str) -> Address:
         """The inverse of `str`."""
-        host, _, port = text.rpartition(":")
-        return cls(host, int(port))
+        place, _, fingerprint = text.partition("#")
+        host, _, port = place.rpartition(":")
+        return cls(host, int(port), fingerprint)
+
+    @property
+    def place(self) -> str:
+        """For people."""
+        return f"{self.host}:{self.port}"
 
     def __str__(self) -> str:
-        return f"{self.host}:{self.port}"
+        return f"{self.place}#{self.fingerprint}" if self.fingerprint else self.place
 
 
 class LinkError(ValueError):
@@ -60,135 +70,158 @@ class TokenError(LinkError):
     """The other side belongs to another run; trying again will not help."""
 
 
-# ------------------------------------------------------------------------------------------------------- messages
-
-
-class Message(Struct, tag_field="kind", tag=True):
-    pass
-
-
-class Offer(Message):
-    """I can send this version. `fresh`: I am the trainer, who may bring back a version that was dropped. `here`: I want
-    to write it into your memory myself."""
-
-    version: Version
-    size: int
-    fresh: bool = False
-    here: bool = False
-
-
-class Pull(Message):
-    version: Version
-
-
-class Want(Message):
-    """Send it."""
-
-
-class Place(Message):
-    """Write it to this file, which you know by its inode if you are on my host, from start to end."""
-
-    path: str
-    inode: int
-
-
-class Written(Message):
-    """Everything before `position` is there."""
-
-    position: int
-
-
-class Have(Message):
-    """I hold it, or have dropped it: nothing to do."""
-
-
-class Busy(Message):
-    """It is on its way to me from elsewhere; ask again, it may break off."""
-
-
-class Refused(Message):
-    reason: str
-
-
-class Sending(Message):
-    size: int
-
-
-class Total(Message):
-    checksum: str
-
-
-class Stored(Message):
-    """It is sealed here."""
-
-
-AnyMessage = Offer | Pull | Want | Place | Written | Have | Busy | Refused | Sending | Total | Stored
-DECODER = msgspec.msgpack.Decoder(AnyMessage)
-
-
-# ------------------------------------------------------------------------------------------------------- channel
+class RefusedError(LinkError):
+    """The other side is well and says no."""
 
 
 class Channel:
-    """One authenticated connection. `until` is a moment of the monotonic clock after which nothing is waited for."""
+    """One connection. `until` is a moment of the monotonic clock after which nothing is waited for."""
 
     def __init__(self, connection: socket.socket, peer: str, stall_s: float, until: float = math.inf) -> None:
         self.peer = peer
         self.stall_s = stall_s
         self.until = until
+        self.carried = 0  # bytes of weights that were sent
+        self.moved = time.monotonic()  # when the last weights came
+        self.known = False  # the other side has proven that it belongs to the run
         self._socket = connection
+        self._aborted = False
         self._key = b""
         self._words = (b"", b"")  # what our messages and theirs are marked with, so that none can be sent back
         self._sent = self._received = 0
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # a network that is cut takes small messages for a long time
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, int(stall_s * 1000)))
 
-    def greet(self, token: bytes, side: Literal["caller", "callee"]) -> None:
+    # ------------------------------------------------------------------------------------------------------ greeting
+
+    def call(self, token: bytes, pinned: str = "") -> None:
+        """Greet a relay; `pinned` is the fingerprint in its address."""
+        with self._by(GREET_S):
+            secure = bool(pinned) and not self.is_local()
+            if secure:
+                self._encrypt(caller_context(), "caller")
+                assert isinstance(self._socket, ssl.SSLSocket)
+                if fingerprint(self._socket.getpeercert(binary_form=True) or b"") != pinned:
+                    raise TokenError(f"{self.peer} is not the relay it should be: its certificate is another one")
+            self._agree(token, "caller", pinned if secure else "")
+
+    def answer(self, token: bytes, identity: Identity | None = None) -> AnyMessage:
+        """Greet whoever has connected, and hear what it wants. Raises `TokenError` if it is a stranger."""
+        with self._by(GREET_S):
+            secure = identity is not None and self._first_byte() == HELLO
+            if identity is not None and secure:
+                self._encrypt(identity.context, "callee")
+            elif identity is not None and not self.is_local():
+                raise LinkError(f"{self.peer} is on another host and does not encrypt")
+            self._agree(token, "callee", identity.fingerprint if identity is not None and secure else "")
+            return self.receive("a request")
+
+    def _agree(self, token: bytes, side: Side, certificate: str) -> None:
         """Exchange nonces. Who has another token than we have is found out with the first message."""
         mine, theirs = os.urandom(NONCE), bytearray(len(MAGIC) + NONCE)
-        self.send_bytes(memoryview(MAGIC + mine))
-        self.receive_bytes(memoryview(theirs))
+        self.send_bytes(memoryview(MAGIC + mine), "a greeting")
+        self._fill(memoryview(theirs), "a greeting")
         if theirs[: len(MAGIC)] != MAGIC:
             raise LinkError(f"{self.peer} is not a relay of this version of Tailrace")
         other = bytes(theirs[len(MAGIC) :])
         nonces = (mine, other) if side == "caller" else (other, mine)
-        self._key = hmac.digest(token, b"".join(nonces), "sha256")
+        self._key = hmac.digest(token, b"".join(nonces) + certificate.encode(), "sha256")
         self._words = (b"caller", b"callee") if side == "caller" else (b"callee", b"caller")
+
+    def _encrypt(self, context: ssl.SSLContext, side: Side) -> None:
+        with self._waiting("agree on keys with", "a handshake"):
+            self._socket = context.wrap_socket(
+                self._socket, server_side=side == "callee", do_handshake_on_connect=False
+            )
+            if self._aborted:
+                raise OSError("it was broken off")
+            self._socket.do_handshake()  # all of it within the timeout that `_waiting` has set, not each of its reads
+
+    def _first_byte(self) -> int:
+        with self._waiting("receive from", "a greeting"):
+            first = self._socket.recv(1, socket.MSG_PEEK)  # by `until`, which every greeting has
+        return first[0] if first else -1
+
+    # ------------------------------------------------------------------------------------------------------ messages
 
     def send(self, message: AnyMessage) -> None:
         body = msgspec.msgpack.encode(message)
         tag = self._tag(self._words[0], self._sent, body)
         self._sent += 1
-        self.send_bytes(memoryview(len(body).to_bytes(4, "big") + tag + body))
+        self.send_bytes(memoryview(len(body).to_bytes(4, "big") + tag + body), type(message).__name__)
 
-    def receive(self) -> AnyMessage:
+    def receive(self, what: str) -> AnyMessage:
+        """The next message; `what` is expected, in words."""
         head = bytearray(4 + TAG)
-        self.receive_bytes(memoryview(head))
+        self._fill(memoryview(head), what)
         length = int.from_bytes(head[:4], "big")
         if length > LONGEST_MESSAGE:
             raise LinkError(f"{self.peer} sent a message of {length:,} bytes, which no relay does")
         body = bytearray(length)
-        self.receive_bytes(memoryview(body))
+        self._fill(memoryview(body), what)
         if not hmac.compare_digest(head[4:], self._tag(self._words[1], self._received, body)):
             raise TokenError(f"{self.peer} has another token: it belongs to another run")
         self._received += 1
+        self.known = True
         try:
             return DECODER.decode(body)
-        except msgspec.MsgspecError as error:
+        except MALFORMED as error:
             raise LinkError(f"{self.peer} sent a message that is not known here: {error}") from None
 
-    def send_bytes(self, data: memoryview) -> None:
-        with self._waiting("send to"):
-            self._socket.sendall(data)
+    def _tag(self, side: bytes, count: int, body: bytes | bytearray) -> bytes:
+        return hmac.digest(self._key, side + count.to_bytes(8, "big") + body, "sha256")
 
-    def receive_bytes(self, room: memoryview) -> None:
-        """Fill `room`; the deadline starts anew with everything that arrives."""
+    # --------------------------------------------------------------------------------------------------------- bytes
+
+    def send_bytes(self, data: memoryview, what: str) -> None:
+        most = RECORD if isinstance(self._socket, ssl.SSLSocket) else len(data)
         place = 0
-        while place < len(room):
-            with self._waiting("receive from"):
+        with self._waiting("send to", what):
+            while place < len(data):
+                place += self._socket.send(data[place : place + most])
+                self._check_time()
+
+    def receive_bytes(self, room: memoryview, what: str) -> None:
+        """Fill `room` with weights."""
+        self._fill(room, what, weights=True)
+
+    def _fill(self, room: memoryview, what: str, weights: bool = False) -> None:
+        place = 0
+        with self._waiting("receive from", what):
+            while place < len(room):
                 count = self._socket.recv_into(room[place:])
-            if not count:
-                raise LinkError(f"{self.peer} closed the connection")
-            place += count
+                if not count:
+                    raise LinkError(f"{self.peer} closed the connection before {what} had come")
+                place += count
+                if weights:
+                    self.moved = time.monotonic()
+                self._check_time()
+
+    @contextmanager
+    def _waiting(self, doing: str, what: str) -> Iterator[None]:
+        patience = max(min(self.stall_s, self.until - time.monotonic()), 1e-3)
+        try:
+            self._socket.settimeout(patience)
+            yield
+        except TimeoutError:
+            raise LinkError(f"could not {doing} {self.peer}: nothing moved for {patience:.1f} s ({what})") from None
+        except OSError as error:
+            raise LinkError(f"could not {doing} {self.peer}: {error.strerror or error} ({what})") from None
+
+    def _check_time(self) -> None:
+        """Of the whole, where there is a limit: who sends a byte now and then is not waited for."""
+        if self.until < math.inf and time.monotonic() > self.until:
+            raise TimeoutError
+
+    @contextmanager
+    def _by(self, seconds: float) -> Iterator[None]:
+        """Within so many seconds, whatever moves."""
+        later, self.until = self.until, min(self.until, time.monotonic() + seconds)
+        yield
+        self.until = later
+
+    # ----------------------------------------------------------------------------------------------------------- end
 
     def is_local(self) -> bool:
         """Whether both ends have the same address, and so are on one host."""
@@ -199,8 +232,9 @@ class Channel:
 
     def abort(self) -> None:
         """Make every thread that waits on this connection give up."""
+        self._aborted = True
         with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
+            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)  # that of TLS would first wait for others
 
     def close(self) -> None:
         self._socket.close()
@@ -211,139 +245,20 @@ class Channel:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _tag(self, side: bytes, count: int, body: bytes | bytearray) -> bytes:
-        return hmac.digest(self._key, side + count.to_bytes(8, "big") + body, "sha256")
-
-    @contextmanager
-    def _waiting(self, doing: str) -> Iterator[None]:
-        patience = min(self.stall_s, self.until - time.monotonic())
-        try:
-            self._socket.settimeout(max(patience, 1e-3))
-            yield
-        except TimeoutError:
-            raise LinkError(f"could not {doing} {self.peer}: nothing moved for {patience:.1f} s") from None
-        except OSError as error:
-            raise LinkError(f"could not {doing} {self.peer}: {error.strerror or error}") from None
-
 
 def connect(address: Address, stall_s: float = STALL_S, until: float = math.inf) -> Channel:
     """Connect to a relay, without a greeting yet: until then the connection can already be aborted."""
     patience = min(CONNECT_S, stall_s, until - time.monotonic())
     try:
-        connection = socket.create_connection(address, timeout=max(patience, 1e-3))
+        connection = socket.create_connection((address.host, address.port), timeout=max(patience, 1e-3))
     except OSError as error:
-        raise LinkError(f"could not connect to {address}: {error.strerror or error}") from None
-    return Channel(connection, str(address), stall_s, until)
+        raise LinkError(f"could not connect to {address.place}: {error.strerror or error}") from None
+    return Channel(connection, address.place, stall_s, until)
 
 
 @contextmanager
 def dial(address: Address, token: bytes, stall_s: float = STALL_S, until: float = math.inf) -> Iterator[Channel]:
     """Connect, greet, and close at the end."""
     with connect(address, stall_s, until) as channel:
-        channel.greet(token, "caller")
+        channel.call(token, address.fingerprint)
         yield channel
-
-
-# --------------------------------------------------------------------------------------------------- one version
-
-
-class Source(Protocol):
-    """A version to send. It may still be growing."""
-
-    version: Version
-    size: int
-
-    def ready(self, position: int) -> memoryview:
-        """What is there from `position` on; waits until that is something."""
-        ...
-
-    def checksum(self) -> str:
-        """Of the whole; asked for when all of it has been handed out."""
-        ...
-
-
-class Sink(Protocol):
-    """Where a version that arrives is written."""
-
-    size: int
-
-    @property
-    def written(self) -> int: ...
-
-    def claim(self, count: int) -> memoryview: ...
-
-    def advance(self, count: int) -> None: ...
-
-
-Write = Callable[[Place], Iterator[int]]  # fills the place, and yields how far it has come
-
-
-def offer(channel: Channel, source: Source, chunk: int = CHUNK, fresh: bool = False) -> Have | Busy | Stored:
-    """Offer a version and, if it is wanted, send it; returns when the other side has sealed it or does not need it."""
-    channel.send(Offer(source.version, source.size, fresh))
-    answer = channel.receive()
-    if isinstance(answer, Want):
-        send(channel, source, chunk)
-        answer = channel.receive()
-    if isinstance(answer, Have | Busy | Stored):
-        return answer
-    raise _unexpected(channel, source.version, answer)
-
-
-def place(channel: Channel, version: Version, size: int, write: Write) -> Have | Busy | Stored:
-    """Offer a version of the trainer's to a relay of the same host and, if it is wanted, write it there."""
-    channel.send(Offer(version, size, fresh=True, here=True))
-    answer = channel.receive()
-    if isinstance(answer, Place):
-        for position in write(answer):
-            channel.send(Written(position))
-        answer = channel.receive()
-    if isinstance(answer, Have | Busy | Stored):
-        return answer
-    raise _unexpected(channel, version, answer)
-
-
-def attend(channel: Channel, sink: Sink) -> None:
-    """The other side of `place`: learn what is written, until all of it is."""
-    while sink.written < sink.size:
-        answer = channel.receive()
-        if not isinstance(answer, Written) or not sink.written < answer.position <= sink.size:
-            raise LinkError(f"{channel.peer} sent {answer} after {sink.written:,} of {sink.size:,} bytes")
-        sink.advance(answer.position - sink.written)
-
-
-def send(channel: Channel, source: Source, chunk: int = CHUNK) -> None:
-    """Each piece goes out as soon as it is there, whether or not the next one is."""
-    position = 0
-    while position < source.size:
-        piece = source.ready(position)[:chunk]
-        channel.send_bytes(piece)
-        position += len(piece)
-    channel.send(Total(source.checksum()))
-
-
-def receive(channel: Channel, sink: Sink, chunk: int = CHUNK) -> str:
-    """Straight from the socket into the sink's memory. Returns the sender's checksum."""
-    while sink.written < sink.size:
-        room = sink.claim(chunk)
-        channel.receive_bytes(room)
-        sink.advance(len(room))
-    answer = channel.receive()
-    if not isinstance(answer, Total):
-        raise LinkError(f"{channel.peer} sent {type(answer).__name__} where the checksum should be")
-    return answer.checksum
-
-
-def pull(channel: Channel, version: Version) -> int:
-    """Ask a relay for a version; returns its size. Its bytes follow."""
-    channel.send(Pull(version))
-    answer = channel.receive()
-    if isinstance(answer, Sending):
-        return answer.size
-    raise _unexpected(channel, version, answer)
-
-
-def _unexpected(channel: Channel, version: Version, answer: AnyMessage) -> LinkError:
-    if isinstance(answer, Refused):
-        return LinkError(f"{channel.peer} refused {label('version', version)}: {answer.reason}")
-    return LinkError(f"{channel.peer} answered {type(answer).__name__} about {label('version', version)}")

@@ -2,8 +2,9 @@
 
 The relay's process owns one `RelayNode` and carries control's commands to it; the node's threads call `on_stored` and
 `on_failed` (from any thread: hand them over to your own loop). Chain and tree are just routes. The promises: a version
-is stored once, whole and checked, or not at all; whatever a target lacks is sent to it, also what is just arriving;
-a version that is here or on its way is declined, so offering twice is harmless; an older route is ignored.
+is stored once, whole and checked, or not at all; whatever a target lacks is sent to it, also what is just arriving; a
+version that is here or on its way is declined, so offering twice is harmless; one whose sender is gone is kept as far
+as it came, and the next sender goes on there; an older route is ignored.
 """
 
 from __future__ import annotations
@@ -15,50 +16,39 @@ from contextlib import suppress
 from threading import Lock, Thread
 
 from tailrace.relay.arena import Arena, ArenaError
+from tailrace.relay.checksum import whole_pieces
 from tailrace.relay.feeder import Feeder
-from tailrace.relay.link import (
-    CHUNK,
-    STALL_S,
-    Address,
-    AnyMessage,
-    Busy,
-    Channel,
-    Have,
-    LinkError,
-    Offer,
-    Pull,
-    Refused,
-    Sending,
-    Stored,
-    TokenError,
-    Want,
-    attend,
-    receive,
-    send,
-)
-from tailrace.relay.shelf import Parcel, Shelf
+from tailrace.relay.link import STALL_S, Address, Channel, LinkError, TokenError
+from tailrace.relay.messages import AnyMessage, Busy, Have, Offer, Pull, Refused, Sending, Stored, Want
+from tailrace.relay.shelf import Parcel, ParcelError, Shelf
+from tailrace.relay.tls import LOOPBACK, Identity, is_loopback, own_address
+from tailrace.relay.transfer import CHUNK, attend, receive, send
 from tailrace.types import RelayId, Struct, Version, label
 
+MOST_STRANGERS = 64  # connections that have not yet shown that they belong to the run
 CLOSE_S = 5.0  # for threads to notice that the node has closed
 
 
 class Failure(Struct):
-    """A version that did not get here (`target` is None) or did not get to a target; the node goes on."""
+    """A version that did not get here (`target` is None) or did not get to a target; the node goes on. `lasting`: it
+    has been so for a while, and control should know."""
 
     version: Version
     target: RelayId | None
     reason: str
+    lasting: bool = False
 
 
 class RelayNode:
-    """Listens as soon as it is made. `address` is where it does."""
+    """Listens as soon as it is made. `address` is where it does. `listen` is an address of this host, or a network in
+    which to take this host's; off the loopback, links are encrypted."""
 
     def __init__(
         self,
         id: RelayId,
         arena: Arena,
         token: bytes,
-        host: str = "127.0.0.1",
+        listen: str = LOOPBACK,
         port: int = 0,
         on_stored: Callable[[Version], None] = lambda version: None,
         on_failed: Callable[[Failure], None] = lambda failure: None,
@@ -67,17 +57,21 @@ class RelayNode:
     ) -> None:
         self.id, self.arena = id, arena
         self._token, self._on_stored, self._on_failed = token, on_stored, on_failed
-        self._chunk = int(chunk_mbytes * 1e6) or CHUNK
+        self._chunk = whole_pieces(chunk_mbytes, CHUNK)
         self._stall_s = stall_s
         self._shelf = Shelf()
+        self._reign = 0  # of the newest trainer that was heard of; guarded by the shelf
         self._lock = Lock()  # of the five below
         self._feeders: dict[RelayId, Feeder] = {}
         self._leaving: list[Feeder] = []  # off the route, but still busy with their last version
         self._guests: dict[Channel, Thread] = {}
         self._epoch = -1
         self._closed = False
+        host = own_address(listen)
+        self._identity = None if is_loopback(host) else Identity()
         self._listener = _listen(host, port)
-        self.address = Address(*self._listener.getsockname()[:2])
+        mark = self._identity.fingerprint if self._identity else ""
+        self.address = Address(host, self._listener.getsockname()[1], mark)
         self._door = Thread(target=self._accept, name=f"relay {id}", daemon=True)
         self._door.start()
 
@@ -86,18 +80,17 @@ class RelayNode:
     def versions(self) -> tuple[Version, ...]:
         return self._shelf.sealed()
 
-    def route(self, epoch: int, targets: Mapping[RelayId, tuple[str, int]]) -> bool:
+    def route(self, epoch: int, targets: Mapping[RelayId, Address]) -> bool:
         """From now on send these relays whatever they lack. False if a newer route is known."""
         with self._lock:
             if epoch <= self._epoch or self._closed:
                 return False
             self._epoch = epoch
-            wanted = {id: Address(*address) for id, address in targets.items()}
             self._leaving = [feeder for feeder in self._leaving if feeder.is_alive()]
-            for feeder in [f for f in self._feeders.values() if wanted.get(f.target) != f.address]:
+            for feeder in [f for f in self._feeders.values() if targets.get(f.target) != f.address]:
                 self._leaving.append(self._feeders.pop(feeder.target))
                 feeder.end()
-            for id, address in wanted.items():
+            for id, address in targets.items():
                 self._feed(id, address)
         return True
 
@@ -106,9 +99,11 @@ class RelayNode:
         with self._shelf.changed:
             self._shelf.dropped.add(version)
             parcel = self._shelf.parcels.get(version)
-            if parcel is not None and parcel.sealed is None:
+            if parcel is not None and parcel.arriving:
                 parcel.unwanted = True
                 return
+            if parcel is not None and parcel.waits:
+                parcel.discard()
             self._shelf.take_away(version)
             self.arena.drop(version)
 
@@ -139,8 +134,8 @@ class RelayNode:
         self._feeders[id] = feeder
         feeder.start()
 
-    def _undelivered(self, version: Version, target: RelayId, reason: str) -> None:
-        self._on_failed(Failure(version, target, reason))
+    def _undelivered(self, version: Version, target: RelayId, reason: str, lasting: bool) -> None:
+        self._on_failed(Failure(version, target, reason, lasting))
 
     # ----------------------------------------------------------------------------------------------------- receiving
 
@@ -151,13 +146,16 @@ class RelayNode:
             except OSError:  # its time-out, a caller that is gone again, too many open files, or our own end
                 time.sleep(0.0 if self._closed else 0.01)
                 continue
-            channel = Channel(connection, str(Address(*address[:2])), self._stall_s)
+            channel = Channel(connection, Address(*address[:2]).place, self._stall_s)
             guest = Thread(target=self._serve, args=(channel,), name=f"from {channel.peer}", daemon=True)
             with self._lock:
-                self._guests[channel] = guest
-            if self._closed:
-                channel.abort()
-            guest.start()
+                welcome = sum(not other.known for other in self._guests) < MOST_STRANGERS and not self._closed
+                if welcome:
+                    self._guests[channel] = guest
+            if welcome:
+                guest.start()
+            else:
+                channel.close()
 
     def _serve(self, channel: Channel) -> None:
         try:
@@ -170,9 +168,8 @@ class RelayNode:
                 del self._guests[channel]
 
     def _answer(self, channel: Channel) -> None:
-        channel.greet(self._token, "callee")
         try:
-            request = channel.receive()
+            request = channel.answer(self._token, self._identity)
         except TokenError:
             channel.send(Refused("another token"))  # which the caller cannot read, and that tells it enough
             return
@@ -186,8 +183,9 @@ class RelayNode:
         if parcel is None:
             channel.send(Refused(f"{label('version', request.version)} is not held here"))
             return
-        channel.send(Sending(parcel.size))
-        send(channel, parcel, self._chunk)
+        start = request.start if request.edition == parcel.edition else 0
+        channel.send(Sending(parcel.size, parcel.edition, start))
+        send(channel, parcel, start, self._chunk)
 
     def _take(self, channel: Channel, request: Offer) -> None:
         parcel = self._admit(request, channel)
@@ -200,10 +198,10 @@ class RelayNode:
                 attend(channel, parcel)
                 self._seal(parcel)
             else:
-                channel.send(Want())
-                self._seal(parcel, receive(channel, parcel, self._chunk))
+                channel.send(Want(parcel.written))
+                self._seal(parcel, receive(channel, parcel))
         except (LinkError, ArenaError, OSError) as error:
-            self._broke_off(parcel, str(error))
+            self._broke_off(parcel, error, keep=_is_harmless(error) and not request.here)
             return
         self._on_stored(parcel.version)
         channel.send(Stored())
@@ -214,30 +212,55 @@ class RelayNode:
             parcel.seal(checksum)
 
     def _admit(self, request: Offer, channel: Channel) -> Parcel | AnyMessage:
-        """Room for a version that is new here; otherwise the answer that says why not."""
+        """Room for a version that is new here, or what has come of it; otherwise the answer that says why not."""
         with self._shelf.changed:
+            if request.fresh and request.reign < self._reign:
+                return Refused("it comes from a trainer that has been replaced")
+            self._reign = max(self._reign, request.reign)
             parcel = self._shelf.parcels.get(request.version)
             if parcel is not None and parcel.sealed:
                 return Have()
-            if parcel is not None:
+            if parcel is not None and parcel.arriving:
                 parcel.overtake()
                 return Busy()
+            if parcel is not None and parcel.goes_on_with(request):
+                parcel.resume(channel)
+                self._shelf.changed.notify_all()
+                return parcel
             if request.version in self._shelf.dropped and not request.fresh:
                 return Have()
-            try:
-                writer = self.arena.create(request.version, request.size, in_place=request.here)
-            except (ArenaError, OSError) as error:
-                return Refused(str(error))
-            parcel = Parcel(writer, channel.abort, self._stall_s)
-            self._shelf.put(parcel)
-            return parcel
+            self._give_up_waiting()
+            return self._make_room(request, channel)
 
-    def _broke_off(self, parcel: Parcel, reason: str) -> None:
-        with self._shelf.changed:
+    def _make_room(self, request: Offer, channel: Channel) -> Parcel | AnyMessage:
+        try:
+            writer = self.arena.create(request.version, request.size, in_place=request.here)
+        except (ArenaError, OSError) as error:
+            return Refused(str(error))
+        parcel = Parcel(writer, request, channel, self._stall_s)
+        self._shelf.put(parcel)
+        return parcel
+
+    def _give_up_waiting(self) -> None:
+        """What waits for the rest of it must not take memory for ever: it gives way to whatever comes next."""
+        for parcel in [parcel for parcel in self._shelf.parcels.values() if parcel.waits]:
             parcel.discard()
             self._shelf.take_away(parcel.version)
+
+    def _broke_off(self, parcel: Parcel, error: Exception, keep: bool) -> None:
+        with self._shelf.changed:
+            if keep:
+                parcel.pause()
+            else:
+                parcel.discard()
+                self._shelf.take_away(parcel.version)
         if not self._closed:
-            self._on_failed(Failure(parcel.version, None, reason))
+            self._on_failed(Failure(parcel.version, None, str(error)))
+
+
+def _is_harmless(error: Exception) -> bool:
+    """Whether what has come of a version is worth keeping: only its sender is gone, or sent what it should not."""
+    return isinstance(error, LinkError) and not isinstance(error, ParcelError)
 
 
 def _listen(host: str, port: int) -> socket.socket:

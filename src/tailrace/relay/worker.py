@@ -1,30 +1,40 @@
 """The process of one relay: a `RelayNode` that moves bytes, and a link over which control directs it.
 
-Consumes `Route` and `Drop`; produces `VersionStored`. Weights never pass through this loop: threads of the node carry
-them straight into shared memory.
+Consumes `Route` and `Drop`; produces `VersionStored` and `LinkFailed`. Weights never pass through this loop: threads of
+the node carry them straight into shared memory.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import xxhash
 
-from tailrace.protocol import Alive, Drop, RelayJoined, Route, VersionStored
+from tailrace.protocol import Alive, Drop, LinkFailed, RelayJoined, Route, VersionStored
 from tailrace.relay.arena import Arena, arena_path
 from tailrace.relay.link import Address
-from tailrace.relay.node import RelayNode
+from tailrace.relay.node import Failure, RelayNode
 from tailrace.types import Version, label
-from tailrace.wire import Ended, Link, Ordered, Spec
+from tailrace.wire import Ended, Introduce, Link, Ordered, Spec
 
 PATIENCE_S = 1.0  # orders wake the loop; this only bounds how long it sleeps
 
 
 def run(spec: Spec) -> None:
-    link = Link(spec, lambda: Alive("relay", spec.id, spec.incarnation))
+    link = Link(spec, lambda: Alive("relay", spec.id, link.incarnation))
 
     def stored(version: Version) -> None:
-        link.report(VersionStored(spec.id, spec.incarnation, version))
+        link.report(VersionStored(spec.id, link.incarnation, version))
+
+    def failed(failure: Failure) -> None:
+        print(failure, flush=True)
+        if failure.lasting and failure.target is not None:
+            link.report(LinkFailed(spec.id, link.incarnation, failure.target, failure.reason))
+
+    def join() -> None:
+        """Say what is here, at the beginning and whenever there is a new controller."""
+        link.report(RelayJoined(spec.id, link.incarnation, node.versions()))
 
     relay = spec.config.relay
     arena = Arena(_arena_path(spec), quota=int(relay.quota_gbytes * 1e9))
@@ -32,14 +42,15 @@ def run(spec: Spec) -> None:
         spec.id,
         arena,
         spec.token.encode(),
+        relay.listen,
         on_stored=stored,
-        on_failed=lambda failure: print(failure, flush=True),
+        on_failed=failed,
         chunk_mbytes=relay.chunk_mbytes,
     )
     link.open(address=str(node.address), arena=str(arena.path))
-    link.report(RelayJoined(spec.id, spec.incarnation))
+    join()
     try:
-        while _obey(link, node):
+        while _obey(link, node, join):
             pass
     finally:
         node.close()
@@ -47,11 +58,14 @@ def run(spec: Spec) -> None:
         link.close()
 
 
-def _obey(link: Link, node: RelayNode) -> bool:
+def _obey(link: Link, node: RelayNode, join: Callable[[], None]) -> bool:
     for message in link.receive(PATIENCE_S):
         if isinstance(message, Ended):
             return False
-        _carry_out(message, node)
+        if isinstance(message, Introduce):
+            join()
+        else:
+            _carry_out(message, node)
     return True
 
 

@@ -2,18 +2,19 @@
 
 Consumes `Generate`, `Release`, `Cancel` and `LoadWeights`; produces growth for the vault and `Finished`,
 `SampleFailed`, `Parked`, `WeightsLoaded` or `PullFailed`. Waits only when there is nothing to generate or to judge.
-Weights for a GPU come there while generation goes on.
+Weights for a GPU come there while generation goes on. So does generation while a controller is away: the next one is
+told what is in hand.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from tailrace.engines.base import Load
 from tailrace.protocol import (
+    Assignment,
     Cancel,
     Finished,
     Generate,
@@ -26,13 +27,14 @@ from tailrace.protocol import (
     SampleFailed,
     WeightsLoaded,
 )
-from tailrace.relay.arena import ArenaError, ArenaReader
+from tailrace.relay.arena import ArenaError
+from tailrace.relay.fetch import Sources
 from tailrace.rollout.build import build_runner
 from tailrace.rollout.episode import Episode
 from tailrace.rollout.pull import Puller
 from tailrace.rollout.runner import Outcome
-from tailrace.types import Version
-from tailrace.wire import Ended, Grown, Growth, Link, Ordered, Spec
+from tailrace.types import Version, label
+from tailrace.wire import Ended, Grown, Growth, Introduce, Link, Ordered, Spec
 
 IDLE_S = 0.05  # how long to wait for orders when there is nothing to generate
 JUDGING_S = 0.001  # the same while only judges are at work, or weights are on their way
@@ -50,9 +52,10 @@ class Worker:
         self.load = Load(0, 0, 0)
         self.link = Link(spec, self._heartbeat)
         self.totals: dict[str, float] = {}
-        self._arenas: dict[str, ArenaReader] = {}
         staging = getattr(self.runner.engine, "staging", None)
         self._puller = Puller(staging) if staging is not None else None
+        name = label("replica", self.spec.id)
+        self._arenas = Sources(self.spec.token.encode(), name, several=self._puller is not None)
         self.loads = 0
         self.load_s = 0.0
         self._actions: dict[type, Callable[[Any], None]] = {
@@ -64,25 +67,24 @@ class Worker:
 
     def run(self) -> None:
         self.link.open()
-        engine = self.runner.engine
-        self.link.report(
-            ReplicaJoined(
-                self.spec.id,
-                self.spec.incarnation,
-                self.spec.id % self.config.local.relays,
-                engine.version,
-                engine.kv_capacity,
-                engine.roofline,
-            )
-        )
+        self._join()
         try:
             while self._obey(self._patience()):
                 self._advance()
         finally:
             if self._puller is not None:
                 self._puller.close()
+            self._arenas.close()
             self.runner.judge.close()
             self.link.close()
+
+    def _join(self) -> None:
+        """Say what is here, at the beginning and whenever there is a new controller."""
+        engine = self.runner.engine
+        held = tuple([Assignment(*episode.key) for episode in self.runner.episodes.values()])
+        host = self.spec.id % self.config.local.relays
+        room = (engine.kv_capacity, engine.roofline)
+        self.link.report(ReplicaJoined(self.spec.id, self.link.incarnation, host, engine.version, *room, held))
 
     def _patience(self) -> float:
         """How long orders are worth waiting for."""
@@ -95,8 +97,11 @@ class Worker:
         for message in self.link.receive(timeout_s):
             if isinstance(message, Ended):
                 return False
-            self._order = message
-            self._actions[type(message.command)](message.command)
+            if isinstance(message, Introduce):
+                self._join()
+            else:
+                self._order = message
+                self._actions[type(message.command)](message.command)
         return True
 
     def _advance(self) -> None:
@@ -124,7 +129,7 @@ class Worker:
         leaving = self.runner.withdraw(list(self.runner.episodes))
         self._take_stock()
         metas = tuple(episode.meta() for episode in leaving)
-        self.link.report(Parked(self.spec.id, self.spec.incarnation, metas))
+        self.link.report(Parked(self.spec.id, self.link.incarnation, metas))
 
     def _cancel(self, command: Cancel) -> None:
         current = {episode.key for episode in self.runner.episodes.values()}
@@ -132,7 +137,7 @@ class Worker:
         self.runner.withdraw(one.trajectory for one in wanted)
 
     def _load_weights(self, command: LoadWeights) -> None:
-        arena = self._arena(self._order.arena)
+        arena = self._arenas.at(self._order.arena, self._order.addresses.get(command.relay, ""))
         if self._puller is not None:
             self._puller.begin(command.version, arena)
             return
@@ -158,14 +163,11 @@ class Worker:
         self.runner.engine.load_weights(version, weights, keep_kv=keep)
         self.loads += 1
         self.load_s += time.monotonic() - began
-        self.link.report(WeightsLoaded(self.spec.id, self.spec.incarnation, version))
+        self.link.report(WeightsLoaded(self.spec.id, self.link.incarnation, version))
 
     def _pull_failed(self, version: Version, error: ValueError) -> None:
-        self.link.report(PullFailed(self.spec.id, self.spec.incarnation, version, str(error)))
-
-    def _arena(self, path: str) -> ArenaReader:
-        """Kept, because it remembers which versions it has found to be intact."""
-        return self._arenas.setdefault(path, ArenaReader(Path(path), several=self._puller is not None))
+        damaged = isinstance(error, ArenaError)
+        self.link.report(PullFailed(self.spec.id, self.link.incarnation, version, str(error), damaged))
 
     # ------------------------------------------------------------------------------------------------------ reports
 
@@ -197,4 +199,4 @@ class Worker:
         if totals:
             own = {"cpu_s": time.process_time(), "loads": float(self.loads), "load_s": self.load_s}
             self.link.measure(-1, {f"engine/{name}": value for name, value in (totals | own).items()})
-        return Progressed(self.spec.id, self.spec.incarnation, load.kv_tokens, load.running, load.waiting)
+        return Progressed(self.spec.id, self.link.incarnation, load.kv_tokens, load.running, load.waiting)

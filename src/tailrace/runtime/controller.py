@@ -3,15 +3,20 @@
 One asyncio loop. Whatever arrives is handled in batches: events go through the control plane, payloads into the vault,
 everything is committed to `run.db` in one transaction, and only then are the commands sent. So a crash at any moment
 leaves a journal from which the run goes on, and nobody has ever been told what the journal does not know.
+
+Parts outlive a controller that is killed. The next one, started by the same keeper, adopts them and asks each to join
+again; what they report is counted exactly once (see `wire`), so they go on with the work that they have in hand.
 """
 
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any, Protocol
+from math import inf
+from typing import Any, NamedTuple, Protocol
 
 from tailrace.config.tree import Config
 from tailrace.control.plane import ControlPlane
@@ -25,6 +30,7 @@ from tailrace.protocol import (
     Finished,
     Forget,
     Generate,
+    GiveUp,
     LoadWeights,
     PromptsAdded,
     Publish,
@@ -45,10 +51,12 @@ from tailrace.protocol import (
     TrainerJoined,
     TrainerLost,
 )
-from tailrace.runtime.local import Local, Process, last_lines
+from tailrace.runtime.local import Local, Process, Trace, Traces, last_lines
 from tailrace.store.run import RunStore
 from tailrace.types import Prompt, RelayId, Row
+from tailrace.watchdog import Watchdog, ask_for_stacks, is_stopped, look_at
 from tailrace.wire import (
+    Acknowledged,
     Collapsed,
     Ended,
     FromController,
@@ -64,7 +72,10 @@ from tailrace.wire import (
 
 SNAPSHOT_EVERY = 5000  # events; what a resumed run has to go through again at most
 ENDING_S = 60.0  # for the trainer's last checkpoint
+ACKNOWLEDGE_S = 0.5  # how often parts are told what is committed
 INTERRUPTED = "interrupted"
+STUCK_S = 10.0  # at one thing; then the controller writes to its log where it is
+STACKS_S = 0.25  # for a part that is given up to write down where it is
 
 
 class RunError(ValueError):
@@ -72,9 +83,10 @@ class RunError(ValueError):
 
 
 class Source(Protocol):
-    """Where prompts come from. The run is over after `total` of them; None: never."""
+    """Where prompts come from. The run is over after `total` of them; None: never. Asked by one thread at a time."""
 
-    total: int | None
+    @property
+    def total(self) -> int | None: ...
 
     def rows(self, start: int, count: int) -> list[Row]: ...
 
@@ -87,26 +99,38 @@ class Observer(Protocol):
     def measure(self, now: float, step: int, source: str, values: Mapping[str, float]) -> None: ...
 
 
+class Tie(NamedTuple):
+    """What binds a run together: parts know each other by the token and leave when the lifeline ends."""
+
+    token: str
+    lifeline: int
+    left: Traces | None = None  # by an earlier controller with the same tie; None: there was none
+
+
 class Controller:
-    def __init__(self, store: RunStore, config: Config, source: Source, token: str, observer: Observer) -> None:
+    def __init__(self, store: RunStore, config: Config, source: Source, tie: Tie, observer: Observer) -> None:
         self.store = store
         self.config = config
         self.source = source
-        self.token = token
+        self.tie = tie
         self.observer = observer
-        self.hub = Hub(token, config.local.port)
-        self.local = Local(store.folder, self._process_ended)
+        if tie.left is None:
+            store.hear_anew()
+        self.hub = Hub(tie.token, (tie.left and tie.left.port) or config.local.port, store.heard)
+        self.local = Local(store.folder, self.hub.port, self._process_ended)
         self.plane, self.resumed = _restored(store, config)
         self.stopped = ""
         self.error: RunError | None = None
         self._began = time.monotonic() - store.last_now
         self._events: deque[Event] = deque()
         self._outbox: list[Coroutine[Any, Any, None]] = []
-        self._addresses: dict[RelayId, tuple[str, str]] = {}  # where each relay listens, and its arena
         self._wake = asyncio.Event()
         self._since_snapshot = 0
+        self._unacknowledged: dict[str, int] = {}  # the last committed report of each part
+        self._acknowledge_at = 0.0
         self._crash: BaseException | None = None
         self._failures = 0  # samples in a row that could not be judged
+        self._fetching: asyncio.Task[None] | None = None
         self._actions: dict[type[Command], Callable[[Any], None]] = {
             FetchPrompts: self._fetch_prompts,
             Generate: self._generate,
@@ -117,6 +141,7 @@ class Controller:
             Route: self._route,
             Drop: lambda command: self._to("relay", command.relay, Ordered(command)),
             Forget: self._forget,
+            GiveUp: self._give_up,
             Start: self._start,
             SetTimer: self._set_timer,
             Stop: self._stop,
@@ -140,8 +165,8 @@ class Controller:
         listening = asyncio.create_task(self._listen())
         listening.add_done_callback(self._deaf)
         try:
-            if self.resumed:
-                await self._start_everybody()
+            if self.resumed and self.tie.left is None:
+                self._start_everybody()
             await self._until_stopped()
             self.store.snapshot(self.store.last_seq, self.plane.snapshot())
         finally:
@@ -156,12 +181,28 @@ class Controller:
         return RunStarted(self.config.local.replicas, self.config.local.relays)
 
     def _taking_up(self) -> list[Event]:
-        """Whoever was there went with the controller of then."""
+        """Who outlived the last controller is adopted; of the others control has to be told."""
         state, gone = self.plane.state, "the run was stopped"
+        here: set[tuple[str, int]] = set()
+        if self.tie.left is not None:
+            gone = "it ended while the controller was away"
+            here = {(one.role, one.id) for one in self.tie.left.parts if self._adopt(one)}
+        relays = [one for one in state.relays.relays.values() if one.live and ("relay", one.id) not in here]
+        replicas = [one for one in state.fleet.replicas.values() if one.live and ("replica", one.id) not in here]
         events: list[Event] = [ControllerRestarted()]
-        events += [RelayLost(one.id, one.incarnation, gone) for one in state.relays.relays.values() if one.live]
-        events += [ReplicaLost(one.id, one.incarnation, gone) for one in state.fleet.replicas.values() if one.live]
-        return [*events, TrainerLost(state.training.incarnation, gone)]
+        events += [RelayLost(one.id, one.incarnation, gone) for one in relays]
+        events += [ReplicaLost(one.id, one.incarnation, gone) for one in replicas]
+        return events if ("trainer", TRAINER) in here else [*events, TrainerLost(state.training.incarnation, gone)]
+
+    def _adopt(self, trace: Trace) -> bool:
+        """True if the part lives and control has heard of it, or soon will."""
+        process = self.local.adopt(self._spec(trace.role, trace.id, trace.incarnation), trace)
+        known = self._known_incarnation(trace.role, trace.id)
+        if known >= trace.incarnation:
+            process.joined, process.incarnation = True, known
+        else:
+            self._expect(process)
+        return process.alive and not process.dismissed
 
     def interrupt(self) -> None:
         """Stop as soon as what is under way is written down; the run can be resumed. The second time: at once."""
@@ -171,31 +212,50 @@ class Controller:
         self.stopped = self.stopped or INTERRUPTED
         self._wake.set()
 
-    def _deaf(self, listening: asyncio.Task[None]) -> None:
+    def _deaf(self, task: asyncio.Task[None]) -> None:
         """Nothing would ever be heard again: better to end with the error than to wait."""
-        if not listening.cancelled():
-            self._crash = listening.exception()
+        if not task.cancelled() and task.exception() is not None:
+            self._crash = task.exception()
             self._wake.set()
 
     async def _until_stopped(self) -> None:
+        self.local.logs.mkdir(parents=True, exist_ok=True)
+        with (self.local.logs / "controller.log").open("a") as log, Watchdog("the controller", _say, log) as dog:
+            await self._turn_over(dog)
+
+    async def _turn_over(self, watchdog: Watchdog) -> None:
         while not self.stopped and not self.error:
+            watchdog.expect("handling events and writing them to run.db", STUCK_S, "look at the disk of the run")
             self._handle_events()
-            self.store.commit()
+            self._unacknowledged |= self.store.commit()
             outbox, self._outbox = self._outbox, []
+            watchdog.expect("sending orders and starting parts", STUCK_S)
             for sending in outbox:
                 await sending
+            await self._acknowledge()
             if not self._events:
                 self._wake.clear()
+                watchdog.expect("waiting for reports, or writing what they bring to the vault", STUCK_S)
                 await self._wake.wait()
             if self._crash:
                 raise self._crash
 
     async def _listen(self) -> None:
         while True:
-            for name, message in await self.hub.receive():
-                self._hear(name, message)
+            for sender, number, message in await self.hub.receive():
+                self.store.hear(sender, number)
+                self._hear(sender, message)
             self._wake.set()
             await asyncio.sleep(0)
+
+    async def _acknowledge(self) -> None:
+        """Parts keep their reports until they are known to be safe."""
+        if self.now < self._acknowledge_at:
+            return
+        self._acknowledge_at = self.now + ACKNOWLEDGE_S
+        committed, self._unacknowledged = self._unacknowledged, {}
+        for name, number in committed.items():
+            await self.hub.send(name, Acknowledged(number))
 
     def _handle_events(self) -> None:
         while self._events and not self.stopped:
@@ -248,14 +308,18 @@ class Controller:
 
     def _hear(self, name: str, message: FromPart) -> None:
         process = self._process(name)
-        if process is None:
-            return  # of an incarnation that has been replaced
+        if process is None:  # it has been replaced, or was started by a controller that died before it could say so
+            if isinstance(message, Hello):
+                self._outbox.append(self.hub.send(name, Ended(complete=False)))
+            return
         match message:
-            case Hello(_, address, arena):
-                if process.spec.role == "relay":
-                    self._addresses[process.spec.id] = address, arena
+            case Hello(address, arena):
+                if (process.address, process.arena) != (address, arena):
+                    process.address, process.arena = address, arena
+                    self.local.write()
             case Reported(event):
-                process.joined = process.joined or isinstance(event, ReplicaJoined | RelayJoined | TrainerJoined)
+                if isinstance(event, ReplicaJoined | RelayJoined | TrainerJoined):
+                    process.joined, process.incarnation = True, event.incarnation
                 self._events.append(event)
             case Grown(growths):
                 for growth in growths:
@@ -271,10 +335,10 @@ class Controller:
         return next((each for each in self.local.processes.values() if each.spec.name == name), None)
 
     def _collapsed(self, process: Process, reason: str, expected: bool) -> None:
-        """A part says why it cannot go on. If it never began, or would fail again, neither can the run."""
+        """A part says why it cannot go on. If it is at work and would fail again, neither can the run."""
         process.dismissed = True
         if not process.joined:
-            self._fail(f"{_title(process.spec)} cannot start: {reason}")
+            self._not_up(process, f"cannot start: {reason}")
         elif expected:
             self._fail(f"{_title(process.spec)} cannot go on: {reason}")
         else:
@@ -285,18 +349,25 @@ class Controller:
             self._lost(process, how)
         else:
             tail = last_lines(process.log)
-            self._fail(f"{_title(process.spec)} {how} before it was up; the end of {process.log} says:\n{tail}")
+            self._not_up(process, f"{how} before it was up; the end of {process.log} says:\n{tail}")
         self._wake.set()
 
-    def _lost(self, process: Process, reason: str) -> None:
+    def _not_up(self, process: Process, how: str) -> None:
+        """Who has been up before in this run is tried again, by control's rules. Who never was will not be."""
         spec = process.spec
-        match spec.role:
+        if self._known_incarnation(spec.role, spec.id):
+            self._lost(process, how)
+        else:
+            self._fail(f"{_title(spec)} {how}")
+
+    def _lost(self, process: Process, reason: str) -> None:
+        match process.spec.role:
             case "replica":
-                self._events.append(ReplicaLost(spec.id, spec.incarnation, reason))
+                self._events.append(ReplicaLost(process.spec.id, process.incarnation, reason))
             case "relay":
-                self._events.append(RelayLost(spec.id, spec.incarnation, reason))
+                self._events.append(RelayLost(process.spec.id, process.incarnation, reason))
             case _:
-                self._events.append(TrainerLost(spec.incarnation, reason))
+                self._events.append(TrainerLost(process.incarnation, reason))
 
     def _fail(self, reason: str) -> None:
         self.error = self.error or RunError(reason)
@@ -305,13 +376,21 @@ class Controller:
     # ----------------------------------------------------------------------------------------------------- commands
 
     def _fetch_prompts(self, command: FetchPrompts) -> None:
-        total = self.source.total
-        count = command.count if total is None else max(0, min(command.count, total - command.start))
-        rows = self.source.rows(command.start, count)
+        """In a thread: rendering many prompts, or opening a large task, must not keep everybody waiting."""
+        self._fetching = asyncio.create_task(self._fetch(command))
+        self._fetching.add_done_callback(self._deaf)
+
+    async def _fetch(self, command: FetchPrompts) -> None:
+        rows, last = await asyncio.to_thread(self._read, command)
         self.store.vault.add_prompts(rows)
         prompts = tuple([Prompt(row.id, len(row.tokens)) for row in rows])
-        last = total is not None and command.start + count >= total
         self._events.append(PromptsAdded(command.start, prompts, last))
+        self._wake.set()
+
+    def _read(self, command: FetchPrompts) -> tuple[list[Row], bool]:
+        total = self.source.total
+        count = command.count if total is None else max(0, min(command.count, total - command.start))
+        return self.source.rows(command.start, count), total is not None and command.start + count >= total
 
     def _generate(self, command: Generate) -> None:
         vault = self.store.vault
@@ -323,8 +402,13 @@ class Controller:
         self._to("replica", command.replica, Ordered(command, rows=rows, prefixes=prefixes))
 
     def _load_weights(self, command: LoadWeights) -> None:
-        _, arena = self._addresses[command.relay]
-        self._to("replica", command.replica, Ordered(command, arena=arena))
+        relay = self.local.processes.get(("relay", command.relay))
+        if relay is not None:  # else control is about to hear that it is gone
+            self._to(
+                "replica",
+                command.replica,
+                Ordered(command, addresses=self._listening((command.relay,)), arena=relay.arena),
+            )
 
     def _to_replica(self, command: Any) -> None:
         self._to("replica", command.replica, Ordered(command))
@@ -334,22 +418,30 @@ class Controller:
         self._to("trainer", TRAINER, Ordered(command, groups=groups))
 
     def _publish(self, command: Publish) -> None:
-        self._to("trainer", TRAINER, Ordered(command, addresses=self._listening((command.relay,))))
+        addresses = self._listening((command.relay,))
+        if addresses:
+            self._to("trainer", TRAINER, Ordered(command, addresses=addresses))
 
     def _route(self, command: Route) -> None:
         self._to("relay", command.relay, Ordered(command, addresses=self._listening(command.targets)))
 
     def _listening(self, relays: tuple[RelayId, ...]) -> dict[RelayId, str]:
-        return {id: self._addresses[id][0] for id in relays}
+        found = {id: self.local.processes.get(("relay", id)) for id in relays}
+        return {id: process.address for id, process in found.items() if process is not None}
 
     def _forget(self, command: Forget) -> None:
         self.store.vault.forget(command.trajectories, self.config.run.archive, command.reason)
 
     def _set_timer(self, command: SetTimer) -> None:
         loop = asyncio.get_running_loop()
-        loop.call_later(max(0.0, command.at - self.now), self._fire, command.timer)
+        loop.call_later(max(0.0, command.at - self.now), self._fire, command.timer, command.at)
 
-    def _fire(self, timer: str) -> None:
+    def _fire(self, timer: str, at: float) -> None:
+        """A controller that stood still, stopped or waiting for its disk, first hears what was said meanwhile."""
+        pause = self.config.health.heartbeat_s
+        if self.now - at > pause:
+            asyncio.get_running_loop().call_later(pause, self._fire, timer, inf)
+            return
         self._events.append(TimerFired(timer))
         self._wake.set()
 
@@ -367,47 +459,92 @@ class Controller:
 
     # ----------------------------------------------------------------------------------------------------- starting
 
+    def _give_up(self, command: GiveUp) -> None:
+        process = self.local.processes.get((command.part, command.id))
+        if process is not None and process.incarnation == command.incarnation:
+            process.dismissed = True
+            self._diagnose(process, command.reason)
+            asyncio.get_running_loop().call_later(STACKS_S, process.kill)
+
+    def _diagnose(self, process: Process, reason: str) -> None:
+        """What its processes are doing, to its log; their stacks too, where they can still be had."""
+        with process.log.open("a") as log:
+            for child in process.children:
+                print(f"{_title(process.spec)} is given up ({reason}): {look_at(child.pid)}", file=log, flush=True)
+                ask_for_stacks(child.pid)
+
     def _start(self, command: Start) -> None:
         process = self.local.processes.get((command.part, command.id))
         if process is not None and process.alive and not process.joined:
             return  # it is on its way
-        self._outbox.append(self._start_part(command.part, command.id))
+        self._start_part(command.part, command.id)
 
-    async def _start_everybody(self) -> None:
-        """A resumed run: whoever was there is gone with the controller that had started it."""
-        await self._start_part("trainer", TRAINER)
+    def _start_everybody(self) -> None:
+        """A resumed run: whoever was there is gone with the keeper of then."""
+        self._start_part("trainer", TRAINER)
         for id in range(self.config.local.relays):
-            await self._start_part("relay", id)
+            self._start_part("relay", id)
         for id in range(self.config.local.replicas):
-            await self._start_part("replica", id)
+            self._start_part("replica", id)
 
-    async def _start_part(self, role: str, id: int) -> None:
-        spec = Spec(
+    def _start_part(self, role: str, id: int) -> None:
+        """Once the books are closed: nobody may be there that the journal does not know."""
+        self._outbox.append(self._started(role, id))
+
+    async def _started(self, role: str, id: int) -> None:
+        earlier = self.local.processes.get((role, id))
+        used = earlier.spec.incarnation if earlier else 0
+        self.local.start(self._spec(role, id, 1 + max(self._known_incarnation(role, id), used)))
+        self._expect(self.local.processes[role, id])
+
+    def _spec(self, role: str, id: int, incarnation: int) -> Spec:
+        return Spec(
             role=role,
             id=id,
-            incarnation=self._next_incarnation(role, id),
+            incarnation=incarnation,
             endpoint=self.hub.endpoint,
-            token=self.token,
+            token=self.tie.token,
             folder=str(self.store.folder.resolve()),
             config=self.config,
+            lifeline=self.tie.lifeline,
             step=self.plane.state.training.version,
         )
-        await self.local.start(spec)
-        asyncio.get_running_loop().call_later(self.config.local.start_s, self._overdue, spec)
 
-    def _next_incarnation(self, role: str, id: int) -> int:
+    def _known_incarnation(self, role: str, id: int) -> int:
+        """The last one that control has heard of."""
         state = self.plane.state
         records: dict[str, Any] = {"replica": state.fleet.replicas, "relay": state.relays.relays}
         known = state.training if role == "trainer" else records[role].get(id)
-        started = self.local.processes.get((role, id))
-        return 1 + max(known.incarnation if known else 0, started.spec.incarnation if started else 0)
+        return known.incarnation if known else 0
 
-    def _overdue(self, spec: Spec) -> None:
-        process = self.local.processes.get((spec.role, spec.id))
-        if process is not None and process.spec is spec and not process.joined and not self.stopped:
-            self._fail(
-                f"{_title(spec)} is not up after {self.config.local.start_s:g} s (local.start_s); see {process.log}"
-            )
+    def _expect(self, process: Process) -> None:
+        """It has to join in time."""
+        asyncio.get_running_loop().call_later(self.config.local.start_s, self._overdue, process)
+        self._look_after(process, 0)
+
+    def _look_after(self, process: Process, stopped: int) -> None:
+        """While it starts its heart does not beat yet: a process that was stopped is seen from outside."""
+        if not self._is_starting(process):
+            return
+        stopped = stopped + 1 if any(is_stopped(child.pid) for child in process.children) else 0
+        if stopped > self.config.health.strikes:
+            process.kill()
+            self._not_up(process, "was stopped before it was up")
+            self._wake.set()
+        else:
+            wait_s = self.config.health.heartbeat_s
+            asyncio.get_running_loop().call_later(wait_s, self._look_after, process, stopped)
+
+    def _is_starting(self, process: Process) -> bool:
+        spec = process.spec
+        current = self.local.processes.get((spec.role, spec.id)) is process
+        return current and not process.joined and not process.dismissed and not self.stopped
+
+    def _overdue(self, process: Process) -> None:
+        if self._is_starting(process):
+            process.kill()
+            self._not_up(process, f"is not up after {self.config.local.start_s:g} s (local.start_s); see {process.log}")
+            self._wake.set()
 
 
 def _restored(store: RunStore, config: Config) -> tuple[ControlPlane, bool]:
@@ -421,8 +558,13 @@ def _restored(store: RunStore, config: Config) -> tuple[ControlPlane, bool]:
     return plane, True
 
 
+def _say(sentence: str) -> None:
+    """To the terminal: the disk of the log may be what it waits for. Replacing it is for its keeper."""
+    print(f"tailrace: the controller is {sentence}", file=sys.stderr, flush=True)
+
+
 def _title(spec: Spec) -> str:
     return "the trainer" if spec.role == "trainer" else f"{spec.role} {spec.id}"
 
 
-__all__ = ["INTERRUPTED", "Controller", "RunError", "Source"]
+__all__ = ["INTERRUPTED", "Controller", "RunError", "Source", "Tie"]

@@ -1,67 +1,151 @@
-"""The processes of a run on this machine: started, watched, ended. No orphans, a log file each.
+"""The processes of a run on this machine: started, watched, ended, and taken over. No orphans, a log file each.
 
 `Local.start` begins a process for a part (several for a trainer with ranks); `on_exit` is told when one ends by
-itself. A part that is asked for again is ended first: there is never more than one of it.
+itself. A part that is asked for again is ended first: there is never more than one of it. Who is there is written to
+`parts.json` in the run's folder, so that the next controller can `adopt` the parts that outlive this one.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
-from tailrace.wire import LOOPBACK, Spec
+from tailrace.types import Struct
+from tailrace.wire import LOOPBACK, Spec, WireError
 
+FILE = "parts.json"
 TERM_S = 5.0  # between asking a process to go and killing it
+
+
+class Trace(Struct):
+    """What is written down of a part: enough to find its processes again and to talk to it."""
+
+    role: str
+    id: int
+    incarnation: int  # that it was started as
+    processes: tuple[tuple[int, int], ...] = ()  # process id and time of its start; none yet: about to be started
+    address: str = ""
+    arena: str = ""
+
+
+class Traces(Struct):
+    port: int = 0  # where the controller listened
+    parts: tuple[Trace, ...] = ()
+
+
+class Child:
+    """One process, watched and signalled by a descriptor: that is safe for a process which is not our child, too."""
+
+    def __init__(self, pid: int, ours: subprocess.Popen[bytes] | None = None) -> None:
+        self._handle = os.pidfd_open(pid)
+        self._ours = ours
+        self.pid = pid
+        self.started = _start_time(pid)
+        self.ended = asyncio.Event()
+        self.how = ""
+        asyncio.get_running_loop().add_reader(self._handle, self._see_end)
+
+    def _see_end(self) -> None:
+        self.how = how_it_ended(self._ours.wait() if self._ours else None)
+        self.ended.set()
+        self.let_go()
+
+    def let_go(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._handle)
+        os.close(self._handle)
+
+    def send(self, number: int) -> None:
+        if not self.ended.is_set():
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._handle, number)
 
 
 class Process:
     """One part's processes (a trainer has one per rank), which live and end together."""
 
-    def __init__(self, spec: Spec, children: list[asyncio.subprocess.Process], log: Path) -> None:
+    def __init__(self, spec: Spec, log: Path) -> None:
         self.spec = spec
-        self.children = children
         self.log = log
+        self.children: list[Child] = []
+        self.incarnation = spec.incarnation  # of its last joining
         self.joined = False
         self.dismissed = False  # its end is expected
+        self.address = self.arena = ""  # of a relay
 
     @property
     def alive(self) -> bool:
-        return any(child.returncode is None for child in self.children)
+        return not all(child.ended.is_set() for child in self.children)
+
+    @property
+    def trace(self) -> Trace:
+        processes = tuple([(child.pid, child.started) for child in self.children])
+        return Trace(self.spec.role, self.spec.id, self.spec.incarnation, processes, self.address, self.arena)
 
     def kill(self) -> None:
         self.dismissed = True
         for child in self.children:
-            if child.returncode is None:
-                child.kill()
+            child.send(signal.SIGKILL)
 
 
 class Local:
-    def __init__(self, folder: Path, on_exit: Callable[[Process, str], None]) -> None:
-        self.logs = folder / "logs"
+    def __init__(self, folder: Path, port: int, on_exit: Callable[[Process, str], None]) -> None:
         self.processes: dict[tuple[str, int], Process] = {}
+        self._folder = folder
+        self.logs = folder / "logs"
+        self._port = port
         self._on_exit = on_exit
         self._watchers: set[asyncio.Task[None]] = set()
 
-    async def start(self, spec: Spec) -> None:
+    def start(self, spec: Spec) -> None:
         """Start the part's processes; an earlier incarnation of it is killed first."""
         earlier = self.processes.get((spec.role, spec.id))
         if earlier is not None:
             earlier.kill()
-        self.logs.mkdir(parents=True, exist_ok=True)
-        log = self.logs / f"{spec.role}{spec.id}.log"
+        process = self._enter(spec)
+        self.write()  # before there is anything: the next controller must not use the name again
+        process.log.parent.mkdir(parents=True, exist_ok=True)
         ranks = spec.config.trainer.ranks if spec.role == "trainer" else 1
         meeting = f"tcp://{LOOPBACK}:{_free_port()}" if ranks > 1 else ""
-        specs = [msgspec.structs.replace(spec, rank=rank, meeting=meeting) for rank in range(ranks)]
-        process = Process(spec, [await _spawn(each, log) for each in specs], log)
-        self.processes[spec.role, spec.id] = process
+        for rank in range(ranks):
+            process.children.append(_spawn(msgspec.structs.replace(spec, rank=rank, meeting=meeting), process.log))
+        self.write()
         self._watch(process)
+
+    def adopt(self, spec: Spec, trace: Trace) -> Process:
+        """Take over a part that an earlier controller started, or what is left of it."""
+        process = self._enter(spec)
+        process.address, process.arena = trace.address, trace.arena
+        found = [_find(pid, started) for pid, started in trace.processes]
+        process.children = [child for child in found if child]
+        if len(process.children) < len(found):
+            process.kill()
+        self._watch(process)
+        return process
+
+    def _enter(self, spec: Spec) -> Process:
+        process = Process(spec, self._folder / "logs" / f"{spec.role}{spec.id}.log")
+        self.processes[spec.role, spec.id] = process
+        return process
+
+    def write(self) -> None:
+        """Whole or not at all, and for nobody else's eyes."""
+        traces = Traces(self._port, tuple([process.trace for process in self.processes.values()]))
+        written = self._folder / f"{FILE}.new"
+        try:
+            with open(os.open(written, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+                file.write(msgspec.json.encode(traces))
+            os.replace(written, self._folder / FILE)
+        except OSError as error:
+            raise WireError(f"{written} cannot be written ({error.strerror}); make room, then --resume") from None
 
     def _watch(self, process: Process) -> None:
         for child in process.children:
@@ -69,50 +153,79 @@ class Local:
             self._watchers.add(task)
             task.add_done_callback(self._watchers.discard)
 
-    async def _until_exit(self, process: Process, child: asyncio.subprocess.Process) -> None:
-        status = await child.wait()
+    async def _until_exit(self, process: Process, child: Child) -> None:
+        await child.ended.wait()
         if not process.dismissed:
             process.kill()  # the other ranks cannot go on without this one
-            self._on_exit(process, how_it_ended(status))
+            self._on_exit(process, child.how)
 
     async def end(self, patience_s: float) -> None:
         """Wait for everybody to leave, then make them."""
         for process in self.processes.values():
             process.dismissed = True
         children = [child for process in self.processes.values() for child in process.children]
-        for wait_s, force in ((patience_s, False), (TERM_S, True), (TERM_S, True)):
-            left = [child for child in children if child.returncode is None]
+        for child in children:
+            child.send(signal.SIGCONT)  # whoever was stopped shall hear that it is over
+        for wait_s, force in ((patience_s, signal.SIGTERM), (TERM_S, signal.SIGKILL), (TERM_S, signal.SIGKILL)):
+            left = [child for child in children if not child.ended.is_set()]
             if not left:
                 break
-            await asyncio.wait([asyncio.create_task(child.wait()) for child in left], timeout=wait_s)
+            await asyncio.wait([asyncio.create_task(child.ended.wait()) for child in left], timeout=wait_s)
             for child in left:
-                if child.returncode is None:
-                    child.kill() if force else child.terminate()
-        for child in children:
-            if child.stdin is not None:
-                child.stdin.close()
+                child.send(force)
+        (self._folder / FILE).unlink(missing_ok=True)
 
 
-async def _spawn(spec: Spec, log: Path) -> asyncio.subprocess.Process:
+def read_traces(folder: Path) -> Traces:
+    """Who was there when the last controller wrote it down; nobody, if there is no such file."""
+    try:
+        return msgspec.json.decode((folder / FILE).read_bytes(), type=Traces)
+    except FileNotFoundError:
+        return Traces()
+
+
+def _spawn(spec: Spec, log: Path) -> Child:
     threads = spec.config.trainer.threads if spec.role == "trainer" else spec.config.rollout.threads
     with log.open("ab") as output:
-        child = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "tailrace.runtime.part",
+        started = subprocess.Popen(
+            [sys.executable, "-m", "tailrace.runtime.part"],
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=output,
             start_new_session=True,  # Ctrl-C in the terminal is for the controller alone
             env=os.environ | ({"OMP_NUM_THREADS": str(threads)} if threads else {}),
+            pass_fds=(spec.lifeline,),
         )
-    assert child.stdin is not None
-    child.stdin.write(msgspec.json.encode(spec) + b"\n")
-    await child.stdin.drain()
+    assert started.stdin is not None
+    with suppress(BrokenPipeError), started.stdin as pipe:  # it may have ended already: that will be seen
+        pipe.write(msgspec.json.encode(spec) + b"\n")
+    return Child(started.pid, started)
+
+
+def _find(pid: int, started: int) -> Child | None:
+    """The process, if it is still the one that was started then."""
+    try:
+        child = Child(pid)
+    except ProcessLookupError:
+        return None
+    if child.started != started:
+        child.let_go()
+        return None
     return child
 
 
-def how_it_ended(status: int) -> str:
+def _start_time(pid: int) -> int:
+    """In ticks since the machine was started; it tells a process from a later one of the same number."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    return int(status.rpartition(")")[2].split()[19])
+
+
+def how_it_ended(status: int | None) -> str:
+    if status is None:
+        return "ended"  # how, is known only of a process that this one started
     if status < 0:
         return f"was killed by signal {-status}"
     return f"ended with status {status}"

@@ -1,7 +1,8 @@
 """What a started process runs: `python -m tailrace.runtime.part`, with its `Spec` as one line of JSON on stdin.
 
-Secrets and settings come over the pipe, never on the command line. The pipe stays open for as long as the controller
-lives: when it closes, however the controller ended, the part ends too, so nothing is left behind.
+Secrets and settings come over the pipe, never on the command line. Beside it a part inherits the lifeline of the run:
+when that ends, however the run's keeper did, the part ends too, so nothing is left behind. A controller that dies alone
+is waited for (see `wire`): the part goes on with what it has.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from importlib import import_module
 
 import msgspec
 
+from tailrace.watchdog import show_stacks_when_asked
 from tailrace.wire import Collapsed, Link, Spec
 
 ROLES = {
@@ -25,15 +27,16 @@ ROLES = {
     "trainer": "tailrace.trainer.worker",
 }
 STDIN = 0
-ORPHANED = 3  # exit status of a part whose controller is gone
+ORPHANED = 3  # exit status of a part whose run is gone
 GRACE_S = 5.0  # for it to put things in order
 
 
 def main() -> int:
+    show_stacks_when_asked()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the controller's; it tells us
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(ORPHANED))
     spec = msgspec.json.decode(_first_line(), type=Spec)
-    threading.Thread(target=_leave_with_the_controller, daemon=True).start()
+    threading.Thread(target=_leave_with_the_run, args=(spec.lifeline,), daemon=True).start()
     try:
         run: Callable[[Spec], None] = import_module(ROLES[spec.role]).run
         run(spec)
@@ -53,7 +56,6 @@ def _give_up(spec: Spec, error: Exception) -> None:
 
 
 def _first_line() -> bytes:
-    """Read from the bare descriptor: a buffered stdin would be locked by the thread that watches it."""
     line = b""
     while not line.endswith(b"\n"):
         piece = os.read(STDIN, 1 << 16)
@@ -63,9 +65,8 @@ def _first_line() -> bytes:
     return line
 
 
-def _leave_with_the_controller() -> None:
-    while os.read(STDIN, 1 << 16):
-        pass
+def _leave_with_the_run(lifeline: int) -> None:
+    os.read(lifeline, 1)  # nothing is ever written to it
     os.kill(os.getpid(), signal.SIGTERM)  # ends the main thread in order, so that shared memory is given back
     time.sleep(GRACE_S)
     os._exit(ORPHANED)

@@ -26,6 +26,7 @@ from tailrace.protocol import (
     FetchPrompts,
     Forget,
     Generate,
+    GiveUp,
     LoadWeights,
     Progressed,
     PromptsAdded,
@@ -108,6 +109,7 @@ class Simulation:
             Route: self.relay_tier.route,
             Drop: self.relay_tier.drop,
             Forget: self._forget,
+            GiveUp: lambda _: None,  # it is dead, or cut off and does not hear
             Start: self._start,
             SetTimer: self._set_timer,
             Stop: self._stop,

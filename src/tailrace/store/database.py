@@ -18,9 +18,11 @@ from typing import Any
 
 FILE = "run.db"
 MAGIC = b"SQLite format 3\0"
+LONGEST_VALUE = 256 << 20  # bytes; SQLite's own limit is 1 GB, a snapshot of a large fleet has a few MB
 WRITERS = "'tailrace train' or 'tailrace simulate --record'"
 
 Values = tuple[Any, ...]
+DAMAGE = (sqlite3.Error, UnicodeDecodeError)  # what reading a damaged file raises; its own complaint may be no text
 
 
 class JournalError(ValueError):
@@ -55,36 +57,42 @@ class Database:
             folder.mkdir(parents=True, exist_ok=True)
             connection = _connect_to_write(path)
             connection.executescript(schema)
-        except (OSError, sqlite3.Error) as error:
+        except (OSError, *DAMAGE) as error:
             raise JournalError(f"{path} cannot be written ({reason(error)}); name another directory") from error
         return cls(path, connection)
 
     @classmethod
     def reopen(cls, path: Path) -> Database:
+        """To go on with it; nothing is written to a file that is not whole."""
         try:
-            return cls(path, _connect_to_write(path))
-        except sqlite3.Error as error:
+            connection = _connect_to_write(path)
+            found = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
+        except DAMAGE as error:
             raise JournalError(f"{path} cannot be opened to go on with it: {reason(error)}") from error
+        if found != "ok":
+            connection.close()
+            raise JournalError(f"{path} is damaged, so nothing can go on from it: {' '.join(found.split())}")
+        return cls(path, connection)
 
     def execute(self, statement: str, values: Values = ()) -> sqlite3.Cursor:
         self._refuse_broken()
         try:
             return self._connection.execute(statement, values)
-        except sqlite3.Error as error:
+        except DAMAGE as error:
             raise self._break(error) from error
 
     def executemany(self, statement: str, rows: Iterable[Values]) -> None:
         self._refuse_broken()
         try:
             self._connection.executemany(statement, rows)
-        except sqlite3.Error as error:
+        except DAMAGE as error:
             raise self._break(error) from error
 
     def commit(self) -> None:
         self._refuse_broken()
         try:
             self._connection.commit()
-        except sqlite3.Error as error:
+        except DAMAGE as error:
             raise self._break(error) from error
 
     def close(self) -> None:
@@ -95,7 +103,7 @@ class Database:
         if self.broken:
             raise JournalError(self.broken)
 
-    def _break(self, error: sqlite3.Error) -> JournalError:
+    def _break(self, error: Exception) -> JournalError:
         self.broken = f"{self.path} cannot be written any further: {_complaint(error)}"
         if self._connection.in_transaction:
             self._connection.rollback()
@@ -104,13 +112,13 @@ class Database:
 
 def _connect_to_write(path: Path) -> sqlite3.Connection:
     """WAL with `NORMAL`: a killed process loses only what it had not committed, and a commit waits for no disk."""
-    connection = sqlite3.connect(path)
+    connection = _bounded(sqlite3.connect(path))
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("PRAGMA synchronous = NORMAL")
     return connection
 
 
-def _complaint(error: sqlite3.Error) -> str:
+def _complaint(error: Exception) -> str:
     if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL:
         return "the disk is full; what was committed before is kept, so make room and go on from there"
     return str(error)
@@ -152,6 +160,16 @@ def reading(path: Path) -> Iterator[sqlite3.Connection]:
         yield connection
 
 
+def refuse_foreign_schema(path: Path, connection: sqlite3.Connection) -> None:
+    """Only tables and indexes. Views, triggers and computed columns are programs: in a file from somebody else they
+    would run, perhaps for ever, as soon as it is read or written."""
+    query = """SELECT name FROM sqlite_master WHERE type NOT IN ('table', 'index') OR sql LIKE 'CREATE VIRTUAL%'
+               OR sql LIKE '%GENERATED%' OR sql LIKE '% AS (%' OR (type = 'index' AND sql LIKE '%(%(%') LIMIT 1"""
+    found = connection.execute(query).fetchone()
+    if found is not None:
+        raise JournalError(f"{path} is not the journal of a run: {found[0]!r} in it is more than a table")
+
+
 def has_table(connection: sqlite3.Connection, name: str) -> bool:
     query = "SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = ?"
     return connection.execute(query, (name,)).fetchone() is not None
@@ -160,7 +178,15 @@ def has_table(connection: sqlite3.Connection, name: str) -> bool:
 def _connect_to_read(path: Path) -> sqlite3.Connection:
     """Read-only, and without a trace: SQLite needs files beside this one only while its log is not merged."""
     uri = f"{path.resolve().as_uri()}?mode=ro"
-    return sqlite3.connect(uri if _log_of(path).exists() else f"{uri}&immutable=1", uri=True)
+    return _bounded(sqlite3.connect(uri if _log_of(path).exists() else f"{uri}&immutable=1", uri=True))
+
+
+def _bounded(connection: sqlite3.Connection) -> sqlite3.Connection:
+    """What a file may ask of us, whoever wrote it."""
+    connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, LONGEST_VALUE)
+    connection.execute("PRAGMA trusted_schema = OFF")
+    connection.execute("PRAGMA cell_size_check = ON")
+    return connection
 
 
 def _log_of(path: Path) -> Path:

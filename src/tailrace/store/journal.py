@@ -1,18 +1,20 @@
 """The journal of a run: every event that control handled, and the commands that came of it, in `run.db`.
 
-    meta(key, value)                         format, tailrace, driver, created, config (TOML); complete (last seq)
-    journal(seq, now, kind, event, commands) seq counts from 1 without gaps; event and commands are JSON text
+    meta(key, value)           format, tailrace, driver, created, config (TOML); complete (last seq)
+    journal(seq, now, kind, event, commands, crc)
+                               seq counts from 1 without gaps; event and commands are JSON text; crc is that of the row
+                               and of all rows before it
 
 `JournalWriter` is an observer of a driver, `Journal` reads; a real run writes the same tables, beside others, through
-`run.py`. The promise: what is read is exactly what was written, or there is a `JournalError` that says in one sentence
-why not. A run that ended in a crash leaves a shorter but consistent journal, which reads like any other; only
-`complete` tells them apart.
+`run.py`. The promise: what a run is resumed from is exactly what was written, or there is a `JournalError` that says in
+one sentence why not. Reading for people (`story`, `replay`) takes a journal that somebody has changed by hand as it is,
+as long as it is whole: what the change would have done is just what a replay shows. A run that ended in a crash leaves
+a shorter but consistent journal, which reads like any other; only `complete` tells them apart.
 """
 
 from __future__ import annotations
 
-import sqlite3
-import tomllib
+import zlib
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,21 +24,33 @@ from typing import NamedTuple, Self
 import msgspec
 
 from tailrace import __version__
-from tailrace.config import Config, ConfigError, render, with_values
-from tailrace.config.sources import flat
+from tailrace.config import Config, render, with_values
+from tailrace.config.sources import flat, read_toml
 from tailrace.protocol import AnyCommand, AnyEvent, Command, Event
-from tailrace.store.database import FILE, Database, JournalError, file_of, reading, reason, refuse_cut, refuse_existing
+from tailrace.store.database import (
+    DAMAGE,
+    FILE,
+    Database,
+    JournalError,
+    file_of,
+    reading,
+    reason,
+    refuse_cut,
+    refuse_existing,
+    refuse_foreign_schema,
+)
+from tailrace.types import MALFORMED
 
 __all__ = ["FILE", "FORMAT", "Entry", "Journal", "JournalError", "JournalWriter", "refuse_existing"]
 
-FORMAT = 1
+FORMAT = 2
 BATCH = 2000  # events per transaction
 SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT);
-CREATE TABLE journal (seq INTEGER PRIMARY KEY, now REAL, kind TEXT, event TEXT, commands TEXT);
+CREATE TABLE journal (seq INTEGER PRIMARY KEY, now REAL, kind TEXT, event TEXT, commands TEXT, crc INTEGER);
 """
 
-Row = tuple[int, float, str, str, str]
+Row = tuple[int, float, str, str, str, int]
 
 
 class Entry(NamedTuple):
@@ -78,17 +92,19 @@ class Meta:
 class JournalTable:
     """Adds to the journal of an open database; somebody else commits."""
 
-    def __init__(self, database: Database, last: int = 0) -> None:
-        self.last = last  # seq
+    def __init__(self, database: Database) -> None:
+        newest = database.execute("SELECT seq, now, crc FROM journal ORDER BY seq DESC LIMIT 1").fetchone()
+        self.last, self.now, self._crc = newest or (0, 0.0, 0)  # seq and time of the last event
         self._database = database
         self._encode = msgspec.json.Encoder().encode
 
     def record(self, now: float, event: Event, commands: Sequence[Command]) -> int:
-        self.last += 1
+        self.last, self.now = self.last + 1, now
         encode = self._encode
         text = encode(commands).decode() if commands else "[]"
         row = (self.last, now, type(event).__name__, encode(event).decode(), text)
-        self._database.execute("INSERT INTO journal VALUES (?, ?, ?, ?, ?)", row)
+        self._crc = chained(self._crc, *row)
+        self._database.execute("INSERT INTO journal VALUES (?, ?, ?, ?, ?, ?)", (*row, self._crc))
         return self.last
 
 
@@ -137,6 +153,12 @@ class JournalWriter:
             self.close(complete=kind is None)
 
 
+def chained(crc: int, seq: int, now: float, kind: str, event: str, commands: str) -> int:
+    """The checksum of a row that follows another: no row can change, vanish or come from elsewhere unnoticed."""
+    time = float(now) if isinstance(now, int) else now  # as SQLite gives it back
+    return zlib.crc32(f"{seq} {time!r} {kind} {event} {commands}".encode(), crc)
+
+
 def _frozen(config: Config) -> str:
     """The settings as TOML that needs no other file: the figures of a config.json are written out."""
     model = msgspec.structs.replace(config.model, hf_config="")
@@ -158,8 +180,8 @@ class Journal:
     @property
     def config(self) -> Config:
         try:
-            return with_values(Config(), dict(flat(tomllib.loads(self.meta["config"]))))
-        except (KeyError, tomllib.TOMLDecodeError, ConfigError) as error:
+            return with_values(Config(), dict(flat(read_toml(self.meta["config"]))))
+        except (KeyError, ValueError) as error:
             raise JournalError(f"{self.path} has settings that {self._readers} cannot read: {error}") from error
 
     @property
@@ -167,23 +189,31 @@ class Journal:
         """The run came to its end; False after a crash, or while it is still running."""
         return "complete" in self.meta
 
+    def check(self) -> None:
+        """JournalError unless every event is there and as it was written: two seconds for a million of them."""
+        last = crc = 0
+        for seq, now, kind, event, commands, sum in self._rows(0):
+            crc = chained(crc, seq, now, kind, event, commands)
+            if (seq, sum) != (last + 1, crc):
+                raise JournalError(f"{self.path} is damaged: event {last + 1} is missing or not as it was written")
+            last = seq
+
     def entries(self, after: int = 0) -> Iterator[Entry]:
-        """Everything that follows event `after`, in order. JournalError at the first thing that is not as it was
-        written."""
+        """Everything that follows event `after`, in order. JournalError at the first thing that is not whole."""
         decode = msgspec.json.Decoder(AnyEvent).decode
         decode_commands = msgspec.json.Decoder(list[AnyCommand]).decode
         last = after
-        for seq, now, kind, event, commands in self._rows(after):
+        for seq, now, kind, event, commands, _ in self._rows(after):
             if seq != last + 1:
                 raise JournalError(f"{self.path} is damaged: after event {last} comes event {seq}")
             last = seq
             try:
-                yield Entry(seq, now, decode(event), decode_commands(commands))
+                yield Entry(seq, _time(now), decode(event), decode_commands(commands))
             except msgspec.ValidationError as error:
                 raise JournalError(self._foreign(seq, kind, error)) from error
-            except (msgspec.DecodeError, TypeError) as error:
+            except (*MALFORMED, TypeError) as error:
                 raise JournalError(f"{self.path} is damaged: event {seq} ({kind}) is cut short") from error
-        if self.complete and last != int(self.meta["complete"]):
+        if self.complete and str(last) != self.meta["complete"]:
             raise JournalError(f"{self.path} is damaged: it has {last} of its {self.meta['complete']} events")
 
     @property
@@ -191,19 +221,24 @@ class Journal:
         return f"tailrace {__version__}"
 
     def _rows(self, after: int) -> Iterator[Row]:
-        query = "SELECT seq, now, kind, event, commands FROM journal WHERE seq > ? ORDER BY seq"
+        query = "SELECT seq, now, kind, event, commands, crc FROM journal WHERE seq > ? ORDER BY seq"
         try:
             with reading(self.path) as database:
                 yield from database.execute(query, (after,))
-        except sqlite3.Error as error:
+        except DAMAGE as error:
             raise JournalError(f"{self.path} is damaged: {reason(error)}") from error
 
     def _read_meta(self) -> dict[str, str]:
         try:
             with reading(self.path) as database:
-                return dict(database.execute("SELECT key, value FROM meta"))
-        except sqlite3.Error as error:
+                refuse_foreign_schema(self.path, database)
+                found = dict(database.execute("SELECT key, value FROM meta"))
+        except DAMAGE as error:
             raise JournalError(f"{self.path} is not the journal of a run, or is damaged: {reason(error)}") from error
+
+        if not all(isinstance(word, str) for pair in found.items() for word in pair):
+            raise JournalError(f"{self.path} is not the journal of a run, or is damaged: it has facts that are no text")
+        return found
 
     def _refuse_other_format(self) -> None:
         found = self.meta.get("format", "none")
@@ -218,3 +253,9 @@ class Journal:
         return (
             f"{self.path} was written by tailrace {writer}: {self._readers} does not know event {seq} ({kind}; {error})"
         )
+
+
+def _time(now: object) -> float:
+    if not isinstance(now, int | float):
+        raise TypeError("the time of an event is a number")
+    return now

@@ -6,12 +6,11 @@ controller writes them as they come and commits them with the journal; `measurem
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from tailrace.store.database import Database, JournalError, file_of, has_table, reading, reason
+from tailrace.store.database import DAMAGE, Database, JournalError, file_of, has_table, reading, reason
 
 SCHEMA = "CREATE TABLE metrics (now REAL, step INTEGER, source TEXT, name TEXT, value REAL);"
 
@@ -41,5 +40,5 @@ def measurements(run: Path) -> Iterator[Measurement]:
             if has_table(connection, "metrics"):
                 query = "SELECT now, step, source, name, value FROM metrics ORDER BY rowid"
                 yield from map(Measurement._make, connection.execute(query))
-    except sqlite3.Error as error:
+    except DAMAGE as error:
         raise JournalError(f"{path} is damaged: {reason(error)}") from error

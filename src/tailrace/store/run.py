@@ -4,7 +4,8 @@ The controller owns it. It calls `record` for every event, lets `vault` and `met
 `commit`: one transaction, so an event, its payload and its commands are all there or none is. Only what is committed
 may be acted on. After a crash `reopen` gives the state back: `newest_snapshot`, then `entries` after it.
 
-    snapshots(seq, state)    the control plane after event seq, msgpack; the newest two are kept
+    snapshots(seq, state, crc)   the control plane after event seq, msgpack; the newest two are kept
+    heard(name, number)          the last report of every part that is in all this; it need not be sent again
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self
+from zlib import crc32
 
 from tailrace.config import Config
 from tailrace.protocol import Command, Event
@@ -24,9 +26,10 @@ from tailrace.store.journal import Entry, Journal, JournalTable, Meta
 from tailrace.store.metrics import Metrics
 from tailrace.store.vault import Vault
 
-SNAPSHOTS = "CREATE TABLE snapshots (seq INTEGER PRIMARY KEY, state BLOB NOT NULL);"
+SNAPSHOTS = "CREATE TABLE snapshots (seq INTEGER PRIMARY KEY, state BLOB NOT NULL, crc INTEGER NOT NULL);"
 SCHEMA = journal.SCHEMA + vault.SCHEMA + metrics.SCHEMA + SNAPSHOTS
-KEPT_SNAPSHOTS = 2  # the older one is there for people who look for the cause of something
+HEARD = "CREATE TABLE IF NOT EXISTS heard (name TEXT PRIMARY KEY, number INTEGER NOT NULL)"
+KEPT_SNAPSHOTS = 2  # the older one in case that the newest is damaged
 
 
 class Snapshot(NamedTuple):
@@ -45,11 +48,12 @@ class RunStore:
         self.vault = Vault(database)
         self.metrics = Metrics(database)
         self._database = database
+        database.execute(HEARD)
+        self.heard: dict[str, int] = dict(database.execute("SELECT name, number FROM heard"))
+        self._hearing: dict[str, int] = {}  # since the last commit
         self._lock = _lock(folder)
         self._found = found
-        last = database.execute("SELECT seq, now FROM journal ORDER BY seq DESC LIMIT 1").fetchone()
-        seq, self.last_now = last or (0, 0.0)  # where the clock of a resumed run goes on
-        self._journal = JournalTable(database, seq)
+        self._journal = JournalTable(database)
         self._closed = False
 
     @classmethod
@@ -63,6 +67,7 @@ class RunStore:
     def reopen(cls, folder: Path) -> Self:
         found = Journal(folder)
         _refuse_ended(folder, found)
+        found.check()
         return cls(folder, found.config, Database.reopen(found.path), found)
 
     # --------------------------------------------------------------------------------------------------- writing
@@ -71,25 +76,46 @@ class RunStore:
     def last_seq(self) -> int:
         return self._journal.last
 
+    @property
+    def last_now(self) -> float:
+        """Where the clock of a resumed run goes on."""
+        return self._journal.now
+
     def record(self, now: float, event: Event, commands: Sequence[Command]) -> int:
-        self.last_now = now
         return self._journal.record(now, event, commands)
 
     def snapshot(self, seq: int, state: bytes) -> None:
         """The state of control after event `seq`, so that a resumed run need not begin with the first event."""
         assert seq <= self.last_seq, f"snapshot of event {seq}, but {self.last_seq} is the last one"
-        self._database.execute("INSERT OR REPLACE INTO snapshots VALUES (?, ?)", (seq, state))
+        self._database.execute("INSERT OR REPLACE INTO snapshots VALUES (?, ?, ?)", (seq, state, crc32(state)))
         keep = "SELECT seq FROM snapshots ORDER BY seq DESC LIMIT ?"
         self._database.execute(f"DELETE FROM snapshots WHERE seq NOT IN ({keep})", (KEPT_SNAPSHOTS,))
 
-    def commit(self) -> None:
+    def hear_anew(self) -> None:
+        """Nobody who ever reported is there any more; whoever comes may have the same name."""
+        self._database.execute("DELETE FROM heard")
+        self.heard.clear()
+
+    def hear(self, name: str, number: int) -> None:
+        """A part's report is being taken in; it counts as heard with the next commit. 0: it has no number."""
+        if number:
+            self._hearing[name] = number
+
+    def commit(self) -> dict[str, int]:
+        """Returns whose reports are safe now, and up to which number."""
+        heard, self._hearing = self._hearing, {}
+        self._database.executemany("INSERT OR REPLACE INTO heard VALUES (?, ?)", heard.items())
         self._database.commit()
+        self.heard |= heard
+        return heard
 
     # --------------------------------------------------------------------------------------------------- resuming
 
     def newest_snapshot(self) -> Snapshot | None:
-        row = self._database.execute("SELECT seq, state FROM snapshots ORDER BY seq DESC LIMIT 1").fetchone()
-        return None if row is None else Snapshot(*row)
+        """The newest that is as it was written. None is no loss: the journal has everything from the first event on."""
+        rows = self._database.execute("SELECT seq, state, crc FROM snapshots ORDER BY seq DESC")
+        whole = (Snapshot(seq, state) for seq, state, crc in rows if isinstance(state, bytes) and crc32(state) == crc)
+        return next(whole, None)
 
     def entries(self, after: int = 0) -> Iterator[Entry]:
         """What a reopened run had recorded after event `after`."""

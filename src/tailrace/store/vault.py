@@ -1,43 +1,48 @@
 """The vault: the tokens of every trajectory while it grows and until nobody needs them, and the prompts they answer.
 
-    prompts(id, tokens, prompt, columns)                                prompt and columns are JSON text
-    trajectories(id, epoch, group_id, prompt_id, state, finish, reward, reason, step, payload)
-    segments(piece, trajectory_id, version, tokens, logprobs)           version is NULL for what was not sampled
+    prompts(id, tokens, prompt, columns, crc)                           prompt and columns are JSON text
+    trajectories(id, epoch, group_id, prompt_id, state, finish, reward, reason, step, payload, crc)
+                                                                        crc is that of id, finish and reward
+    segments(piece, trajectory_id, version, tokens, logprobs, crc)      version is NULL for what was not sampled
 
 Tokens are int32 and log-probs float32, little-endian, so both come back exactly. The controller calls this as messages
 arrive, and commits with the journal. Only the newest assignment of a trajectory may write: whatever an older one still
-sends is ignored. What is kept in memory is one number per running trajectory.
+sends is ignored. Every row has a checksum: what a disk or a careless copy has damaged is refused, never trained on.
+What is kept in memory is one number per running trajectory.
 """
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Protocol
+from zlib import crc32
 
 import msgspec
 import numpy as np
 
 from tailrace.protocol import Ending
-from tailrace.store.database import Database, JournalError, Values, file_of, has_table, reading, reason
+from tailrace.store.database import DAMAGE, Database, JournalError, Values, file_of, has_table, reading, reason
 from tailrace.types import GroupId, PromptId, Segment, Struct, Trajectory, TrajectoryId, Version
 
 SCHEMA = """
-CREATE TABLE prompts (id INTEGER PRIMARY KEY, tokens BLOB NOT NULL, prompt TEXT NOT NULL, columns TEXT NOT NULL);
+CREATE TABLE prompts (id INTEGER PRIMARY KEY, tokens BLOB NOT NULL, prompt TEXT NOT NULL, columns TEXT NOT NULL,
+    crc INTEGER NOT NULL);
 CREATE TABLE trajectories (
     id INTEGER PRIMARY KEY, epoch INTEGER NOT NULL, group_id INTEGER NOT NULL, prompt_id INTEGER NOT NULL,
     state TEXT NOT NULL, finish TEXT NOT NULL DEFAULT '', reward REAL, reason TEXT NOT NULL DEFAULT '', step INTEGER,
-    payload TEXT NOT NULL DEFAULT 'live');
+    payload TEXT NOT NULL DEFAULT 'live', crc INTEGER);
 CREATE TABLE segments (
-    piece INTEGER PRIMARY KEY, trajectory_id INTEGER NOT NULL, version INTEGER, tokens BLOB NOT NULL, logprobs BLOB);
+    piece INTEGER PRIMARY KEY, trajectory_id INTEGER NOT NULL, version INTEGER, tokens BLOB NOT NULL, logprobs BLOB,
+    crc INTEGER NOT NULL);
 CREATE INDEX segments_of ON segments (trajectory_id);
 CREATE INDEX trajectories_of ON trajectories (prompt_id);
 """
 ASSIGN = """
 INSERT INTO trajectories (id, epoch, group_id, prompt_id, state) VALUES (?, ?, ?, ?, 'running')
-ON CONFLICT (id) DO UPDATE SET epoch = excluded.epoch, state = 'running', finish = '', reward = NULL, reason = ''
+ON CONFLICT (id) DO UPDATE SET epoch = excluded.epoch, state = 'running', finish = '', reward = NULL, reason = '',
+    crc = NULL
 """
 AMONG = "IN (SELECT value FROM json_each(?))"  # any number of ids as one value
 HELD = """
@@ -107,21 +112,22 @@ class Vault:
         if self._running.get(trajectory) != epoch:
             return False
         rows = [(trajectory, one.version, _ints(one.tokens), _floats(one.logprobs)) for one in segments if one.tokens]
-        statement = "INSERT INTO segments (trajectory_id, version, tokens, logprobs) VALUES (?, ?, ?, ?)"
-        self._database.executemany(statement, rows)
+        statement = "INSERT INTO segments (trajectory_id, version, tokens, logprobs, crc) VALUES (?, ?, ?, ?, ?)"
+        self._database.executemany(statement, [(*row, _crc(*row)) for row in rows])
         return True
 
     def finish(self, trajectory: TrajectoryId, epoch: int, finish: str, reward: float | None) -> bool:
-        return self._end(trajectory, epoch, ("finished", finish, reward, "", trajectory))
+        crc = _crc(trajectory, finish, None if reward is None else float(reward))
+        return self._end(trajectory, epoch, ("finished", finish, reward, "", crc, trajectory))
 
     def fail(self, trajectory: TrajectoryId, epoch: int, reason: str) -> bool:
-        return self._end(trajectory, epoch, ("failed", "", None, reason, trajectory))
+        return self._end(trajectory, epoch, ("failed", "", None, reason, None, trajectory))
 
     def _end(self, trajectory: TrajectoryId, epoch: int, values: Values) -> bool:
         if self._running.get(trajectory) != epoch:
             return False
         del self._running[trajectory]
-        statement = "UPDATE trajectories SET state = ?, finish = ?, reward = ?, reason = ? WHERE id = ?"
+        statement = "UPDATE trajectories SET state = ?, finish = ?, reward = ?, reason = ?, crc = ? WHERE id = ?"
         self._database.execute(statement, values)
         return True
 
@@ -133,8 +139,8 @@ class Vault:
 
     def read(self, ids: Sequence[TrajectoryId]) -> list[Trajectory]:
         """Whole trajectories, in the order asked for: first the prompt, then what followed."""
-        query = f"SELECT id, group_id, prompt_id, finish, reward FROM trajectories WHERE id {AMONG}"
-        found = {row[0]: row for row in self._database.execute(query, (_list(ids),))}
+        query = f"SELECT id, group_id, prompt_id, finish, reward, crc FROM trajectories WHERE id {AMONG}"
+        found = {row[0]: row[:5] for row in self._database.execute(query, (_list(ids),)) if self._is_judged_so(row)}
         missing = [id for id in ids if id not in found]
         assert not missing, f"the vault has never been told of {missing}"
         prompts = self._prompt_segments({row[2] for row in found.values()})
@@ -142,13 +148,28 @@ class Vault:
         return [_trajectory(found[id], prompts, segments.get(id, ())) for id in ids]
 
     def _segments(self, ids: Sequence[TrajectoryId]) -> dict[TrajectoryId, tuple[Segment, ...]]:
-        query = f"SELECT trajectory_id, version, tokens, logprobs FROM segments WHERE trajectory_id {AMONG} "
+        query = f"SELECT trajectory_id, version, tokens, logprobs, crc FROM segments WHERE trajectory_id {AMONG} "
         rows = self._database.execute(query + "ORDER BY trajectory_id, piece", (_list(ids),))
-        return {id: tuple(_merged(pieces)) for id, pieces in groupby(rows, key=lambda row: row[0])}
+        whole = (self._whole(row, f"what t{row[0]} holds") for row in rows)
+        return {id: tuple(_merged(pieces)) for id, pieces in groupby(whole, key=lambda row: row[0])}
 
     def _prompt_segments(self, ids: Iterable[PromptId]) -> dict[PromptId, Segment]:
-        rows = self._database.execute(f"SELECT id, tokens FROM prompts WHERE id {AMONG}", (_list(ids),))
-        return {id: Segment(None, _tokens(blob)) for id, blob in rows}
+        query = f"SELECT id, tokens, prompt, columns, crc FROM prompts WHERE id {AMONG}"
+        rows = (self._whole(row, f"p{row[0]}") for row in self._database.execute(query, (_list(ids),)))
+        return {id: Segment(None, _tokens(blob)) for id, blob, _, _ in rows}
+
+    def _is_judged_so(self, row: Values) -> bool:
+        id, _, _, finish, reward, crc = row
+        if (finish, reward, crc) != ("", None, None):  # else it is not finished yet
+            self._whole((id, finish, reward, crc), f"how t{id} ended")
+        return True
+
+    def _whole(self, row: Values, what: str) -> Values:
+        """A row without its checksum, if that is right."""
+        *values, crc = row
+        if _crc(*values) != crc:
+            raise JournalError(f"{self._database.path} is damaged: {what} is not as it was written")
+        return tuple(values)
 
     # --------------------------------------------------------------------------------------------------- prompts
 
@@ -156,12 +177,14 @@ class Vault:
         """Remember prompts; one that is there already stays as it is."""
         encode = msgspec.json.encode
         values = [(r.id, _ints(r.tokens), encode(r.prompt).decode(), encode(r.columns).decode()) for r in rows]
-        self._database.executemany("INSERT OR IGNORE INTO prompts VALUES (?, ?, ?, ?)", values)
+        statement = "INSERT OR IGNORE INTO prompts VALUES (?, ?, ?, ?, ?)"
+        self._database.executemany(statement, [(*row, _crc(*row)) for row in values])
 
     def row(self, id: PromptId) -> StoredPrompt:
-        found = self._database.execute("SELECT tokens, prompt, columns FROM prompts WHERE id = ?", (id,)).fetchone()
+        query = "SELECT id, tokens, prompt, columns, crc FROM prompts WHERE id = ?"
+        found = self._database.execute(query, (id,)).fetchone()
         assert found is not None, f"the vault has never been given p{id}"
-        tokens, prompt, columns = found
+        _, tokens, prompt, columns = self._whole(found, f"p{id}")
         return StoredPrompt(id, _tokens(tokens), msgspec.json.decode(prompt), msgspec.json.decode(columns))
 
     # --------------------------------------------------------------------------------------------------- endings
@@ -196,7 +219,7 @@ def held(run: Path, kind: str, number: int) -> list[Held]:
                 return []
             rows = connection.execute(HELD.format(COLUMN_OF[kind]), (number,))
             return [Held(*row) for row in rows]
-    except sqlite3.Error as error:
+    except DAMAGE as error:
         raise JournalError(f"{path} is damaged: {reason(error)}") from error
 
 
@@ -216,6 +239,13 @@ def _trajectory(row: Values, prompts: dict[PromptId, Segment], after: tuple[Segm
     id, group, prompt, finish, reward = row
     assert prompt in prompts, f"the vault has never been given p{prompt}, which t{id} answers"
     return Trajectory(id, group, prompt, (prompts[prompt], *after), finish, reward)
+
+
+def _crc(*values: object) -> int:
+    crc = 0
+    for value in values:
+        crc = crc32(value if isinstance(value, bytes) else repr(value).encode(), crc)
+    return crc
 
 
 def _list(ids: Iterable[int]) -> str:

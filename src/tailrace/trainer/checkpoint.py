@@ -2,17 +2,19 @@
 
     FOLDER/step-00000012/   config.json, tokenizer, model.safetensors    what transformers loads
                             optimizer.safetensors [critic.safetensors]   moments; the critic and its moments
-                            state.json                                   step and number of updates
+                            state.json                 step, number of updates, and of every file its size and checksum
 
 `worker.py` calls `save` after a step and `restore` at its start. A checkpoint is written beside its place, flushed, and
-renamed: what has the name is whole. If the disk is full the half-written one is taken away and the others stay as they
-are. Nothing is pickled. With several ranks all of them call; the first one writes.
+renamed: what has the name is whole. `newest` still looks, since disks and copies fail: one that is cut short or changed
+is passed over, with a line in the log, and never trained on. If the disk is full the half-written one is taken away and
+the others stay as they are. Nothing is pickled. With several ranks all of them call; the first one writes.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
+import sys
 from collections.abc import Iterable, Mapping
 from itertools import chain
 from pathlib import Path
@@ -24,23 +26,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tailrace.model.load import load_model, model_folder
+from tailrace.trainer.manifest import PREFIX, CheckpointError, State, check, described, found_in, read_state, step_of
 from tailrace.trainer.optim import Optimiser
 from tailrace.trainer.step import Learner
 
-PREFIX = "step-"
 WEIGHTS = {".safetensors", ".bin", ".gguf", ".pt", ".pth", ".h5", ".msgpack"}
-
-
-class CheckpointError(ValueError):
-    """A checkpoint could not be written or read; earlier ones are intact."""
-
-
-class State(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is not a tensor."""
-
-    step: int
-    updates: int
-    layout: int = 1  # of the folder
 
 
 def save(folder: Path, learner: Learner) -> Path:
@@ -56,20 +46,28 @@ def save(folder: Path, learner: Learner) -> Path:
 
 def newest(folder: Path, at_most_step: int | None = None) -> Path | None:
     """The whole checkpoint with the largest step, or the largest up to a limit."""
-    found = [place for place in _all(folder) if at_most_step is None or _step(place) <= at_most_step]
-    return found[-1] if found else None
+    for place in reversed(found_in(folder)):
+        if at_most_step is not None and step_of(place) > at_most_step:
+            continue
+        try:
+            check(place)
+        except CheckpointError as error:
+            print(f"{error}; an earlier checkpoint is looked for", file=sys.stderr)
+            continue
+        return place
+    return None
 
 
 def prune(folder: Path, keep: int, archive_every: int = 0) -> None:
     """Delete all but the newest and those to be kept for good, and what an interrupted save has left."""
-    old = [place for place in _all(folder)[:-keep] if not archive_every or _step(place) % archive_every]
+    old = [place for place in found_in(folder)[:-keep] if not archive_every or step_of(place) % archive_every]
     for place in [*old, *folder.glob(f".{PREFIX}*")]:
         shutil.rmtree(place, ignore_errors=True)
 
 
 def restore(learner: Learner, folder: Path) -> None:
     """Put the learner where it was when this checkpoint was saved."""
-    state = _read_state(folder)
+    state = read_state(folder)
     saved = load_model(str(folder), "float32", "cpu")
     parameters = dict(learner.model.named_parameters())
     _copy(learner, parameters, dict(saved.named_parameters()), folder)
@@ -129,7 +127,9 @@ def _write(draft: Path, learner: Learner, files: dict[str, dict[str, Tensor]]) -
     learner.model.save_pretrained(draft, state_dict=files["model"])
     for name in files.keys() - {"model"}:
         save_file(files[name], draft / f"{name}.safetensors")
-    (draft / "state.json").write_bytes(msgspec.json.encode(State(learner.step, learner.optimiser.updates)))
+    sums = {file.name: described(file) for file in sorted(draft.iterdir())}
+    state = State(learner.step, learner.optimiser.updates, files=sums)
+    (draft / "state.json").write_bytes(msgspec.json.encode(state))
 
 
 def _put_in_place(draft: Path, place: Path) -> None:
@@ -152,21 +152,6 @@ def _flush(path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------- reading
-
-
-def _all(folder: Path) -> list[Path]:
-    return sorted(place for place in folder.glob(f"{PREFIX}*") if place.is_dir())
-
-
-def _step(place: Path) -> int:
-    return int(place.name.removeprefix(PREFIX))
-
-
-def _read_state(folder: Path) -> State:
-    try:
-        return msgspec.json.decode((folder / "state.json").read_bytes(), type=State)
-    except (OSError, msgspec.DecodeError) as error:
-        raise CheckpointError(f"{folder} is not a checkpoint that training can go on from ({error})") from None
 
 
 def _read(file: Path) -> dict[str, Tensor]:

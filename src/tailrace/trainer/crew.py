@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tailrace.trainer.publish import Publisher
 
 Groups = tuple[tuple[Trajectory, ...], ...]
-GiveUp = Callable[[str], None]  # is told the reason
+GiveUp = Callable[[Version, str], None]  # is told what could not be sent and why
 
 
 class Crew(Protocol):
@@ -66,9 +66,12 @@ class Courier:
         precision = precision_on("cpu" if device is None else "cuda", spec.config.rollout.precision)
         layout = Layout.of_tensors(named, dtype=precision)
         relay = spec.config.relay
-        self.publisher: Publisher = Publisher(layout, spec.token.encode(), relay.chunk_mbytes, device=device)
+        self.publisher: Publisher = Publisher(
+            layout, spec.token.encode(), relay.chunk_mbytes, device=device, reign=spec.incarnation
+        )
         self._newest: Version = -1
         self._goal = ""  # where the last one is to go
+        self._under_way: tuple[Version, str] | None = None
 
     def snapshot(self, version: Version, tensors: Iterable[tuple[str, Tensor]]) -> float:
         self._newest = version
@@ -79,15 +82,22 @@ class Courier:
         from tailrace.relay.link import Address
 
         assert version <= self._newest, f"asked to publish version {version}, but the last snapshot is {self._newest}"
+        if self._under_way == (self._newest, address):
+            return  # a new controller asks for what the one before it had asked for
         self._goal = address
+        self._under_way = (self._newest, address)
+
+        def arrived(*_: object) -> None:
+            self._under_way = None
 
         def failed(version: Version, reason: str) -> None:
-            """A relay that is gone is lost to control too, which names another one. One that is there but takes
-            nothing would leave the replicas with old weights for ever."""
+            """A relay that is gone is lost to control too, which names another one. Of one that is there but takes
+            nothing, control has to hear."""
+            self._under_way = None
             if self._goal == address:
-                give_up(f"version {version} did not get to the relay at {address}: {reason}")
+                give_up(version, reason)
 
-        self.publisher.send(Address.read(address), lambda *_: None, failed)
+        self.publisher.send(Address.read(address), arrived, failed)
 
 
 class EmulatedCrew:

@@ -2,7 +2,7 @@
 
 It stands where a real learner would, for fleets larger than this machine and for tests that kill things. Its weights
 are one small array that names its version, so that relays carry something and a reader can tell what it got; its
-checkpoint is a file `state.json`.
+checkpoint is a file `state.json`, beside which the one before it is kept.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ import msgspec
 import numpy as np
 
 from tailrace.config.tree import Config
-from tailrace.types import Trajectory
+from tailrace.trainer.manifest import CheckpointError
+from tailrace.types import MALFORMED, Trajectory
 
-FILE = "state.json"
+FILE, EARLIER = "state.json", "state.earlier.json"
 
 
 class State(msgspec.Struct):
@@ -58,14 +59,27 @@ class EmulatedLearner:
         yield "emulated.weight", np.full(16, self.state.step, np.float32)
 
     def save(self, folder: Path) -> None:
-        """Whole or not at all: a crash leaves the checkpoint that was there before."""
+        """Whole or not at all, and beside the one before it."""
         folder.mkdir(parents=True, exist_ok=True)
-        written = folder / f"{FILE}.new"
+        written, newest = folder / f"{FILE}.new", _read(folder / FILE)
         written.write_bytes(msgspec.json.encode(self.state))
+        if newest is not None and newest.step < self.state.step:
+            os.replace(folder / FILE, folder / EARLIER)
         os.replace(written, folder / FILE)
 
     def restore(self, folder: Path) -> int:
-        """Take up a checkpoint; returns the number of steps in it, 0 where there is none."""
-        path = folder / FILE
-        self.state = msgspec.json.decode(path.read_bytes(), type=State) if path.exists() else State()
+        """Take up the newest checkpoint that is whole; returns the number of steps in it, 0 where there is none."""
+        files = [path for path in (folder / FILE, folder / EARLIER) if path.exists()]
+        found = next((state for path in files if (state := _read(path)) is not None), None)
+        if files and found is None:
+            raise CheckpointError(f"{files[0]} is damaged, and there is no earlier one")
+        self.state = found or State()
         return self.state.step
+
+
+def _read(path: Path) -> State | None:
+    """What the file says; None if it is not there, or damaged."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=State)
+    except (FileNotFoundError, *MALFORMED):
+        return None

@@ -20,7 +20,7 @@ import torch
 
 from tailrace.model.haul import Hauler
 from tailrace.relay.arena import NO_ROOM, back, no_room
-from tailrace.relay.link import Place
+from tailrace.relay.messages import Place
 from tailrace.types import Version
 
 SLICE = 128 << 20  # bytes registered and copied at once: registering holds up the trainer's own calls of CUDA

@@ -13,33 +13,24 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from threading import Condition, Event, Thread
 
 import torch
 
 from tailrace.relay.arena import ArenaError
+from tailrace.relay.checksum import whole_pieces
 from tailrace.relay.layout import Layout
-from tailrace.relay.link import (
-    CHUNK,
-    STALL_S,
-    Address,
-    Busy,
-    Channel,
-    Have,
-    LinkError,
-    Place,
-    Stored,
-    TokenError,
-    connect,
-    offer,
-    place,
-)
+from tailrace.relay.link import STALL_S, Address, Channel, LinkError, TokenError, connect
+from tailrace.relay.messages import Busy, Place
+from tailrace.relay.transfer import CHUNK, Answer, offer, place
 from tailrace.trainer.places import NotHereError, Places
 from tailrace.trainer.snapshot import DeviceSnapshot, Snapshot, new_snapshot
 from tailrace.types import Version, label
 
 BUFFERS = 2
 CLOSE_S = 5.0
+GIVE_UP_S = 20.0  # without progress; then control names another relay
 PAUSE_S = 0.1  # between two attempts to send
 
 Tensors = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
@@ -51,23 +42,35 @@ class PublishError(ValueError):
     """The weights cannot be published; the sentence says why."""
 
 
+@dataclass
+class Trip:
+    """A snapshot on its way to a relay, and when to stop trying."""
+
+    snapshot: Snapshot
+    address: Address
+    until: float
+
+
 class Publisher:
     """Callbacks come from a background thread, exactly one for every `send`, and none after `close`. `device`: the GPU
-    that the weights are on. `copied_s` is how long the last version written in place took to be in host memory whole,
-    counted from `send`."""
+    that the weights are on. `reign`: how often the trainer has been started, so that relays refuse one that has been
+    replaced and does not know it. `copied_s` is how long the last version written in place took to be in host memory
+    whole, counted from `send`."""
 
     def __init__(
         self,
         layout: Layout,
         token: bytes,
         chunk_mbytes: float = 0.0,
-        connect_s: float = 60.0,
+        connect_s: float = GIVE_UP_S,
         stall_s: float = STALL_S,
         wait_s: float = 600.0,
         device: torch.device | None = None,
+        reign: int = 0,
     ) -> None:
         self._layout, self._token, self._device = layout, token, device
-        self._chunk = int(chunk_mbytes * 1e6) or CHUNK
+        self._reign = reign
+        self._chunk = whole_pieces(chunk_mbytes, CHUNK)
         self._connect_s, self._stall_s, self._wait_s = connect_s, stall_s, wait_s
         self._freed = Condition()
         self._snapshots = [new_snapshot(layout, device)]
@@ -93,14 +96,14 @@ class Publisher:
             self._latest = snapshot
         return time.perf_counter() - start
 
-    def send(self, address: Address | tuple[str, int], on_done: OnDone, on_error: OnError) -> None:
+    def send(self, address: Address, on_done: OnDone, on_error: OnError) -> None:
         """Stream the last snapshot to a relay, from a thread of its own."""
         with self._freed:
             snapshot = self._latest
             assert snapshot is not None, "send comes after snapshot"
             snapshot.senders += 1
             began = snapshot.sent_at = time.perf_counter()
-        job = Thread(target=self._send, args=(snapshot, Address(*address), began, on_done, on_error), daemon=True)
+        job = Thread(target=self._send, args=(snapshot, address, began, on_done, on_error), daemon=True)
         self._threads = [thread for thread in self._threads if thread.is_alive()] + [job]
         job.start()
 
@@ -131,6 +134,7 @@ class Publisher:
             if chosen is self._latest:
                 self._latest = None
             chosen.begin()
+            chosen.reign = self._reign
             return chosen
 
     def _idle(self) -> list[Snapshot]:
@@ -140,7 +144,7 @@ class Publisher:
 
     def _send(self, snapshot: Snapshot, address: Address, began: float, on_done: OnDone, on_error: OnError) -> None:
         version = snapshot.version
-        reason = self._persist(snapshot, address)
+        reason = self._persist(Trip(snapshot, address, time.monotonic() + self._connect_s))
         with self._freed:
             snapshot.senders -= 1
             self._freed.notify_all()
@@ -151,37 +155,38 @@ class Publisher:
         else:
             on_done(version, time.perf_counter() - began)
 
-    def _persist(self, snapshot: Snapshot, address: Address) -> str:
+    def _persist(self, trip: Trip) -> str:
         """Try until it is there, or until it is no use. Returns the reason of the failure, or nothing."""
-        until = time.monotonic() + self._connect_s
         while True:
             try:
-                reason = self._attempt(snapshot, address)
+                reason = self._attempt(trip)
             except TokenError as error:
                 return str(error)
             except (LinkError, ArenaError, OSError, RuntimeError) as error:  # the last two: of the GPU's own making
                 reason = str(error)
             except NotHereError:
-                self._apart.add(address)
+                self._apart.add(trip.address)
                 continue
-            if not reason or time.monotonic() >= until or self._closed.wait(PAUSE_S):
+            if not reason or time.monotonic() >= trip.until or self._closed.wait(PAUSE_S):
                 return reason
 
-    def _attempt(self, snapshot: Snapshot, address: Address) -> str:
-        with connect(address, self._stall_s) as channel:
+    def _attempt(self, trip: Trip) -> str:
+        with connect(trip.address, self._stall_s) as channel:
             self._note(channel)
             try:
-                channel.greet(self._token, "caller")
-                answer = self._hand_over(channel, snapshot, address)
+                channel.call(self._token, trip.address.fingerprint)
+                answer = self._hand_over(channel, trip.snapshot, trip.address)
             finally:
+                if channel.carried:  # the relay has that much more, and the next attempt goes on there
+                    trip.until = time.monotonic() + self._connect_s
                 with self._freed:
                     self._channels.discard(channel)
-        return f"{address} is receiving it from elsewhere" if isinstance(answer, Busy) else ""
+        return f"{trip.address.place} is receiving it from elsewhere" if isinstance(answer, Busy) else ""
 
-    def _hand_over(self, channel: Channel, snapshot: Snapshot, address: Address) -> Have | Busy | Stored:
+    def _hand_over(self, channel: Channel, snapshot: Snapshot, address: Address) -> Answer:
         places = self._places
         if isinstance(snapshot, DeviceSnapshot) and places and channel.is_local() and address not in self._apart:
-            return place(channel, snapshot.version, snapshot.size, lambda where: self._write(places, where, snapshot))
+            return place(channel, snapshot, lambda where: self._write(places, where, snapshot))
         return offer(channel, snapshot, self._chunk, fresh=True)
 
     def _write(self, places: Places, where: Place, snapshot: DeviceSnapshot) -> Iterator[int]:

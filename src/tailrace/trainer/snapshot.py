@@ -6,12 +6,13 @@ time, the way to the host, is then gone beside the next step. Both are a `Source
 
 from __future__ import annotations
 
+import os
 import sys
 from threading import Lock
 
 import torch
 
-from tailrace.relay.checksum import checksum
+from tailrace.relay.checksum import Checksum
 from tailrace.relay.layout import Layout
 from tailrace.types import Version
 
@@ -27,6 +28,7 @@ class HostSnapshot:
     def __init__(self, layout: Layout) -> None:
         self.size = layout.size
         self.version: Version = -1
+        self.reign = 0
         self.senders = 0
         self.sent_at = 0.0
         self._memory = torch.zeros(layout.size, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
@@ -34,23 +36,29 @@ class HostSnapshot:
         self._bytes[: len(layout.header)] = layout.header
         self.tensors = layout.views(self._bytes)
         self._summing = Lock()
-        self._checksum = ""
+        self.begin()
 
     def begin(self) -> None:
-        self.version, self._checksum = -1, ""
+        self.version, self.edition = -1, new_edition()
+        self._checksum = Checksum(self._bytes)
 
     def take(self, whole: torch.Tensor, version: Version) -> None:
         """All bytes of a version that lies elsewhere."""
         self._memory.copy_(whole)
         self.version = version
 
-    def ready(self, position: int) -> memoryview:
+    def ready(self, position: int, patience_s: float = 0.0) -> memoryview:
         return self._bytes[position:]
 
-    def checksum(self) -> str:
+    def sums(self, start: int, end: int) -> bytes:
         with self._summing:
-            self._checksum = self._checksum or checksum(self._bytes)
-            return self._checksum
+            self._checksum.advance(end)
+        return self._checksum.sums(start, end)
+
+    def checksum(self, patience_s: float = 0.0) -> str:
+        with self._summing:
+            self._checksum.advance(self.size)
+        return self._checksum.digest()
 
 
 class DeviceSnapshot:
@@ -59,6 +67,8 @@ class DeviceSnapshot:
     def __init__(self, layout: Layout, device: torch.device) -> None:
         self.size = layout.size
         self.version: Version = -1
+        self.edition = new_edition()
+        self.reign = 0
         self.senders = 0
         self.sent_at = 0.0
         self.memory = torch.zeros(layout.size, dtype=torch.uint8, device=device)
@@ -69,14 +79,17 @@ class DeviceSnapshot:
         self._host: HostSnapshot | None = None
 
     def begin(self) -> None:
-        self.version = -1
+        self.version, self.edition = -1, new_edition()
         if self._host is not None:
             self._host.begin()
 
-    def ready(self, position: int) -> memoryview:
+    def ready(self, position: int, patience_s: float = 0.0) -> memoryview:
         return self._fetched().ready(position)
 
-    def checksum(self) -> str:
+    def sums(self, start: int, end: int) -> bytes:
+        return self._fetched().sums(start, end)
+
+    def checksum(self, patience_s: float = 0.0) -> str:
         return self._fetched().checksum()
 
     def _fetched(self) -> HostSnapshot:
@@ -88,6 +101,11 @@ class DeviceSnapshot:
 
 
 Snapshot = HostSnapshot | DeviceSnapshot
+
+
+def new_edition() -> str:
+    """A word for the bytes of one snapshot: a version that is made again, after a trainer was lost, has another."""
+    return os.urandom(8).hex()
 
 
 def new_snapshot(layout: Layout, device: torch.device | None) -> Snapshot:

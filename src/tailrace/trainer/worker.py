@@ -1,8 +1,8 @@
 """The process of one trainer rank: trains what it is given, publishes what came of it, writes checkpoints.
 
 Rank 0 has the link to the controller; the other ranks hear from it what to do. Consumes `Train` and `Publish`; produces
-`Trained`, `Checkpointed` and metrics. The only stall of a publication is the copy into the publisher's buffer: the
-stream to the master relay runs beside the next step.
+`Trained`, `Checkpointed`, `PublishFailed` and metrics. The only stall of a publication is the copy into the publisher's
+buffer: the stream to the master relay runs beside the next step.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import time
 from math import lcm
 from pathlib import Path
 
-from tailrace.protocol import Alive, Checkpointed, Publish, Train, Trained, TrainerJoined
+from tailrace.protocol import Alive, Checkpointed, Publish, PublishFailed, Train, Trained, TrainerJoined
 from tailrace.trainer.crew import Crew, build_crew
 from tailrace.types import Version
-from tailrace.wire import Collapsed, Ended, FromController, Link, Ordered, Spec
+from tailrace.wire import Ended, Introduce, Link, Ordered, Spec
 
 PATIENCE_S = 1.0  # orders wake the loop; this only bounds how long it sleeps
 
@@ -40,23 +40,30 @@ class Worker:
         self.step = crew.restore(self.checkpoints, spec.step)
         self.saved: Version = self.step
         self.part = 0
-        self.link = Link(spec, lambda: Alive("trainer", 0, spec.incarnation))
+        self.link = Link(spec, lambda: Alive("trainer", 0, self.link.incarnation))
 
     def run(self) -> None:
         self.crew.snapshot(self.step)
         self.link.open()
-        self.link.report(TrainerJoined(self.spec.incarnation, self.step))
+        self._join()
         try:
             while all(self._obey(message) for message in self.link.receive(PATIENCE_S)):
                 pass
         finally:
             self.link.close()
 
-    def _obey(self, message: FromController) -> bool:
+    def _join(self) -> None:
+        """Say what is in the weights, at the beginning and whenever there is a new controller."""
+        self.link.report(TrainerJoined(self.link.incarnation, self.step, self.part))
+
+    def _obey(self, message: Ordered | Introduce | Ended) -> bool:
         if isinstance(message, Ended):
             if message.complete and self.part == 0 and self.step > self.saved:
                 self._save()
             return False
+        if isinstance(message, Introduce):
+            self._join()
+            return True
         match message.command:
             case Train():
                 self._train(message, message.command)
@@ -79,7 +86,7 @@ class Worker:
         self.step = command.step + 1 if command.last else command.step
         if command.last:
             self._snapshot()
-        self.link.report(Trained(self.spec.incarnation, command.step, command.part))
+        self.link.report(Trained(self.link.incarnation, command.step, command.part))
         if command.last and self.step % self.every == 0:
             self._save()
 
@@ -90,8 +97,8 @@ class Worker:
             self.link.measure(self.step, {"publish/stall_s": stall})
 
     def _publish(self, order: Ordered, command: Publish) -> None:
-        def give_up(reason: str) -> None:
-            self.link.send(Collapsed(reason, expected=True))
+        def give_up(version: Version, reason: str) -> None:
+            self.link.report(PublishFailed(self.link.incarnation, version, command.relay, reason))
 
         self.crew.publish(command.version, order.addresses[command.relay], give_up)
 
@@ -100,7 +107,7 @@ class Worker:
         self.crew.save(self.checkpoints, self.step)
         self.saved = self.step
         self.link.measure(self.step, {"checkpoint/stall_s": time.monotonic() - began})
-        self.link.report(Checkpointed(self.spec.incarnation, self.step))
+        self.link.report(Checkpointed(self.link.incarnation, self.step))
 
 
 def _tokens(order: Ordered) -> int:

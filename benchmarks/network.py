@@ -1,0 +1,221 @@
+"""How long a broadcast takes on links that are slow, far or lossy, with 1 to 8 relays, and what encryption costs.
+
+    sudo python benchmarks/network.py                # 1, 2, 4, 8 relays, each on a host of its own
+    python benchmarks/network.py --links             # only the throughput of one link, plain and encrypted
+
+Hosts are network namespaces, joined by the switch of tests/chaos/hosts.py, which gives every host a link of so many
+Mbit/s, delays every frame and loses some of them. A relay is a process; the trainer is one more host. The time is from
+the order to publish until the last relay has sealed the version, so encrypted connections are made within it. Every
+relay's bytes are compared with what was sent. `of_one` is the time over that of a single relay under the same
+conditions. Writes benchmarks/results/network.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "chaos")]
+
+from hosts import hosts, missing  # noqa: E402
+
+from relays import TOKEN, RelayProcess, ending, made_up  # noqa: E402
+from tailrace.relay.checksum import Checksum, sum_up  # noqa: E402
+from tailrace.relay.link import Channel  # noqa: E402
+from tailrace.relay.messages import Pull  # noqa: E402
+from tailrace.relay.tls import Identity  # noqa: E402
+from tailrace.relay.transfer import CHUNK, receive, send  # noqa: E402
+
+RESULTS = ROOT / "benchmarks" / "results" / "network.json"
+COUNTS = (1, 2, 4, 8)
+JUMBO = 9000  # fewer frames for the switch, which is a program that shares this machine with the relays
+CONDITIONS: dict[str, dict[str, float]] = {
+    "50 Mbit/s": {"rate_mbits": 50},
+    "50 Mbit/s, 200 ms": {"rate_mbits": 50, "delay_s": 0.1},
+    "50 Mbit/s, 5 % lost": {"rate_mbits": 50, "loss": 0.05},
+    "50 Mbit/s, 200 ms, 5 % lost": {"rate_mbits": 50, "delay_s": 0.1, "loss": 0.05},
+}
+PATIENCE_S = 400.0
+
+
+# ---------------------------------------------------------------------------------------------------------- broadcasts
+
+
+def _with_counts(name: str, conditions: dict[str, float], size: int, rounds: int) -> Iterator[dict[str, Any]]:
+    alone = 0.0
+    for count in COUNTS:
+        times = _broadcast(count, conditions, size, rounds)
+        alone = alone or median(times)
+        yield {
+            "links": name,
+            "relays": count,
+            "mbytes": size / 1e6,
+            "seconds": round(median(times), 2),
+            "all_seconds": [round(each, 2) for each in times],
+            "of_one": round(median(times) / alone, 3),
+        }
+
+
+def _broadcast(count: int, conditions: dict[str, float], size: int, rounds: int) -> list[float]:
+    """The seconds of each round."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder, hosts(count + 1, JUMBO) as network, ending() as made:
+        made += [RelayProcess(id, Path(folder), network[id].inside, "10.77.0.0/24") for id in range(count + 1)]
+        *chain, trainer = made
+        for relay, following in pairwise(chain):
+            relay.route(1, [following])
+        network.set(**conditions)
+        return [_publish(version, size, chain, trainer) for version in range(1, rounds + 1)]
+
+
+def _publish(version: int, size: int, chain: list[RelayProcess], trainer: RelayProcess) -> float:
+    data = made_up(version, size)
+    trainer.publish(version, size, chain[0])
+    began = trainer.wait_for("began", version, PATIENCE_S)["at"]
+    ends = [relay.wait_for("stored", version, PATIENCE_S)["at"] for relay in chain]
+    assert all(relay.read(version) == data for relay in chain), "a relay has other bytes than were sent"
+    return max(ends) - began
+
+
+# ---------------------------------------------------------------------------------------------------------- one link
+
+
+def links(mbytes: float, rounds: int) -> list[dict[str, Any]]:
+    """One sender and one receiver on the loopback, in turns plain and encrypted."""
+    kinds = {"plain": None, "encrypted": Identity()}
+    rates: dict[str, list[tuple[float, float]]] = {name: [] for name in kinds}
+    data = made_up(0, int(mbytes * 1e6))
+    for _ in range(rounds):
+        for name, identity in kinds.items():
+            rates[name].append(_rate(data, identity))
+    return [
+        {
+            "link": name,
+            "mbytes_per_s": round(median([rate for rate, _ in each])),
+            "cpu_s_per_gbyte": round(median([cpu for _, cpu in each]), 2),
+            "all_mbytes_per_s": [round(rate) for rate, _ in each],
+        }
+        for name, each in rates.items()
+    ]
+
+
+class _Version:
+    """A version in memory: what is sent, or where it arrives."""
+
+    version, edition, reign = 0, "", 0
+
+    def __init__(self, data: bytes | bytearray) -> None:
+        self.size, self.written = len(data), 0
+        self._data = memoryview(data)
+        self._sums = Checksum(self._data)
+
+    def ready(self, position: int, patience_s: float) -> memoryview:
+        return self._data[position:]
+
+    def sums(self, start: int, end: int) -> bytes:
+        self._sums.advance(end)
+        return self._sums.sums(start, end)
+
+    def checksum(self, patience_s: float) -> str:
+        return self._sums.digest()
+
+    def claim(self, count: int) -> memoryview:
+        return self._data[self.written : self.written + count]
+
+    def confirm(self, count: int, sums: bytes) -> bool:
+        right = self._sums.confirm(self.written + count, sums)
+        self.written += count
+        return right
+
+
+class _Elsewhere(Channel):
+    """Within a host, links are plain; here one is not."""
+
+    def is_local(self) -> bool:
+        return False
+
+
+def _rate(data: bytes, identity: Identity | None) -> tuple[float, float]:
+    """Megabytes per second, and seconds of processors, of both ends, for a gigabyte."""
+    room = _Version(bytearray(len(data)))
+    kind = _Elsewhere if identity else Channel
+    before = sum(os.times()[:4])
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        child = os.fork()
+        if not child:
+            _send(kind(socket.create_connection(door.getsockname()), "the receiver", 30.0), data, identity)
+            os._exit(0)
+        connection, _ = door.accept()
+        with kind(connection, "the sender", 30.0) as channel:
+            channel.answer(TOKEN, identity)
+            began = time.perf_counter()
+            assert receive(channel, room) == room.checksum(0)
+            took = time.perf_counter() - began
+    os.waitpid(child, 0)
+    return len(data) / 1e6 / took, (sum(os.times()[:4]) - before) / len(data) * 1e9
+
+
+def _send(channel: Channel, data: bytes, identity: Identity | None) -> None:
+    version = _Version(data)
+    channel.call(TOKEN, identity.fingerprint if identity else "")
+    channel.send(Pull(0))
+    send(channel, version, 0, CHUNK)
+
+
+def sums(mbytes: float, rounds: int) -> dict[str, float]:
+    """Gigabytes per second that one core sums up."""
+    data = memoryview(made_up(0, int(mbytes * 1e6)))
+    took = []
+    for _ in range(rounds):
+        began = time.perf_counter()
+        sum_up(data)
+        took.append(time.perf_counter() - began)
+    return {"gbytes_per_s": round(len(data) / 1e9 / median(took), 2)}
+
+
+def main() -> None:
+    words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    words.add_argument("--mbytes", type=float, default=100.0, help="size of a version")
+    words.add_argument("--rounds", type=int, default=3)
+    words.add_argument("--links", action="store_true", help="only the throughput of one link")
+    words.add_argument("--only", choices=CONDITIONS, help="only under these conditions")
+    options = words.parse_args()
+    if options.links or not options.only:
+        _save(link=links(200.0, 5), checksum=[sums(200.0, 5)])
+    if not options.links:
+        if reason := missing():
+            sys.exit(f"no hosts: {reason}")
+        for name in [options.only] if options.only else CONDITIONS:
+            rows = list(_with_counts(name, CONDITIONS[name], int(options.mbytes * 1e6), options.rounds))
+            _save(**{f"broadcast, {name}": rows})
+
+
+def _save(**tables: list[dict[str, Any]]) -> None:
+    found: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    RESULTS.write_text(json.dumps(found | tables, indent=1) + "\n")
+    for title, rows in tables.items():
+        _show(title, rows)
+
+
+def _show(title: str, rows: list[dict[str, Any]]) -> None:
+    table = Table(*rows[0], title=title)
+    for row in rows:
+        table.add_row(*map(str, row.values()))
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,201 @@
+"""The sandbox's process: put up the walls, run the program, watch over it, tell how it ended.
+
+    starter    reads the program, enters the namespaces; waits
+    keeper     process 1 of the namespace: ends the program at its deadline, and all of it with itself
+    program    limits, Landlock, the filter; then the policy's code, in this same interpreter
+
+Without namespaces the starter keeps the program itself. Run by `sandbox.py` as `main()`, with an empty environment and
+no descriptor but four: nothing, two for output, and one on which "walls are up" is said.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import select
+import sys
+
+from . import filter, walls
+from .calls import call
+
+TYPE_CHECKING = False  # as `typing` has it, which takes long to import
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+MEMORY = 512 << 20  # bytes of address space
+FILE = 1 << 20  # bytes of the largest file
+OPEN_FILES = 64
+THREADS = 64  # of the program's user, where that is one of its own
+
+LATE = 124  # the status at the deadline
+PROGRAM = "program.py"
+
+
+def main() -> None:
+    layers, seconds, report, box, *packages = sys.argv[1:]
+    with open(0, encoding="utf-8", errors="replace") as file:
+        source = file.read()
+    os.open(os.devnull, os.O_RDONLY)  # as 0, which is free now
+    if layers != "limits":
+        _end_with_parent()
+    Run(source, layers.split(","), float(seconds), int(report), box, packages).start()
+
+
+class Run:
+    def __init__(
+        self, source: str, layers: Sequence[str], seconds: float, report: int, box: str, packages: Sequence[str]
+    ) -> None:
+        self.source, self.layers, self.seconds, self.report, self.box = source, layers, seconds, report, box
+        sys.path[:] = [os.path.realpath(path) for path in (*sys.path, *packages)]
+        sys.path_importer_cache.clear()  # it has the other names
+        self.shown = [os.path.realpath(os.path.join(sys.base_prefix, "lib")), *sys.path]
+
+    def start(self) -> None:
+        if "namespaces" in self.layers:
+            self._enter()
+        self._keep()
+
+    def _enter(self) -> None:
+        self.box = walls.BOX
+        user = walls.enter_namespaces(self.shown)
+        keeper = os.fork()
+        if keeper:
+            _end_as(os.waitpid(keeper, 0)[1])
+        os.setsid()  # a group of its own, or a signal to the group would reach those outside
+        walls.drop_privileges(user)
+        _end_with_parent()
+
+    def _keep(self) -> None:
+        """Ends with the program. As process 1 it takes along all that is left, and the kernel sees to that."""
+        program = os.fork()
+        if program:
+            self._watch(program)
+        self._be_the_program()
+
+    def _watch(self, program: int) -> None:
+        os.close(self.report)
+        if not _ended_within(self.seconds, program):
+            os.kill(program, 9)
+            os.waitpid(program, 0)
+            os._exit(LATE)
+        _end_as(os.waitpid(program, 0)[1])
+
+    def _be_the_program(self) -> None:
+        os.chdir(self.box)
+        os.environ["HOME"] = self.box
+        self._write_source()
+        self._limit()
+        self._wall_in()
+        os.write(self.report, b"+")
+        os.close(self.report)
+        run(self.source)
+
+    def _write_source(self) -> None:
+        """For the lines in a traceback."""
+        with open(PROGRAM, "w", encoding="utf-8", errors="replace") as file:
+            file.write(self.source)
+
+    def _limit(self) -> None:
+        limits = {"CPU": int(self.seconds) + 1, "AS": MEMORY, "FSIZE": FILE, "CORE": 0, "NOFILE": OPEN_FILES}
+        if "namespaces" in self.layers:
+            limits["NPROC"] = THREADS
+        for kind, limit in limits.items():
+            try:
+                resource.setrlimit(getattr(resource, f"RLIMIT_{kind}"), (limit, limit))
+            except ValueError:  # macOS knows some of these by name only
+                if self.layers != ["limits"]:
+                    raise
+
+    def _wall_in(self) -> None:
+        own_view = "namespaces" in self.layers
+        if "seccomp" in self.layers or "landlock" in self.layers:
+            walls.drop_capabilities()
+            _end_with_parent()
+        if "landlock" in self.layers:
+            walls.apply_landlock(self.shown, self.box, may_write=own_view)
+        if "seccomp" in self.layers:
+            filter.apply(own_view)
+
+
+def run(source: str) -> None:
+    """As `python program.py` would, except that the traceback begins in the program."""
+    sys.argv = [PROGRAM]
+    try:
+        exec(compile(source, PROGRAM, "exec"), sys.modules["__main__"].__dict__)
+    except SystemExit:
+        raise
+    except BaseException as error:
+        error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
+        sys.stdout.flush()
+        sys.excepthook(type(error), error, error.__traceback__)
+        sys.exit(1)
+
+
+def _ended_within(seconds: float, process: int) -> bool:
+    try:
+        watched = os.pidfd_open(process)
+    except (AttributeError, OSError):  # then only who started us keeps the time
+        return True
+    poll = select.poll()
+    poll.register(watched, select.POLLIN)
+    return bool(poll.poll(seconds * 1000))
+
+
+def _end_with_parent() -> None:
+    call("prctl", filter.SET_PDEATHSIG, 9)
+
+
+def _end_as(status: int) -> None:
+    """With the status of a child, the signal that ended it included."""
+    os._exit(128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status))
+
+
+# ------------------------------------------------------------------------------------------------------------- probing
+
+
+def probe() -> None:
+    """Print which walls can be put up here, each tried in a child of its own: `name` or `name: why not`."""
+    for name, attempt in (("namespaces", _try_namespaces), ("landlock", _try_landlock), ("seccomp", _try_seccomp)):
+        child = os.fork()
+        if not child:
+            try:
+                print(name, attempt(), sep="=", flush=True)
+            except Exception as error:  # the border: whatever it is, this wall is missing
+                print(f"{name}: {error}", flush=True)
+            os._exit(0)
+        os.waitpid(child, 0)
+
+
+def _try_namespaces() -> str:
+    user = walls.enter_namespaces([])
+    child = os.fork()
+    if not child:
+        _end_by(lambda: walls.drop_privileges(user))
+    if os.waitpid(child, 0)[1]:
+        raise OSError("no process could be started in them")
+    return "for a user" if user is None else "for an administrator"
+
+
+def _end_by(act: Callable[[], None]) -> None:
+    try:
+        act()
+    except OSError:
+        os._exit(1)
+    os._exit(0)
+
+
+def _try_landlock() -> str:
+    version = walls.landlock_version()
+    if not version:
+        raise OSError("the kernel has none, or does not allow it")
+    walls.apply_landlock([], "/tmp", may_write=False)
+    return f"version {version}"
+
+
+def _try_seccomp() -> str:
+    filter.apply(own_view=False)
+    try:
+        os.chmod("/dev/null", 0o666)
+    except PermissionError:
+        return "a filter"
+    raise OSError("the filter does not hold")

@@ -1,0 +1,124 @@
+"""The process in front of a run: it starts the controller, and starts it again when it is killed or gets stuck.
+
+`tailrace train` is this process. The controller is forked from it before anything large is imported, so a keeper costs
+no time and hardly any memory, and has next to nothing that could go wrong in it. It holds one end of a pipe, the
+lifeline, that everybody else in the run waits for: when the keeper is gone, by whatever signal, they all go.
+
+    keeper  --fork-->  controller  --exec-->  trainer, relays, replicas
+       \\_______ lifeline _____/______________________/
+
+Ctrl-C and SIGTERM come here and are passed on; the controller has a process group of its own, so that it hears each
+of them once. A controller that ends by itself ends the run, with its own exit code.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+
+PASSED_ON = (signal.SIGINT, signal.SIGTERM)
+WAITED_FOR = (*PASSED_ON, signal.SIGCHLD)
+LOOK_S = 1.0  # between two looks at the controller's heart
+STUCK = 30  # looks without a beat until it is killed
+IN_A_ROW = 10  # controllers that may die one after the other, each before it has lived for SETTLED_S
+SETTLED_S = 30.0
+CANNOT_GO_ON, INTERRUPTED = 2, 130  # exit codes of the command
+BEGUN, BEATS = 0, 1  # on the board
+
+
+class Keeper:
+    """What a controller has of its keeper."""
+
+    def __init__(self) -> None:
+        self.token = os.urandom(32).hex()
+        self.lifeline, self._held = os.pipe()
+        self._board = memoryview(mmap.mmap(-1, 16)).cast("Q")  # memory that both processes see
+
+    @property
+    def begun(self) -> bool:
+        """A controller of this keeper has opened the run: another one goes on with it."""
+        return bool(self._board[BEGUN])
+
+    def begin(self) -> None:
+        self._board[BEGUN] = 1
+
+    def beat(self) -> None:
+        """From the first call on this has to be called again and again."""
+        self._board[BEATS] += 1
+
+    def rest(self) -> None:
+        """No more beats are to be expected."""
+        self._board[BEATS] = 0
+
+    # ---------------------------------------------------------------------------------------------- the keeper's side
+
+    def keep(self, control: Callable[[Keeper], int]) -> int:
+        """Run `control` in a process of its own until it ends by itself, or must be given up. Returns its status."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, WAITED_FOR)
+        in_a_row = 0
+        while True:
+            began = time.monotonic()
+            status, asked = self._watch(self._fork(control))
+            if status >= 0:
+                return status
+            in_a_row = 1 if time.monotonic() - began > SETTLED_S else in_a_row + 1
+            if asked or in_a_row > IN_A_ROW:
+                _say(f"the controller was killed by signal {-status}; the same command with --resume goes on from here")
+                return INTERRUPTED if asked else CANNOT_GO_ON
+            _say(f"the controller was killed by signal {-status}; another one takes over, everybody else goes on")
+
+    def _fork(self, control: Callable[[Keeper], int]) -> int:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.rest()
+        child = os.fork()
+        if child:
+            return child
+        status = 1
+        try:
+            os.close(self._held)
+            os.setpgid(0, 0)
+            signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # it may write to the terminal all the same
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, WAITED_FOR)
+            threading.Thread(target=_go_with, args=(self.lifeline,), daemon=True).start()
+            status = control(self)
+        except BaseException:  # the border of the process
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+
+    def _watch(self, child: int) -> tuple[int, bool]:
+        """How the controller ended, and whether it had been asked to."""
+        asked, looks, last = False, 0, 0
+        while True:
+            ended, status = os.waitpid(child, os.WNOHANG)
+            if ended:
+                return os.waitstatus_to_exitcode(status), asked
+            heard = signal.sigtimedwait(WAITED_FOR, LOOK_S)
+            if heard is None:
+                beats = self._board[BEATS]
+                looks, last = (looks + 1 if beats and beats == last else 0), beats
+                if looks == STUCK:
+                    _say(f"the controller has not moved for {STUCK * LOOK_S:.0f} s and is killed")
+                    os.kill(child, signal.SIGKILL)
+            elif heard.si_signo in PASSED_ON:
+                asked = True
+                os.kill(child, heard.si_signo)
+
+
+def _go_with(lifeline: int) -> None:
+    """The keeper is gone, so nobody is there to wait for the end: what is committed is safe, and the rest is lost."""
+    os.read(lifeline, 1)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _say(sentence: str) -> None:
+    print(f"tailrace: {sentence}", file=sys.stderr, flush=True)

@@ -1,0 +1,78 @@
+"""Which checkpoints there are, and whether one is as it was written. Needs no torch, so that `export` can ask too."""
+
+from __future__ import annotations
+
+import mmap
+import re
+from pathlib import Path
+
+import msgspec
+
+from tailrace.relay.checksum import checksum
+from tailrace.types import MALFORMED
+
+PREFIX = "step-"
+LONGEST_STATE = 1 << 20  # bytes of state.json: a few hundred, and a hundred more for every file
+NAME = re.compile(rf"{PREFIX}[0-9]{{8,12}}")
+
+
+class CheckpointError(ValueError):
+    """A checkpoint could not be written or read; earlier ones are intact."""
+
+
+class File(msgspec.Struct, frozen=True):
+    size: int
+    checksum: str
+
+
+class State(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What is not a tensor."""
+
+    step: int
+    updates: int
+    layout: int = 1  # of the folder
+    files: dict[str, File] = {}
+
+
+def found_in(folder: Path) -> list[Path]:
+    """By step. What else somebody has put there is not ours to read, nor to delete."""
+    return sorted(place for place in folder.glob(f"{PREFIX}*") if NAME.fullmatch(place.name) and place.is_dir())
+
+
+def step_of(place: Path) -> int:
+    return int(place.name.removeprefix(PREFIX))
+
+
+def check(place: Path) -> None:
+    """CheckpointError unless every file is as it was written."""
+    for name, expected in read_state(place).files.items():
+        try:
+            _check(place, name, expected)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{place} is damaged: {name[:80]!r} {error}") from None
+
+
+def _check(place: Path, name: str, expected: File) -> None:
+    file = place / name
+    if Path(name).name != name or file.is_symlink() or not file.is_file():
+        raise ValueError("is missing")
+    if (size := file.stat().st_size) != expected.size:
+        raise ValueError(f"has {size:,} of {expected.size:,} bytes")
+    if described(file) != expected:
+        raise ValueError("is not as it was written")
+
+
+def read_state(folder: Path) -> State:
+    try:
+        with (folder / "state.json").open("rb") as file:
+            return msgspec.json.decode(file.read(LONGEST_STATE), type=State)
+    except (OSError, *MALFORMED) as error:
+        raise CheckpointError(f"{folder} is not a checkpoint that training can go on from ({error})") from None
+
+
+def described(file: Path) -> File:
+    size = file.stat().st_size
+    if not size:
+        return File(0, "")
+    with file.open("rb") as source, mmap.mmap(source.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        return File(size, checksum(memoryview(content), several=True))

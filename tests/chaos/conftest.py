@@ -1,0 +1,1 @@
+"""What the tests of this folder share lies in it as modules."""

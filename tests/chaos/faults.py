@@ -1,0 +1,287 @@
+"""The ways in which a run can be broken, and plans of them.
+
+A fault is a function of a `Victim` and a `Random`: it strikes now and returns whom it hit, or nothing if there was
+nobody to hit. What has to be undone later (a stopped process goes on, a full disk is emptied) is left with the victim.
+A plan is drawn from a seed: the same seed gives the same kinds, pauses and choices.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from victim import Victim
+
+Strike = Callable[[Victim, random.Random], str]
+SHORT_S = (0.2, 1.5)  # a stop that nobody need notice
+LONG_S = (4.0, 9.0)  # one that counts as death
+BROADCAST_S = 2.5  # how long a version is waited for that is under way
+FULL_S = (0.5, 2.0)
+SLOW_S = (0.3, 4.0)
+
+
+# ------------------------------------------------------------------------------------------------ killed and stopped
+
+
+def killed(role: str) -> Strike:
+    def strike(run: Victim, draw: random.Random) -> str:
+        name, ids = _one(run, role, draw)
+        run.send(signal.SIGKILL, ids[:1])
+        return name
+
+    return strike
+
+
+def stopped(role: str, seconds: tuple[float, float]) -> Strike:
+    def strike(run: Victim, draw: random.Random) -> str:
+        name, ids = _one(run, role, draw)
+        pause = draw.uniform(*seconds)
+        run.stop_for(ids, pause)
+        return name and f"{name} for {pause:.1f} s"
+
+    return strike
+
+
+def stopped_for_good(role: str) -> Strike:
+    """Until the run itself gets rid of it."""
+
+    def strike(run: Victim, draw: random.Random) -> str:
+        name, ids = _one(run, role, draw)
+        run.send(signal.SIGSTOP, ids)
+        return name
+
+    return strike
+
+
+def master_killed(run: Victim, draw: random.Random) -> str:
+    name = run.master()
+    run.send(signal.SIGKILL, run.processes().get(name, ()))
+    return name
+
+
+def master_killed_in_broadcast(run: Victim, draw: random.Random) -> str:
+    """The others stand still while the master receives a version, so it dies with the only copy."""
+    name, processes = run.master(), run.processes()
+    others = [id for other, ids in processes.items() if other.startswith("relay") and other != name for id in ids]
+    if name not in processes or not others:
+        return ""
+    run.stop_for(others, BROADCAST_S)
+    relay, seq = int(name[5:]), _newest_seq(run)
+    query = "SELECT 1 FROM journal WHERE seq > ? AND kind = 'VersionStored' AND json_extract(event, '$.relay') = ?"
+    end = time.monotonic() + BROADCAST_S - 0.5
+    while not (arrived := run.query(query, seq, relay)) and time.monotonic() < end:
+        time.sleep(0.01)
+    run.send(signal.SIGKILL, processes[name])
+    return f"{name} {'with a version that the others lack' if arrived else 'while the others stood still'}"
+
+
+def everybody_killed(run: Victim, draw: random.Random) -> str:
+    ids = run.everybody()
+    run.send(signal.SIGKILL, ids)
+    return f"{len(ids)} processes" if ids else ""
+
+
+# -------------------------------------------------------------------------------------------------- rewards and files
+
+
+def reward(kind: str) -> Strike:
+    def strike(run: Victim, draw: random.Random) -> str:
+        (run.trouble / kind).touch()
+        return f"one {kind}"
+
+    return strike
+
+
+def version_damaged(run: Victim, draw: random.Random) -> str:
+    """Bytes of a version change in shared memory after it was sealed."""
+    return _with_a_version(run, draw, _scribble)
+
+
+def version_truncated(run: Victim, draw: random.Random) -> str:
+    return _with_a_version(run, draw, lambda file: os.truncate(file, file.stat().st_size // 2))
+
+
+def _with_a_version(run: Victim, draw: random.Random, harm: Callable[[Path], None]) -> str:
+    files = sorted(file for arena in run.arenas() for file in arena.glob("v*.safetensors"))
+    if not files:
+        return ""
+    file = draw.choice(files)
+    try:
+        harm(file)
+    except OSError:
+        return ""  # it was dropped just now
+    return "/".join(file.parts[-2:])
+
+
+def checkpoint_damaged(run: Victim, draw: random.Random) -> str:
+    """The newest checkpoint is cut short, and the trainer has to come back from one."""
+    files = sorted((run.folder / "checkpoints").glob("step-*/*.safetensors"))
+    if not files:
+        return ""
+    newest = [file for file in files if file.parent == files[-1].parent]
+    file = draw.choice(newest)
+    with suppress(OSError):
+        os.truncate(file, file.stat().st_size * 2 // 3)
+        run.send(signal.SIGKILL, run.processes().get("trainer0", ()))
+        return "/".join(file.parts[-2:])
+    return ""
+
+
+def _scribble(file: Path) -> None:
+    with file.open("r+b") as content:
+        content.seek(file.stat().st_size // 2)
+        content.write(b"\xa5" * 16)
+
+
+# ------------------------------------------------------------------------------------------------------------ the disk
+
+
+@contextmanager
+def small_disk(folder: Path, mbytes: int = 256) -> Iterator[Path]:
+    """A file system of its own at `folder`, which can be filled and frozen. Needs root; else the folder as it is."""
+    folder.mkdir(parents=True, exist_ok=True)
+    image = folder.with_suffix(".img")
+    if not can_mount():
+        yield folder
+        return
+    with image.open("wb") as file:
+        file.truncate(mbytes << 20)
+    _call("mkfs.ext4", "-q", str(image))
+    _call("mount", "-o", "loop", str(image), str(folder))
+    try:
+        yield folder
+    finally:
+        subprocess.run(["fsfreeze", "-u", str(folder)], capture_output=True, timeout=30, check=False)
+        _call("umount", "-l", str(folder))
+        image.unlink()
+
+
+def can_mount() -> bool:
+    tools = all(shutil.which(tool) for tool in ("mkfs.ext4", "mount", "umount", "fsfreeze"))
+    return tools and os.geteuid() == 0 and Path("/dev/loop-control").exists()
+
+
+def disk_full(run: Victim, draw: random.Random) -> str:
+    """Somebody else takes all the room there is, and gives it back after a while."""
+    disk = run.folder
+    while not disk.is_mount():
+        if disk.parent == disk:
+            return ""
+        disk = disk.parent
+    filler, seconds = disk / "filler", draw.uniform(*FULL_S)
+    if disk == Path("/") or filler.exists():
+        return ""
+    _fill(filler)
+    run.later(seconds, lambda: filler.unlink(missing_ok=True))
+    return f"for {seconds:.1f} s"
+
+
+def _fill(filler: Path) -> None:
+    with filler.open("wb", buffering=0) as file:
+        for size in (1 << 20, 1 << 12, 1 << 10):
+            with suppress(OSError):
+                while True:
+                    file.write(bytes(size))
+
+
+def disk_slow(run: Victim, draw: random.Random) -> str:
+    """Nothing can be written for a while; whoever tries waits in the kernel. Nobody looks at the run meanwhile."""
+    disk = next((one for one in run.folder.parents if one.is_mount() and one != Path("/")), None)
+    if disk is None:
+        return ""
+    seconds = draw.uniform(*SLOW_S)
+    _call("fsfreeze", "-f", str(disk))
+    try:
+        time.sleep(seconds)
+    finally:
+        _call("fsfreeze", "-u", str(disk))
+    return f"for {seconds:.1f} s"
+
+
+def _call(*words: str) -> None:
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, f"{words}: {done.stderr}"
+
+
+# --------------------------------------------------------------------------------------------------------------- plans
+
+KINDS: dict[str, Strike] = {
+    "replica killed": killed("replica"),
+    "replica stopped briefly": stopped("replica", SHORT_S),
+    "replica stopped": stopped("replica", LONG_S),
+    "replica stopped for good": stopped_for_good("replica"),
+    "relay killed": killed("relay"),
+    "relay stopped": stopped("relay", LONG_S),
+    "relay stopped for good": stopped_for_good("relay"),
+    "master relay killed": master_killed,
+    "master relay killed in a broadcast": master_killed_in_broadcast,
+    "trainer killed": killed("trainer"),
+    "trainer stopped briefly": stopped("trainer", SHORT_S),
+    "trainer stopped": stopped("trainer", LONG_S),
+    "trainer stopped for good": stopped_for_good("trainer"),
+    "judge killed": killed("judge"),
+    "judge stopped for good": stopped_for_good("judge"),
+    "reward stuck": reward("stuck"),
+    "reward raises": reward("raises"),
+    "reward answers nonsense": reward("nonsense"),
+    "reward's process dies": reward("dies"),
+    "version damaged in memory": version_damaged,
+    "version truncated in memory": version_truncated,
+    "checkpoint cut short": checkpoint_damaged,
+    "controller killed": killed("controller"),
+    "controller stopped": stopped("controller", LONG_S),
+    "everybody killed": everybody_killed,
+    "disk full": disk_full,
+    "disk slow": disk_slow,
+}
+RARE = {"everybody killed", "controller killed", "disk full", "checkpoint cut short"}  # each costs a start of everybody
+NEEDS_JUDGES = {"judge killed", "judge stopped for good"} | {kind for kind in KINDS if kind.startswith("reward")}
+
+
+class Fault(NamedTuple):
+    """One entry of a plan: after a pause, this, with choices of its own."""
+
+    pause_s: float
+    kind: str
+    seed: int
+
+    def strike(self, run: Victim) -> str:
+        return KINDS[self.kind](run, random.Random(self.seed))
+
+
+class Struck(NamedTuple):
+    kind: str
+    whom: str
+    at: float
+
+
+def plan(seed: int, pause_s: float, kinds: Sequence[str] = tuple(KINDS)) -> Iterator[Fault]:
+    """Faults without end; in every round each kind comes once, in a new order (rare ones in every third)."""
+    draw = random.Random(f"chaos {seed}")
+    for turn in range(1_000_000):
+        order = [kind for kind in kinds if kind not in RARE or turn % 3 == 0]
+        draw.shuffle(order)
+        for kind in order:
+            yield Fault(draw.uniform(0.5, 1.5) * pause_s, kind, draw.randrange(1 << 30))
+
+
+def _one(run: Victim, role: str, draw: random.Random) -> tuple[str, list[int]]:
+    """One part of a role; of a trainer's ranks, all, in an order drawn anew."""
+    found = {name: ids for name, ids in sorted(run.processes().items()) if name.startswith(role)}
+    if not found:
+        return "", []
+    name = draw.choice(list(found))
+    return name, draw.sample(found[name], len(found[name]))
+
+
+def _newest_seq(run: Victim) -> int:
+    rows = run.query("SELECT max(seq) FROM journal")
+    return rows[0][0] or 0 if rows else 0

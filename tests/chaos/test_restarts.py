@@ -1,0 +1,69 @@
+"""Killed again before it was up, and a checkpoint that is of no use: the run goes on all the same."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+
+from runs import EMULATED, Run, nothing_is_left, replayed
+from tailrace.protocol import RelayLost, ReplicaLost, TrainerJoined, TrainerLost
+from tailrace.store.journal import Journal
+from tailrace.trainer.emulated import FILE
+
+PARTS = ("replica0", "relay1", "trainer0")
+
+
+def ended_well(run: Run, steps: int) -> None:
+    status, out, err = run.wait()
+    assert status == 0, f"{out}\n{err}\n{run.logs()}"
+    assert replayed(run).state.ledger.tally.trained == steps * 4
+    run.until(lambda: nothing_is_left(run), "its processes to be gone")
+
+
+def kill_successors(run: Run, gone: dict[str, int]) -> dict[str, int]:
+    """Each as soon as it is there: long before it has imported anything."""
+    killed: dict[str, int] = {}
+    limit = time.monotonic() + 60.0
+    while len(killed) < len(gone) and time.monotonic() < limit:
+        for name, id in run.parts().items():
+            if name in gone and name not in killed and id != gone[name]:
+                os.kill(id, signal.SIGKILL)
+                killed[name] = id
+    return killed
+
+
+def test_parts_that_are_killed_while_they_restart_are_started_again(tmp_path):
+    run = Run(tmp_path, EMULATED, "--local.relays", "2", "--run.steps", "30").start()
+    run.until(lambda: run.events("Trained") >= 2, "a step")
+    killed = {name: id for name, id in run.parts().items() if name in PARTS}
+    for id in killed.values():
+        os.kill(id, signal.SIGKILL)
+    assert set(kill_successors(run, killed)) == set(PARTS)
+    ended_well(run, 30)
+    lost = [entry.event for entry in Journal(run.folder).entries()]
+    early = {
+        type(event)
+        for event in lost
+        if isinstance(event, ReplicaLost | RelayLost | TrainerLost) and "before it was up" in event.reason
+    }
+    assert early == {ReplicaLost, RelayLost, TrainerLost}
+
+
+@pytest.mark.parametrize("harm", ["cut short", "removed"])
+def test_a_run_goes_on_from_the_checkpoint_before_the_newest(tmp_path, harm):
+    run = Run(tmp_path, EMULATED, "--run.steps", "30").start()
+    run.until(lambda: run.events("Checkpointed") >= 4, "some checkpoints")
+    trainer, newest = run.parts()["trainer0"], run.folder / "checkpoints" / FILE
+    os.kill(trainer, signal.SIGSTOP)
+    if harm == "cut short":
+        os.truncate(newest, newest.stat().st_size // 2)
+    else:
+        newest.unlink()
+    os.kill(trainer, signal.SIGKILL)
+    ended_well(run, 30)
+    entries = list(Journal(run.folder).entries())
+    back = next(entry for entry in entries if isinstance(entry.event, TrainerJoined) and entry.event.incarnation > 1)
+    assert back.event.step > 0

@@ -1,0 +1,145 @@
+"""A loop that hangs is named, with its stack; one that is slow, idle or was stopped with its whole process is not."""
+
+import io
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tailrace import watchdog
+from tailrace.watchdog import Watchdog, ask_for_stacks, look_at, show_stacks_when_asked
+
+DEADLINE_S = 30.0
+CHILD = """
+import sys, time
+from tailrace.watchdog import Watchdog, show_stacks_when_asked
+show_stacks_when_asked()
+with Watchdog("child", lambda sentence: print("stuck", flush=True)) as dog:
+    print("up", flush=True)
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        dog.expect("a turn", 1.5)
+        time.sleep(0.01)
+"""
+
+
+def until(condition, what):
+    end = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < end, f"waited {DEADLINE_S} s for {what}"
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def child():
+    process = subprocess.Popen([sys.executable, "-c", CHILD], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "up\n"
+    yield process
+    process.kill()
+    process.communicate(timeout=DEADLINE_S)
+
+
+def told(tmp_path, monkeypatch, act):
+    """What a watchdog says about a loop that does `act`."""
+    monkeypatch.setattr(watchdog, "LOOK_S", 0.01)
+    monkeypatch.setattr(watchdog, "ASLEEP", 1000)
+    sentences = []
+    with (tmp_path / "log").open("w") as log, Watchdog("replica 0", sentences.append, log) as dog:
+        act(dog, sentences)
+    return sentences, (tmp_path / "log").read_text()
+
+
+def wait_for_the_version(dog, sentences):
+    dog.expect("orders", 60)
+    dog.expect("loading v3", 0.05, "raise health.pull_deadline_s")
+    until(lambda: sentences, "the watchdog")
+    until(lambda: "most recent call first" in Path(dog._log.name).read_text(), "the stacks")
+
+
+def test_a_stuck_loop_is_named_with_its_place_its_past_and_what_to_do(tmp_path, monkeypatch):
+    [sentence], log = told(tmp_path, monkeypatch, wait_for_the_version)
+    assert "at: loading v3, in " in sentence
+    assert "raise health.pull_deadline_s" in sentence
+    assert "ago: orders" in log
+    assert "in wait_for_the_version" in log
+    assert "Thread" in log
+
+
+def test_the_heart_stops_while_the_loop_is_stuck_and_beats_again_after(tmp_path, monkeypatch):
+    def act(dog, sentences):
+        heart = dog.guard(lambda: "alive")
+        assert heart() == "alive"
+        dog.expect("a long step", 0.02)
+        until(lambda: heart() is None, "the heart to stop")
+        dog.expect("orders", 60)
+        until(lambda: heart() == "alive", "the heart to beat")
+
+    sentences, _ = told(tmp_path, monkeypatch, act)
+    assert len(sentences) == 1
+
+
+def test_a_loop_that_keeps_its_word_is_left_alone(tmp_path, monkeypatch):
+    def act(dog, sentences):
+        for turn in range(30):
+            dog.expect(f"turn {turn}", 60)
+            time.sleep(0.002)
+
+    sentences, log = told(tmp_path, monkeypatch, act)
+    assert (sentences, log) == ([], "")
+
+
+def test_a_closed_log_does_not_silence_the_report(monkeypatch):
+    monkeypatch.setattr(watchdog, "LOOK_S", 0.01)
+    sentences, log = [], io.StringIO()
+    log.close()
+    with Watchdog("trainer", sentences.append, log) as dog:
+        dog.expect("a step", 0.0)
+        until(lambda: sentences, "the watchdog")
+
+
+def test_a_process_that_was_stopped_and_goes_on_does_not_call_itself_stuck(child):
+    os.kill(child.pid, signal.SIGSTOP)
+    until(lambda: "is stopped" in look_at(child.pid), "the stop")
+    assert f"kill -CONT {child.pid}" in look_at(child.pid)
+    assert not ask_for_stacks(child.pid)
+    time.sleep(2.0)  # more than a turn may take
+    os.kill(child.pid, signal.SIGCONT)
+    time.sleep(4 * watchdog.LOOK_S)
+    child.kill()
+    assert "stuck" not in child.communicate(timeout=DEADLINE_S)[0]
+    assert "is gone" in look_at(child.pid)
+
+
+def test_a_process_writes_its_stacks_when_asked(child):
+    assert ask_for_stacks(child.pid)
+    assert "sleeps" in look_at(child.pid) or "computes" in look_at(child.pid)
+    time.sleep(0.2)
+    child.kill()
+    assert "most recent call first" in child.communicate(timeout=DEADLINE_S)[1]
+
+
+def test_who_would_die_of_being_asked_is_not_asked():
+    process = subprocess.Popen(["sleep", "60"])
+    try:
+        assert not ask_for_stacks(process.pid)
+        assert process.poll() is None
+    finally:
+        process.kill()
+        process.wait(DEADLINE_S)
+
+
+def test_asking_for_ones_own_stacks(tmp_path):
+    with (tmp_path / "log").open("w+") as log:
+        show_stacks_when_asked(log)
+        try:
+            signal.raise_signal(signal.SIGUSR1)
+            until(lambda: "test_asking_for_ones_own_stacks" in (tmp_path / "log").read_text(), "the stacks")
+        finally:
+            import faulthandler
+
+            faulthandler.unregister(signal.SIGUSR1)
