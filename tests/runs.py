@@ -63,10 +63,11 @@ class Run:
         self.file.write_text(settings)
         self.folder = folder / "runs" / "run"
         self.options = ["--run.folder", str(folder / "runs"), *options]
+        self.inside: list[str] = []  # what to put before the command
         self.child: subprocess.Popen[str] | None = None
 
     def start(self, *more: str) -> Run:
-        command = [sys.executable, "-m", "tailrace", "train", str(self.file), *self.options, *more]
+        command = [*self.inside, sys.executable, "-m", "tailrace", "train", str(self.file), *self.options, *more]
         self.child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         return self
 

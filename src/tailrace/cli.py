@@ -137,6 +137,12 @@ def _control(arguments: argparse.Namespace, keeper: Keeper) -> int:
     return 0 if complete else 130
 
 
+def _worker(arguments: argparse.Namespace) -> int:
+    from tailrace.launch.machines import work
+
+    return work(arguments.join, arguments.replicas, arguments.key)
+
+
 def _eval(arguments: argparse.Namespace) -> int:
     from tailrace.launch.models import evaluate
 
@@ -247,6 +253,16 @@ def _parser() -> tuple[_Parser, dict[str, _Parser]]:
     train.add_argument("--resume", action="store_true", help="go on exactly where the run of this name stopped")
     train.add_argument("--dry-run", action="store_true", help="check and print all settings, start nothing")
 
+    worker = add("worker", _worker, "let this machine generate for a run elsewhere, until Ctrl-C or its end")
+    worker.add_argument("--join", required=True, metavar="HOST:PORT", help="where the run listens (local.listen)")
+    worker.add_argument("--replicas", type=_replicas, default=1, metavar="N", help="how many to start here (1)")
+    worker.add_argument(
+        "--key",
+        type=Path,
+        metavar="FILE",
+        help="join.key of the run's folder; unset: TAILRACE_JOIN_KEY has its content",
+    )
+
     evaluate = add("eval", _eval, "held-out accuracy of a version of a run")
     evaluate.add_argument("journal", type=Path, metavar="RUN", help="the directory of a run")
     evaluate.add_argument("--version", type=_version, metavar="N", help="0: the start; unset: the newest")
@@ -327,6 +343,12 @@ def _version(text: str) -> int:
     if not number.isdecimal():
         raise argparse.ArgumentTypeError(f"'{text}' is not a version; write --version 12")
     return int(number)
+
+
+def _replicas(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= 1024:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number of replicas; write --replicas 2, at most 1024")
+    return int(text)
 
 
 def _names(text: str) -> list[str]:

@@ -70,6 +70,20 @@ class RunStarted(Event):
     relays: int
 
 
+class HostJoined(Event):
+    """Another machine is there, on which a relay and these replicas are to be started. Its number was never used."""
+
+    host: HostId
+    replicas: tuple[ReplicaId, ...]
+
+
+class HostLeft(Event):
+    """It is gone with all that ran there, for good: should it come back, it gets another number."""
+
+    host: HostId
+    reason: str
+
+
 class PromptsAdded(Event):
     """Answer to `FetchPrompts`: the prompts from place `start` of the source on; `last` when it has no more."""
 
@@ -238,6 +252,8 @@ class ControllerRestarted(Event):
 
 AnyEvent = (
     RunStarted
+    | HostJoined
+    | HostLeft
     | PromptsAdded
     | ReplicaJoined
     | ReplicaLost
@@ -350,7 +366,7 @@ class Forget(Command):
 
 
 class GiveUp(Command):
-    """It was silent for too long, or did not answer in time, and counts as lost: end what is left of it. No answer."""
+    """It was silent for too long, did not answer in time, or does nothing well: end what is left of it. No answer."""
 
     part: Part
     id: int

@@ -11,11 +11,14 @@ journal goes: the part sends again what is missing there, in order, and then joi
 So every report counts exactly once, whoever died in between. Orders are not kept: joining compares what both sides
 believe, and what was ordered of an earlier incarnation is ignored.
 
+Where other hosts may join, everything is encrypted (see `Door`), and who has no key is not heard at all.
+
 A `Link` has a thread of its own, so that heartbeats go out while a part computes; `send` may be called from any thread.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import hmac
 import queue
@@ -25,15 +28,18 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from typing import NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import zmq
 import zmq.asyncio
+from zmq.auth.asyncio import AsyncioAuthenticator
+from zmq.utils import z85
+from zmq.utils.monitor import parse_monitor_message
 
 from tailrace.config.tree import Config
 from tailrace.protocol import AnyCommand, AnyEvent, Event
-from tailrace.types import MALFORMED, RelayId, Row, Segment, Struct, Trajectory, TrajectoryId
+from tailrace.types import MALFORMED, HostId, RelayId, Row, Segment, Struct, Trajectory, TrajectoryId
 from tailrace.watchdog import Watchdog
 
 LOOPBACK = "127.0.0.1"
@@ -43,6 +49,14 @@ LONGEST_ORDER = 4 << 30  # a step's trajectories: 8,192 of 16,384 tokens take 2 
 PROOF = 32  # bytes of a signature
 LATE_S = 30.0  # beyond the time for which a loop meant to wait
 LINGER_MS = 2000  # how long a closing part tries to get its last words out
+OFFER_S = 0.5  # how often a host offers itself
+MOST_REPLICAS = 1024  # that one host may offer
+SIGN_OF_LIFE_MS = 2000  # between hosts
+REFUSALS = (
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH,
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL,
+)
 
 
 class WireError(ValueError):
@@ -60,6 +74,9 @@ class Spec(Struct):
     folder: str  # of the run
     config: Config
     lifeline: int = -1  # a descriptor at whose end the part has to go
+    door: str = ""  # the controller's public key; empty: links are plain, on loopback
+    host: HostId = 0  # of whose relay a replica gets its weights
+    listen: str = LOOPBACK  # relay: where it takes weights
     rank: int = 0
     step: int = 0  # trainer: the last step that the controller knows to be complete
     meeting: str = ""  # trainer: where its ranks find each other
@@ -113,6 +130,15 @@ class Measured(Message):
     values: dict[str, float]
 
 
+class Offer(Message):
+    """A host has room for so many replicas, 0: no longer. Said again and again, with the names of the parts that were
+    started there and, of those that ended, how; so nothing has to be remembered of it, and none need arrive."""
+
+    release: str  # of Tailrace
+    replicas: Annotated[int, msgspec.Meta(ge=0, le=MOST_REPLICAS)]
+    parts: dict[str, str] = msgspec.field(default_factory=dict[str, str])
+
+
 class Collapsed(Message):
     """A part gives up. `expected`: the reason is a sentence for the person who started the run, not a bug."""
 
@@ -151,19 +177,129 @@ class Acknowledged(Message):
     number: int
 
 
+class Wanted(Message):
+    """Answer to `Offer`: these parts are to be there and no others; the specs of those that were not named in it."""
+
+    names: tuple[str, ...]
+    specs: tuple[Spec, ...] = ()
+
+
+class Dismissed(Message):
+    """The run has no use for this host, because of this."""
+
+    reason: str
+
+
 class Ended(Message):
     """The run stops, for good or to be resumed. Put in order what must be, and go."""
 
     complete: bool
 
 
-FromPart = Hello | Reported | Grown | Measured | Collapsed
-FromController = Ordered | Introduce | Acknowledged | Ended
-UNNUMBERED = 0  # of what need not arrive: heartbeats, introductions, last words
+FromPart = Hello | Reported | Grown | Measured | Offer | Collapsed
+FromController = Ordered | Introduce | Acknowledged | Wanted | Dismissed | Ended
+UNNUMBERED = 0  # of what need not arrive: heartbeats, introductions, offers, last words
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_from_part = msgspec.msgpack.Decoder(FromPart).decode
 _decode_from_controller = msgspec.msgpack.Decoder(FromController).decode
+
+
+# ----------------------------------------------------------------------------------------------------------- doors
+
+
+class JoinKey(NamedTuple):
+    """What a host needs to join a run: the token, and the key by which it knows the controller. Both are secret."""
+
+    door: str
+    token: str
+
+    @classmethod
+    def read(cls, text: str) -> JoinKey:
+        """The inverse of `str`."""
+        door, _, token = text.strip().partition(".")
+        if not (_is_hex(door) and _is_hex(token)):
+            raise WireError("this is no join key; it is in the run's folder, in join.key, as one line")
+        return cls(z85.encode(bytes.fromhex(door)).decode(), token)
+
+    def __str__(self) -> str:
+        return f"{z85.decode(self.door.encode()).hex()}.{self.token}"
+
+
+def _is_hex(text: str) -> bool:
+    return len(text) == 64 and all(letter in "0123456789abcdef" for letter in text)
+
+
+def public_key(secret: bytes) -> str:
+    """By which the controller that has this secret is known."""
+    return zmq.curve_public(z85.encode(secret)).decode()
+
+
+def _client_secret(token: str) -> bytes:
+    """All parts of a run have the same key; that a message is of a certain part follows from the connection."""
+    return z85.encode(hashlib.sha256(b"tailrace client " + token.encode()).digest())
+
+
+class Door:
+    """The lock of a hub (CURVE): everything is encrypted, and only who has the run's token gets a connection."""
+
+    def __init__(self, secret: bytes, token: str) -> None:
+        self._secret = z85.encode(secret)
+        self._admitted = zmq.curve_public(_client_secret(token))
+        self._porter = AsyncioAuthenticator(zmq.asyncio.Context.instance())
+
+    def lock(self, wire: zmq.Socket[Any]) -> None:
+        self._porter.start()
+        self._porter.configure_curve_callback(credentials_provider=self)
+        wire.setsockopt(zmq.CURVE_SERVER, 1)
+        wire.setsockopt(zmq.CURVE_SECRETKEY, self._secret)
+        wire.setsockopt(zmq.ROUTER_HANDOVER, 1)  # who was cut off and has connected anew is the one to talk to
+        _notice_silence(wire)
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Whether this client may come in; asked by the authenticator."""
+        return hmac.compare_digest(key, self._admitted)
+
+    def close(self) -> None:
+        self._porter.stop()
+
+
+def _bring_key(wire: zmq.Socket[bytes], door: str, token: str) -> None:
+    secret = _client_secret(token)
+    wire.setsockopt(zmq.CURVE_SERVERKEY, door.encode())
+    wire.setsockopt(zmq.CURVE_SECRETKEY, secret)
+    wire.setsockopt(zmq.CURVE_PUBLICKEY, zmq.curve_public(secret))
+    _notice_silence(wire)
+
+
+def _notice_silence(wire: zmq.Socket[Any]) -> None:
+    """A connection between hosts may be cut without a word; then it is made anew."""
+    wire.setsockopt(zmq.HEARTBEAT_IVL, SIGN_OF_LIFE_MS)
+    wire.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * SIGN_OF_LIFE_MS)
+
+
+def knock(endpoint: str, key: JoinKey, within_s: float) -> None:
+    """Returns if the run at this address lets us in; else a `WireError` says why not."""
+    wire = zmq.Context.instance().socket(zmq.DEALER)
+    _bring_key(wire, key.door, key.token)
+    watching = wire.get_monitor_socket()
+    reached, limit = False, time.monotonic() + within_s
+    try:
+        wire.connect(endpoint)
+        while watching.poll(max(0, int((limit - time.monotonic()) * 1000))):
+            event = parse_monitor_message(watching.recv_multipart())["event"]
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                return
+            reached = reached or event == zmq.EVENT_CONNECTED
+            if event in REFUSALS or (reached and event == zmq.EVENT_DISCONNECTED):
+                break
+    finally:
+        wire.disable_monitor()
+        wire.close(0)
+    where = endpoint.removeprefix("tcp://")
+    if reached:
+        raise WireError(f"{where} refused this join key; it takes the one in join.key of a run that goes on there now")
+    raise WireError(f"nobody answered at {where} within {within_s:g} s; does the run go on, and is the address right?")
 
 
 class Letter(NamedTuple):
@@ -175,26 +311,45 @@ class Letter(NamedTuple):
 
 
 class Hub:
-    """The controller's end. `heard`: how far an earlier controller has written down what each part had reported."""
+    """The controller's end. `heard`: how far an earlier controller has written down what each part had reported.
+    Without a `door` it listens on the loopback and nowhere else."""
 
-    def __init__(self, token: str, port: int = 0, heard: Mapping[str, int] | None = None) -> None:
+    def __init__(
+        self,
+        token: str,
+        port: int = 0,
+        heard: Mapping[str, int] | None = None,
+        door: Door | None = None,
+        listen: str = LOOPBACK,
+    ) -> None:
+        assert door is not None or listen == LOOPBACK, "a hub for other hosts has a door"
         self._token = token
+        self._door = door
         self._socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, LONGEST_REPORT)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 0)
-        try:
-            bound = self._socket.bind(f"tcp://{LOOPBACK}:{port or '*'}")
-        except zmq.ZMQError as error:
-            self._socket.close(0)
-            raise WireError(
-                f"local.port {port} cannot be used ({error.strerror}); write another one, or 0 for any"
-            ) from None
-        self.endpoint: str = bound.addr
+        if door is not None:
+            door.lock(self._socket)
+        self.endpoint = self._bind(listen, port)
         self._trusted: set[bytes] = set()  # who has introduced itself to this hub
         self._asked: set[bytes] = set()  # and who was asked to; only of names that the run has given
         self._heard = {name.encode(): number for name, number in (heard or {}).items()}
+
+    def _bind(self, listen: str, port: int) -> str:
+        host = f"[{listen}]" if ":" in listen else listen
+        self._socket.setsockopt(zmq.IPV6, ":" in listen)
+        try:
+            bound = self._socket.bind(f"tcp://{host}:{port or '*'}")
+        except zmq.ZMQError as error:
+            self.close()
+            if error.errno == errno.EADDRNOTAVAIL or error.errno == errno.ENODEV:
+                raise WireError(f"local.listen {listen} is not an address of this host; write one that is") from None
+            raise WireError(
+                f"local.port {port} cannot be used ({error.strerror}); write another one, or 0 for any"
+            ) from None
+        return bound.addr
 
     @property
     def port(self) -> int:
@@ -240,6 +395,8 @@ class Hub:
 
     def close(self) -> None:
         self._socket.close(LINGER_MS)
+        if self._door is not None:
+            self._door.close()
 
 
 class Link:
@@ -279,26 +436,28 @@ class Link:
     def receive(self, timeout_s: float) -> Iterator[Ordered | Introduce | Ended]:
         """What has arrived, waiting at most `timeout_s` for the first of it. After `Introduce` the part is expected to
         report that it joins, as the incarnation that it is from then on."""
+        for message in self.listen(timeout_s):
+            if isinstance(message, Introduce):
+                self.incarnation += 1
+                yield message
+            elif isinstance(message, Ended) or (
+                isinstance(message, Ordered) and getattr(message.command, "incarnation", None) == self.incarnation
+            ):
+                self._may_take(type(message.command).__name__ if isinstance(message, Ordered) else "the end of the run")
+                yield message
+
+    def listen(self, timeout_s: float) -> Iterator[FromController]:
+        """The same for a host, which has no incarnations and gets no orders."""
         self._watchdog.expect("waiting for orders", timeout_s + LATE_S)
         try:
-            yield from self._pass_on(self._inbox.get(timeout=timeout_s) if timeout_s > 0 else self._inbox.get_nowait())
+            yield self._inbox.get(timeout=timeout_s) if timeout_s > 0 else self._inbox.get_nowait()
             while True:
-                yield from self._pass_on(self._inbox.get_nowait())
+                yield self._inbox.get_nowait()
         except queue.Empty:
             self._may_take("its own work")
 
     def _may_take(self, what: str) -> None:
         self._watchdog.expect(what, self._spec.config.health.stuck_s, "if it is only slow, raise health.stuck_s")
-
-    def _pass_on(self, message: FromController) -> Iterator[Ordered | Introduce | Ended]:
-        if isinstance(message, Introduce):
-            self.incarnation += 1
-            yield message
-        elif isinstance(message, Ended) or (
-            isinstance(message, Ordered) and getattr(message.command, "incarnation", None) == self.incarnation
-        ):
-            self._may_take(type(message.command).__name__ if isinstance(message, Ordered) else "the end of the run")
-            yield message
 
     def close(self) -> None:
         """Get everything out that was sent, then hang up."""
@@ -315,6 +474,9 @@ class Link:
         wire.setsockopt(zmq.SNDHWM, 0)
         wire.setsockopt(zmq.RCVHWM, 0)
         wire.setsockopt(zmq.MAXMSGSIZE, LONGEST_ORDER)
+        if self._spec.door:
+            _bring_key(wire, self._spec.door, self._spec.token)
+        wire.setsockopt(zmq.IPV6, "[" in self._spec.endpoint)
         wire.connect(self._spec.endpoint)
         poller = zmq.Poller()
         poller.register(wire, zmq.POLLIN)
@@ -342,7 +504,7 @@ class Link:
             message = self._outbox.get()
             if message is None:
                 return False
-            if isinstance(message, Hello | Collapsed):
+            if isinstance(message, Hello | Offer | Collapsed):
                 self._post(wire, UNNUMBERED, _encode(message))
             else:
                 self._number += 1

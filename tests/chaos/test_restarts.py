@@ -64,6 +64,6 @@ def test_a_run_goes_on_from_the_checkpoint_before_the_newest(tmp_path, harm):
         newest.unlink()
     os.kill(trainer, signal.SIGKILL)
     ended_well(run, 30)
-    entries = list(Journal(run.folder).entries())
-    back = next(entry for entry in entries if isinstance(entry.event, TrainerJoined) and entry.event.incarnation > 1)
-    assert back.event.step > 0
+    events = [entry.event for entry in Journal(run.folder).entries()]
+    back = next(event for event in events if isinstance(event, TrainerJoined) and event.incarnation > 1)
+    assert back.step > 0

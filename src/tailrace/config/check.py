@@ -225,8 +225,20 @@ def _relays_listen(config: Config) -> Iterator[str]:
         yield f'relay.listen is "{listen}", which is everywhere; write the network of your hosts, such as "10.0.0.0/8"'
 
 
+def _controller_listens(config: Config) -> Iterator[str]:
+    listen = config.local.listen
+    try:
+        everywhere = bool(listen) and ipaddress.ip_address(listen).is_unspecified
+    except ValueError:
+        yield f'local.listen is "{listen}", which is no address; write one of this host, such as "10.0.0.1"'
+        return
+    if everywhere:
+        yield f'local.listen is "{listen}", which is everywhere; write one address of this host, such as "10.0.0.1"'
+
+
 RULES: tuple[Rule, ...] = (
     _relays_listen,
+    _controller_listens,
     _devices_have_names,
     _emulation_is_whole,
     _model_is_complete,

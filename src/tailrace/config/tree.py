@@ -320,7 +320,10 @@ class Local(Section):
 
     replicas: Count = 2
     relays: Count = 1  # as if there were so many hosts; replicas are dealt out to them in turn
-    port: Natural = 0  # of the controller, on loopback; 0: any free one
+    port: Natural = 0  # of the controller; 0: any free one
+    # an address of this host at which workers of other machines may join, with the key in the run's folder; empty:
+    # nobody but the run's own processes, on loopback
+    listen: str = ""
     start_s: Annotated[float, Meta(gt=0)] = 180.0  # until a process that was started must have joined
     cores: Natural = 0  # simulation: [costs] are processor seconds, shared by all processes on so many; 0: wall seconds
 

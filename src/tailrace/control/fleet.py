@@ -3,6 +3,7 @@
     replica:  lost -> ready <-> pulling            pulling: loads a version from a relay
                       ready -> releasing -> ready  releasing: hands its work back, for repack
               any  -> lost -> (started again) ... -> quarantined, with the reason
+              any  -> departed, with its host
 
 Owned by the plane. Choices that need the whole picture (when to pull, what to feed) are made there; this file answers
 questions about single replicas and picks the ones with room.
@@ -20,12 +21,14 @@ from tailrace.control.ledger import NONE, NOWHERE
 from tailrace.protocol import ReplicaJoined
 from tailrace.types import HostId, RelayId, ReplicaId, TrajectoryId, Version
 
+ReplicaState = Literal["lost", "ready", "pulling", "releasing", "quarantined", "departed"]
+
 
 class Replica(msgspec.Struct):
     id: ReplicaId
     host: HostId = NOWHERE
     incarnation: int = 0
-    state: Literal["lost", "ready", "pulling", "releasing", "quarantined"] = "lost"
+    state: ReplicaState = "lost"
     since: float = 0.0  # when it came into this state
     last_seen: float = 0.0
     version: Version = NONE
@@ -39,6 +42,9 @@ class Replica(msgspec.Struct):
     kv_checked: int = 0  # at the last look for repack
     batch: int = 0  # how many samples its present batch began with
     assigned: dict[TrajectoryId, None] = {}
+    finished_at: float = -1.0  # when a sample last came to a good end
+    failures: int = 0  # samples since then that came to a bad end
+    failing_since: float = 0.0
     restarts: int = 0
     restart_at: float = 0.0
     reason: str = ""
@@ -48,10 +54,14 @@ class Replica(msgspec.Struct):
         return self.state in ("ready", "pulling", "releasing")
 
     @property
+    def given_up(self) -> bool:
+        return self.state in ("quarantined", "departed")
+
+    @property
     def kv_load(self) -> int:
         return self.kv_tokens + self.pledged
 
-    def enter(self, state: Literal["lost", "ready", "pulling", "releasing", "quarantined"], now: float) -> None:
+    def enter(self, state: ReplicaState, now: float) -> None:
         self.state = state
         self.since = now
 
@@ -69,7 +79,7 @@ class Fleet(msgspec.Struct):
         replica = self.replicas.get(event.replica)
         if replica is None:
             replica = self.replicas[event.replica] = Replica(event.replica)
-        self._house(replica, event.host)
+        self.house(replica, event.host)
         if not replica.live:
             self.live += 1
         self.moves.pop(replica.id, None)
@@ -80,11 +90,12 @@ class Fleet(msgspec.Struct):
         replica.roofline = event.roofline
         replica.kv_tokens = replica.pledged = replica.waiting = replica.kv_checked = 0
         replica.last_seen = now
+        replica.failures = 0
         replica.reason = ""
         replica.enter("ready", now)
         return replica
 
-    def _house(self, replica: Replica, host: HostId) -> None:
+    def house(self, replica: Replica, host: HostId) -> None:
         """A replica may come back on another host than it was lost on."""
         if replica.host != host:
             if replica.host != NOWHERE:

@@ -27,6 +27,8 @@ from tailrace.protocol import (
     ControllerRestarted,
     Event,
     Finished,
+    HostJoined,
+    HostLeft,
     LinkFailed,
     Parked,
     Progressed,
@@ -58,6 +60,8 @@ def _prompts_added(desk: Desk, event: PromptsAdded) -> None:
 
 HANDLERS: dict[type[Event], Callable[[Desk, Any], None]] = {
     RunStarted: watch.run_started,
+    HostJoined: watch.host_joined,
+    HostLeft: watch.host_left,
     PromptsAdded: _prompts_added,
     ReplicaJoined: replicas.joined,
     ReplicaLost: replicas.lost,

@@ -22,6 +22,7 @@ class Relay(msgspec.Struct):
     id: RelayId
     incarnation: int = 0
     live: bool = False
+    departed: bool = False  # with its host
     last_seen: float = 0.0
     versions: list[Version] = []  # ascending
     place: int = NONE  # in `Relays.order`

@@ -10,6 +10,7 @@ from tailrace.protocol import (
     Assignment,
     Cancel,
     Finished,
+    GiveUp,
     Progressed,
     PullFailed,
     ReplicaJoined,
@@ -21,7 +22,7 @@ from tailrace.protocol import (
 
 def joined(desk: Desk, event: ReplicaJoined) -> None:
     known = desk.fleet.replicas.get(event.replica)
-    if known is not None and event.incarnation <= known.incarnation:
+    if known is not None and (known.state == "departed" or event.incarnation <= known.incarnation):
         return
     if known is not None:
         weights.end_pull(desk, known)
@@ -82,7 +83,8 @@ def finished(desk: Desk, event: Finished) -> None:
     sample = desk.ledger.current(event.meta.id, event.meta.epoch)
     if sample is not None:
         replica = _detach(desk, sample)
-        replica.restarts = 0
+        replica.restarts = replica.failures = 0
+        replica.finished_at = desk.now
         desk.ledger.finish(sample, event.meta)
         groups.close_if_complete(desk, desk.ledger.groups[sample.group])
 
@@ -90,10 +92,31 @@ def finished(desk: Desk, event: Finished) -> None:
 def sample_failed(desk: Desk, event: SampleFailed) -> None:
     sample = desk.ledger.current(event.trajectory, event.epoch)
     if sample is not None:
-        _detach(desk, sample)
+        replica = _detach(desk, sample)
+        replica.failing_since = replica.failing_since if replica.failures else desk.now
+        replica.failures += 1
         desk.ledger.fail(sample, desk.config.groups.attempts)
         groups.close_if_complete(desk, desk.ledger.groups[sample.group])
         desk.more_work = True
+        if _is_to_blame(desk, replica):
+            reason = f"{replica.failures} samples in a row failed here and not elsewhere, the last one: {event.reason}"
+            quarantine(desk, replica, reason)
+
+
+def _is_to_blame(desk: Desk, replica: Replica) -> bool:
+    """More went wrong in a row than one bad prompt can cause, and meanwhile others did well."""
+    one_prompt = desk.config.workload.group_size * desk.config.groups.attempts
+    if replica.failures <= one_prompt:
+        return False
+    return any(one.finished_at >= replica.failing_since for one in desk.fleet.replicas.values() if one is not replica)
+
+
+def quarantine(desk: Desk, replica: Replica, reason: str) -> None:
+    """It is left alone from now on; what it had goes elsewhere."""
+    desk.send(GiveUp("replica", replica.id, replica.incarnation, f"quarantined: {reason}"))
+    if replica.live:
+        lose(desk, replica, reason)
+    replica.enter("quarantined", desk.now)
 
 
 def _detach(desk: Desk, sample: Sample) -> Replica:

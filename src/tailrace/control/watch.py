@@ -16,6 +16,8 @@ from tailrace.protocol import (
     Alive,
     ControllerRestarted,
     GiveUp,
+    HostJoined,
+    HostLeft,
     Part,
     RunStarted,
     SetTimer,
@@ -32,6 +34,29 @@ def run_started(desk: Desk, event: RunStarted) -> None:
     for id in range(event.replicas):
         _start(desk, "replica", id, desk.fleet.replicas.setdefault(id, Replica(id)))
     _set_timers(desk)
+
+
+def host_joined(desk: Desk, event: HostJoined) -> None:
+    _start(desk, "relay", event.host, desk.relays.relays.setdefault(event.host, Relay(event.host)))
+    for id in event.replicas:
+        replica = desk.fleet.replicas.setdefault(id, Replica(id))
+        desk.fleet.house(replica, event.host)
+        _start(desk, "replica", id, replica)
+
+
+def host_left(desk: Desk, event: HostLeft) -> None:
+    """Nobody is there to start its parts again. What its replicas had goes on elsewhere, from the vault."""
+    for id in desk.fleet.on_host.get(event.host, ()):
+        replica = desk.fleet.replicas[id]
+        if replica.live:
+            replicas.lose(desk, replica, event.reason)
+        replica.enter("departed", desk.now)
+    relay = desk.relays.relays.get(event.host)
+    if relay is not None:
+        if relay.live:
+            weights.lose_relay(desk, relay, event.reason)
+        relay.departed = True
+    _stop_if_nobody_is_left(desk, event.reason)
 
 
 def _set_timers(desk: Desk) -> None:
@@ -107,7 +132,7 @@ def _restart_due(desk: Desk) -> None:
         if replica.state == "lost" and health.due(desk.now, replica):
             _restart_replica(desk, replica)
     for relay in desk.relays.relays.values():
-        if not relay.live and not relay.quarantined and health.due(desk.now, relay):
+        if not relay.live and not relay.quarantined and not relay.departed and health.due(desk.now, relay):
             _restart_relay(desk, relay)
     if not desk.training.live and health.due(desk.now, desk.training):
         _restart_trainer(desk)
@@ -117,9 +142,13 @@ def _restart_replica(desk: Desk, replica: Replica) -> None:
     if not health.hopeless(desk.config.health, replica):
         _start(desk, "replica", replica.id, replica)
         return
-    replica.enter("quarantined", desk.now)
-    if all(one.state == "quarantined" for one in desk.fleet.replicas.values()):
-        steps.stop(desk, f"no replica is left; the last one was given up because: {replica.reason}", failed=True)
+    replicas.quarantine(desk, replica, replica.reason)
+    _stop_if_nobody_is_left(desk, replica.reason)
+
+
+def _stop_if_nobody_is_left(desk: Desk, reason: str) -> None:
+    if all(one.given_up for one in desk.fleet.replicas.values()):
+        steps.stop(desk, f"no replica is left; the last one was given up because: {reason}", failed=True)
 
 
 def _restart_relay(desk: Desk, relay: Relay) -> None:

@@ -33,7 +33,7 @@ def publish(desk: Desk) -> None:
 
 def relay_joined(desk: Desk, event: RelayJoined) -> None:
     known = desk.relays.relays.get(event.relay)
-    if known is not None and event.incarnation <= known.incarnation:
+    if known is not None and (known.departed or event.incarnation <= known.incarnation):
         return
     if known is not None and known.live:
         lose_relay(desk, known, "it connected anew")

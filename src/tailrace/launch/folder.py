@@ -10,7 +10,16 @@ from tailrace.config.tree import Config
 from tailrace.store.run import RunStore
 
 # What a resumed run may be given anew: nothing that control decides by, because its decisions so far are replayed.
-MAY_CHANGE = {"run.steps", "run.name", "run.folder", "run.archive", "run.evaluate", "local.port", "local.start_s"}
+MAY_CHANGE = {
+    "run.steps",
+    "run.name",
+    "run.folder",
+    "run.archive",
+    "run.evaluate",
+    "local.port",
+    "local.listen",
+    "local.start_s",
+}
 CHECKPOINTS = "checkpoints"
 LONGEST_NAME = 200  # bytes; file systems take 255
 

@@ -16,6 +16,7 @@ from tailrace.config.tree import Config
 from tailrace.launch.evaluation import measure
 from tailrace.launch.folder import CHECKPOINTS, open_store
 from tailrace.launch.keeper import Keeper
+from tailrace.launch.machines import invite, withdraw
 from tailrace.launch.sources import Later, open_source
 from tailrace.launch.view import View
 from tailrace.model.device import check_devices
@@ -39,7 +40,7 @@ def train(config: Config, folder: Path, resume: bool, keeper: Keeper) -> bool:
     if note:
         print(note, file=sys.stderr, flush=True)
     clear_abandoned()
-    tie = Tie(keeper.token, keeper.lifeline, read_traces(folder) if keeper.begun else None)
+    tie = Tie(keeper.token, keeper.lifeline, keeper.door, read_traces(folder) if keeper.begun else None)
     store = open_store(folder, config, resume or keeper.begun)
     keeper.begin()
     try:
@@ -85,6 +86,9 @@ def _newest(folder: Path) -> Path | None:
 async def _drive(store: RunStore, config: Config, source: Source, tie: Tie, keeper: Keeper) -> tuple[str, bool]:
     view = View(store, config)
     controller = Controller(store, config, source, tie, view)
+    invitation = invite(controller, store.folder)
+    if invitation and tie.left is None:
+        print(invitation, file=sys.stderr, flush=True)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, controller.interrupt)
@@ -98,4 +102,5 @@ async def _drive(store: RunStore, config: Config, source: Source, tie: Tie, keep
         showing.cancel()
         with suppress(asyncio.CancelledError):
             await showing
+        withdraw(store.folder)
     return reason, reason != INTERRUPTED

@@ -24,6 +24,8 @@ from tailrace.protocol import (
     Forget,
     Generate,
     GiveUp,
+    HostJoined,
+    HostLeft,
     Parked,
     PullFailed,
     RelayLost,
@@ -250,6 +252,10 @@ def _told(event: Event, commands: Sequence[Command]) -> Told:
             f"starting the trainer, {_count(event.relays, 'relay')} and {_count(event.replicas, 'replica')}",
             "notable",
         )
+    elif isinstance(event, HostJoined):
+        yield f"host {event.host} joined, for {_count(len(event.replicas), 'replica')}", "notable"
+    elif isinstance(event, HostLeft):
+        yield f"host {event.host} left: {event.reason}", "alarming"
     elif isinstance(event, ReplicaJoined | TrainerJoined) and event.incarnation > 1:
         yield f"{_name(event)} is back", "notable"
     elif isinstance(event, ReplicaLost | RelayLost | TrainerLost):

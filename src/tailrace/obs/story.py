@@ -26,6 +26,8 @@ from tailrace.protocol import (
     Forget,
     Generate,
     GiveUp,
+    HostJoined,
+    HostLeft,
     LinkFailed,
     LoadWeights,
     Parked,
@@ -49,7 +51,7 @@ from tailrace.protocol import (
     VersionStored,
     WeightsLoaded,
 )
-from tailrace.types import GroupId, PromptId, ReplicaId, TrajectoryId, Version, label, parse_label
+from tailrace.types import GroupId, HostId, PromptId, ReplicaId, TrajectoryId, Version, label, parse_label
 
 if TYPE_CHECKING:
     from tailrace.store.vault import Held
@@ -159,10 +161,13 @@ class Chronicle:
         self.samples: dict[TrajectoryId, Sample] = {}
         self.groups: dict[GroupId, Group] = {}
         self.versions: dict[ReplicaId, Version] = {}  # what each replica generates under
+        self.guests: dict[HostId, tuple[ReplicaId, ...]] = {}  # on the machines that joined
         self.training: Train | None = None  # the unanswered one
         self.pulses: dict[Subject, Pulse] = {}
         self.began: dict[Version, int] = {}  # trajectories begun under a version
         self._events: dict[type[Event], Callable[[Any], Told]] = {
+            HostJoined: self._host_joined,
+            HostLeft: self._host_left,
             PromptsAdded: self._prompts_added,
             ReplicaJoined: self._replica_joined,
             ReplicaLost: self._replica_lost,
@@ -380,6 +385,18 @@ class Chronicle:
         yield ("version", event.step), "checkpointed"
 
     # ------------------------------------------------------------------------------------------------------ replicas
+
+    def _host_joined(self, event: HostJoined) -> Told:
+        self.guests[event.host] = event.replicas
+        span = _span("replica", set(event.replicas))
+        yield ("relay", event.host), f"host {event.host} joined from elsewhere, with room for {span}"
+        for id in event.replicas:
+            yield ("replica", id), f"r{id} is to run on host {event.host}, which joined"
+
+    def _host_left(self, event: HostLeft) -> Told:
+        yield ("relay", event.host), f"departed with its host: {event.reason}"
+        for id in self.guests.pop(event.host, ()):
+            yield ("replica", id), f"departed with host {event.host}: {event.reason}"
 
     def _replica_joined(self, event: ReplicaJoined) -> Told:
         self.versions[event.replica] = event.version

@@ -42,7 +42,7 @@ def run(spec: Spec) -> None:
         spec.id,
         arena,
         spec.token.encode(),
-        relay.listen,
+        spec.listen,
         on_stored=stored,
         on_failed=failed,
         chunk_mbytes=relay.chunk_mbytes,

@@ -82,9 +82,10 @@ class Worker:
         """Say what is here, at the beginning and whenever there is a new controller."""
         engine = self.runner.engine
         held = tuple([Assignment(*episode.key) for episode in self.runner.episodes.values()])
-        host = self.spec.id % self.config.local.relays
         room = (engine.kv_capacity, engine.roofline)
-        self.link.report(ReplicaJoined(self.spec.id, self.link.incarnation, host, engine.version, *room, held))
+        self.link.report(
+            ReplicaJoined(self.spec.id, self.link.incarnation, self.spec.host, engine.version, *room, held)
+        )
 
     def _patience(self) -> float:
         """How long orders are worth waiting for."""

@@ -6,6 +6,8 @@ leaves a journal from which the run goes on, and nobody has ever been told what 
 
 Parts outlive a controller that is killed. The next one, started by the same keeper, adopts them and asks each to join
 again; what they report is counted exactly once (see `wire`), so they go on with the work that they have in hand.
+
+Other machines may join and leave (see `hosts`). What goes wrong there is their loss, never the end of the run.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from math import inf
 from typing import Any, NamedTuple, Protocol
 
+from tailrace import __version__
 from tailrace.config.tree import Config
 from tailrace.control.plane import ControlPlane
 from tailrace.protocol import (
@@ -31,6 +34,8 @@ from tailrace.protocol import (
     Forget,
     Generate,
     GiveUp,
+    HostJoined,
+    HostLeft,
     LoadWeights,
     PromptsAdded,
     Publish,
@@ -51,23 +56,32 @@ from tailrace.protocol import (
     TrainerJoined,
     TrainerLost,
 )
+from tailrace.runtime.hosts import Host, Hosts
 from tailrace.runtime.local import Local, Process, Trace, Traces, last_lines
 from tailrace.store.run import RunStore
 from tailrace.types import Prompt, RelayId, Row
 from tailrace.watchdog import Watchdog, ask_for_stacks, is_stopped, look_at
 from tailrace.wire import (
+    LOOPBACK,
+    OFFER_S,
     Acknowledged,
     Collapsed,
+    Dismissed,
+    Door,
     Ended,
     FromController,
     FromPart,
     Grown,
     Hello,
     Hub,
+    JoinKey,
     Measured,
+    Offer,
     Ordered,
     Reported,
     Spec,
+    Wanted,
+    public_key,
 )
 
 SNAPSHOT_EVERY = 5000  # events; what a resumed run has to go through again at most
@@ -76,6 +90,7 @@ ACKNOWLEDGE_S = 0.5  # how often parts are told what is committed
 INTERRUPTED = "interrupted"
 STUCK_S = 10.0  # at one thing; then the controller writes to its log where it is
 STACKS_S = 0.25  # for a part that is given up to write down where it is
+AGENT = "host-"  # what the names of other machines begin with
 
 
 class RunError(ValueError):
@@ -104,6 +119,7 @@ class Tie(NamedTuple):
 
     token: str
     lifeline: int
+    door: bytes = b""  # the secret key of the controller, for runs that other machines may join
     left: Traces | None = None  # by an earlier controller with the same tie; None: there was none
 
 
@@ -116,7 +132,8 @@ class Controller:
         self.observer = observer
         if tie.left is None:
             store.hear_anew()
-        self.hub = Hub(tie.token, (tie.left and tie.left.port) or config.local.port, store.heard)
+        self.hub = self._hub(store.heard)
+        self.hosts = Hosts()
         self.local = Local(store.folder, self.hub.port, self._process_ended)
         self.plane, self.resumed = _restored(store, config)
         self.stopped = ""
@@ -146,6 +163,17 @@ class Controller:
             SetTimer: self._set_timer,
             Stop: self._stop,
         }
+
+    def _hub(self, heard: Mapping[str, int]) -> Hub:
+        port = (self.tie.left and self.tie.left.port) or self.config.local.port
+        if not self.config.local.listen:
+            return Hub(self.tie.token, port, heard)
+        return Hub(self.tie.token, port, heard, Door(self.tie.door, self.tie.token), self.config.local.listen)
+
+    @property
+    def join_key(self) -> JoinKey | None:
+        """What another machine needs to join; None: it cannot."""
+        return JoinKey(public_key(self.tie.door), self.tie.token) if self.config.local.listen else None
 
     @property
     def complete(self) -> bool:
@@ -186,17 +214,22 @@ class Controller:
         here: set[tuple[str, int]] = set()
         if self.tie.left is not None:
             gone = "it ended while the controller was away"
+            self._find_hosts(self.tie.left)
             here = {(one.role, one.id) for one in self.tie.left.parts if self._adopt(one)}
         relays = [one for one in state.relays.relays.values() if one.live and ("relay", one.id) not in here]
         replicas = [one for one in state.fleet.replicas.values() if one.live and ("replica", one.id) not in here]
         events: list[Event] = [ControllerRestarted()]
         events += [RelayLost(one.id, one.incarnation, gone) for one in relays]
         events += [ReplicaLost(one.id, one.incarnation, gone) for one in replicas]
+        events += [HostLeft(id, gone) for id in self._absent_hosts()]
         return events if ("trainer", TRAINER) in here else [*events, TrainerLost(state.training.incarnation, gone)]
 
     def _adopt(self, trace: Trace) -> bool:
         """True if the part lives and control has heard of it, or soon will."""
-        process = self.local.adopt(self._spec(trace.role, trace.id, trace.incarnation), trace)
+        spec, host = self._spec(trace.role, trace.id, trace.incarnation), self.hosts.find(trace.role, trace.id)
+        if host is None and not self._is_ours(trace.role, trace.id):
+            return False
+        process = self.local.adopt(spec, trace, host and host.place(spec))
         known = self._known_incarnation(trace.role, trace.id)
         if known >= trace.incarnation:
             process.joined, process.incarnation = True, known
@@ -301,15 +334,21 @@ class Controller:
                 await self.hub.send(process.spec.name, Ended(self.complete))
             else:
                 process.kill()
+        for host in self.hosts.present.values():
+            await self.hub.send(host.name, Ended(self.complete))
+            host.leave("the run has ended")  # it ends what is there
         await self.local.end(patience)
         self.hub.close()
 
     # ------------------------------------------------------------------------------------------------------ hearing
 
     def _hear(self, name: str, message: FromPart) -> None:
+        if isinstance(message, Offer):
+            self._offered(name, message)
+            return
         process = self._process(name)
         if process is None:  # it has been replaced, or was started by a controller that died before it could say so
-            if isinstance(message, Hello):
+            if isinstance(message, Hello) and not name.startswith(AGENT):
                 self._outbox.append(self.hub.send(name, Ended(complete=False)))
             return
         match message:
@@ -339,7 +378,7 @@ class Controller:
         process.dismissed = True
         if not process.joined:
             self._not_up(process, f"cannot start: {reason}")
-        elif expected:
+        elif expected and self._is_ours(process.spec.role, process.spec.id):
             self._fail(f"{_title(process.spec)} cannot go on: {reason}")
         else:
             self._lost(process, reason)
@@ -347,18 +386,25 @@ class Controller:
     def _process_ended(self, process: Process, how: str) -> None:
         if process.joined:
             self._lost(process, how)
+        elif not self._is_ours(process.spec.role, process.spec.id):
+            self._not_up(process, f"{how} before it was up")
         else:
             tail = last_lines(process.log)
             self._not_up(process, f"{how} before it was up; the end of {process.log} says:\n{tail}")
         self._wake.set()
 
     def _not_up(self, process: Process, how: str) -> None:
-        """Who has been up before in this run is tried again, by control's rules. Who never was will not be."""
+        """Who has been up before in this run is tried again, by control's rules. Without a part of its own that never
+        was, a run cannot go on; without another machine it can."""
         spec = process.spec
+        sentence = f"{_title(spec)} {how}"
+        host = self.hosts.find(spec.role, spec.id)
         if self._known_incarnation(spec.role, spec.id):
             self._lost(process, how)
-        else:
-            self._fail(f"{_title(spec)} {how}")
+        elif host is not None:
+            self._send_away(host, sentence)
+        elif self._is_ours(spec.role, spec.id):
+            self._fail(sentence)
 
     def _lost(self, process: Process, reason: str) -> None:
         match process.spec.role:
@@ -372,6 +418,73 @@ class Controller:
     def _fail(self, reason: str) -> None:
         self.error = self.error or RunError(reason)
         self._wake.set()
+
+    # -------------------------------------------------------------------------------------------------------- hosts
+
+    def _offered(self, name: str, offer: Offer) -> None:
+        host = self.hosts.present.get(name)
+        if not offer.replicas:
+            if host is not None:
+                self._host_left(host, "its host left")
+            self._outbox.append(self.hub.send(name, Wanted(())))
+        elif offer.release != __version__:
+            reason = f"this run is of Tailrace {__version__}, the worker of {offer.release}; install the same there"
+            self._outbox.append(self.hub.send(name, Dismissed(reason)))
+        else:
+            host = host or self._welcome(name, offer.replicas)
+            self._outbox.append(self.hub.send(name, host.hear(self.now, offer.parts)))
+
+    def _welcome(self, name: str, count: int) -> Host:
+        """A machine that is new, or has been away for too long, gets numbers that nobody has had."""
+        state, present = self.plane.state, self.hosts.present.values()
+        hosts = [self.config.local.relays - 1, *state.relays.relays, *[host.id for host in present]]
+        given = [id for host in present for id in host.trace.replicas]
+        first = 1 + max([self.config.local.replicas - 1, *state.fleet.replicas, *given])
+        host = self.hosts.add(name, 1 + max(hosts), tuple(range(first, first + count)), self.now)
+        self._events.append(HostJoined(host.id, host.trace.replicas))
+        return host
+
+    def _host_left(self, host: Host, reason: str) -> None:
+        del self.hosts.present[host.name]
+        for place, process in list(self.local.processes.items()):
+            if host.has(*place):
+                if process.joined and not process.dismissed:
+                    self._lost(process, reason)
+                process.dismissed = True
+                del self.local.processes[place]
+        host.leave(reason)
+        self._events.append(HostLeft(host.id, reason))
+        self._write_hosts()
+        self._wake.set()
+
+    def _send_away(self, host: Host, reason: str) -> None:
+        self._outbox.append(self.hub.send(host.name, Dismissed(reason)))
+        self._host_left(host, reason)
+
+    def _find_silent_hosts(self) -> None:
+        patience = self.config.health.strikes * max(self.config.health.heartbeat_s, OFFER_S)
+        for host in self.hosts.silent(self.now - patience):
+            self._host_left(host, f"nothing was heard of its host for {self.now - host.seen:.1f} s")
+
+    def _find_hosts(self, left: Traces) -> None:
+        """Those of which the journal knows; others are new when they are heard of."""
+        for one in left.hosts:
+            if one.id in self.plane.state.relays.relays:
+                self.hosts.add(one.name, one.id, one.replicas, self.now)
+        self.local.hosts = tuple([host.trace for host in self.hosts.present.values()])
+
+    def _absent_hosts(self) -> list[RelayId]:
+        known = [one.id for one in self.plane.state.relays.relays.values() if not one.departed]
+        return [id for id in known if not self._is_ours("relay", id) and self.hosts.find("relay", id) is None]
+
+    def _write_hosts(self) -> None:
+        self.local.hosts = tuple([host.trace for host in self.hosts.present.values()])
+        self.local.write()
+
+    def _is_ours(self, role: str, id: int) -> bool:
+        """A part of this machine."""
+        own = {"trainer": TRAINER + 1, "relay": self.config.local.relays, "replica": self.config.local.replicas}
+        return id < own[role]
 
     # ----------------------------------------------------------------------------------------------------- commands
 
@@ -442,6 +555,8 @@ class Controller:
         if self.now - at > pause:
             asyncio.get_running_loop().call_later(pause, self._fire, timer, inf)
             return
+        if timer == "health":
+            self._find_silent_hosts()
         self._events.append(TimerFired(timer))
         self._wake.set()
 
@@ -467,7 +582,10 @@ class Controller:
             asyncio.get_running_loop().call_later(STACKS_S, process.kill)
 
     def _diagnose(self, process: Process, reason: str) -> None:
-        """What its processes are doing, to its log; their stacks too, where they can still be had."""
+        """What its processes are doing, to its log; their stacks too, where they can still be had. Those on another
+        machine are out of sight."""
+        if not self._is_ours(process.spec.role, process.spec.id):
+            return
         with process.log.open("a") as log:
             for child in process.children:
                 print(f"{_title(process.spec)} is given up ({reason}): {look_at(child.pid)}", file=log, flush=True)
@@ -492,12 +610,18 @@ class Controller:
         self._outbox.append(self._started(role, id))
 
     async def _started(self, role: str, id: int) -> None:
-        earlier = self.local.processes.get((role, id))
+        earlier, host = self.local.processes.get((role, id)), self.hosts.find(role, id)
+        if host is None and not self._is_ours(role, id):
+            return  # its host has left
         used = earlier.spec.incarnation if earlier else 0
-        self.local.start(self._spec(role, id, 1 + max(self._known_incarnation(role, id), used)))
+        spec = self._spec(role, id, 1 + max(self._known_incarnation(role, id), used))
+        self.local.hosts = tuple([host.trace for host in self.hosts.present.values()])
+        self.local.start(spec, host and host.place(spec))
         self._expect(self.local.processes[role, id])
 
     def _spec(self, role: str, id: int, incarnation: int) -> Spec:
+        key, host = self.join_key, self.hosts.find(role, id)
+        away = self.config.local.listen if self.config.relay.listen == LOOPBACK else ""
         return Spec(
             role=role,
             id=id,
@@ -507,6 +631,9 @@ class Controller:
             folder=str(self.store.folder.resolve()),
             config=self.config,
             lifeline=self.tie.lifeline,
+            door=key.door if key else "",
+            host=host.id if host else id % self.config.local.relays,
+            listen=away or self.config.relay.listen,
             step=self.plane.state.training.version,
         )
 

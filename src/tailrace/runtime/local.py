@@ -2,7 +2,8 @@
 
 `Local.start` begins a process for a part (several for a trainer with ranks); `on_exit` is told when one ends by
 itself. A part that is asked for again is ended first: there is never more than one of it. Who is there is written to
-`parts.json` in the run's folder, so that the next controller can `adopt` the parts that outlive this one.
+`parts.json` in the run's folder, so that the next controller can `adopt` the parts that outlive this one. A part may be
+on another machine: then it has a stand-in here (see `hosts`).
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
-from tailrace.types import Struct
+from tailrace.types import HostId, ReplicaId, Struct
 from tailrace.wire import LOOPBACK, Spec, WireError
 
 FILE = "parts.json"
@@ -37,12 +39,32 @@ class Trace(Struct):
     arena: str = ""
 
 
+class HostTrace(Struct):
+    """Another machine that has joined: what it calls itself, and the numbers of its relay and its replicas."""
+
+    name: str
+    id: HostId
+    replicas: tuple[ReplicaId, ...]
+
+
 class Traces(Struct):
     port: int = 0  # where the controller listened
     parts: tuple[Trace, ...] = ()
+    hosts: tuple[HostTrace, ...] = ()
 
 
-class Child:
+class Child(Protocol):
+    """A process of a part, here or elsewhere. `ended` says when, `how` then says why."""
+
+    pid: int
+    started: int
+    ended: asyncio.Event
+    how: str
+
+    def send(self, number: int) -> None: ...
+
+
+class LocalChild:
     """One process, watched and signalled by a descriptor: that is safe for a process which is not our child, too."""
 
     def __init__(self, pid: int, ours: subprocess.Popen[bytes] | None = None) -> None:
@@ -99,32 +121,39 @@ class Process:
 class Local:
     def __init__(self, folder: Path, port: int, on_exit: Callable[[Process, str], None]) -> None:
         self.processes: dict[tuple[str, int], Process] = {}
+        self.hosts: tuple[HostTrace, ...] = ()
         self._folder = folder
         self.logs = folder / "logs"
         self._port = port
         self._on_exit = on_exit
         self._watchers: set[asyncio.Task[None]] = set()
 
-    def start(self, spec: Spec) -> None:
-        """Start the part's processes; an earlier incarnation of it is killed first."""
+    def start(self, spec: Spec, elsewhere: Child | None = None) -> None:
+        """Start the part's processes, unless it is elsewhere; an earlier incarnation of it is killed first."""
         earlier = self.processes.get((spec.role, spec.id))
         if earlier is not None:
             earlier.kill()
         process = self._enter(spec)
+        process.children += [elsewhere] if elsewhere else []
         self.write()  # before there is anything: the next controller must not use the name again
+        if elsewhere is None:
+            self._begin(process)
+            self.write()
+        self._watch(process)
+
+    def _begin(self, process: Process) -> None:
+        spec = process.spec
         process.log.parent.mkdir(parents=True, exist_ok=True)
         ranks = spec.config.trainer.ranks if spec.role == "trainer" else 1
         meeting = f"tcp://{LOOPBACK}:{_free_port()}" if ranks > 1 else ""
         for rank in range(ranks):
             process.children.append(_spawn(msgspec.structs.replace(spec, rank=rank, meeting=meeting), process.log))
-        self.write()
-        self._watch(process)
 
-    def adopt(self, spec: Spec, trace: Trace) -> Process:
+    def adopt(self, spec: Spec, trace: Trace, elsewhere: Child | None = None) -> Process:
         """Take over a part that an earlier controller started, or what is left of it."""
         process = self._enter(spec)
         process.address, process.arena = trace.address, trace.arena
-        found = [_find(pid, started) for pid, started in trace.processes]
+        found = [elsewhere] if elsewhere else [_find(pid, started) for pid, started in trace.processes]
         process.children = [child for child in found if child]
         if len(process.children) < len(found):
             process.kill()
@@ -138,7 +167,7 @@ class Local:
 
     def write(self) -> None:
         """Whole or not at all, and for nobody else's eyes."""
-        traces = Traces(self._port, tuple([process.trace for process in self.processes.values()]))
+        traces = Traces(self._port, tuple([process.trace for process in self.processes.values()]), self.hosts)
         written = self._folder / f"{FILE}.new"
         try:
             with open(os.open(written, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
@@ -184,7 +213,7 @@ def read_traces(folder: Path) -> Traces:
         return Traces()
 
 
-def _spawn(spec: Spec, log: Path) -> Child:
+def _spawn(spec: Spec, log: Path) -> LocalChild:
     threads = spec.config.trainer.threads if spec.role == "trainer" else spec.config.rollout.threads
     with log.open("ab") as output:
         started = subprocess.Popen(
@@ -199,13 +228,13 @@ def _spawn(spec: Spec, log: Path) -> Child:
     assert started.stdin is not None
     with suppress(BrokenPipeError), started.stdin as pipe:  # it may have ended already: that will be seen
         pipe.write(msgspec.json.encode(spec) + b"\n")
-    return Child(started.pid, started)
+    return LocalChild(started.pid, started)
 
 
-def _find(pid: int, started: int) -> Child | None:
+def _find(pid: int, started: int) -> LocalChild | None:
     """The process, if it is still the one that was started then."""
     try:
-        child = Child(pid)
+        child = LocalChild(pid)
     except ProcessLookupError:
         return None
     if child.started != started:

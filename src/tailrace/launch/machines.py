@@ -1,0 +1,87 @@
+"""Several machines for one run: how a run invites them, and `tailrace worker`, by which one of them comes.
+
+The key that lets a machine in is a line in `join.key` of the run's folder, readable by its owner alone, or the content
+of an environment variable; it is never on a command line. It is as good as the run is long.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+
+from tailrace.relay.arena import clear_abandoned
+from tailrace.runtime.agent import Agent
+from tailrace.runtime.controller import Controller
+from tailrace.wire import JoinKey, WireError
+
+FILE = "join.key"
+VARIABLE = "TAILRACE_JOIN_KEY"
+
+
+def invite(controller: Controller, folder: Path) -> str:
+    """Write the key, and say how to join; nothing if nobody may."""
+    key = controller.join_key
+    if key is None:
+        return ""
+    path = folder / FILE
+    written = path.with_suffix(".new")
+    with open(os.open(written, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        file.write(f"{key}\n")
+    os.replace(written, path)
+    where = controller.hub.endpoint.removeprefix("tcp://")
+    return f"other machines may join: tailrace worker --join {where} --key {path}"
+
+
+def withdraw(folder: Path) -> None:
+    (folder / FILE).unlink(missing_ok=True)
+
+
+def work(join: str, replicas: int, file: Path | None) -> int:
+    """Until the run is over (0), or Ctrl-C (130)."""
+    endpoint, key = _endpoint(join), _key(file)
+    clear_abandoned()
+    try:
+        return asyncio.run(_work(endpoint, key, replicas))
+    finally:
+        clear_abandoned()  # of relays that were killed
+
+
+async def _work(endpoint: str, key: JoinKey, replicas: int) -> int:
+    agent = Agent(endpoint, key, replicas, _say)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, agent.interrupt)
+    _say(await agent.run())
+    return 130 if agent.interrupted else 0
+
+
+def _endpoint(join: str) -> str:
+    host, _, port = join.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise WireError(f"--join is '{join}', not an address; write HOST:PORT as 'tailrace train' has printed it")
+    try:
+        socket.getaddrinfo(host.strip("[]"), int(port))
+    except OSError as error:
+        raise WireError(f"--join is '{join}', but there is no such host ({error.strerror})") from None
+    return f"tcp://{join}"
+
+
+def _key(file: Path | None) -> JoinKey:
+    if file is None and VARIABLE not in os.environ:
+        raise WireError(
+            f"a join key is needed; write --key FILE with the run's {FILE}, or set {VARIABLE} to its content"
+        )
+    try:
+        text = os.environ.pop(VARIABLE) if file is None else file.read_text()  # not for those whom we start
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise WireError(f"the join key {file} cannot be read ({why}); it is {FILE} in the run's folder") from None
+    return JoinKey.read(text)
+
+
+def _say(sentence: str) -> None:
+    print(sentence, file=sys.stderr, flush=True)

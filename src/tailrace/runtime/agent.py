@@ -1,0 +1,162 @@
+"""A machine that works for a run elsewhere: `tailrace worker`. It starts the parts that the controller wants here.
+
+    agent       Offer(so many replicas; these parts are here, those ended)      twice a second
+    controller  Wanted(these parts)
+
+What is wanted and not here is started, what is here and not wanted is ended, as processes of this machine (`local`)
+that hold the agent's lifeline: when it is gone, by whatever signal, so are they. A controller that was replaced is told
+the same as the one before. One that is not heard of for long is given up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from tailrace import __version__
+from tailrace.config.tree import Config
+from tailrace.runtime.local import Local, Process, last_lines
+from tailrace.wire import OFFER_S, Dismissed, Ended, FromController, Hello, JoinKey, Link, Offer, Spec, Wanted, knock
+
+KNOCK_S = 10.0  # until the run must have let us in
+SILENCE_S = 60.0  # without a word of the controller, which may have to be replaced
+ENDING_S = 10.0  # for the parts to leave
+FAREWELL_S = 3.0  # for the controller to say that it has heard of our leaving
+
+
+class AgentError(ValueError):
+    """Why this machine cannot work for the run, for the person who asked it to."""
+
+
+class Agent:
+    def __init__(self, endpoint: str, key: JoinKey, replicas: int, say: Callable[[str], None]) -> None:
+        knock(endpoint, key, KNOCK_S)
+        self._replicas = replicas
+        self._say = say
+        self._own, self._held = os.pipe()
+        self._folder = Path(tempfile.mkdtemp(prefix="tailrace-worker-"))
+        self._local = Local(self._folder, 0, self._ended)
+        self._parts: dict[str, str] = {}  # by name; of those that ended, how
+        self._spec = Spec("host", secrets.randbits(48), 1, endpoint, key.token, "", Config(), door=key.door)
+        self._link = Link(self._spec)
+        self._heard_at = time.monotonic()
+        self._leaving = False
+        self._over = ""
+        self._ended_with_the_run = False  # then the parts have been told
+
+    def interrupt(self) -> None:
+        """Leave; the second time: at once."""
+        if self._leaving:
+            self._over = "left at once"
+        self._leaving = True
+
+    @property
+    def interrupted(self) -> bool:
+        return self._leaving
+
+    async def run(self) -> str:
+        """Until the run is over or `interrupt` is called. Returns why; `AgentError` if something is wrong."""
+        self._link.open()
+        clean = False
+        try:
+            await self._serve()
+            clean = True
+        finally:
+            if not self._ended_with_the_run:
+                self._offer(0)
+            await self._local.end(ENDING_S if self._ended_with_the_run else 0.0)
+            self._link.close()
+            os.close(self._held)
+            if clean or not self._local.processes:  # else somebody may want to read the logs
+                shutil.rmtree(self._folder, ignore_errors=True)
+        return self._over
+
+    async def _serve(self) -> None:
+        leave_at = float("inf")
+        while not self._over:
+            self._offer(0 if self._leaving else self._replicas)
+            if self._leaving:
+                leave_at = min(leave_at, time.monotonic() + FAREWELL_S)
+            if time.monotonic() > leave_at:
+                self._over = "left"
+            if time.monotonic() - self._heard_at > SILENCE_S:
+                raise AgentError(f"nothing was heard of the run for {SILENCE_S:g} s; if it goes on, join it again")
+            await self._listen(time.monotonic() + OFFER_S)
+
+    def _offer(self, replicas: int) -> None:
+        self._link.send(Hello())
+        self._link.send(Offer(__version__, replicas, self._parts))
+
+    async def _listen(self, until: float) -> None:
+        """Between two offers. Something that changes here is worth one at once."""
+        leaving, parts = self._leaving, dict(self._parts)
+        while time.monotonic() < until and not self._over and (leaving, parts) == (self._leaving, self._parts):
+            for message in self._link.listen(0):
+                self._heard_at = time.monotonic()
+                self._obey(message)
+            await asyncio.sleep(0.05)
+
+    def _obey(self, message: FromController) -> None:
+        if isinstance(message, Ended):
+            self._over = "the run is complete" if message.complete else "the run has stopped"
+            self._ended_with_the_run = True
+        elif isinstance(message, Dismissed):
+            raise AgentError(message.reason)
+        elif isinstance(message, Wanted) and self._leaving and not message.names:
+            self._over = "left"
+        elif isinstance(message, Wanted) and not self._leaving:
+            self._bring_about(message)
+
+    def _bring_about(self, wanted: Wanted) -> None:
+        for process in list(self._local.processes.values()):
+            if process.spec.name not in wanted.names:
+                process.kill()
+                del self._local.processes[process.spec.role, process.spec.id]
+        self._parts = {name: how for name, how in self._parts.items() if name in wanted.names}
+        for spec in wanted.specs:
+            if spec.name not in self._parts:
+                _refuse_missing_model(spec.config)
+                self._welcomed(spec)
+                self._parts[spec.name] = ""
+                self._local.start(self._at_home(spec))
+
+    def _welcomed(self, spec: Spec) -> None:
+        if not self._parts:
+            where = self._spec.endpoint.removeprefix("tcp://")
+            self._say(f"joined the run at {where} as host {spec.host}; logs are in {self._folder / 'logs'}")
+
+    def _at_home(self, spec: Spec) -> Spec:
+        """The same with what is different on this machine."""
+        listen = spec.listen if "/" in spec.listen else _own_address(self._spec.endpoint)
+        return replace(spec, endpoint=self._spec.endpoint, door=self._spec.door, lifeline=self._own, listen=listen)
+
+    def _ended(self, process: Process, how: str) -> None:
+        self._say(f"{process.spec.role} {process.spec.id} {how}; see {process.log}")
+        self._parts[process.spec.name] = f"{how}; its log ends with: {last_lines(process.log, 2)}"
+
+
+def _refuse_missing_model(config: Config) -> None:
+    path = config.model.path
+    if path and not path.startswith("package:") and not Path(path).exists():
+        raise AgentError(f"model.path is {path}, which is not on this machine; copy the model to the same path here")
+
+
+def _own_address(endpoint: str) -> str:
+    """By which the controller's machine, and so the others, can reach this one."""
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    family, kind, _, _, address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as asking:
+        asking.connect(address)  # sends nothing: it only chooses the way there
+        return asking.getsockname()[0]
+
+
+__all__ = ["Agent", "AgentError"]

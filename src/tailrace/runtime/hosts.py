@@ -1,0 +1,93 @@
+"""The other machines of a run, as the controller sees them: who has joined, and which parts are to run there.
+
+A machine joins by an `Offer` (see `agent`), gets a number, and is answered which parts are `Wanted` there. Both are
+said again and again, so that neither side has to remember what the other one did: after a restart of the controller,
+or a message that was lost, the next exchange puts everything right. To the rest of the controller a process over there
+is a child like any other (`Distant`): it ends, or is told to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Mapping
+
+from tailrace.runtime.local import HostTrace
+from tailrace.types import HostId, ReplicaId
+from tailrace.wire import Spec, Wanted
+
+
+class Distant:
+    """A process on another machine, known by what is said of it there."""
+
+    pid = started = 0
+
+    def __init__(self, spec: Spec) -> None:
+        self.spec = spec
+        self.wanted = True
+        self.ended = asyncio.Event()
+        self.how = ""
+
+    def send(self, number: int) -> None:
+        """A signal. It takes effect with the next answer to its host."""
+        self.wanted = self.wanted and number not in (signal.SIGTERM, signal.SIGKILL)
+
+    def end(self, how: str) -> None:
+        self.how = how
+        self.ended.set()
+
+
+class Host:
+    """A machine that has joined. `id` is that of its relay."""
+
+    def __init__(self, trace: HostTrace, now: float) -> None:
+        self.trace = trace
+        self.seen = now
+        self.distant: dict[str, Distant] = {}  # by the names of the parts
+
+    @property
+    def name(self) -> str:
+        return self.trace.name
+
+    @property
+    def id(self) -> HostId:
+        return self.trace.id
+
+    def has(self, role: str, id: int) -> bool:
+        return id == self.id if role == "relay" else role == "replica" and id in self.trace.replicas
+
+    def place(self, spec: Spec) -> Distant:
+        """A process that is to be there."""
+        return self.distant.setdefault(spec.name, Distant(spec))
+
+    def hear(self, now: float, parts: Mapping[str, str]) -> Wanted:
+        """Take in what is there, and say what should be."""
+        self.seen = now
+        for name, distant in list(self.distant.items()):
+            if parts.get(name) or (name not in parts and not distant.wanted):
+                distant.end(parts.get(name, "ended"))
+                del self.distant[name]
+        wanted = {name: distant.spec for name, distant in self.distant.items() if distant.wanted}
+        return Wanted(tuple(wanted), tuple([spec for name, spec in wanted.items() if name not in parts]))
+
+    def leave(self, reason: str) -> None:
+        for distant in self.distant.values():
+            distant.end(reason)
+        self.distant.clear()
+
+
+class Hosts:
+    def __init__(self) -> None:
+        self.present: dict[str, Host] = {}
+
+    def find(self, role: str, id: int) -> Host | None:
+        """The one on which this part runs."""
+        return next((host for host in self.present.values() if host.has(role, id)), None)
+
+    def add(self, name: str, id: HostId, replicas: tuple[ReplicaId, ...], now: float) -> Host:
+        host = self.present[name] = Host(HostTrace(name, id, replicas), now)
+        return host
+
+    def silent(self, since: float) -> list[Host]:
+        """Those of which nothing has been heard since then."""
+        return [host for host in self.present.values() if host.seen < since]

@@ -1,0 +1,304 @@
+"""Machines join a run that goes on, work for it, and leave it in every way there is; nothing is lost by it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from functools import partial
+from pathlib import Path
+
+import pytest
+from hosts import clear_abandoned, hosts, missing
+from proof import prove
+
+from runs import EMULATED, Run, nothing_is_left
+from tailrace.protocol import HostJoined, HostLeft
+from tailrace.runtime.local import read_traces
+from tailrace.store.journal import Journal
+
+DEADLINE_S = 60.0
+LISTEN = ("--local.listen", "127.0.0.1", "--local.replicas", "1")
+
+
+class Guest:
+    """`tailrace worker`, as somebody on another machine would start it; its logs are in `folder`."""
+
+    def __init__(self, folder: Path, *options: str, inside: tuple[str, ...] = (), key: str | None = None) -> None:
+        folder.mkdir(exist_ok=True)
+        self.folder = folder.resolve()
+        command = [*inside, sys.executable, "-m", "tailrace", "worker", *options]
+        env = {name: value for name, value in os.environ.items() if name != "TAILRACE_JOIN_KEY"}
+        env |= {"TMPDIR": str(folder)} | ({"TAILRACE_JOIN_KEY": key} if key is not None else {})
+        self.child = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    def parts(self) -> dict[str, int]:
+        """Process ids of the living parts, by the name of their log."""
+        found: dict[str, int] = {}
+        for id in (int(name) for name in os.listdir("/proc") if name.isdecimal()):
+            try:
+                log = os.readlink(f"/proc/{id}/fd/1")
+            except OSError:
+                continue
+            if log.startswith(str(self.folder)):
+                found[Path(log).stem] = id
+        return found
+
+    def wait(self) -> tuple[int, str]:
+        _, err = self.child.communicate(timeout=DEADLINE_S)
+        return self.child.returncode, err
+
+    def interrupt(self) -> tuple[int, str]:
+        self.child.send_signal(signal.SIGINT)
+        return self.wait()
+
+
+@contextmanager
+def a_run(folder: Path, *options: str) -> Iterator[tuple[Run, Callable[..., Guest]]]:
+    """A run that machines may join, and how one does. Everybody is gone at the end."""
+    run, guests = Run(folder, EMULATED, *LISTEN, *options).start(), list[Guest]()
+    try:
+        run.until((run.folder / "join.key").exists, "its key")
+        run.until(lambda: run.events("Trained"), "a step")
+
+        def join(*more: str) -> Guest:
+            where = ("--join", address(run), "--key", str(run.folder / "join.key"))
+            guests.append(Guest(folder / f"guest{len(guests)}", *where, *more))
+            return guests[-1]
+
+        yield run, join
+    finally:
+        for child in (run.child, *[guest.child for guest in guests]):
+            if child is not None and child.poll() is None:
+                child.kill()
+                child.communicate(timeout=DEADLINE_S)
+
+
+def address(run: Run) -> str:
+    """Where its controller listens."""
+    return f"127.0.0.1:{read_traces(run.folder).port}"
+
+
+def joined(run: Run) -> list[HostJoined]:
+    return [entry.event for entry in Journal(run.folder).entries() if isinstance(entry.event, HostJoined)]
+
+
+def left(run: Run) -> list[HostLeft]:
+    return [entry.event for entry in Journal(run.folder).entries() if isinstance(entry.event, HostLeft)]
+
+
+def finished(run: Run, replica: int) -> int:
+    """Samples that they have brought to an end."""
+    with closing(sqlite3.connect(f"file:{run.folder / 'run.db'}?mode=ro", uri=True)) as database:
+        query = "SELECT count(*) FROM journal WHERE kind = 'Finished' AND json_extract(event, '$.replica') = ?"
+        return database.execute(query, (replica,)).fetchone()[0]
+
+
+def at_work(run: Run, *replicas: int) -> None:
+    before = [finished(run, id) for id in replicas]
+    run.until(lambda: all(finished(run, id) > n + 3 for id, n in zip(replicas, before, strict=True)), "their work")
+
+
+def ends_well(run: Run) -> None:
+    """It is stopped when it has seen enough, and every promise was kept."""
+    status, out, err = run.interrupt()
+    assert status == 130, f"{out}\n{err}\n{run.logs()}"
+    proof = prove(run.folder)
+    assert proof.trained
+    limit = time.monotonic() + DEADLINE_S
+    while not nothing_is_left(run):
+        assert time.monotonic() < limit, "something is left of the run"
+        time.sleep(0.05)
+
+
+def gone(run: Run, guest: Guest) -> None:
+    run.until(lambda: not guest.parts(), "its parts to be gone")
+
+
+def test_a_machine_joins_works_leaves_and_another_one_stays_to_the_end(tmp_path):
+    with a_run(tmp_path, "--run.steps", "1000") as (run, join):
+        assert (run.folder / "join.key").stat().st_mode & 0o777 == 0o600
+        first = join("--replicas", "2")
+        at_work(run, 1, 2)
+        assert first.parts().keys() == {"relay1", "replica1", "replica2"}
+        status, err = first.interrupt()
+        assert (status, "left" in err) == (130, True), err
+        gone(run, first)
+        run.until(partial(left, run), "its leaving")
+        assert left(run)[0].reason == "its host left"
+
+        second = join()
+        at_work(run, 3)
+        assert [(one.host, one.replicas) for one in joined(run)] == [(1, (1, 2)), (2, (3,))]
+        ends_well(run)
+        status, err = second.wait()
+        assert (status, "the run has stopped" in err) == (0, True), err
+        assert not second.parts()
+        assert not (run.folder / "join.key").exists()
+
+
+def test_a_machine_that_dies_takes_its_parts_along_and_comes_back_as_a_new_one(tmp_path):
+    with a_run(tmp_path, "--run.steps", "1000") as (run, join):
+        guest = join()
+        at_work(run, 1)
+        guest.child.kill()
+        guest.wait()
+        gone(run, guest)
+        run.until(partial(left, run), "its loss")
+        assert "nothing was heard of its host" in left(run)[0].reason
+        join()
+        at_work(run, 2)
+        assert len(joined(run)) == 2
+        ends_well(run)
+
+
+@pytest.mark.parametrize("kind", ["sync", "partial"])
+def test_under_other_schedules_machines_come_and_go_too(tmp_path, kind):
+    with a_run(tmp_path, "--run.steps", "1000", "--schedule.kind", kind) as (run, join):
+        guest = join("--replicas", "2")
+        at_work(run, 1, 2)
+        guest.interrupt()
+        at_work(run, 0)
+        ends_well(run)
+
+
+def test_its_parts_are_started_again_like_any_other(tmp_path):
+    with a_run(tmp_path, "--run.steps", "1000") as (run, join):
+        guest = join("--replicas", "2")
+        at_work(run, 1, 2)
+        before = guest.parts()
+        os.kill(before["replica1"], signal.SIGKILL)
+        os.kill(before["relay1"], signal.SIGKILL)
+        run.until(lambda: guest.parts().keys() == before.keys() and guest.parts() != before, "both to be back")
+        at_work(run, 1, 2)
+        assert guest.parts()["replica2"] == before["replica2"]
+        assert not left(run)
+        ends_well(run)
+
+
+def test_a_new_controller_finds_the_machines_that_had_joined(tmp_path):
+    with a_run(tmp_path, "--run.steps", "1000") as (run, join):
+        guest = join("--replicas", "2")
+        at_work(run, 1, 2)
+        before = guest.parts()
+        for _ in range(2):
+            restarts = run.events("ControllerRestarted")
+            os.kill(run.controller(), signal.SIGKILL)
+            run.until(lambda seen=restarts: run.events("ControllerRestarted") > seen, "another controller")
+            at_work(run, 0, 1, 2)
+        assert guest.parts() == before
+        assert (len(joined(run)), left(run), run.events("%Lost")) == (1, [], 0)
+        ends_well(run)
+
+
+def test_a_resumed_run_does_not_wait_for_the_machines_of_then(tmp_path):
+    with a_run(tmp_path, "--run.steps", "60") as (run, join):
+        guest = join()
+        at_work(run, 1)
+        run.kill()  # the keeper, and so everybody but the worker
+        run.child = None
+        run.finish("--resume")
+        run.child = None
+        assert [one.host for one in left(run)] == [1]
+        assert prove(run.folder).steps == 60
+        guest.child.kill()
+        gone(run, guest)
+
+
+# ------------------------------------------------------------------------------------------------------------- doors
+
+
+def refused(guest: Guest, words: str) -> None:
+    status, err = guest.wait()
+    assert (status, len(err.strip().splitlines())) == (2, 1), err
+    assert re.search(words, err), err
+
+
+def test_without_the_key_nobody_gets_in(tmp_path):
+    with a_run(tmp_path, "--run.steps", "1000") as (run, _):
+        key, where = (run.folder / "join.key").read_text(), ("--join", address(run))
+        refused(Guest(tmp_path / "a", *where, key=f"{key[:64]}.{'0' * 64}"), "refused this join key")
+        refused(Guest(tmp_path / "b", *where, key=f"{'0' * 64}{key[64:]}"), "refused this join key")
+        assert not joined(run)
+        Guest(tmp_path / "c", *where, key=key)
+        at_work(run, 1)
+        ends_well(run)
+
+
+@pytest.mark.parametrize(
+    ("options", "key", "words"),
+    [
+        ((), None, "required: --join"),
+        (("--join", "here"), None, "'here', not an address; write HOST:PORT"),
+        (("--join", "here:99999"), None, "not an address"),
+        (("--join", "127.0.0.1:1"), None, "a join key is needed"),
+        (("--join", "127.0.0.1:1"), "secret", "no join key"),
+        (("--join", "127.0.0.1:1", "--key", "/nowhere/join.key"), None, "cannot be read"),
+        (("--join", "127.0.0.1:1", "--key", "/"), None, "cannot be read"),
+        (("--join", "127.0.0.1:1", "--replicas", "0"), None, "not a number of replicas"),
+        (("--join", "127.0.0.1:1", "--replicas", "many"), None, "not a number of replicas"),
+        (("--join", "127.0.0.1:1", "--model.path", "x"), None, "no option --model.path"),
+        (("--join", "no.such.host.invalid:1"), f"{'0' * 64}.{'0' * 64}", "no such host"),
+        (("--join", "127.0.0.1:1"), f"{'0' * 64}.{'0' * 64}", "nobody answered at 127.0.0.1:1 within 10 s"),
+    ],
+)
+def test_bad_input_is_one_sentence(tmp_path, options, key, words):
+    refused(Guest(tmp_path, *options, key=key), words)
+
+
+@pytest.mark.parametrize(
+    ("listen", "words"),
+    [("here", "no address"), ("0.0.0.0", "everywhere"), ("192.0.2.1", "not an address of this host")],
+)
+def test_a_bad_address_to_listen_at_is_one_sentence(tmp_path, listen, words):
+    status, _, err = Run(tmp_path, EMULATED, "--local.listen", listen).start().wait()
+    assert (status, words in err) == (2, True), err
+
+
+def test_a_machine_that_lacks_the_model_says_so(tmp_path):
+    """The run goes on without it."""
+    with a_run(tmp_path, "--run.steps", "1000", "--model.path", str(tmp_path / "model")) as (run, join):
+        refused(join(), "not on this machine; copy the model to the same path here")
+        at_work(run, 0)
+        ends_well(run)
+
+
+# ----------------------------------------------------------------------------------------------------------- network
+
+
+@pytest.mark.skipif(bool(missing()), reason=missing() or "-")
+def test_between_hosts_a_machine_is_cut_off_and_comes_back(tmp_path):
+    clear_abandoned()
+    with hosts(2) as network:
+        inside = tuple(network[1].inside)
+        options = ("--local.listen", network[0].address, "--local.replicas", "1", "--local.port", "4777")
+        run = Run(tmp_path, EMULATED, *options, "--run.steps", "100000")
+        run.inside = network[0].inside
+        run.start()
+        guest = None
+        try:
+            run.until(lambda: run.events("Trained"), "a step")
+            where = ("--join", f"{network[0].address}:4777", "--key", str(run.folder / "join.key"))
+            guest = Guest(tmp_path / "guest", *where, inside=inside)
+            at_work(run, 1)
+            network.isolate(1)
+            run.until(partial(left, run), "its loss")
+            at_work(run, 0)
+            network.heal()
+            run.until(lambda: len(joined(run)) == 2, "its return")
+            at_work(run, 2)
+            gone_first = "replica1" not in guest.parts()
+            ends_well(run)
+            assert gone_first
+            assert guest.wait()[0] == 0
+        finally:
+            for child in (run.child, guest and guest.child):
+                if child is not None and child.poll() is None:
+                    child.kill()
+                    child.communicate(timeout=DEADLINE_S)

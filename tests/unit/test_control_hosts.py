@@ -1,0 +1,176 @@
+"""Machines that join and leave, replicas that are slow, and replicas that do nothing well."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from drive import Drive, config
+from tailrace.config.tree import Schedule
+from tailrace.control.plane import ControlPlane
+from tailrace.obs.story import Chronicle
+from tailrace.protocol import (
+    Command,
+    ControllerRestarted,
+    Event,
+    Generate,
+    GiveUp,
+    HostJoined,
+    HostLeft,
+    PullFailed,
+    RelayJoined,
+    ReplicaJoined,
+    ReplicaLost,
+    SampleFailed,
+    Start,
+    Stop,
+    VersionStored,
+)
+
+
+def starts(commands: list[Command]) -> list[tuple[str, int]]:
+    return [(one.part, one.id) for one in commands if isinstance(one, Start)]
+
+
+def fleet(replicas: int) -> Drive:
+    """With so much admitted that the trainer need not do anything."""
+    schedule: Any = Schedule(kind="trajectory", max_staleness=100, max_inflight=32)
+    return Drive(config(prompts=8, size=4, schedule=schedule), replicas=replicas).join_all()
+
+
+def feed(drive: Drive) -> None:
+    if drive.plane.state.fetching:
+        drive.fetch()
+
+
+def joined_by_a_host() -> Drive:
+    """Replica 0 at home; replicas 1 and 2, and relay 1, on a machine that has joined."""
+    drive = fleet(1)
+    assert starts(drive.tell(HostJoined(1, (1, 2)))) == [("relay", 1), ("replica", 1), ("replica", 2)]
+    drive.tell(RelayJoined(1, 1))
+    drive.tell(VersionStored(1, 1, 0))
+    for replica in (1, 2):
+        drive.tell(ReplicaJoined(replica, 1, 1, 0, 10_000, 64))
+    return drive
+
+
+def test_replicas_of_a_host_that_joined_are_given_work():
+    drive = joined_by_a_host()
+    assert drive.running(1)
+    assert drive.running(2)
+
+
+def test_when_a_host_leaves_its_work_goes_elsewhere_and_nobody_is_started_there_again():
+    drive = joined_by_a_host()
+    held = {one.trajectory for id in (1, 2) for one in drive.running(id)}
+    drive.tell(HostLeft(1, "its host left"))
+    state = drive.plane.state
+    assert {state.fleet.replicas[id].state for id in (1, 2)} == {"departed"}
+    assert not state.relays.relays[1].live
+    assert not drive.running(1) + drive.running(2)
+    assert held <= set(state.ledger.samples)
+    drive.tick(1000.0)
+    assert {id for part, id in starts(drive.tick(1000.0)) if part != "trainer"} == {0}
+
+
+def test_a_host_that_left_is_not_waited_for_by_the_next_controller_and_cannot_come_back_under_its_number():
+    drive = joined_by_a_host()
+    drive.tell(HostLeft(1, "its host left"))
+    drive.plane = ControlPlane.restore(drive.plane.config, drive.plane.snapshot())
+    drive.tell(ControllerRestarted())
+    drive.tell(ReplicaJoined(1, 7, 1, 0, 10_000, 64))
+    drive.tell(RelayJoined(1, 7))
+    assert not drive.plane.state.fleet.replicas[1].live
+    assert not drive.plane.state.relays.relays[1].live
+
+
+def test_a_host_may_leave_before_its_replicas_were_up():
+    drive = fleet(1)
+    drive.tell(HostJoined(1, (1, 2)))
+    drive.tell(HostLeft(1, "replica 1 cannot start"))
+    assert {drive.plane.state.fleet.replicas[id].state for id in (1, 2)} == {"departed"}
+
+
+def test_the_run_ends_when_the_last_host_leaves_and_everybody_else_is_quarantined():
+    drive = joined_by_a_host()
+    for incarnation in (1, 2, 3):
+        if incarnation > 1:
+            drive.join(0, incarnation=incarnation)
+        drive.tell(ReplicaLost(0, incarnation, "out of memory"))
+        drive.tick(0.0)
+        for id in (1, 2):  # silence is not what this is about
+            drive.plane.state.fleet.replicas[id].last_seen = drive.now + 1000.0
+        drive.tick(60.0)
+    assert drive.plane.state.fleet.replicas[0].state == "quarantined"
+    assert not drive.orders(Stop)
+    drive.tell(HostLeft(1, "its host left"))
+    assert "its host left" in drive.orders(Stop)[0].reason
+
+
+def test_the_story_says_where_a_guest_came_from_and_why_it_went():
+    chronicle = Chronicle()
+    events: list[Event] = [HostJoined(1, (1, 2)), HostLeft(1, "its host left")]
+    told = [sentence for event in events for about, sentence in chronicle.tell(event, ()) if about == ("replica", 2)]
+    assert told == ["r2 is to run on host 1, which joined", "departed with host 1: its host left"]
+
+
+# ------------------------------------------------------------------------------------------------------ slow and bad
+
+
+def test_a_slow_replica_is_given_less():
+    """One finishes all it has, the other one sample: work goes where there is room."""
+    drive = fleet(2)
+    for _ in range(6):
+        drive.finish_all(0)
+        drive.finish(drive.running(1)[0])
+        feed(drive)
+    given = {0: 0, 1: 0}
+    for order in drive.orders(Generate):
+        given[order.replica] += len(order.requests)
+    assert given[0] > 2 * given[1] > 0
+
+
+def fail_all(drive: Drive, replica: int) -> None:
+    for request in drive.running(replica):
+        drive.tell(SampleFailed(replica, request.trajectory, request.epoch, "no compiler here"))
+
+
+def test_a_replica_on_which_everything_fails_is_quarantined_while_others_do_well():
+    drive = fleet(2)
+    for _ in range(20):
+        if drive.plane.state.fleet.replicas[1].state == "quarantined":
+            break
+        drive.finish_all(0)
+        fail_all(drive, 1)
+        feed(drive)
+    replica = drive.plane.state.fleet.replicas[1]
+    assert (replica.state, "no compiler here" in replica.reason) == ("quarantined", True)
+    (order,) = [one for one in drive.orders(GiveUp) if one.id == 1]
+    assert "failed here and not elsewhere" in order.reason
+    assert drive.running(0)
+    assert not drive.running(1)
+
+
+def test_where_everything_fails_everywhere_it_is_not_the_replica():
+    drive = fleet(2)
+    for _ in range(20):
+        for request in drive.running():
+            at = drive.plane.state.ledger.samples[request.trajectory].replica
+            drive.tell(SampleFailed(at, request.trajectory, request.epoch, "the reward is broken"))
+    assert all(one.live for one in drive.plane.state.fleet.replicas.values())
+
+
+def test_a_replica_that_can_never_load_weights_is_quarantined_with_the_reason():
+    drive = Drive(config(), replicas=2).join_all()
+    drive.tell(ReplicaLost(1, 1, "it died"))
+    for incarnation in range(2, 9):
+        drive.tick(0.0)
+        for part in (*drive.plane.state.fleet.replicas.values(), *drive.plane.state.relays.relays.values()):
+            part.last_seen = drive.now + 1000.0
+        drive.plane.state.training.last_seen = drive.now + 1000.0
+        drive.tick(100.0)
+        if drive.plane.state.fleet.replicas[1].state == "quarantined":
+            break
+        drive.join(1, incarnation=incarnation, version=-1)
+        drive.tell(PullFailed(1, incarnation, 0, "no room on the device"))
+    assert "no room on the device" in drive.plane.state.fleet.replicas[1].reason
+    assert [one.reason for one in drive.orders(GiveUp) if "quarantined" in one.reason]
