@@ -334,15 +334,16 @@ def _example(kind: Any) -> Any:
 
 
 def hub(_: Path) -> tuple[list[bytes], Decode]:
-    from tailrace.wire import Hub
+    from tailrace.wire import Hub, _proof
 
     class Socket:
-        """What a ROUTER would hand over: somebody known, a number, and the input."""
+        """What a ROUTER would hand over: somebody known, a number, a good signature, and the input."""
 
         content = b""
 
         async def recv_multipart(self) -> list[bytes]:
-            return [b"replica-0/1", b"\0" * 8, self.content]
+            name, label = b"replica-0/1", bytes(8)
+            return [name, label, _proof("token", name, label, self.content), self.content]
 
         async def send_multipart(self, frames: list[bytes]) -> None:
             pass

@@ -80,8 +80,9 @@ def test_an_error_of_the_view_ends_the_run_at_once(monkeypatch: Any) -> None:
 
     monkeypatch.setattr(train, "Controller", Waits)
     monkeypatch.setattr(train, "View", Broken)
+    monkeypatch.setattr(train, "invite", lambda *_: "")
     keeper: Any = SimpleNamespace(beat=lambda: None, rest=lambda: None)
-    nothing: Any = None
+    nothing: Any = SimpleNamespace(folder=None)
 
     async def driven() -> None:
         async with asyncio.timeout(10.0):

@@ -62,7 +62,7 @@ def test_a_bug_is_told_and_not_repeated():
 
 def test_a_signal_for_the_keeper_reaches_the_controller_once():
     asked = "signal.sigwait({signal.SIGTERM}); return 7 if not signal.sigpending() else 8"
-    status, _, _ = kept(f"os.kill(os.getppid(), signal.SIGTERM); signal.pthread_sigmask(0, {{15}}); {asked}")
+    status, _, _ = kept(f"signal.pthread_sigmask(0, {{15}}); os.kill(os.getppid(), signal.SIGTERM); {asked}")
     assert status == 7
 
 
