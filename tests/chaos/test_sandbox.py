@@ -66,7 +66,7 @@ ESCAPES = {
     "read the parent's environment": "open('/proc/{pid}/environ', 'rb').read()",
     "read the parent's memory": "open('/proc/{pid}/mem', 'rb').read(1)",
     "list the parent's files": "import os\nos.listdir('/proc/{pid}/fd')",
-    "leave through the parent's root": "import os\nos.listdir('/proc/{pid}/root/etc')",
+    "leave through the parent's root": "import os\nos.listdir(os.path.join('/proc/{pid}', 'root', 'etc'))",
     "kill the parent": "import os\nos.kill({pid}, 0)",
     "kill whoever started it": "import os\nos.kill(os.getppid() or 1, 0)",
     "kill everybody": "import os\nos.kill(-1, 0)",
