@@ -86,8 +86,8 @@ class Keeper:
             os.close(self._held)
             os.setpgid(0, 0)
             signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # it may write to the terminal all the same
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, WAITED_FOR)
             threading.Thread(target=_go_with, args=(self.lifeline,), daemon=True).start()
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, WAITED_FOR)  # here alone: that thread hears none of them
             status = control(self)
         except BaseException:  # the border of the process
             traceback.print_exc()
