@@ -285,7 +285,7 @@ def _messages() -> tuple[list[Any], list[Any]]:
     """One of everything that parts and controller say."""
     from tailrace import protocol
     from tailrace.types import Row, Segment, Trajectory
-    from tailrace.wire import Collapsed, Ended, Grown, Growth, Hello, Measured, Ordered, Reported
+    from tailrace.wire.messages import Collapsed, Ended, Grown, Growth, Hello, Measured, Ordered, Reported
 
     events = [_example(each) for each in msgspec.inspect.type_info(protocol.AnyEvent).types]  # type: ignore[attr-defined]
     commands = [_example(each) for each in msgspec.inspect.type_info(protocol.AnyCommand).types]  # type: ignore[attr-defined]
@@ -334,7 +334,8 @@ def _example(kind: Any) -> Any:
 
 
 def hub(_: Path) -> tuple[list[bytes], Decode]:
-    from tailrace.wire import Hub, _proof
+    from tailrace.wire.hub import Hub
+    from tailrace.wire.messages import sign
 
     class Socket:
         """What a ROUTER would hand over: somebody known, a number, a good signature, and the input."""
@@ -343,7 +344,7 @@ def hub(_: Path) -> tuple[list[bytes], Decode]:
 
         async def recv_multipart(self) -> list[bytes]:
             name, label = b"replica-0/1", bytes(8)
-            return [name, label, _proof("token", name, label, self.content), self.content]
+            return [name, label, sign("token", name, label, self.content), self.content]
 
         async def send_multipart(self, frames: list[bytes]) -> None:
             pass
@@ -363,9 +364,9 @@ def hub(_: Path) -> tuple[list[bytes], Decode]:
 
 
 def link(_: Path) -> tuple[list[bytes], Decode]:
-    from tailrace.wire import _decode_from_controller
+    from tailrace.wire.messages import decode_from_controller
 
-    return [msgspec.msgpack.encode(each) for each in _messages()[1]], lambda data: bool(_decode_from_controller(data))
+    return [msgspec.msgpack.encode(each) for each in _messages()[1]], lambda data: bool(decode_from_controller(data))
 
 
 def judge_replies(_: Path) -> tuple[list[bytes], Decode]:

@@ -20,7 +20,7 @@ from tailrace.obs import progress
 from tailrace.protocol import Publish, PublishFailed
 from tailrace.runtime.controller import INTERRUPTED
 from tailrace.trainer.worker import Worker
-from tailrace.wire import Ordered
+from tailrace.wire.messages import Ordered
 
 
 def test_an_evaluation_that_falls_silent_is_ended_with_a_sentence(tmp_path: Path, monkeypatch: Any) -> None:

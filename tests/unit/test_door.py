@@ -15,20 +15,10 @@ import zmq
 
 from tailrace.config.tree import Config, Health
 from tailrace.protocol import Alive
-from tailrace.wire import (
-    Door,
-    Hello,
-    Hub,
-    JoinKey,
-    Letter,
-    Link,
-    Reported,
-    Spec,
-    WireError,
-    _proof,  # pyright: ignore[reportPrivateUsage]
-    knock,
-    public_key,
-)
+from tailrace.wire.door import Door, JoinKey, knock, public_key
+from tailrace.wire.hub import Hub, Letter
+from tailrace.wire.link import Link
+from tailrace.wire.messages import Hello, Reported, Spec, WireError, sign
 
 SECRET = bytes(range(32))
 TOKEN = "ab" * 32
@@ -157,7 +147,7 @@ def test_a_forged_message_on_an_open_door_needs_the_token_too():
         encode = msgspec.msgpack.Encoder().encode
         for message in (Reported(Alive("relay", 0, 1)), Hello(), Reported(Alive("relay", 0, 1))):
             content, name = encode(message), b"relay-0/1"
-            forger.send_multipart([bytes(8), _proof(OTHER, name, bytes(8), content), content])
+            forger.send_multipart([bytes(8), sign(OTHER, name, bytes(8), content), content])
         friend = link_to(plain.endpoint, door="", id=1)
         try:
             assert await heard_of(plain, "relay-1/1") == {"relay-1/1"}

@@ -19,7 +19,7 @@ from tailrace.relay.checksum import checksum
 from tailrace.relay.layout import Layout
 from tailrace.rollout import worker
 from tailrace.rollout.pull import Landed, Puller
-from tailrace.wire import Ordered, Spec
+from tailrace.wire.messages import Ordered, Spec
 
 CPU = torch.device("cpu")
 DEADLINE_S = 20.0

@@ -12,7 +12,9 @@ import zmq.asyncio
 
 from tailrace.config.tree import Config, Health
 from tailrace.protocol import Alive, Cancel, Trained
-from tailrace.wire import Acknowledged, Ended, Hello, Hub, Introduce, Letter, Link, Ordered, Reported, Spec, _proof
+from tailrace.wire.hub import Hub, Letter
+from tailrace.wire.link import Link
+from tailrace.wire.messages import ORDER, Acknowledged, Ended, Hello, Introduce, Ordered, Reported, Spec, sign
 
 TOKEN = "secret"
 DEADLINE_S = 20.0
@@ -141,15 +143,38 @@ def test_the_name_of_a_part_that_is_gone_is_of_no_use_without_the_token():
         thief.setsockopt(zmq.IDENTITY, name.encode())
         thief.connect(hub.endpoint)
         content = msgspec.msgpack.encode(Reported(Trained(1, 1, 0)))
-        for proof in (b"", bytes(32), _proof("another run's", name.encode(), bytes(7) + b"\2", content)):
-            await thief.send_multipart([bytes(7) + b"\2", proof, content])
+        for forged in (b"", bytes(32), sign("another run's", name.encode(), bytes(7) + b"\2", content)):
+            await thief.send_multipart([bytes(7) + b"\2", forged, content])
         await thief.send_multipart([bytes(7) + b"\2", content])
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.5):
                 await hub.receive()
-        await thief.send_multipart([bytes(7) + b"\2", _proof(TOKEN, name.encode(), bytes(7) + b"\2", content), content])
+        await thief.send_multipart([bytes(7) + b"\2", sign(TOKEN, name.encode(), bytes(7) + b"\2", content), content])
         await hear(hub, has(1))  # it did get through: only the proof was missing
         thief.close(0)
         hub.close()
 
     asyncio.run(scene())
+
+
+def test_the_port_of_a_controller_that_is_gone_is_of_no_use_without_the_token():
+    usurper = zmq.Context.instance().socket(zmq.ROUTER)
+    usurper.setsockopt(zmq.RCVTIMEO, int(DEADLINE_S * 1000))
+    port = usurper.bind_to_random_port("tcp://127.0.0.1")
+    link = Link(Spec("trainer", 0, 1, f"tcp://127.0.0.1:{port}", TOKEN, "", QUICK))
+    link.open()
+    name = usurper.recv_multipart()[0]
+    order = msgspec.msgpack.encode(Ended(complete=True))
+    for forged in (
+        [],
+        [b""],
+        [bytes(32)],
+        [sign("another run's", name, ORDER, order)],
+        [sign(TOKEN, b"x", ORDER, order)],
+    ):
+        usurper.send_multipart([name, *forged, order])
+    last = msgspec.msgpack.encode(Ended(complete=False))
+    usurper.send_multipart([name, sign(TOKEN, name, ORDER, last), last])
+    assert next(link.listen(DEADLINE_S)) == Ended(complete=False)
+    link.close()
+    usurper.close(0)

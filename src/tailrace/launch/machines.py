@@ -16,7 +16,8 @@ from pathlib import Path
 from tailrace.relay.arena import clear_abandoned
 from tailrace.runtime.agent import Agent
 from tailrace.runtime.controller import Controller
-from tailrace.wire import JoinKey, WireError
+from tailrace.wire.door import JoinKey
+from tailrace.wire.messages import WireError
 
 FILE = "join.key"
 VARIABLE = "TAILRACE_JOIN_KEY"

@@ -16,7 +16,8 @@ from tailrace.relay.arena import Arena, arena_path
 from tailrace.relay.link import Address
 from tailrace.relay.node import Failure, RelayNode
 from tailrace.types import Version, label
-from tailrace.wire import Ended, Introduce, Link, Ordered, Spec
+from tailrace.wire.link import Link
+from tailrace.wire.messages import Ended, Introduce, Ordered, Spec
 
 PATIENCE_S = 1.0  # orders wake the loop; this only bounds how long it sleeps
 

@@ -34,7 +34,8 @@ from tailrace.rollout.episode import Episode
 from tailrace.rollout.pull import Puller
 from tailrace.rollout.runner import Outcome
 from tailrace.types import Version, label
-from tailrace.wire import Ended, Grown, Growth, Introduce, Link, Ordered, Spec
+from tailrace.wire.link import Link
+from tailrace.wire.messages import Ended, Grown, Growth, Introduce, Ordered, Spec
 
 IDLE_S = 0.05  # how long to wait for orders when there is nothing to generate
 JUDGING_S = 0.001  # the same while only judges are at work, or weights are on their way

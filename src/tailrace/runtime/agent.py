@@ -25,7 +25,9 @@ from msgspec.structs import replace
 from tailrace import __version__
 from tailrace.config.tree import Config
 from tailrace.runtime.local import Local, Process, last_lines
-from tailrace.wire import OFFER_S, Dismissed, Ended, FromController, Hello, JoinKey, Link, Offer, Spec, Wanted, knock
+from tailrace.wire.door import JoinKey, knock
+from tailrace.wire.link import Link
+from tailrace.wire.messages import OFFER_S, Dismissed, Ended, FromController, Hello, Offer, Spec, Wanted
 
 KNOCK_S = 10.0  # until the run must have let us in
 SILENCE_S = 60.0  # without a word of the controller, which may have to be replaced

@@ -61,27 +61,25 @@ from tailrace.runtime.local import Local, Process, Trace, Traces, last_lines
 from tailrace.store.run import RunStore
 from tailrace.types import Prompt, RelayId, Row
 from tailrace.watchdog import Watchdog, ask_for_stacks, is_stopped, look_at
-from tailrace.wire import (
+from tailrace.wire.door import Door, JoinKey, public_key
+from tailrace.wire.hub import Hub
+from tailrace.wire.messages import (
     LOOPBACK,
     OFFER_S,
     Acknowledged,
     Collapsed,
     Dismissed,
-    Door,
     Ended,
     FromController,
     FromPart,
     Grown,
     Hello,
-    Hub,
-    JoinKey,
     Measured,
     Offer,
     Ordered,
     Reported,
     Spec,
     Wanted,
-    public_key,
 )
 
 SNAPSHOT_EVERY = 5000  # events; what a resumed run has to go through again at most

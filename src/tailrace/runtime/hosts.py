@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 from tailrace.runtime.local import HostTrace
 from tailrace.types import HostId, ReplicaId
-from tailrace.wire import Spec, Wanted
+from tailrace.wire.messages import Spec, Wanted
 
 
 class Distant:

@@ -22,7 +22,7 @@ from typing import Protocol
 import msgspec
 
 from tailrace.types import HostId, ReplicaId, Struct
-from tailrace.wire import LOOPBACK, Spec, WireError
+from tailrace.wire.messages import LOOPBACK, Spec, WireError
 
 FILE = "parts.json"
 TERM_S = 5.0  # between asking a process to go and killing it

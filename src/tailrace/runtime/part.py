@@ -19,7 +19,8 @@ from importlib import import_module
 import msgspec
 
 from tailrace.watchdog import show_stacks_when_asked
-from tailrace.wire import Collapsed, Link, Spec
+from tailrace.wire.link import Link
+from tailrace.wire.messages import Collapsed, Spec
 
 ROLES = {
     "replica": "tailrace.rollout.worker",

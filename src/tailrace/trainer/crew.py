@@ -14,7 +14,7 @@ import msgspec
 
 from tailrace.trainer.emulated import EmulatedLearner
 from tailrace.types import Struct, Trajectory, Version
-from tailrace.wire import Spec
+from tailrace.wire.messages import Spec
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -14,7 +14,8 @@ from pathlib import Path
 from tailrace.protocol import Alive, Checkpointed, Publish, PublishFailed, Train, Trained, TrainerJoined
 from tailrace.trainer.crew import Crew, build_crew
 from tailrace.types import Version
-from tailrace.wire import Ended, Introduce, Link, Ordered, Spec
+from tailrace.wire.link import Link
+from tailrace.wire.messages import Ended, Introduce, Ordered, Spec
 
 PATIENCE_S = 1.0  # orders wake the loop; this only bounds how long it sleeps
 

@@ -1,0 +1,173 @@
+"""The messages between a run's processes, how they become bytes, and how those are signed."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Annotated
+
+import msgspec
+
+from tailrace.config.tree import Config
+from tailrace.protocol import AnyCommand, AnyEvent
+from tailrace.types import HostId, RelayId, Row, Segment, Struct, Trajectory, TrajectoryId
+
+LOOPBACK = "127.0.0.1"
+PROOF = 32  # bytes of a signature
+OFFER_S = 0.5  # how often a host offers itself
+MOST_REPLICAS = 1024  # that one host may offer
+
+
+class WireError(ValueError):
+    """Why the processes of a run cannot be connected, for the person who started it."""
+
+
+class Spec(Struct):
+    """What a part is told when it is started: who it is and where the controller listens."""
+
+    role: str  # replica, relay or trainer
+    id: int
+    incarnation: int
+    endpoint: str
+    token: str
+    folder: str  # of the run
+    config: Config
+    lifeline: int = -1  # a descriptor at whose end the part has to go
+    door: str = ""  # the controller's public key; empty: links are plain, on loopback
+    host: HostId = 0  # of whose relay a replica gets its weights
+    listen: str = LOOPBACK  # relay: where it takes weights
+    rank: int = 0
+    step: int = 0  # trainer: the last step that the controller knows to be complete
+    meeting: str = ""  # trainer: where its ranks find each other
+
+    @property
+    def name(self) -> str:
+        """Unique for every start, so that a message never reaches the successor of the part that it was meant for."""
+        rank = f".{self.rank}" if self.rank else ""
+        return f"{self.role}-{self.id}{rank}/{self.incarnation}"
+
+
+# ---------------------------------------------------------------------------------------------------- from the parts
+
+
+class Message(Struct, tag_field="kind", tag=True):
+    """Base of all messages."""
+
+
+class Hello(Message):
+    """A part is up, or has been asked who it is. `address` is where a relay takes weights, `arena` where it keeps
+    them."""
+
+    address: str = ""
+    arena: str = ""
+
+
+class Reported(Message):
+    """Something for the control plane."""
+
+    event: AnyEvent
+
+
+class Growth(Struct):
+    """What was added to a trajectory since the last time."""
+
+    trajectory: TrajectoryId
+    epoch: int
+    segments: tuple[Segment, ...]
+
+
+class Grown(Message):
+    """For the vault. Sent before the event that says the trajectory is finished or parked."""
+
+    growths: tuple[Growth, ...]
+
+
+class Measured(Message):
+    """For the table of metrics."""
+
+    step: int
+    values: dict[str, float]
+
+
+class Offer(Message):
+    """A host has room for so many replicas, 0: no longer. Said again and again, with the names of the parts that were
+    started there and, of those that ended, how; so nothing has to be remembered of it, and none need arrive."""
+
+    release: str  # of Tailrace
+    replicas: Annotated[int, msgspec.Meta(ge=0, le=MOST_REPLICAS)]
+    parts: dict[str, str] = msgspec.field(default_factory=dict[str, str])
+
+
+class Collapsed(Message):
+    """A part gives up. `expected`: the reason is a sentence for the person who started the run, not a bug."""
+
+    reason: str
+    expected: bool = False
+
+
+# ----------------------------------------------------------------------------------------------- from the controller
+
+
+class Ordered(Message):
+    """A command of the control plane, and the payload that it refers to."""
+
+    command: AnyCommand
+    rows: dict[int, Row] = msgspec.field(default_factory=dict[int, Row])  # Generate: prompts by id
+    # Generate: what exists of resumed samples
+    prefixes: dict[TrajectoryId, tuple[Segment, ...]] = msgspec.field(
+        default_factory=dict[TrajectoryId, tuple[Segment, ...]]
+    )
+    groups: tuple[tuple[Trajectory, ...], ...] = ()  # Train: payloads in the order of the command
+    addresses: dict[RelayId, str] = msgspec.field(
+        default_factory=dict[RelayId, str]
+    )  # Publish, Route: where relays listen
+    arena: str = ""  # LoadWeights: where the version lies
+
+
+class Introduce(Message):
+    """Who are you? Your reports up to this number are known. -> Hello, the reports after it, and a joining event."""
+
+    heard: int
+
+
+class Acknowledged(Message):
+    """Your reports up to this number are committed."""
+
+    number: int
+
+
+class Wanted(Message):
+    """Answer to `Offer`: these parts are to be there and no others; the specs of those that were not named in it."""
+
+    names: tuple[str, ...]
+    specs: tuple[Spec, ...] = ()
+
+
+class Dismissed(Message):
+    """The run has no use for this host, because of this."""
+
+    reason: str
+
+
+class Ended(Message):
+    """The run stops, for good or to be resumed. Put in order what must be, and go."""
+
+    complete: bool
+
+
+FromPart = Hello | Reported | Grown | Measured | Offer | Collapsed
+FromController = Ordered | Introduce | Acknowledged | Wanted | Dismissed | Ended
+ORDER = b"order"  # in place of a number
+UNNUMBERED = 0  # of what need not arrive: heartbeats, introductions, offers, last words
+
+encode = msgspec.msgpack.Encoder().encode
+decode_from_part = msgspec.msgpack.Decoder(FromPart).decode
+decode_from_controller = msgspec.msgpack.Decoder(FromController).decode
+
+
+def sign(token: str, name: bytes, label: bytes, content: bytes) -> bytes:
+    """Proof that one who has the token said this, as the part of this name or to it. BLAKE2 takes a key, and is the
+    fastest that Python brings."""
+    key = hashlib.sha256(token.encode()).digest()
+    digest = hashlib.blake2b(len(name).to_bytes(4, "big") + name + label, key=key, digest_size=PROOF)
+    digest.update(content)
+    return digest.digest()
