@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import signal
 import statistics
 import sys
@@ -101,8 +102,21 @@ def one_run(seed: int, steps: int, faults: Iterator[Fault] | None) -> Outcome:
         small_disk(Path(folder) / "disk", 512) as disk,
         victim(disk / "run", RECIPE, *options, trouble=Path(folder) / "trouble") as run,
     ):
-        struck = torment(run, faults) if faults is not None else undisturbed(run)
-        return Outcome(seed, struck, prove(run.folder), final_reward(run), time.monotonic() - began, run.resumed)
+        with kept_if_broken(run, seed):
+            struck = torment(run, faults) if faults is not None else undisturbed(run)
+            return Outcome(seed, struck, prove(run.folder), final_reward(run), time.monotonic() - began, run.resumed)
+
+
+@contextmanager
+def kept_if_broken(run: Victim, seed: int) -> Iterator[None]:
+    """What a post-mortem needs: the folder of a run that hangs or of which something cannot be proved."""
+    try:
+        yield
+    except AssertionError:
+        kept = ROOT / "runs" / f"broken-{seed}"
+        shutil.copytree(run.folder, kept, dirs_exist_ok=True)
+        console.print(f"{run.folder} is kept as {kept}")
+        raise
 
 
 def undisturbed(run: Victim) -> list[Struck]:

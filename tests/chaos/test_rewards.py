@@ -11,7 +11,7 @@ import pytest
 from troubled import TROUBLE
 
 from tailrace.config.tree import Config, Task
-from tailrace.envs.base import Faulted, Row, Scored, Turn
+from tailrace.envs.base import Answer, Faulted, Row, Scored, Turn
 from tailrace.envs.judges import Judges
 
 DEADLINE_S = 60.0
@@ -75,7 +75,7 @@ def test_one_sample_pays_for_a_reward_in_trouble_and_the_next_is_judged(judges, 
 
 
 def test_a_stopped_judge_is_told_from_a_slow_reward(judges):
-    os.kill(judges._judges[0].process.process.pid, signal.SIGSTOP)
+    os.kill(judges._judges[0].process.pid, signal.SIGSTOP)
     given = answer(judges, 1)
     assert isinstance(given, Faulted)
     assert "is stopped (SIGSTOP" in given.reason
@@ -83,7 +83,26 @@ def test_a_stopped_judge_is_told_from_a_slow_reward(judges):
 
 
 def test_a_killed_judge_costs_one_sample_at_most(judges):
-    os.kill(judges._judges[0].process.process.pid, signal.SIGKILL)
+    os.kill(judges._judges[0].process.pid, signal.SIGKILL)
     judges.ask(1, ROW, RIGHT)
     assert isinstance(last_answer(judges, 1), Faulted | Scored)
     assert answer(judges, 2) == Scored(1.0)
+
+
+@pytest.mark.parametrize(
+    ("number", "reason"), [(signal.SIGSTOP, "is stopped (SIGSTOP"), (signal.SIGKILL, "was ended by SIGKILL")]
+)
+def test_so_does_one_that_is_broken_while_it_starts(log, number, reason):
+    judges = Judges(TASK, workers=1)
+    for key in range(3):
+        judges.ask(key, ROW, RIGHT)
+    os.kill(judges._judges[0].process.pid, number)
+    answers: dict[int, Answer] = {}
+    end = time.monotonic() + DEADLINE_S
+    while len(answers) < 3 and time.monotonic() < end:
+        answers |= dict(judges.poll(0.5))
+    judges.close()
+    failed = [given.reason for given in answers.values() if isinstance(given, Faulted)]
+    assert len(answers) == 3
+    assert len(failed) == 1
+    assert reason in failed[0]

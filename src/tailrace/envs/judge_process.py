@@ -40,8 +40,13 @@ class JudgeProcess:
         os.set_blocking(self.sink, False)
         os.set_blocking(self.source, False)
         self.ended, self.broken = False, ""
+        self.was_killed = False  # by somebody else, as far as is known once it is gone
         self._frames, self._unsent = Frames(), bytearray()
         self.send(Setup(config, timeout_s, row))
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
 
     def send(self, message: Any) -> None:
         self._unsent += frame(message)
@@ -78,14 +83,15 @@ class JudgeProcess:
 
     def questioned(self) -> tuple[str, bool]:
         """What it is doing, in words; True if the stack of it comes to the log in a moment."""
-        asked = ask_for_stacks(self.process.pid)
-        return look_at(self.process.pid) + ("; where it was is in the log" if asked else ""), asked
+        asked = ask_for_stacks(self.pid)
+        return look_at(self.pid) + ("; where it was is in the log" if asked else ""), asked
 
     def kill(self) -> str:
         """End it and all it started, and say how it had ended by itself if it had."""
         status = self._status()
+        self.was_killed = status == -signal.SIGKILL
         with suppress(ProcessLookupError, PermissionError):  # all of it is gone
-            os.killpg(self.process.pid, signal.SIGKILL)
+            os.killpg(self.pid, signal.SIGKILL)
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(timeout=BURIAL_S)
         for pipe in (self.process.stdin, self.process.stdout):

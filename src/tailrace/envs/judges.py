@@ -1,9 +1,9 @@
 """Judges: a few processes that score samples and run tools, each question under a deadline.
 
 Used by a replica's loop: `ask`, go on generating, `poll`. Every question gets exactly one answer. A process that hangs
-is killed at its question's deadline, one that crashes is noticed; that question is `Faulted` with the reason, and those
-that were waiting behind it go to another process. Processes start when there is work for them, and end with this one.
-A task that is `trusted` is asked right here.
+is killed at its question's deadline, one that crashes, or was stopped while it started, is noticed; that question is
+`Faulted` with the reason, and those that were waiting behind it go to another process. Processes start when there is
+work for them, and end with this one. A task that is `trusted` is asked right here.
 """
 
 from __future__ import annotations
@@ -19,10 +19,13 @@ from tailrace.envs.judge import answer_to
 from tailrace.envs.judge_process import START_S, JudgeProcess, wait_for
 from tailrace.envs.judge_wire import Judged, Question, Ready, Refused
 from tailrace.envs.tasks import build_task
+from tailrace.watchdog import is_stopped
 
 AHEAD_S = 0.05  # work that a judge is given ahead, by the time its answers have taken
 MOST_AHEAD = 256
 PAUSE_S = 10.0  # until another start is tried beside judges that do work
+LOOK_S = 1.0  # between two looks at a judge that starts
+MOST_STOPPED = 3  # looks at which it may be found stopped
 STACKS_S = 0.25  # for a judge that is late to write down where it is, before it is killed
 
 
@@ -40,6 +43,7 @@ class Judge:
         self.ready, self.refusal = False, ""
         self.timeout_s, self.since = timeout_s, time.monotonic()
         self.state = ""  # what it was doing when its time was over
+        self.stopped, self._look_at = 0, self.since + LOOK_S  # how often in a row it was found so
         self.pace = AHEAD_S  # seconds per answer, a moving mean; at first nothing is sent ahead
 
     @property
@@ -51,14 +55,31 @@ class Judge:
     def deadline(self) -> float:
         return self.since + (self.timeout_s if self.ready else START_S) + (STACKS_S if self.state else 0.0)
 
+    @property
+    def wake_at(self) -> float:
+        """When to look after it even if it says nothing."""
+        return self.deadline if self.ready else min(self.deadline, self._look_at)
+
+    @property
+    def works(self) -> bool:
+        """False if it ended before it was ready, and nobody else's doing explains that."""
+        return self.ready or self.stopped > 0 or self.process.was_killed
+
     def late(self, now: float) -> bool:
         """Its time is over. The stack of a stuck reward goes to the log first, if it can still be had."""
-        if not self.pending or now <= self.deadline:
+        if not self.pending or (now <= self.deadline and not self._stands_still(now)):
             return False
         if self.state:
             return True
         self.state, asked = self.process.questioned()
         return not asked
+
+    def _stands_still(self, now: float) -> bool:
+        """It has long to start; but somebody may have stopped it (SIGSTOP), which is seen from outside."""
+        if not self.ready and now >= self._look_at:
+            self._look_at = now + LOOK_S
+            self.stopped = self.stopped + 1 if is_stopped(self.process.pid) else 0
+        return self.stopped >= MOST_STOPPED
 
     def give(self, asked: list[Asked]) -> None:
         if not self.pending and self.ready:
@@ -82,13 +103,14 @@ class Judge:
                 self.refusal = reply.reason
             else:
                 assert isinstance(reply, Ready)
-                self.ready = True
+                self.ready, self.stopped = True, 0
         return answers
 
     def end(self) -> str:
         """Kill it. Returns why: what it said, how it ended, or that it took too long."""
         ending = self.process.kill()
-        late = f"did not answer within {self.timeout_s:g} s" if self.ready else f"was not ready within {START_S:g} s"
+        limit_s = LOOK_S * MOST_STOPPED if self.stopped else START_S
+        late = f"did not answer within {self.timeout_s:g} s" if self.ready else f"was not ready within {limit_s:g} s"
         state = f": {self.state}" if self.state else ""
         return self.refusal or f"the scoring process {ending or late}{state}"
 
@@ -124,7 +146,7 @@ class Judges:
         until = time.monotonic() + timeout_s
         self._turn()
         while not self._done and self.outstanding and time.monotonic() < until:
-            nearest = min((judge.deadline for judge in self._judges if judge.pending), default=until)
+            nearest = min((judge.wake_at for judge in self._judges if judge.pending), default=until)
             wait_for([judge.process for judge in self._judges], min(until, nearest) - time.monotonic())
             self._turn()
         done, self._done = self._done, []
@@ -150,10 +172,10 @@ class Judges:
     def _end(self, judge: Judge) -> None:
         self._judges.remove(judge)
         reason = judge.end()
-        if judge.ready and judge.pending:
+        if judge.pending and judge.works:
             self._done.append((judge.pending.popleft().key, Faulted(reason)))
         self._queue.extendleft(reversed(judge.pending))
-        if not judge.ready:
+        if not judge.works:
             self._start_failed(reason)
 
     def _start_failed(self, reason: str) -> None:

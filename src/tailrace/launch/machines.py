@@ -25,7 +25,7 @@ VARIABLE = "TAILRACE_JOIN_KEY"
 
 def invite(controller: Controller, folder: Path) -> str:
     """Write the key, and say how to join; nothing if nobody may."""
-    key = controller.join_key
+    key = controller.parts.join_key
     if key is None:
         return ""
     path = folder / FILE

@@ -23,8 +23,9 @@ from tailrace.model.device import check_devices
 from tailrace.obs.progress import Progress
 from tailrace.obs.summary import write_summary
 from tailrace.relay.arena import clear_abandoned
-from tailrace.runtime.controller import INTERRUPTED, Controller, Source, Tie
+from tailrace.runtime.controller import INTERRUPTED, Controller, Source
 from tailrace.runtime.local import read_traces
+from tailrace.runtime.parts import Tie
 from tailrace.store.journal import Journal
 from tailrace.store.run import RunStore
 

@@ -53,8 +53,9 @@ class Progress:
         while True:
             done, total, text = self._state
             of = f" of {total:,}" if total else ""
+            far = f"{done:,}{of}, {text}" if text else "begun"
             seconds = time.monotonic() - self._begin
-            print(f"{self.title}: {done:,}{of}, {text} ({seconds:.0f} s)", file=self.stream, flush=True)
+            print(f"{self.title}: {far} ({seconds:.0f} s)", file=self.stream, flush=True)
             if self._ended.wait(LINE_EVERY_S):
                 return
 

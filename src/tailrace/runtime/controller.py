@@ -7,7 +7,7 @@ leaves a journal from which the run goes on, and nobody has ever been told what 
 Parts outlive a controller that is killed. The next one, started by the same keeper, adopts them and asks each to join
 again; what they report is counted exactly once (see `wire`), so they go on with the work that they have in hand.
 
-Other machines may join and leave (see `hosts`). What goes wrong there is their loss, never the end of the run.
+Who the parts are, and what becomes of them, is known to `parts`.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from math import inf
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
-from tailrace import __version__
 from tailrace.config.tree import Config
 from tailrace.control.plane import ControlPlane
+from tailrace.control.state import State
 from tailrace.protocol import (
     TRAINER,
     Command,
@@ -34,16 +34,12 @@ from tailrace.protocol import (
     Forget,
     Generate,
     GiveUp,
-    HostJoined,
-    HostLeft,
     LoadWeights,
     PromptsAdded,
     Publish,
     RelayJoined,
-    RelayLost,
     Release,
     ReplicaJoined,
-    ReplicaLost,
     Route,
     RunStarted,
     SampleFailed,
@@ -54,23 +50,16 @@ from tailrace.protocol import (
     Train,
     Trained,
     TrainerJoined,
-    TrainerLost,
 )
-from tailrace.runtime.hosts import Host, Hosts
-from tailrace.runtime.local import Local, Process, Trace, Traces, last_lines
+from tailrace.runtime.parts import Parts, Tie
 from tailrace.store.run import RunStore
-from tailrace.types import Prompt, RelayId, Row
-from tailrace.watchdog import Watchdog, ask_for_stacks, is_stopped, look_at
-from tailrace.wire.door import Door, JoinKey, public_key
+from tailrace.types import Prompt, Row
+from tailrace.watchdog import Watchdog
+from tailrace.wire.door import Door
 from tailrace.wire.hub import Hub
 from tailrace.wire.messages import (
-    LOOPBACK,
-    OFFER_S,
     Acknowledged,
     Collapsed,
-    Dismissed,
-    Ended,
-    FromController,
     FromPart,
     Grown,
     Hello,
@@ -78,8 +67,6 @@ from tailrace.wire.messages import (
     Offer,
     Ordered,
     Reported,
-    Spec,
-    Wanted,
 )
 
 SNAPSHOT_EVERY = 5000  # events; what a resumed run has to go through again at most
@@ -87,8 +74,6 @@ ENDING_S = 60.0  # for the trainer's last checkpoint
 ACKNOWLEDGE_S = 0.5  # how often parts are told what is committed
 INTERRUPTED = "interrupted"
 STUCK_S = 10.0  # at one thing; then the controller writes to its log where it is
-STACKS_S = 0.25  # for a part that is given up to write down where it is
-AGENT = "host-"  # what the names of other machines begin with
 
 
 class RunError(ValueError):
@@ -112,15 +97,6 @@ class Observer(Protocol):
     def measure(self, now: float, step: int, source: str, values: Mapping[str, float]) -> None: ...
 
 
-class Tie(NamedTuple):
-    """What binds a run together: parts know each other by the token and leave when the lifeline ends."""
-
-    token: str
-    lifeline: int
-    door: bytes = b""  # the secret key of the controller, for runs that other machines may join
-    left: Traces | None = None  # by an earlier controller with the same tie; None: there was none
-
-
 class Controller:
     def __init__(self, store: RunStore, config: Config, source: Source, tie: Tie, observer: Observer) -> None:
         self.store = store
@@ -131,8 +107,7 @@ class Controller:
         if tie.left is None:
             store.hear_anew()
         self.hub = self._hub(store.heard)
-        self.hosts = Hosts()
-        self.local = Local(store.folder, self.hub.port, self._process_ended)
+        self.parts = Parts(config, tie, store.folder, self.hub, self)
         self.plane, self.resumed = _restored(store, config)
         self.stopped = ""
         self.error: RunError | None = None
@@ -154,10 +129,10 @@ class Controller:
             Train: self._train,
             Publish: self._publish,
             Route: self._route,
-            Drop: lambda command: self._to("relay", command.relay, Ordered(command)),
+            Drop: lambda command: self.parts.send("relay", command.relay, Ordered(command)),
             Forget: self._forget,
-            GiveUp: self._give_up,
-            Start: self._start,
+            GiveUp: self.parts.give_up,
+            Start: self.parts.start,
             SetTimer: self._set_timer,
             Stop: self._stop,
         }
@@ -167,11 +142,6 @@ class Controller:
         if not self.config.local.listen:
             return Hub(self.tie.token, port, heard)
         return Hub(self.tie.token, port, heard, Door(self.tie.door, self.tie.token), self.config.local.listen)
-
-    @property
-    def join_key(self) -> JoinKey | None:
-        """What another machine needs to join; None: it cannot."""
-        return JoinKey(public_key(self.tie.door), self.tie.token) if self.config.local.listen else None
 
     @property
     def complete(self) -> bool:
@@ -187,59 +157,32 @@ class Controller:
 
     async def run(self) -> str:
         """Until control stops the run, or somebody calls `interrupt`. Returns the reason."""
-        self._events += self._taking_up() if self.resumed else [self._beginning]
+        self._events += self._beginning
         listening = asyncio.create_task(self._listen())
         listening.add_done_callback(self._deaf)
         try:
             if self.resumed and self.tie.left is None:
-                self._start_everybody()
+                self.parts.start_everybody()
             await self._until_stopped()
             self.store.snapshot(self.store.last_seq, self.plane.snapshot())
         finally:
             listening.cancel()
-            await self._end()
+            await self.parts.end(self.complete, ENDING_S if not self.error else 2.0)
+            self.hub.close()
         if self.error:
             raise self.error
         return self.stopped
 
     @property
-    def _beginning(self) -> RunStarted:
-        return RunStarted(self.config.local.replicas, self.config.local.relays)
-
-    def _taking_up(self) -> list[Event]:
-        """Who outlived the last controller is adopted; of the others control has to be told."""
-        state, gone = self.plane.state, "the run was stopped"
-        here: set[tuple[str, int]] = set()
-        if self.tie.left is not None:
-            gone = "it ended while the controller was away"
-            self._find_hosts(self.tie.left)
-            here = {(one.role, one.id) for one in self.tie.left.parts if self._adopt(one)}
-        relays = [one for one in state.relays.relays.values() if one.live and ("relay", one.id) not in here]
-        replicas = [one for one in state.fleet.replicas.values() if one.live and ("replica", one.id) not in here]
-        events: list[Event] = [ControllerRestarted()]
-        events += [RelayLost(one.id, one.incarnation, gone) for one in relays]
-        events += [ReplicaLost(one.id, one.incarnation, gone) for one in replicas]
-        events += [HostLeft(id, gone) for id in self._absent_hosts()]
-        return events if ("trainer", TRAINER) in here else [*events, TrainerLost(state.training.incarnation, gone)]
-
-    def _adopt(self, trace: Trace) -> bool:
-        """True if the part lives and control has heard of it, or soon will."""
-        spec, host = self._spec(trace.role, trace.id, trace.incarnation), self.hosts.find(trace.role, trace.id)
-        if host is None and not self._is_ours(trace.role, trace.id):
-            return False
-        process = self.local.adopt(spec, trace, host and host.place(spec))
-        known = self._known_incarnation(trace.role, trace.id)
-        if known >= trace.incarnation:
-            process.joined, process.incarnation = True, known
-        else:
-            self._expect(process)
-        return process.alive and not process.dismissed
+    def _beginning(self) -> list[Event]:
+        if self.resumed:
+            return [ControllerRestarted(), *self.parts.missing(self.tie.left)]
+        return [RunStarted(self.config.local.replicas, self.config.local.relays)]
 
     def interrupt(self) -> None:
         """Stop as soon as what is under way is written down; the run can be resumed. The second time: at once."""
         if self.stopped:
-            for process in self.local.processes.values():
-                process.kill()
+            self.parts.kill()
         self.stopped = self.stopped or INTERRUPTED
         self._wake.set()
 
@@ -250,8 +193,9 @@ class Controller:
             self._wake.set()
 
     async def _until_stopped(self) -> None:
-        self.local.logs.mkdir(parents=True, exist_ok=True)
-        with (self.local.logs / "controller.log").open("a") as log, Watchdog("the controller", _say, log) as dog:
+        logs = self.store.folder / "logs"
+        logs.mkdir(parents=True, exist_ok=True)
+        with (logs / "controller.log").open("a") as log, Watchdog("the controller", _say, log) as dog:
             await self._turn_over(dog)
 
     async def _turn_over(self, watchdog: Watchdog) -> None:
@@ -322,38 +266,22 @@ class Controller:
         """One sample may fail; when none succeeds any more, going on would only burn the prompts."""
         self._failures += 1
         if self._failures >= 2 * self.config.workload.group_size * self.config.groups.attempts:
-            self._fail(f"{self._failures} samples in a row could not be judged; the last one because {reason}")
-
-    async def _end(self) -> None:
-        """Everybody is told, and waited for."""
-        patience = ENDING_S if not self.error else 2.0
-        for process in self.local.processes.values():
-            if process.joined:
-                await self.hub.send(process.spec.name, Ended(self.complete))
-            else:
-                process.kill()
-        for host in self.hosts.present.values():
-            await self.hub.send(host.name, Ended(self.complete))
-            host.leave("the run has ended")  # it ends what is there
-        await self.local.end(patience)
-        self.hub.close()
+            self.fail(f"{self._failures} samples in a row could not be judged; the last one because {reason}")
 
     # ------------------------------------------------------------------------------------------------------ hearing
 
     def _hear(self, name: str, message: FromPart) -> None:
         if isinstance(message, Offer):
-            self._offered(name, message)
+            self.parts.offered(name, message)
             return
-        process = self._process(name)
-        if process is None:  # it has been replaced, or was started by a controller that died before it could say so
-            if isinstance(message, Hello) and not name.startswith(AGENT):
-                self._outbox.append(self.hub.send(name, Ended(complete=False)))
+        process = self.parts.named(name)
+        if process is None:
+            if isinstance(message, Hello):
+                self.parts.turn_away(name)
             return
         match message:
             case Hello(address, arena):
-                if (process.address, process.arena) != (address, arena):
-                    process.address, process.arena = address, arena
-                    self.local.write()
+                self.parts.introduced(process, address, arena)
             case Reported(event):
                 if isinstance(event, ReplicaJoined | RelayJoined | TrainerJoined):
                     process.joined, process.incarnation = True, event.incarnation
@@ -366,123 +294,26 @@ class Controller:
                 self.store.metrics.measure(self.now, step, source, values)
                 self.observer.measure(self.now, step, source, values)
             case Collapsed(reason, expected):
-                self._collapsed(process, reason, expected)
+                self.parts.collapsed(process, reason, expected)
 
-    def _process(self, name: str) -> Process | None:
-        return next((each for each in self.local.processes.values() if each.spec.name == name), None)
+    # ---------------------------------------------------------------------------------------------- what the parts need
 
-    def _collapsed(self, process: Process, reason: str, expected: bool) -> None:
-        """A part says why it cannot go on. If it is at work and would fail again, neither can the run."""
-        process.dismissed = True
-        if not process.joined:
-            self._not_up(process, f"cannot start: {reason}")
-        elif expected and self._is_ours(process.spec.role, process.spec.id):
-            self._fail(f"{_title(process.spec)} cannot go on: {reason}")
-        else:
-            self._lost(process, reason)
+    @property
+    def state(self) -> State:
+        return self.plane.state
 
-    def _process_ended(self, process: Process, how: str) -> None:
-        if process.joined:
-            self._lost(process, how)
-        elif not self._is_ours(process.spec.role, process.spec.id):
-            self._not_up(process, f"{how} before it was up")
-        else:
-            tail = last_lines(process.log)
-            self._not_up(process, f"{how} before it was up; the end of {process.log} says:\n{tail}")
+    def tell(self, event: Event) -> None:
+        """Something that control has to hear."""
+        self._events.append(event)
         self._wake.set()
 
-    def _not_up(self, process: Process, how: str) -> None:
-        """Who has been up before in this run is tried again, by control's rules. Without a part of its own that never
-        was, a run cannot go on; without another machine it can."""
-        spec = process.spec
-        sentence = f"{_title(spec)} {how}"
-        host = self.hosts.find(spec.role, spec.id)
-        if self._known_incarnation(spec.role, spec.id):
-            self._lost(process, how)
-        elif host is not None:
-            self._send_away(host, sentence)
-        elif self._is_ours(spec.role, spec.id):
-            self._fail(sentence)
+    def then(self, doing: Coroutine[Any, Any, None]) -> None:
+        """Once the books are closed."""
+        self._outbox.append(doing)
 
-    def _lost(self, process: Process, reason: str) -> None:
-        match process.spec.role:
-            case "replica":
-                self._events.append(ReplicaLost(process.spec.id, process.incarnation, reason))
-            case "relay":
-                self._events.append(RelayLost(process.spec.id, process.incarnation, reason))
-            case _:
-                self._events.append(TrainerLost(process.incarnation, reason))
-
-    def _fail(self, reason: str) -> None:
+    def fail(self, reason: str) -> None:
         self.error = self.error or RunError(reason)
         self._wake.set()
-
-    # -------------------------------------------------------------------------------------------------------- hosts
-
-    def _offered(self, name: str, offer: Offer) -> None:
-        host = self.hosts.present.get(name)
-        if not offer.replicas:
-            if host is not None:
-                self._host_left(host, "its host left")
-            self._outbox.append(self.hub.send(name, Wanted(())))
-        elif offer.release != __version__:
-            reason = f"this run is of Tailrace {__version__}, the worker of {offer.release}; install the same there"
-            self._outbox.append(self.hub.send(name, Dismissed(reason)))
-        else:
-            host = host or self._welcome(name, offer.replicas)
-            self._outbox.append(self.hub.send(name, host.hear(self.now, offer.parts)))
-
-    def _welcome(self, name: str, count: int) -> Host:
-        """A machine that is new, or has been away for too long, gets numbers that nobody has had."""
-        state, present = self.plane.state, self.hosts.present.values()
-        hosts = [self.config.local.relays - 1, *state.relays.relays, *[host.id for host in present]]
-        given = [id for host in present for id in host.trace.replicas]
-        first = 1 + max([self.config.local.replicas - 1, *state.fleet.replicas, *given])
-        host = self.hosts.add(name, 1 + max(hosts), tuple(range(first, first + count)), self.now)
-        self._events.append(HostJoined(host.id, host.trace.replicas))
-        return host
-
-    def _host_left(self, host: Host, reason: str) -> None:
-        del self.hosts.present[host.name]
-        for place, process in list(self.local.processes.items()):
-            if host.has(*place):
-                if process.joined and not process.dismissed:
-                    self._lost(process, reason)
-                process.dismissed = True
-                del self.local.processes[place]
-        host.leave(reason)
-        self._events.append(HostLeft(host.id, reason))
-        self._write_hosts()
-        self._wake.set()
-
-    def _send_away(self, host: Host, reason: str) -> None:
-        self._outbox.append(self.hub.send(host.name, Dismissed(reason)))
-        self._host_left(host, reason)
-
-    def _find_silent_hosts(self) -> None:
-        patience = self.config.health.strikes * max(self.config.health.heartbeat_s, OFFER_S)
-        for host in self.hosts.silent(self.now - patience):
-            self._host_left(host, f"nothing was heard of its host for {self.now - host.seen:.1f} s")
-
-    def _find_hosts(self, left: Traces) -> None:
-        """Those of which the journal knows; others are new when they are heard of."""
-        for one in left.hosts:
-            if one.id in self.plane.state.relays.relays:
-                self.hosts.add(one.name, one.id, one.replicas, self.now)
-        self.local.hosts = tuple([host.trace for host in self.hosts.present.values()])
-
-    def _absent_hosts(self) -> list[RelayId]:
-        known = [one.id for one in self.plane.state.relays.relays.values() if not one.departed]
-        return [id for id in known if not self._is_ours("relay", id) and self.hosts.find("relay", id) is None]
-
-    def _write_hosts(self) -> None:
-        self.local.hosts = tuple([host.trace for host in self.hosts.present.values()])
-        self.local.write()
-
-    def _is_ours(self, role: str, id: int) -> bool:
-        """A part of this machine."""
-        own = {"trainer": TRAINER + 1, "relay": self.config.local.relays, "replica": self.config.local.replicas}
-        return id < own[role]
 
     # ----------------------------------------------------------------------------------------------------- commands
 
@@ -510,35 +341,31 @@ class Controller:
         prompts = {one.prompt for one in command.requests}
         rows = {id: Row(id, one.tokens, one.prompt, one.columns) for id in prompts if (one := vault.row(id))}
         prefixes = {one.trajectory: vault.prefix(one.trajectory) for one in command.requests if one.resume}
-        self._to("replica", command.replica, Ordered(command, rows=rows, prefixes=prefixes))
+        self.parts.send("replica", command.replica, Ordered(command, rows=rows, prefixes=prefixes))
 
     def _load_weights(self, command: LoadWeights) -> None:
-        relay = self.local.processes.get(("relay", command.relay))
+        relay = self.parts.get("relay", command.relay)
         if relay is not None:  # else control is about to hear that it is gone
-            self._to(
+            self.parts.send(
                 "replica",
                 command.replica,
-                Ordered(command, addresses=self._listening((command.relay,)), arena=relay.arena),
+                Ordered(command, addresses=self.parts.addresses((command.relay,)), arena=relay.arena),
             )
 
     def _to_replica(self, command: Any) -> None:
-        self._to("replica", command.replica, Ordered(command))
+        self.parts.send("replica", command.replica, Ordered(command))
 
     def _train(self, command: Train) -> None:
         groups = tuple([tuple(self.store.vault.read(group.trajectories)) for group in command.groups])
-        self._to("trainer", TRAINER, Ordered(command, groups=groups))
+        self.parts.send("trainer", TRAINER, Ordered(command, groups=groups))
 
     def _publish(self, command: Publish) -> None:
-        addresses = self._listening((command.relay,))
+        addresses = self.parts.addresses((command.relay,))
         if addresses:
-            self._to("trainer", TRAINER, Ordered(command, addresses=addresses))
+            self.parts.send("trainer", TRAINER, Ordered(command, addresses=addresses))
 
     def _route(self, command: Route) -> None:
-        self._to("relay", command.relay, Ordered(command, addresses=self._listening(command.targets)))
-
-    def _listening(self, relays: tuple[RelayId, ...]) -> dict[RelayId, str]:
-        found = {id: self.local.processes.get(("relay", id)) for id in relays}
-        return {id: process.address for id, process in found.items() if process is not None}
+        self.parts.send("relay", command.relay, Ordered(command, addresses=self.parts.addresses(command.targets)))
 
     def _forget(self, command: Forget) -> None:
         self.store.vault.forget(command.trajectories, self.config.run.archive, command.reason)
@@ -554,122 +381,15 @@ class Controller:
             asyncio.get_running_loop().call_later(pause, self._fire, timer, inf)
             return
         if timer == "health":
-            self._find_silent_hosts()
+            self.parts.find_silent_hosts()
         self._events.append(TimerFired(timer))
         self._wake.set()
 
     def _stop(self, command: Stop) -> None:
         if command.failed:
-            self._fail(command.reason)
+            self.fail(command.reason)
         else:
             self.stopped = command.reason
-
-    def _to(self, role: str, id: int, message: FromController) -> None:
-        """To be sent once the books are closed. A part that is gone gets nothing: control will hear of its loss."""
-        process = self.local.processes.get((role, id))
-        if process is not None and process.joined:
-            self._outbox.append(self.hub.send(process.spec.name, message))
-
-    # ----------------------------------------------------------------------------------------------------- starting
-
-    def _give_up(self, command: GiveUp) -> None:
-        process = self.local.processes.get((command.part, command.id))
-        if process is not None and process.incarnation == command.incarnation:
-            process.dismissed = True
-            self._diagnose(process, command.reason)
-            asyncio.get_running_loop().call_later(STACKS_S, process.kill)
-
-    def _diagnose(self, process: Process, reason: str) -> None:
-        """What its processes are doing, to its log; their stacks too, where they can still be had. Those on another
-        machine are out of sight."""
-        if not self._is_ours(process.spec.role, process.spec.id):
-            return
-        with process.log.open("a") as log:
-            for child in process.children:
-                print(f"{_title(process.spec)} is given up ({reason}): {look_at(child.pid)}", file=log, flush=True)
-                ask_for_stacks(child.pid)
-
-    def _start(self, command: Start) -> None:
-        process = self.local.processes.get((command.part, command.id))
-        if process is not None and process.alive and not process.joined:
-            return  # it is on its way
-        self._start_part(command.part, command.id)
-
-    def _start_everybody(self) -> None:
-        """A resumed run: whoever was there is gone with the keeper of then."""
-        self._start_part("trainer", TRAINER)
-        for id in range(self.config.local.relays):
-            self._start_part("relay", id)
-        for id in range(self.config.local.replicas):
-            self._start_part("replica", id)
-
-    def _start_part(self, role: str, id: int) -> None:
-        """Once the books are closed: nobody may be there that the journal does not know."""
-        self._outbox.append(self._started(role, id))
-
-    async def _started(self, role: str, id: int) -> None:
-        earlier, host = self.local.processes.get((role, id)), self.hosts.find(role, id)
-        if host is None and not self._is_ours(role, id):
-            return  # its host has left
-        used = earlier.spec.incarnation if earlier else 0
-        spec = self._spec(role, id, 1 + max(self._known_incarnation(role, id), used))
-        self.local.hosts = tuple([host.trace for host in self.hosts.present.values()])
-        self.local.start(spec, host and host.place(spec))
-        self._expect(self.local.processes[role, id])
-
-    def _spec(self, role: str, id: int, incarnation: int) -> Spec:
-        key, host = self.join_key, self.hosts.find(role, id)
-        away = self.config.local.listen if self.config.relay.listen == LOOPBACK else ""
-        return Spec(
-            role=role,
-            id=id,
-            incarnation=incarnation,
-            endpoint=self.hub.endpoint,
-            token=self.tie.token,
-            folder=str(self.store.folder.resolve()),
-            config=self.config,
-            lifeline=self.tie.lifeline,
-            door=key.door if key else "",
-            host=host.id if host else id % self.config.local.relays,
-            listen=away or self.config.relay.listen,
-            step=self.plane.state.training.version,
-        )
-
-    def _known_incarnation(self, role: str, id: int) -> int:
-        """The last one that control has heard of."""
-        state = self.plane.state
-        records: dict[str, Any] = {"replica": state.fleet.replicas, "relay": state.relays.relays}
-        known = state.training if role == "trainer" else records[role].get(id)
-        return known.incarnation if known else 0
-
-    def _expect(self, process: Process) -> None:
-        """It has to join in time."""
-        asyncio.get_running_loop().call_later(self.config.local.start_s, self._overdue, process)
-        self._look_after(process, 0)
-
-    def _look_after(self, process: Process, stopped: int) -> None:
-        """While it starts its heart does not beat yet: a process that was stopped is seen from outside."""
-        if not self._is_starting(process):
-            return
-        stopped = stopped + 1 if any(is_stopped(child.pid) for child in process.children) else 0
-        if stopped > self.config.health.strikes:
-            process.kill()
-            self._not_up(process, "was stopped before it was up")
-            self._wake.set()
-        else:
-            wait_s = self.config.health.heartbeat_s
-            asyncio.get_running_loop().call_later(wait_s, self._look_after, process, stopped)
-
-    def _is_starting(self, process: Process) -> bool:
-        spec = process.spec
-        current = self.local.processes.get((spec.role, spec.id)) is process
-        return current and not process.joined and not process.dismissed and not self.stopped
-
-    def _overdue(self, process: Process) -> None:
-        if self._is_starting(process):
-            process.kill()
-            self._not_up(process, f"is not up after {self.config.local.start_s:g} s (local.start_s); see {process.log}")
-            self._wake.set()
 
 
 def _restored(store: RunStore, config: Config) -> tuple[ControlPlane, bool]:
@@ -688,8 +408,4 @@ def _say(sentence: str) -> None:
     print(f"tailrace: the controller is {sentence}", file=sys.stderr, flush=True)
 
 
-def _title(spec: Spec) -> str:
-    return "the trainer" if spec.role == "trainer" else f"{spec.role} {spec.id}"
-
-
-__all__ = ["INTERRUPTED", "Controller", "RunError", "Source", "Tie"]
+__all__ = ["INTERRUPTED", "Controller", "RunError", "Source"]

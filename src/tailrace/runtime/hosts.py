@@ -80,6 +80,10 @@ class Hosts:
     def __init__(self) -> None:
         self.present: dict[str, Host] = {}
 
+    @property
+    def traces(self) -> tuple[HostTrace, ...]:
+        return tuple([host.trace for host in self.present.values()])
+
     def find(self, role: str, id: int) -> Host | None:
         """The one on which this part runs."""
         return next((host for host in self.present.values() if host.has(role, id)), None)

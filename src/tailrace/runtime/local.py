@@ -104,6 +104,11 @@ class Process:
         self.address = self.arena = ""  # of a relay
 
     @property
+    def title(self) -> str:
+        """For people."""
+        return "the trainer" if self.spec.role == "trainer" else f"{self.spec.role} {self.spec.id}"
+
+    @property
     def alive(self) -> bool:
         return not all(child.ended.is_set() for child in self.children)
 
@@ -123,12 +128,11 @@ class Local:
         self.processes: dict[tuple[str, int], Process] = {}
         self.hosts: tuple[HostTrace, ...] = ()
         self._folder = folder
-        self.logs = folder / "logs"
         self._port = port
         self._on_exit = on_exit
         self._watchers: set[asyncio.Task[None]] = set()
 
-    def start(self, spec: Spec, elsewhere: Child | None = None) -> None:
+    def start(self, spec: Spec, elsewhere: Child | None = None) -> Process:
         """Start the part's processes, unless it is elsewhere; an earlier incarnation of it is killed first."""
         earlier = self.processes.get((spec.role, spec.id))
         if earlier is not None:
@@ -140,6 +144,7 @@ class Local:
             self._begin(process)
             self.write()
         self._watch(process)
+        return process
 
     def _begin(self, process: Process) -> None:
         spec = process.spec

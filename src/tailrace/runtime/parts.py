@@ -1,0 +1,371 @@
+"""The parts of a run, wherever they are: started when control says so, watched until they have joined, given up when
+it says so, found again after a controller that died.
+
+Here it is known which process is which part, on this machine (`local`) or on another one that has joined (`hosts`).
+What goes wrong with a part becomes an event for control, or the end of the run if it cannot go on without; what goes
+wrong on another machine is that machine's loss, never the end of the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from tailrace import __version__
+from tailrace.config.tree import Config
+from tailrace.control.state import State
+from tailrace.protocol import (
+    TRAINER,
+    Event,
+    GiveUp,
+    HostJoined,
+    HostLeft,
+    RelayLost,
+    ReplicaLost,
+    Start,
+    TrainerLost,
+)
+from tailrace.runtime.hosts import Host, Hosts
+from tailrace.runtime.local import Local, Process, Trace, Traces, last_lines
+from tailrace.types import RelayId
+from tailrace.watchdog import ask_for_stacks, is_stopped, look_at
+from tailrace.wire.door import JoinKey, public_key
+from tailrace.wire.hub import Hub
+from tailrace.wire.messages import LOOPBACK, OFFER_S, Dismissed, Ended, FromController, Offer, Spec, Wanted
+
+AGENT = "host-"  # what the names of other machines begin with
+STACKS_S = 0.25  # for a part that is given up to write down where it is
+
+
+class Tie(NamedTuple):
+    """What binds a run together: parts know each other by the token and leave when the lifeline ends."""
+
+    token: str
+    lifeline: int
+    door: bytes = b""  # the secret key of the controller, for runs that other machines may join
+    left: Traces | None = None  # by an earlier controller with the same tie; None: there was none
+
+
+class Overseer(Protocol):
+    """Whom the parts report to."""
+
+    @property
+    def now(self) -> float: ...
+
+    @property
+    def state(self) -> State: ...
+
+    @property
+    def stopped(self) -> str: ...
+
+    def tell(self, event: Event) -> None:
+        """Something that control has to hear."""
+        ...
+
+    def fail(self, reason: str) -> None:
+        """The run cannot go on."""
+        ...
+
+    def then(self, doing: Coroutine[Any, Any, None]) -> None:
+        """To be done once the books are closed."""
+        ...
+
+
+class Parts:
+    def __init__(self, config: Config, tie: Tie, folder: Path, hub: Hub, overseer: Overseer) -> None:
+        self.config = config
+        self.tie = tie
+        self.hub = hub
+        self.overseer = overseer
+        self._folder = folder
+        self._hosts = Hosts()
+        self._local = Local(folder, hub.port, self._ended)
+
+    @property
+    def join_key(self) -> JoinKey | None:
+        """What another machine needs to join; None: it cannot."""
+        return JoinKey(public_key(self.tie.door), self.tie.token) if self.config.local.listen else None
+
+    def get(self, role: str, id: int) -> Process | None:
+        return self._local.processes.get((role, id))
+
+    def named(self, name: str) -> Process | None:
+        return next((each for each in self._local.processes.values() if each.spec.name == name), None)
+
+    def addresses(self, relays: tuple[RelayId, ...]) -> dict[RelayId, str]:
+        """Where these take weights, as far as they are there."""
+        found = {id: self.get("relay", id) for id in relays}
+        return {id: process.address for id, process in found.items() if process is not None}
+
+    def send(self, role: str, id: int, message: FromController) -> None:
+        """To be sent once the books are closed. A part that is gone gets nothing: control will hear of its loss."""
+        process = self.get(role, id)
+        if process is not None and process.joined:
+            self._post(process.spec.name, message)
+
+    def _post(self, name: str, message: FromController) -> None:
+        self.overseer.then(self.hub.send(name, message))
+
+    # ----------------------------------------------------------------------------------------------------- starting
+
+    def start_everybody(self) -> None:
+        """A resumed run: whoever was there is gone with the keeper of then."""
+        self._start("trainer", TRAINER)
+        for id in range(self.config.local.relays):
+            self._start("relay", id)
+        for id in range(self.config.local.replicas):
+            self._start("replica", id)
+
+    def start(self, command: Start) -> None:
+        process = self.get(command.part, command.id)
+        if process is None or process.joined or not process.alive:  # else it is on its way
+            self._start(command.part, command.id)
+
+    def _start(self, role: str, id: int) -> None:
+        """Once the books are closed: nobody may be there that the journal does not know."""
+        self.overseer.then(self._started(role, id))
+
+    async def _started(self, role: str, id: int) -> None:
+        earlier, host = self.get(role, id), self._hosts.find(role, id)
+        if host is None and not self._is_ours(role, id):
+            return  # its host has left
+        used = earlier.spec.incarnation if earlier else 0
+        spec = self._spec(role, id, 1 + max(self._known_incarnation(role, id), used))
+        self._local.hosts = self._hosts.traces
+        self._expect(self._local.start(spec, host and host.place(spec)))
+
+    def _spec(self, role: str, id: int, incarnation: int) -> Spec:
+        key, host = self.join_key, self._hosts.find(role, id)
+        away = self.config.local.listen if self.config.relay.listen == LOOPBACK else ""
+        return Spec(
+            role=role,
+            id=id,
+            incarnation=incarnation,
+            endpoint=self.hub.endpoint,
+            token=self.tie.token,
+            folder=str(self._folder.resolve()),
+            config=self.config,
+            lifeline=self.tie.lifeline,
+            door=key.door if key else "",
+            host=host.id if host else id % self.config.local.relays,
+            listen=away or self.config.relay.listen,
+            step=self.overseer.state.training.version,
+        )
+
+    def _is_ours(self, role: str, id: int) -> bool:
+        """A part of this machine."""
+        own = {"trainer": TRAINER + 1, "relay": self.config.local.relays, "replica": self.config.local.replicas}
+        return id < own[role]
+
+    def _known_incarnation(self, role: str, id: int) -> int:
+        """The last one that control has heard of."""
+        state = self.overseer.state
+        records: dict[str, Any] = {"replica": state.fleet.replicas, "relay": state.relays.relays}
+        known = state.training if role == "trainer" else records[role].get(id)
+        return known.incarnation if known else 0
+
+    # ------------------------------------------------------------------------------------------- until it has joined
+
+    def _expect(self, process: Process) -> None:
+        """It has to join in time."""
+        asyncio.get_running_loop().call_later(self.config.local.start_s, self._overdue, process)
+        self._look_after(process, 0)
+
+    def _look_after(self, process: Process, stopped: int) -> None:
+        """While it starts its heart does not beat yet: a process that was stopped is seen from outside."""
+        if not self._is_starting(process):
+            return
+        stopped = stopped + 1 if any(is_stopped(child.pid) for child in process.children) else 0
+        if stopped > self.config.health.strikes:
+            process.kill()
+            self._not_up(process, "was stopped before it was up")
+        else:
+            wait_s = self.config.health.heartbeat_s
+            asyncio.get_running_loop().call_later(wait_s, self._look_after, process, stopped)
+
+    def _overdue(self, process: Process) -> None:
+        if self._is_starting(process):
+            process.kill()
+            self._not_up(process, f"is not up after {self.config.local.start_s:g} s (local.start_s); see {process.log}")
+
+    def _is_starting(self, process: Process) -> bool:
+        current = self.get(process.spec.role, process.spec.id) is process
+        return current and not process.joined and not process.dismissed and not self.overseer.stopped
+
+    def introduced(self, process: Process, address: str, arena: str) -> None:
+        if (process.address, process.arena) != (address, arena):
+            process.address, process.arena = address, arena
+            self._local.write()
+
+    def turn_away(self, name: str) -> None:
+        """It has been replaced, or was started by a controller that died before it could say so."""
+        if not name.startswith(AGENT):
+            self._post(name, Ended(complete=False))
+
+    # -------------------------------------------------------------------------------------------------------- losses
+
+    def collapsed(self, process: Process, reason: str, expected: bool) -> None:
+        """A part says why it cannot go on. If it is at work and would fail again, neither can the run."""
+        process.dismissed = True
+        if not process.joined:
+            self._not_up(process, f"cannot start: {reason}")
+        elif expected and self._is_ours(process.spec.role, process.spec.id):
+            self.overseer.fail(f"{process.title} cannot go on: {reason}")
+        else:
+            self._lost(process, reason)
+
+    def _ended(self, process: Process, how: str) -> None:
+        if process.joined:
+            self._lost(process, how)
+        elif not self._is_ours(process.spec.role, process.spec.id):
+            self._not_up(process, f"{how} before it was up")
+        else:
+            tail = last_lines(process.log)
+            self._not_up(process, f"{how} before it was up; the end of {process.log} says:\n{tail}")
+
+    def _not_up(self, process: Process, how: str) -> None:
+        """Who has been up before in this run is tried again, by control's rules. Without a part of its own that never
+        was, a run cannot go on; without another machine it can."""
+        spec = process.spec
+        sentence = f"{process.title} {how}"
+        host = self._hosts.find(spec.role, spec.id)
+        if self._known_incarnation(spec.role, spec.id):
+            self._lost(process, how)
+        elif host is not None:
+            self._send_away(host, sentence)
+        elif self._is_ours(spec.role, spec.id):
+            self.overseer.fail(sentence)
+
+    def _lost(self, process: Process, reason: str) -> None:
+        match process.spec.role:
+            case "replica":
+                self.overseer.tell(ReplicaLost(process.spec.id, process.incarnation, reason))
+            case "relay":
+                self.overseer.tell(RelayLost(process.spec.id, process.incarnation, reason))
+            case _:
+                self.overseer.tell(TrainerLost(process.incarnation, reason))
+
+    def give_up(self, command: GiveUp) -> None:
+        process = self.get(command.part, command.id)
+        if process is not None and process.incarnation == command.incarnation:
+            process.dismissed = True
+            self._diagnose(process, command.reason)
+            asyncio.get_running_loop().call_later(STACKS_S, process.kill)
+
+    def _diagnose(self, process: Process, reason: str) -> None:
+        """What its processes are doing, to its log; their stacks too, where they can still be had. Those on another
+        machine are out of sight."""
+        if not self._is_ours(process.spec.role, process.spec.id):
+            return
+        with process.log.open("a") as log:
+            for child in process.children:
+                print(f"{process.title} is given up ({reason}): {look_at(child.pid)}", file=log, flush=True)
+                ask_for_stacks(child.pid)
+
+    # ------------------------------------------------------------------------------------- from an earlier controller
+
+    def missing(self, left: Traces | None) -> list[Event]:
+        """Who outlived the last controller is adopted; of the others control has to be told."""
+        state, gone = self.overseer.state, "the run was stopped"
+        here: set[tuple[str, int]] = set()
+        if left is not None:
+            gone = "it ended while the controller was away"
+            self._find_hosts(left)
+            here = {(one.role, one.id) for one in left.parts if self._adopt(one)}
+        relays = [one for one in state.relays.relays.values() if one.live and ("relay", one.id) not in here]
+        replicas = [one for one in state.fleet.replicas.values() if one.live and ("replica", one.id) not in here]
+        events: list[Event] = [RelayLost(one.id, one.incarnation, gone) for one in relays]
+        events += [ReplicaLost(one.id, one.incarnation, gone) for one in replicas]
+        events += [HostLeft(id, gone) for id in self._absent_hosts()]
+        return events if ("trainer", TRAINER) in here else [*events, TrainerLost(state.training.incarnation, gone)]
+
+    def _adopt(self, trace: Trace) -> bool:
+        """True if the part lives and control has heard of it, or soon will."""
+        spec, host = self._spec(trace.role, trace.id, trace.incarnation), self._hosts.find(trace.role, trace.id)
+        if host is None and not self._is_ours(trace.role, trace.id):
+            return False
+        process = self._local.adopt(spec, trace, host and host.place(spec))
+        known = self._known_incarnation(trace.role, trace.id)
+        if known >= trace.incarnation:
+            process.joined, process.incarnation = True, known
+        else:
+            self._expect(process)
+        return process.alive and not process.dismissed
+
+    def _find_hosts(self, left: Traces) -> None:
+        """Those of which the journal knows; others are new when they are heard of."""
+        for one in left.hosts:
+            if one.id in self.overseer.state.relays.relays:
+                self._hosts.add(one.name, one.id, one.replicas, self.overseer.now)
+        self._local.hosts = self._hosts.traces
+
+    def _absent_hosts(self) -> list[RelayId]:
+        known = [one.id for one in self.overseer.state.relays.relays.values() if not one.departed]
+        return [id for id in known if not self._is_ours("relay", id) and self._hosts.find("relay", id) is None]
+
+    # ------------------------------------------------------------------------------------------------ other machines
+
+    def offered(self, name: str, offer: Offer) -> None:
+        host = self._hosts.present.get(name)
+        if not offer.replicas:
+            if host is not None:
+                self._host_left(host, "its host left")
+            self._post(name, Wanted(()))
+        elif offer.release != __version__:
+            reason = f"this run is of Tailrace {__version__}, the worker of {offer.release}; install the same there"
+            self._post(name, Dismissed(reason))
+        else:
+            host = host or self._welcome(name, offer.replicas)
+            self._post(name, host.hear(self.overseer.now, offer.parts))
+
+    def _welcome(self, name: str, count: int) -> Host:
+        """A machine that is new, or has been away for too long, gets numbers that nobody has had."""
+        state, present = self.overseer.state, self._hosts.present.values()
+        hosts = [self.config.local.relays - 1, *state.relays.relays, *[host.id for host in present]]
+        given = [id for host in present for id in host.trace.replicas]
+        first = 1 + max([self.config.local.replicas - 1, *state.fleet.replicas, *given])
+        host = self._hosts.add(name, 1 + max(hosts), tuple(range(first, first + count)), self.overseer.now)
+        self.overseer.tell(HostJoined(host.id, host.trace.replicas))
+        return host
+
+    def find_silent_hosts(self) -> None:
+        now, patience = self.overseer.now, self.config.health.strikes * max(self.config.health.heartbeat_s, OFFER_S)
+        for host in self._hosts.silent(now - patience):
+            self._host_left(host, f"nothing was heard of its host for {now - host.seen:.1f} s")
+
+    def _send_away(self, host: Host, reason: str) -> None:
+        self._post(host.name, Dismissed(reason))
+        self._host_left(host, reason)
+
+    def _host_left(self, host: Host, reason: str) -> None:
+        del self._hosts.present[host.name]
+        for place, process in list(self._local.processes.items()):
+            if host.has(*place):
+                if process.joined and not process.dismissed:
+                    self._lost(process, reason)
+                process.dismissed = True
+                del self._local.processes[place]
+        host.leave(reason)
+        self.overseer.tell(HostLeft(host.id, reason))
+        self._local.hosts = self._hosts.traces
+        self._local.write()
+
+    # --------------------------------------------------------------------------------------------------------- the end
+
+    def kill(self) -> None:
+        for process in self._local.processes.values():
+            process.kill()
+
+    async def end(self, complete: bool, patience_s: float) -> None:
+        """Everybody is told, and waited for."""
+        for process in self._local.processes.values():
+            if process.joined:
+                await self.hub.send(process.spec.name, Ended(complete))
+            else:
+                process.kill()
+        for host in self._hosts.present.values():
+            await self.hub.send(host.name, Ended(complete))
+            host.leave("the run has ended")  # it ends what is there
+        await self._local.end(patience_s)
