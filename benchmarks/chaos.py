@@ -100,11 +100,10 @@ def one_run(seed: int, steps: int, faults: Iterator[Fault] | None) -> Outcome:
     with (
         tempfile.TemporaryDirectory() as folder,
         small_disk(Path(folder) / "disk", 512) as disk,
-        victim(disk / "run", RECIPE, *options, trouble=Path(folder) / "trouble") as run,
+        victim(disk / "run", RECIPE, *options, trouble=Path(folder) / "trouble") as run,kept_if_broken(run, seed)
     ):
-        with kept_if_broken(run, seed):
-            struck = torment(run, faults) if faults is not None else undisturbed(run)
-            return Outcome(seed, struck, prove(run.folder), final_reward(run), time.monotonic() - began, run.resumed)
+        struck = torment(run, faults) if faults is not None else undisturbed(run)
+        return Outcome(seed, struck, prove(run.folder), final_reward(run), time.monotonic() - began, run.resumed)
 
 
 @contextmanager
