@@ -11,14 +11,24 @@ import os
 import random
 import shutil
 import signal
+import socket
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
+import zmq
 from victim import Victim
+
+from tailrace.protocol import TrainerLost
+from tailrace.runtime.local import read_traces
+from tailrace.store.journal import Journal, JournalError
+from tailrace.wire.messages import Reported, sign
 
 Strike = Callable[[Victim, random.Random], str]
 SHORT_S = (0.2, 1.5)  # a stop that nobody need notice
@@ -141,6 +151,67 @@ def _scribble(file: Path) -> None:
         content.write(b"\xa5" * 16)
 
 
+def copied_while_in_use(run: Victim, draw: random.Random) -> str:
+    """Somebody copies `run.db` without its log, as people do, and looks into the copy: it is a true beginning of the
+    run, or refused."""
+    with tempfile.TemporaryDirectory(dir=run.trouble) as folder:
+        copy = Path(shutil.copy(run.folder / "run.db", folder))
+        try:
+            told = list(Journal(copy).entries())
+        except JournalError:
+            return "refused"
+        assert told == list(islice(Journal(run.folder).entries(), len(told))), "the copy tells another story"
+        return f"{len(told)} events"
+
+
+# --------------------------------------------------------------------------------------------------------- strangers
+
+
+def strangers_talk(run: Victim, draw: random.Random) -> str:
+    """Nonsense to everybody who listens, and reports in the name of a part, without the token."""
+    doors = _doors(run)
+    for place in doors:
+        with suppress(OSError), socket.create_connection(place, timeout=1.0) as caller:
+            caller.sendall(draw.randbytes(draw.choice((1, 64, 4096))))
+    if doors:
+        _forge(doors[0], draw)
+    return f"{len(doors)} doors" if doors else ""
+
+
+def strangers_keep_silent(run: Victim, draw: random.Random) -> str:
+    """They are let in and say nothing."""
+    callers: list[socket.socket] = []
+    for place in _doors(run) * 8:
+        with suppress(OSError):
+            callers.append(socket.create_connection(place, timeout=1.0))
+    run.later(draw.uniform(*LONG_S), lambda: _hang_up(callers))
+    return f"{len(callers)} callers" if callers else ""
+
+
+def _hang_up(callers: list[socket.socket]) -> None:
+    for caller in callers:
+        caller.close()
+
+
+def _doors(run: Victim) -> list[tuple[str, int]]:
+    """The controller's, and those of the relays."""
+    traces = read_traces(run.folder)
+    addresses = [f"127.0.0.1:{traces.port}"] * bool(traces.port) + [one.address for one in traces.parts if one.address]
+    parted = [address.partition("#")[0].rpartition(":") for address in addresses]
+    return [(host, int(port)) for host, _, port in parted]
+
+
+def _forge(place: tuple[str, int], draw: random.Random) -> None:
+    wire = zmq.Context.instance().socket(zmq.DEALER)
+    wire.setsockopt(zmq.IDENTITY, draw.choice((b"trainer-0/1", b"replica-0/1", b"relay-1/2", b"nobody")))
+    wire.connect(f"tcp://{place[0]}:{place[1]}")
+    content = msgspec.msgpack.encode(Reported(TrainerLost(1, "forged")))
+    for number in range(8):
+        label = number.to_bytes(8, "big")
+        wire.send_multipart([label, sign("a guess", b"trainer-0/1", label, content), content])
+    wire.close(500)
+
+
 # ------------------------------------------------------------------------------------------------------------ the disk
 
 
@@ -236,6 +307,9 @@ KINDS: dict[str, Strike] = {
     "version damaged in memory": version_damaged,
     "version truncated in memory": version_truncated,
     "checkpoint cut short": checkpoint_damaged,
+    "run.db copied while in use": copied_while_in_use,
+    "strangers talk": strangers_talk,
+    "strangers keep silent": strangers_keep_silent,
     "controller killed": killed("controller"),
     "controller stopped": stopped("controller", LONG_S),
     "everybody killed": everybody_killed,

@@ -55,24 +55,14 @@ def test_a_disk_that_is_slow_and_then_full_costs_time_and_nothing_else(tmp_path)
 
 def test_a_clock_that_jumps_is_not_noticed(tmp_path):
     """Whoever asks for the time of day gets nonsense; everything but the date of the run is measured otherwise."""
-    (tmp_path / "jumps").mkdir()
-    (tmp_path / "jumps" / "sitecustomize.py").write_text(JUMPING)
     with victim(tmp_path, *FLEET, "--run.steps", "4") as run:
-        run.environment["PYTHONPATH"] = str(tmp_path / "jumps")
+        run.let_the_clock_jump()
         assert run.start().wait()[0] == 0, run.said()
         summary = json.loads((run.folder / "summary.json").read_text())
         proof = prove(run.folder)
     assert proof.trained == 4 * 4
     assert not proof.lost
     assert 0 < max(run.query("SELECT max(now) FROM journal"))[0] < 600, summary
-
-
-JUMPING = """
-import random, time
-_draw = random.Random()
-time.time = lambda: _draw.uniform(0, 4e9)
-time.time_ns = lambda: int(time.time() * 1e9)
-"""
 
 
 def test_nothing_in_the_code_asks_for_the_time_of_day():

@@ -22,6 +22,12 @@ from tailrace.relay.arena import default_base
 from tailrace.watchdog import ask_for_stacks, look_at
 
 DEADLINE_S = 180.0  # for a single fact; generous, because two cores may be shared by many
+JUMPING = """
+import random, time
+_draw = random.Random()
+time.time = lambda: _draw.uniform(0, 4e9)
+time.time_ns = lambda: int(time.time() * 1e9)
+"""
 QUIET_S = 90.0  # without any step: then the run is said to hang
 
 
@@ -60,6 +66,11 @@ class Victim(Run):
 
     def said(self) -> str:
         return self.output.read_text(errors="replace")[-4000:]
+
+    def let_the_clock_jump(self) -> None:
+        """Whoever asks for the time of day gets nonsense, from the next start on."""
+        (self.trouble / "sitecustomize.py").write_text(JUMPING)
+        self.environment["PYTHONPATH"] = str(self.trouble)
 
     # --------------------------------------------------------------------------------------------------- its processes
 
