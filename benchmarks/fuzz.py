@@ -1,4 +1,4 @@
-"""Hostile input against all that decodes: wire, judges, relays, journal, run.db, checkpoints, settings, datasets.
+"""Hostile input against all that decodes: wire, judges, relays, journal, run.db, checkpoints, settings, datasets, HTTP.
 
     python benchmarks/fuzz.py                  # a million inputs in all, always the same ones
     python benchmarks/fuzz.py --inputs 20000   # the short form that the tests run
@@ -545,7 +545,8 @@ def journal_rows(folder: Path) -> tuple[list[bytes], Decode]:
 
 
 def run_file(folder: Path) -> tuple[list[bytes], Decode]:
-    """run.db itself: read as `story` and `replay` do, and opened as `--resume` does."""
+    """run.db itself: read as `story`, `replay` and the page do, and opened as `--resume` does."""
+    from tailrace.page.follow import Follower
     from tailrace.store.journal import Journal, JournalError
     from tailrace.store.metrics import measurements
     from tailrace.store.run import RunStore
@@ -565,6 +566,7 @@ def run_file(folder: Path) -> tuple[list[bytes], Decode]:
             lambda: [Journal(path).config, *Journal(path).entries()],
             lambda: held(path, "trajectory", 0),
             lambda: list(measurements(path)),
+            lambda: Follower(path),
             lambda: _resumed(RunStore.reopen(path.parent)),
         ):
             try:
@@ -819,6 +821,8 @@ def calls(_: Path) -> tuple[list[bytes], Decode]:
 
 
 def decoders() -> list[Decoder]:
+    from fuzz_page import on_loopback, stranger
+
     from tailrace.config import ConfigError
     from tailrace.envs.judge_wire import FrameError
     from tailrace.relay.layout import LayoutError
@@ -827,8 +831,8 @@ def decoders() -> list[Decoder]:
     from tailrace.trainer.manifest import CheckpointError
 
     return [
-        Decoder("wire: parts to controller", 0.16, "msgpack", hub, ()),
-        Decoder("wire: controller to parts", 0.14, "msgpack", link, MALFORMED),
+        Decoder("wire: parts to controller", 0.14, "msgpack", hub, ()),
+        Decoder("wire: controller to parts", 0.12, "msgpack", link, MALFORMED),
         Decoder("judges: answers", 0.06, "bytes", judge_replies, (FrameError,)),
         Decoder("judges: questions", 0.06, "msgpack", judge_questions, MALFORMED),
         Decoder("relays: a stranger's bytes", 0.06, "bytes", relay_stream, (LinkError,)),
@@ -850,6 +854,8 @@ def decoders() -> list[Decoder]:
         Decoder("data: arrow", 0.01, "bytes", arrow, (ConfigError,)),
         Decoder("data: splits", 0.01, "json", splits, (ConfigError,)),
         Decoder("tools: calls and answers", 0.01, "bytes", calls, ()),
+        Decoder("page: a stranger's bytes", 0.02, "bytes", stranger, ()),
+        Decoder("page: on the loopback", 0.02, "bytes", on_loopback, ()),
     ]
 
 

@@ -189,6 +189,17 @@ def _story(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _page(arguments: argparse.Namespace) -> int:
+    try:
+        from tailrace.page.serve import DEFAULT, serve
+    except ModuleNotFoundError as error:
+        if error.name != "h11":
+            raise
+        raise UsageError("the page needs a package: pip install 'tailrace[page]'") from None
+
+    return serve(arguments.journal, arguments.listen or DEFAULT, arguments.token_file)
+
+
 def _replay(arguments: argparse.Namespace) -> int:
     from tailrace.obs.progress import Progress
     from tailrace.sim.replay import render_difference, replay
@@ -285,6 +296,16 @@ def _parser() -> tuple[_Parser, dict[str, _Parser]]:
     story.add_argument("journal", type=Path, metavar="RUN", help="the directory of a run, or what --record wrote")
     story.add_argument(
         "id", metavar="ID", help="trajectory t17, group g3, replica r0, relay h0, version v5 or prompt p3"
+    )
+
+    page = add("page", _page, "show a run in the browser, while it goes on or afterwards, until Ctrl-C")
+    page.add_argument("journal", type=Path, metavar="RUN", help="the directory of a run, or what --record wrote")
+    page.add_argument("--listen", metavar="ADDRESS:PORT", help="127.0.0.1:0, a free port for this machine only")
+    page.add_argument(
+        "--token-file",
+        type=Path,
+        metavar="FILE",
+        help="its content is asked for; needed where others can come; unset: TAILRACE_PAGE_TOKEN",
     )
 
     replay = add("replay", _replay, "run a journal through a fresh control plane and compare the commands")

@@ -42,6 +42,7 @@ SLOW = {"start weights", "checkpoint: safetensors"}  # they import torch, and ha
 
 
 def fuzz() -> ModuleType:
+    sys.path.append(str(ROOT / "benchmarks"))  # for what it imports
     spec = importlib.util.spec_from_file_location("fuzz", ROOT / "benchmarks" / "fuzz.py")
     assert spec is not None
     assert spec.loader is not None

@@ -36,6 +36,7 @@ from tailrace.protocol import (
 from tailrace.types import ReplicaId, Version
 
 AT_WORK = ("generating", "pulling", "training")
+BRIEF = ("pulling", "lost")  # worth a mark however short they are
 COUNTED = (*AT_WORK, "idle", "lost")  # a part that is being started is not expected to work
 
 
@@ -225,6 +226,30 @@ class Activity:
     @property
     def _idle(self) -> str:
         return "starting" if self.settling else "idle"
+
+
+def coarse(spans: Sequence[Span], hair: float, brief: Sequence[str] = BRIEF) -> list[Span]:
+    """Neighbours too short to be seen become one of the state that lasted longest, so that marks stay few."""
+    drawn: list[Span] = []
+    few: list[Span] = []
+    for span in spans:
+        if span.end - span.start >= hair or span.state in brief:
+            drawn += _one_of(few)
+            drawn.append(span)
+            few = []
+        else:
+            few.append(span)
+            if few[-1].end - few[0].start >= hair:
+                drawn += _one_of(few)
+                few = []
+    return drawn + _one_of(few)
+
+
+def _one_of(spans: Sequence[Span]) -> list[Span]:
+    if not spans:
+        return []
+    longest = max(spans, key=lambda span: span.end - span.start)
+    return [Span(longest.state, spans[0].start, spans[-1].end)]
 
 
 def _tell(lane: ReplicaLane, event: Progressed | WeightsLoaded | PullFailed | ReplicaLost) -> None:

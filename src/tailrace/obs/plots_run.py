@@ -17,7 +17,7 @@ from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from tailrace.obs.activity import Span
+from tailrace.obs.activity import BRIEF, Span, coarse
 from tailrace.obs.plots_picture import REPLICAS, STATE_COLOURS, ticks
 
 if TYPE_CHECKING:
@@ -33,7 +33,6 @@ PANEL, GAP, LANE, TRAINER_LANE = 1.25, 0.52, 0.2, 0.24
 COLOURS = {state: pair[0] for state, pair in STATE_COLOURS.items()} | {"starting": "#f7f5f1", "training": "#6fa287"}
 LEGEND = ("generating", "pulling", "training", "idle", "lost", "starting")
 WORDS = {"pulling": "pulling weights", "idle": "idle", "starting": "starting"}
-BRIEF = ("pulling", "lost")  # drawn at least a hair wide, above the others
 HAIRS = 1200  # the width of a lane in hairs
 SMOOTH = 8  # steps
 
@@ -235,7 +234,7 @@ def _fill(axes: Axes, lanes: Sequence[Sequence[Span]], seconds: float) -> None:
     boxes: dict[str, list[list[tuple[float, float]]]] = {}
     for lane, spans in enumerate(lanes):
         low, high = lane + gap, lane + 1 - gap
-        for span in _coarse(spans, hair):
+        for span in coarse(spans, hair):
             end = max(span.end, span.start + hair) if span.state in BRIEF else span.end
             corners = [(span.start, low), (end, low), (end, high), (span.start, high)]
             boxes.setdefault(span.state, []).append(corners)
@@ -243,30 +242,6 @@ def _fill(axes: Axes, lanes: Sequence[Sequence[Span]], seconds: float) -> None:
         colour = COLOURS.get(state, "#9a9a9a")
         axes.add_collection(PolyCollection(boxes[state], facecolors=colour, linewidths=0, antialiased=False))
     axes.set_ylim(max(1, len(lanes)), 0)
-
-
-def _coarse(spans: Sequence[Span], hair: float) -> list[Span]:
-    """Neighbours too short to be seen become one of the state that lasted longest, so that marks stay few."""
-    drawn: list[Span] = []
-    few: list[Span] = []
-    for span in spans:
-        if span.end - span.start >= hair or span.state in BRIEF:
-            drawn += _one_of(few)
-            drawn.append(span)
-            few = []
-        else:
-            few.append(span)
-            if few[-1].end - few[0].start >= hair:
-                drawn += _one_of(few)
-                few = []
-    return drawn + _one_of(few)
-
-
-def _one_of(spans: Sequence[Span]) -> list[Span]:
-    if not spans:
-        return []
-    longest = max(spans, key=lambda span: span.end - span.start)
-    return [Span(longest.state, spans[0].start, spans[-1].end)]
 
 
 def _time_marks(seconds: float) -> list[float]:

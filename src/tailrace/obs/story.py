@@ -201,13 +201,19 @@ class Chronicle:
         }
 
     def tell(self, event: Event, commands: Sequence[Command]) -> Told:
+        yield from self.hear(event)
+        for command in commands:
+            yield from self.obey(command, event)
+
+    def hear(self, event: Event) -> Told:
         if type(event) in self._events:
             yield from self._events[type(event)](event)
-        for command in commands:
-            if isinstance(command, Forget):
-                yield from self._forget(command, event)
-            elif type(command) in self._commands:
-                yield from self._commands[type(command)](command)
+
+    def obey(self, command: Command, cause: Event) -> Told:
+        if isinstance(command, Forget):
+            yield from self._forget(command, cause)
+        elif type(command) in self._commands:
+            yield from self._commands[type(command)](command)
 
     def summary(self) -> Told:
         """What is worth one line at the end rather than one each."""

@@ -198,12 +198,13 @@ class Journal:
                 raise JournalError(f"{self.path} is damaged: event {last + 1} is missing or not as it was written")
             last = seq
 
-    def entries(self, after: int = 0) -> Iterator[Entry]:
-        """Everything that follows event `after`, in order. JournalError at the first thing that is not whole."""
+    def entries(self, after: int = 0, most: int | None = None) -> Iterator[Entry]:
+        """What follows event `after`, in order: everything, or at most so many. JournalError at the first thing that is
+        not whole."""
         decode = msgspec.json.Decoder(AnyEvent).decode
         decode_commands = msgspec.json.Decoder(list[AnyCommand]).decode
         last = after
-        for seq, now, kind, event, commands, _ in self._rows(after):
+        for seq, now, kind, event, commands, _ in self._rows(after, most):
             if seq != last + 1:
                 raise JournalError(f"{self.path} is damaged: after event {last} comes event {seq}")
             last = seq
@@ -213,18 +214,19 @@ class Journal:
                 raise JournalError(self._foreign(seq, kind, error)) from error
             except (*MALFORMED, TypeError) as error:
                 raise JournalError(f"{self.path} is damaged: event {seq} ({kind}) is cut short") from error
-        if self.complete and str(last) != self.meta["complete"]:
+        whole = most is None or last - after < most
+        if whole and self.complete and str(last) != self.meta["complete"]:
             raise JournalError(f"{self.path} is damaged: it has {last} of its {self.meta['complete']} events")
 
     @property
     def _readers(self) -> str:
         return f"tailrace {__version__}"
 
-    def _rows(self, after: int) -> Iterator[Row]:
-        query = "SELECT seq, now, kind, event, commands, crc FROM journal WHERE seq > ? ORDER BY seq"
+    def _rows(self, after: int, most: int | None = None) -> Iterator[Row]:
+        query = "SELECT seq, now, kind, event, commands, crc FROM journal WHERE seq > ? ORDER BY seq LIMIT ?"
         try:
             with reading(self.path) as database:
-                yield from database.execute(query, (after,))
+                yield from database.execute(query, (after, -1 if most is None else most))
         except DAMAGE as error:
             raise JournalError(f"{self.path} is damaged: {reason(error)}") from error
 

@@ -32,13 +32,14 @@ class Metrics:
         self._database.executemany("INSERT INTO metrics VALUES (?, ?, ?, ?, ?)", rows)
 
 
-def measurements(run: Path) -> Iterator[Measurement]:
-    """Everything that was measured, in order; nothing where a run has no such table, as a simulated one has not."""
+def measurements(run: Path, after: int = 0) -> Iterator[Measurement]:
+    """What was measured after the first so many, in order: nothing is ever taken out, so rows are numbered as they are
+    counted. Nothing where a run has no such table, as a simulated one has not."""
     path = file_of(run)
     try:
         with reading(path) as connection:
             if has_table(connection, "metrics"):
-                query = "SELECT now, step, source, name, value FROM metrics ORDER BY rowid"
-                yield from map(Measurement._make, connection.execute(query))
+                query = "SELECT now, step, source, name, value FROM metrics WHERE rowid > ? ORDER BY rowid"
+                yield from map(Measurement._make, connection.execute(query, (after,)))
     except DAMAGE as error:
         raise JournalError(f"{path} is damaged: {reason(error)}") from error

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -29,6 +30,7 @@ from tailrace.store.vault import Vault
 SNAPSHOTS = "CREATE TABLE snapshots (seq INTEGER PRIMARY KEY, state BLOB NOT NULL, crc INTEGER NOT NULL);"
 SCHEMA = journal.SCHEMA + vault.SCHEMA + metrics.SCHEMA + SNAPSHOTS
 HEARD = "CREATE TABLE IF NOT EXISTS heard (name TEXT PRIMARY KEY, number INTEGER NOT NULL)"
+LOCK_TRIES, LOCK_PAUSE_S = 10, 0.02
 KEPT_SNAPSHOTS = 2  # the older one in case that the newest is damaged
 
 
@@ -156,12 +158,27 @@ def _refuse_ended(folder: Path, found: Journal) -> None:
         raise JournalError(f"{folder} is a run that came to its end, so there is nothing to resume; name a new run")
 
 
+def is_being_written(folder: Path) -> bool:
+    """Whether some process has the run open to write it."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(handle)
+    return False
+
+
 def _lock(folder: Path) -> int:
     """Held on the directory by the process that writes the run; it ends with the process, however that ends."""
     handle = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(handle)
-        raise JournalError(f"{folder} is a run that another process is writing; wait for its end, or stop it") from None
-    return handle
+    for _ in range(LOCK_TRIES):
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(LOCK_PAUSE_S)  # it may be only somebody who asks whether the run is being written
+        else:
+            return handle
+    os.close(handle)
+    raise JournalError(f"{folder} is a run that another process is writing; wait for its end, or stop it")
