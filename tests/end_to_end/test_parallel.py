@@ -95,7 +95,8 @@ def test_two_ranks_have_the_gradients_weights_and_checkpoints_of_one(tmp_path):
     together = Learner(everything(tmp_path / "model"))  # what two ranks saved, one rank goes on with
     restore(together, place)
     for (name, mine), (_, theirs) in zip(together.weights(), alone.weights(), strict=True):
-        torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-3, msg=name)
+        # where a gradient is next to nothing, Adam makes a share of the learning rate (0.01) of its rounding
+        torch.testing.assert_close(mine, theirs, atol=1e-3, rtol=1e-3, msg=name)
 
 
 if __name__ == "__main__":

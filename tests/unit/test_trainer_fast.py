@@ -148,7 +148,7 @@ def test_compiled_blocks_serve_packs_of_one_size_with_the_gradients_of_plain_one
 
 def _packs(learner: Learner) -> list[Any]:
     samples = mini_batch(GROUPS, learner.settings).samples
-    return rank_packs(samples, range(len(samples)), learner.budget.tokens, 0, 1, full=True)
+    return rank_packs(samples, range(len(samples)), learner.budget.tokens, 0, 1, fold=False)
 
 
 def test_blocks_that_cannot_be_compiled_run_plain_and_say_so_once(folder, rows_on_the_cpu, capsys):

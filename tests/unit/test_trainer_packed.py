@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -25,16 +26,22 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
+SHARED = 5  # tokens that the first three sequences begin with in common, where some do
+PATHS = np.array([*range(19), *range(SHARED), *range(19, 33), *range(SHARED), *range(33, 48)])
+
+
+@pytest.mark.parametrize("paths", [None, PATHS], ids=["apart", "folded"])
 @pytest.mark.parametrize("family", MODELS)
-def test_a_pack_gives_the_hidden_states_and_gradients_of_its_sequences_one_by_one(family):
+def test_a_pack_gives_the_hidden_states_and_gradients_of_its_sequences_one_by_one(family, paths):
     model = tiny_model(family, **MODELS[family])
-    tokens = torch.randint(VOCABULARY, (sum(LENGTHS),), generator=torch.Generator().manual_seed(0))
+    path = torch.arange(sum(LENGTHS)) if paths is None else torch.from_numpy(paths)
+    row = torch.randint(VOCABULARY, (int(path.max()) + 1,), generator=torch.Generator().manual_seed(0))
     model.set_attn_implementation("eager")
     rows = [
-        model.base_model(input_ids=row[None], use_cache=False).last_hidden_state[0] for row in tokens.split(LENGTHS)
+        model.base_model(input_ids=one[None], use_cache=False).last_hidden_state[0] for one in row[path].split(LENGTHS)
     ]
     install(model)
-    mine = hidden_states(model, tokens, layout(LENGTHS))
+    mine = hidden_states(model, row, layout(LENGTHS, paths=paths))[path]
     theirs = torch.cat(rows)
     torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
     matrix = next(p for name, p in model.named_parameters() if name.endswith("layers.0.self_attn.k_proj.weight"))
@@ -44,7 +51,7 @@ def test_a_pack_gives_the_hidden_states_and_gradients_of_its_sequences_one_by_on
 
 def test_soft_capped_scores_are_the_same_in_blocks(monkeypatch):
     monkeypatch.setattr("tailrace.model.packed.QUERY_BLOCK", 4)
-    test_a_pack_gives_the_hidden_states_and_gradients_of_its_sequences_one_by_one("gemma2")
+    test_a_pack_gives_the_hidden_states_and_gradients_of_its_sequences_one_by_one("gemma2", PATHS)
 
 
 def test_a_sequence_does_not_see_its_neighbours():

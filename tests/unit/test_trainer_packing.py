@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tailrace.trainer.batch import rank_packs
-from tailrace.trainer.packing import deal, fill, pack, read
+from tailrace.trainer.packing import deal, fill, read
 from tailrace.types import Segment, Trajectory
-from trainer_cases import group
 
 COUNTS = st.lists(st.integers(0, 12), min_size=1, max_size=5)
 
@@ -40,7 +39,7 @@ def test_every_sampled_token_is_in_exactly_one_pack_behind_the_token_before_it(g
     assert seen == Counter(wanted)
     for p in packs:
         assert np.array_equal(p.inputs[p.places], p.targets - 1)  # tokens were numbered in order
-        assert len(p.lengths) * max(p.lengths) <= budget or len(p.lengths) == 1
+        assert sum(p.lengths) <= budget or len(p.lengths) == 1
 
 
 @given(trajectories(), st.integers(1, 80))
@@ -77,13 +76,17 @@ def test_masks_log_probs_and_versions_come_from_the_segments():
     assert sample.versions.tolist() == [4, 4, 5]
 
 
-def test_packs_hold_neighbours_in_length_and_a_giant_is_alone():
-    samples = [read(t) for seed in range(8) for t in group(seed)]
-    giant = read(Trajectory(0, 0, 0, (Segment(None, (1,)), Segment(0, (2,) * 90, (-1.0,) * 90))))
-    packs = pack([*samples, giant], range(len(samples) + 1), 64)
-    lengths = [length for p in packs for length in p.lengths]
-    assert lengths == sorted(lengths, reverse=True)
-    assert packs[0].members == (len(samples),)
+@given(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=6), min_size=1, max_size=8))
+def test_a_folded_pack_has_every_beginning_once_and_every_sequence_in_full(sequences):
+    samples = [
+        read(Trajectory(0, 0, 0, (Segment(None, (7,)), Segment(0, (*s, 9), (-1.0,) * (len(s) + 1))))) for s in sequences
+    ]
+    [folded] = fill(samples, range(len(samples)), 1000)
+    assert folded.paths is not None
+    rows = np.split(folded.inputs[folded.paths], np.cumsum(folded.lengths[:-1]))
+    assert [row.tolist() for row in rows] == [[7, *sequences[i]] for i in folded.members]
+    assert len(folded.inputs) == len({(7, *s[:end]) for s in sequences for end in range(len(s) + 1)})
+    assert np.array_equal(folded.places, folded.paths)  # here every token predicts a sampled one
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,11 @@
 """Causal attention over a pack: many sequences laid end to end in one row, none of which sees another.
 
 The trainer calls `install` once on a loaded model, then `hidden_states` for every pack. Everything but attention works
-on the flat row, so padding costs nothing there. For attention the sequences are spread over a batch and padded on the
-right, which no earlier token can see; half precision on CUDA reads the row as it is (`varlen.py`), where `reads_rows`
-says so and the layout was made with `room`. No mask of the whole pack is ever made: a sliding window is cut into
-blocks, a soft cap is worked off in blocks of queries.
+on the flat row, so padding costs nothing there; nor do beginnings that sequences have in common, which the row has
+once (`paths`). For attention sequences of similar length are spread over a batch and padded on the right, which no
+earlier token can see; half precision on CUDA reads the row as it is (`varlen.py`), where `reads_rows` says so and the
+layout was made with `room`. No mask of the whole pack is ever made: a sliding window is cut into blocks, a soft cap is
+worked off in blocks of queries.
 
 What cannot be right is refused: `install` compares a pack with the model's own attention before anything is trained.
 """
@@ -12,11 +13,13 @@ What cannot be right is refused: `install` compares a pack with the model's own 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
@@ -25,6 +28,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from tailrace.model.varlen import attend_row
 
 NAME = "tailrace_packed"
+SLACK = 8  # tokens by which sequences that are padded together may differ, or a quarter of the longest
 QUERY_BLOCK = 256  # queries whose soft-capped scores exist at once
 LAYERS = {"full_attention", "sliding_attention"}
 HALF = (torch.float16, torch.bfloat16)
@@ -37,37 +41,59 @@ class UnsupportedModelError(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Where the sequences of a pack lie in its row, and where each token goes when they are spread over a batch.
+    """Where the sequences of a pack lie in its row, and where each token goes when they are spread over batches: of
+    sequences that follow each other and are of similar length.
 
     Compiled blocks are made anew when a plain number in here changes; so a row that is read as it is has tensors only.
     """
 
     positions: Tensor  # of each token in its own sequence
-    lengths: tuple[int, ...] = ()
-    spread: Tensor | None = None  # token for each place of the padded batch; None: nothing is padded
-    gather: Tensor | None = None  # place in the padded batch of each token
+    batches: tuple[tuple[int, int], ...] = ()  # sequences of each, and the longest, to which they are padded
+    spread: Tensor | None = None  # token for each place of the padded batches; None: nothing is padded or shared
+    gather: Tensor | None = None  # place in the padded batches of each token
     bounds: Tensor | None = None  # of a row: the first token of each sequence, and the end, again and again
     sizes: Tensor | None = None  # of a row, on the host: sequences, longest, tokens
 
-    @property
-    def longest(self) -> int:
-        return max(self.lengths)
 
+def layout(
+    lengths: Sequence[int],
+    device: torch.device | str = "cpu",
+    room: int | None = None,
+    paths: NDArray[np.int64] | None = None,
+) -> Layout:
+    """With `room` the row is read as it is, and has so many tokens: what follows the sequences is padding.
 
-def layout(lengths: Sequence[int], device: torch.device | str = "cpu", room: int | None = None) -> Layout:
-    """With `room` the row is read as it is, and has so many tokens: what follows the sequences is padding."""
+    `paths` has the place in the row of every token of every sequence, where sequences share tokens: the first that has
+    a token brings it into the row. Without, the row has the sequences end to end.
+    """
     sizes = torch.tensor(lengths, dtype=torch.int64)
     bounds = pad(sizes.cumsum(0), (1, 0))
     positions = torch.arange(int(bounds[-1])) - bounds[:-1].repeat_interleave(sizes)
     if room is not None:
+        assert paths is None
         return _row(lengths, positions, bounds, room, device)
-    spread = gather = None
-    if len(set(lengths)) > 1:
-        place = torch.arange(max(lengths)).expand(len(lengths), -1)
-        inside = place < sizes[:, None]
-        spread = torch.where(inside, place + bounds[:-1, None], 0).flatten().to(device)
-        gather = inside.flatten().nonzero().flatten().to(device)
-    return Layout(positions.to(device), tuple(lengths), spread, gather)
+    batches = tuple(_similar(lengths))
+    if paths is None and len(set(lengths)) == 1:
+        return Layout(positions.to(device), batches)
+    path = torch.arange(len(positions)) if paths is None else torch.from_numpy(paths)
+    widths = torch.tensor([longest for sequences, longest in batches for _ in range(sequences)])
+    starts = pad(widths.cumsum(0), (1, 0))
+    place = starts[:-1].repeat_interleave(sizes) + positions
+    spread = path.new_zeros(int(starts[-1])).index_copy_(0, place, path)
+    new = path > pad(path.cummax(0).values[:-1], (1, 0), value=-1)
+    return Layout(positions[new].to(device), batches, spread.to(device), place[new].to(device))
+
+
+def _similar(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Neighbours that are no longer than the first of them and not much shorter: how many, and the first's length."""
+    longest = sequences = 0
+    for length in lengths:
+        if sequences and not longest - max(SLACK, longest // 4) <= length <= longest:
+            yield sequences, longest
+            sequences = 0
+        longest = longest if sequences else length
+        sequences += 1
+    yield sequences, longest
 
 
 def _row(lengths: Sequence[int], positions: Tensor, bounds: Tensor, room: int, device: torch.device | str) -> Layout:
@@ -128,7 +154,7 @@ def hidden_states(model: PreTrainedModel, tokens: Tensor, where: Layout) -> Tens
     trunk = model.base_model
     return trunk(
         input_ids=tokens[None], position_ids=where.positions[None], use_cache=False, packed=where
-    ).last_hidden_state[0]
+    ).last_hidden_state.squeeze(0)
 
 
 def attention(
@@ -150,8 +176,10 @@ def attention(
     if packed.sizes is not None:
         assert softcap is None
         return _in_a_row(query, key, value, packed, scaling, sliding_window)[None], None
-    q, k, v = (_spread(x, packed) for x in (query, key, value))
-    return _flatten(_attend(q, k, v, scaling, sliding_window, softcap), packed)[None], None
+    queries, keys, values = (_spread(x.squeeze(0).transpose(0, 1), packed) for x in (query, key, value))
+    batches = zip(queries, keys, values, strict=True)
+    attended = [_attend(q, k, v, scaling, sliding_window, softcap) for q, k, v in batches]
+    return _flatten(attended, packed)[None], None
 
 
 def _try_out(model: PreTrainedModel, implementation: str, *, packed: bool, room: int | None = None) -> Tensor:
@@ -198,18 +226,17 @@ def _in_a_row(
     return attend_row(q, k, v, packed.bounds, packed.sizes, scale, window or 0)[0]
 
 
-def _spread(x: Tensor, packed: Layout) -> Tensor:
-    """(1, heads, tokens, width) -> (sequences, heads, longest, width)."""
-    row = x[0].transpose(0, 1)
-    if packed.spread is not None:
-        row = row.index_select(0, packed.spread)
-    return row.unflatten(0, (len(packed.lengths), packed.longest)).transpose(1, 2)
+def _spread(row: Tensor, packed: Layout) -> Iterator[Tensor]:
+    """(tokens, heads, width) -> (sequences, heads, longest, width) for each batch."""
+    padded = row if packed.spread is None else row.index_select(0, packed.spread)
+    parts = padded.split([sequences * longest for sequences, longest in packed.batches])
+    return (part.unflatten(0, shape).transpose(1, 2) for part, shape in zip(parts, packed.batches, strict=True))
 
 
-def _flatten(x: Tensor, packed: Layout) -> Tensor:
-    """(sequences, heads, longest, width) -> (tokens, heads, width)."""
-    row = x.transpose(1, 2).flatten(0, 1)
-    return row if packed.gather is None else row.index_select(0, packed.gather)
+def _flatten(batches: list[Tensor], packed: Layout) -> Tensor:
+    """The inverse."""
+    padded = torch.cat([batch.transpose(1, 2).flatten(0, 1) for batch in batches])
+    return padded if packed.gather is None else padded.index_select(0, packed.gather)
 
 
 def _attend(

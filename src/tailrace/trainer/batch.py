@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from tailrace.config.tree import Trainer
 from tailrace.trainer.advantages import GROUP_ADVANTAGES, gae
-from tailrace.trainer.packing import Pack, Sample, deal, fill, filler, pack, read
+from tailrace.trainer.packing import Pack, Sample, deal, fill, filler, read
 from tailrace.types import Trajectory
 
 Floats = NDArray[np.float64]
@@ -47,14 +47,11 @@ def worth_a_pass(batch: MiniBatch, settings: Trainer) -> list[int]:
 
 
 def rank_packs(
-    samples: Sequence[Sample], chosen: Sequence[int], budget: int, rank: int, ranks: int, full: bool = False
+    samples: Sequence[Sample], chosen: Sequence[int], budget: int, rank: int, ranks: int, fold: bool = True
 ) -> list[Pack]:
-    """The packs of one rank's share of the chosen samples; all ranks have the same number of them, at least one.
-
-    They may be `full` where padding their sequences to the longest costs nothing, because nobody does it.
-    """
+    """The packs of one rank's share of the chosen samples; all ranks have the same number of them, at least one."""
     hands = deal([len(samples[i].inputs) for i in chosen], ranks)
-    packs = [(fill if full else pack)(samples, [chosen[i] for i in hand], budget) for hand in hands]
+    packs = [fill(samples, [chosen[i] for i in hand], budget, fold) for hand in hands]
     return packs[rank] + [filler()] * (max(1, *map(len, packs)) - len(packs[rank]))
 
 

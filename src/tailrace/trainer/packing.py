@@ -1,12 +1,12 @@
-"""Trajectories as arrays, and sequences of similar length packed to a budget of tokens. No tensors here.
+"""Trajectories as arrays, and sequences packed to a budget of tokens. No tensors here.
 
 The loss mask, the behaviour log-probs and the versions are read off the segments: what has no version was not sampled
 and is not trained on. A sampled token is predicted by the token before it, so a pack has a row of input tokens, and for
 every sampled token the place in that row that predicts it. What follows the last sampled token is left out.
 
-`batch.py` calls `read`, `deal`, and `pack` or `fill`. Every sampled token is in exactly one pack of one rank; a pack is
-no larger than the budget, unless it is one sequence alone: what `pack` makes not even when its sequences are padded to
-its longest, what `fill` makes in tokens alone.
+`batch.py` calls `read`, `deal` and `fill`. Every sampled token is in exactly one pack of one rank; the sequences of a
+pack have no more tokens than the budget, unless it is one sequence alone. What a token's hidden state is depends on the
+tokens before it and on nothing else, so the samples of a prompt need its hidden states only once: packs are folded.
 """
 
 from __future__ import annotations
@@ -35,11 +35,13 @@ class Sample(NamedTuple):
 
 
 class Pack(NamedTuple):
-    """Sequences laid end to end. The last five have one entry per sampled token."""
+    """Sequences laid end to end, or folded: what they begin with in common is there once. The last five have one entry
+    per sampled token."""
 
     members: tuple[int, ...]  # which samples these are
     lengths: tuple[int, ...]
     inputs: Ints
+    paths: Ints | None  # of a folded pack: where in `inputs` the tokens of each sequence are
     places: Ints
     targets: Ints
     behaviour: Floats
@@ -57,18 +59,7 @@ def read(trajectory: Trajectory) -> Sample:
     return Sample(tokens[:-1], sampled - 1, tokens[sampled], behaviour[sampled], versions[sampled])
 
 
-def pack(samples: Sequence[Sample], chosen: Sequence[int], budget: int) -> list[Pack]:
-    """The `chosen` samples in packs, the longest first."""
-    order = sorted(chosen, key=lambda i: (-len(samples[i].inputs), i))
-    packs: list[list[int]] = []
-    for i in order:
-        if not packs or len(samples[packs[-1][0]].inputs) * (len(packs[-1]) + 1) > budget:
-            packs.append([])
-        packs[-1].append(i)
-    return [_lay_out(samples, members) for members in packs]
-
-
-def fill(samples: Sequence[Sample], chosen: Sequence[int], budget: int) -> list[Pack]:
+def fill(samples: Sequence[Sample], chosen: Sequence[int], budget: int, fold: bool = True) -> list[Pack]:
     """The `chosen` samples in few packs, nearly all of them full: each goes, the longest first, where there is room."""
     packs: list[list[int]] = []
     rooms: list[int] = []
@@ -80,7 +71,7 @@ def fill(samples: Sequence[Sample], chosen: Sequence[int], budget: int) -> list[
             rooms.append(budget)
         packs[at].append(i)
         rooms[at] -= size
-    return [_lay_out(samples, members) for members in packs]
+    return [_lay_out(samples, members, fold) for members in packs]
 
 
 def deal(lengths: Sequence[int], ranks: int) -> list[list[int]]:
@@ -97,7 +88,7 @@ def deal(lengths: Sequence[int], ranks: int) -> list[list[int]]:
 def filler(token: int = 0) -> Pack:
     """A pack of nothing, for a rank that has run out while others go on: a pass over sharded weights takes them all."""
     nothing = np.zeros(0, np.int64)
-    return Pack((), (1,), np.array([token]), nothing, nothing, nothing.astype(np.float32), nothing, nothing)
+    return Pack((), (1,), np.array([token]), None, nothing, nothing, nothing.astype(np.float32), nothing, nothing)
 
 
 def _trained_part(trajectory: Trajectory) -> tuple[Segment, ...]:
@@ -118,17 +109,35 @@ def _logprobs(trajectory: Trajectory, segment: Segment) -> Floats:
     return np.asarray(segment.logprobs, np.float32)
 
 
-def _lay_out(samples: Sequence[Sample], members: list[int]) -> Pack:
+def _lay_out(samples: Sequence[Sample], members: list[int], fold: bool) -> Pack:
     mine = [samples[i] for i in members]
     lengths = tuple(len(s.inputs) for s in mine)
     starts = np.cumsum((0, *lengths[:-1]))
+    inputs, paths = np.concatenate([s.inputs for s in mine]), None
+    places = np.concatenate([s.places + start for s, start in zip(mine, starts, strict=True)])
+    if fold:
+        inputs, paths = _folded([s.inputs for s in mine])
+        places = paths[places]
     return Pack(
         members=tuple(members),
         lengths=lengths,
-        inputs=np.concatenate([s.inputs for s in mine]),
-        places=np.concatenate([s.places + start for s, start in zip(mine, starts, strict=True)]),
+        inputs=inputs,
+        paths=paths,
+        places=places,
         targets=np.concatenate([s.targets for s in mine]),
         behaviour=np.concatenate([s.behaviour for s in mine]),
         versions=np.concatenate([s.versions for s in mine]),
         sequence=np.repeat(members, [len(s.targets) for s in mine]),
     )
+
+
+def _folded(sequences: list[Ints]) -> tuple[Ints, Ints]:
+    """The tokens of a tree whose branches are the sequences, and the place in it of every token of each."""
+    tree: dict[tuple[int, int], int] = {}  # from the place of the token before and the token itself to its own place
+    paths: list[int] = []
+    for sequence in sequences:
+        at = -1
+        for token in sequence.tolist():
+            at = tree.setdefault((at, token), len(tree))
+            paths.append(at)
+    return np.array([token for _, token in tree]), np.array(paths)

@@ -157,7 +157,7 @@ class Learner:
 
     def _lessons(self, step: int, part: int, batch: MiniBatch) -> list[Lesson]:
         chosen, budget = worth_a_pass(batch, self.settings), self.budget.tokens
-        packs = rank_packs(batch.samples, chosen, budget, self.ranks.rank, self.ranks.size, full=self._rows)
+        packs = rank_packs(batch.samples, chosen, budget, self.ranks.rank, self.ranks.size, fold=not self._rows)
         placed = [self._place(pack) for pack in packs]
         weights = token_weights(self.settings.loss, batch.counts, self.config.workload.max_completion_tokens)
         return [
@@ -249,7 +249,8 @@ class Learner:
         room = self._room(tokens)
         inputs = pack.inputs if room is None else np.pad(pack.inputs, (0, room - tokens))
         inputs, places, targets = (torch.from_numpy(x).to(self.device) for x in (inputs, pack.places, pack.targets))
-        return Placed(inputs, layout(pack.lengths, self.device, room), places, targets, self._tensor(pack.behaviour))
+        where = layout(pack.lengths, self.device, room, pack.paths)
+        return Placed(inputs, where, places, targets, self._tensor(pack.behaviour))
 
     def _room(self, tokens: int) -> int | None:
         """The length of a row with so many tokens; None: it is not read as a row."""
