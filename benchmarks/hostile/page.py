@@ -1,4 +1,4 @@
-"""What `fuzz.py` sends to the page of a run: requests, whole and damaged, in pieces of any size, several at once.
+"""The page of a run, and what is sent to it: requests, whole and damaged, in pieces of any size, several at once.
 
 Beyond not crashing, the page keeps promises about what it sends, and breaking one is a crash here: every answer is HTTP
 with all the headers that protect the reader, no answer has figures for bytes in which the token is nowhere, and nobody
@@ -7,17 +7,16 @@ who was hung up on is talked to again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 from zlib import crc32
 
+from hostile.inputs import Decode
 from tailrace.page.door import Door, Place
 from tailrace.page.follow import Newest
 from tailrace.page.http import LONGEST_BODY, LONGEST_HEAD, Conversation
 from tailrace.page.site import ALWAYS, Site
-
-Decode = Callable[[bytes], bool | None]
 
 TOKEN = "correct-horse-battery-staple"
 FIGURES = b'{"secret": "figures"}'

@@ -1,0 +1,1 @@
+"""What `fuzz.py` attacks, and how: inputs, attacks, and the decoders, by what they decode."""

@@ -1,0 +1,205 @@
+"""Decoders of messages: wire, judges, relays, and the layout of weights that travel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from hostile.inputs import Decode
+
+
+def examples() -> tuple[list[Any], list[Any]]:
+    """One of everything that parts and controller say."""
+    from tailrace import protocol
+    from tailrace.types import Row, Segment, Trajectory
+    from tailrace.wire.messages import Collapsed, Ended, Grown, Growth, Hello, Measured, Ordered, Reported
+
+    events = [_example(each) for each in msgspec.inspect.type_info(protocol.AnyEvent).types]  # type: ignore[attr-defined]
+    commands = [_example(each) for each in msgspec.inspect.type_info(protocol.AnyCommand).types]  # type: ignore[attr-defined]
+    segments = (Segment(None, (1, 2, 3)), Segment(4, (5, 6), (-0.5, -1.5)))
+    row = Row(1, (1, 2), [{"role": "user", "content": "2 + 2"}], {"answer": 4, "nested": {"a": [1, 2]}})
+    up = [Hello("127.0.0.1:1", "/dev/shm/arena"), Measured(1, {"loss": 0.5}), Collapsed("no", True)]
+    up += [Grown((Growth(7, 1, segments),)), *(Reported(event) for event in events)]
+    trajectory = Trajectory(1, 2, 3, segments, "stop", 1.0)
+    down = [Ended(True), Ordered(commands[0], {1: row}, {3: segments}, ((trajectory,),), {0: "127.0.0.1:1"}, "arena")]
+    return up, down + [Ordered(command) for command in commands]
+
+
+def _example(kind: Any) -> Any:
+    """A value of a struct, made of small valid values."""
+    match kind:
+        case msgspec.inspect.StructType():
+            return kind.cls(**{field.name: _example(field.type) for field in kind.fields})
+        case msgspec.inspect.UnionType():
+            return _example(kind.types[0])
+        case msgspec.inspect.LiteralType():
+            return kind.values[0]
+        case msgspec.inspect.IntType():
+            return 3
+        case msgspec.inspect.FloatType():
+            return 0.5
+        case msgspec.inspect.BoolType():
+            return True
+        case msgspec.inspect.StrType():
+            return "word"
+        case msgspec.inspect.BytesType():
+            return b"12345678"
+        case msgspec.inspect.VarTupleType() | msgspec.inspect.ListType():
+            return (
+                [_example(kind.item_type)]
+                if isinstance(kind, msgspec.inspect.ListType)
+                else (_example(kind.item_type),)
+            )
+        case msgspec.inspect.TupleType():
+            return tuple(_example(each) for each in kind.item_types)
+        case msgspec.inspect.DictType():
+            return {_example(kind.key_type): _example(kind.value_type)}
+        case msgspec.inspect.NoneType():
+            return None
+        case _:
+            return 1
+
+
+def hub(_: Path) -> tuple[list[bytes], Decode]:
+    from tailrace.wire.hub import Hub
+    from tailrace.wire.messages import sign
+
+    class Socket:
+        """What a ROUTER would hand over: somebody known, a number, a good signature, and the input."""
+
+        content = b""
+
+        async def recv_multipart(self) -> list[bytes]:
+            name, label = b"replica-0/1", bytes(8)
+            return [name, label, sign("token", name, label, self.content), self.content]
+
+        async def send_multipart(self, frames: list[bytes]) -> None:
+            pass
+
+    one = object.__new__(Hub)
+    wire = Socket()
+    one._token, one._socket, one._trusted, one._asked, one._heard = "token", wire, {b"replica-0/1"}, set(), {}  # type: ignore[assignment]
+
+    def decode(data: bytes) -> bool:
+        wire.content = data
+        heard: list[Any] = []
+        with suppress(StopIteration):
+            one._hear(heard).send(None)
+        return bool(heard)
+
+    return [msgspec.msgpack.encode(each) for each in examples()[0]], decode
+
+
+def link(_: Path) -> tuple[list[bytes], Decode]:
+    from tailrace.wire.messages import decode_from_controller
+
+    return [msgspec.msgpack.encode(each) for each in examples()[1]], lambda data: bool(decode_from_controller(data))
+
+
+def judge_replies(_: Path) -> tuple[list[bytes], Decode]:
+    from tailrace.envs.base import Faulted, Observed, Scored
+    from tailrace.envs.judge_wire import Frames, Judged, Ready, Refused, frame, reply_in
+
+    def decode(data: bytes) -> None:
+        frames = Frames()
+        for start in range(0, len(data), 1000):
+            for each in frames.feed(data[start : start + 1000]):
+                reply_in(each)
+
+    answers = [Judged(1, Scored(1.0), 0.1), Judged(2, Observed("4"), 0.1), Judged(3, Faulted("late"), 1.0)]
+    return [frame(each) for each in (Ready(), Refused("no"), *answers)], decode
+
+
+def judge_questions(_: Path) -> tuple[list[bytes], Decode]:
+    from tailrace.envs.base import Row, Turn
+    from tailrace.envs.judge_wire import Question
+
+    decoder = msgspec.msgpack.Decoder(list[Question])
+    row = Row(1, (1, 2), "2 + 2", {"answer": 4})
+    asked = [Question(1, row, (Turn("policy", "4"), Turn("environment", "no")))]
+    return [msgspec.msgpack.encode(asked)], lambda data: bool(decoder.decode(data) or True)
+
+
+class _Stream:
+    """A socket on which some bytes arrive, and then the other side hangs up."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data, self.place = data, 0
+
+    def recv_into(self, room: memoryview) -> int:
+        piece = self.data[self.place : self.place + len(room)]
+        room[: len(piece)] = piece
+        self.place += len(piece)
+        return len(piece)
+
+    def send(self, data: memoryview) -> int:
+        return len(data)
+
+    def setsockopt(self, *_: object) -> None:
+        pass
+
+    def settimeout(self, *_: object) -> None:
+        pass
+
+
+def _relay_words() -> list[Any]:
+    from tailrace.relay.messages import AnyMessage
+
+    return [_example(each) for each in msgspec.inspect.type_info(AnyMessage).types]  # type: ignore[attr-defined]
+
+
+def relay_stream(_: Path) -> tuple[list[bytes], Decode]:
+    """Bytes from somebody who may not even know the token."""
+    from tailrace.relay.link import MAGIC, Channel
+
+    def decode(data: bytes) -> None:
+        Channel(_Stream(data), "peer", 1.0).answer(b"token")  # type: ignore[arg-type]
+
+    # Our own nonce is drawn anew each time, so nobody's message is ever right: the greeting alone can be.
+    start = MAGIC + bytes(32) + (10).to_bytes(4, "big") + bytes(32)
+    return [start + msgspec.msgpack.encode(each) for each in _relay_words()], _never(decode)
+
+
+def _never(decode: Callable[[bytes], None]) -> Decode:
+    """For a decoder that refuses its seeds too."""
+    from tailrace.relay.link import TokenError
+
+    def wrapped(data: bytes) -> bool | None:
+        try:
+            return decode(data)
+        except TokenError:
+            return None
+
+    return wrapped
+
+
+def relay_messages(_: Path) -> tuple[list[bytes], Decode]:
+    """Bytes from somebody who knows the token and signs whatever it sends."""
+    import hmac
+
+    from tailrace.relay.link import Channel
+
+    def decode(data: bytes) -> None:
+        tag = hmac.digest(b"", b"caller" + bytes(8) + data, "sha256")
+        channel = Channel(_Stream(len(data).to_bytes(4, "big") + tag + data), "peer", 1.0)  # type: ignore[arg-type]
+        channel._words = (b"callee", b"caller")
+        channel.receive("a request")
+
+    return [msgspec.msgpack.encode(each) for each in _relay_words()], decode
+
+
+def layout(_: Path) -> tuple[list[bytes], Decode]:
+    from tailrace.relay.layout import Layout
+
+    def whole(layout: Layout) -> bytes:
+        return layout.header + bytes(layout.size - len(layout.header))
+
+    def decode(data: bytes) -> None:
+        Layout.read(data).arrays(data)
+
+    two = Layout.of(["a.weight", "b"], ["float32", "bfloat16"], [(2, 3), (4,)])
+    return [whole(two), whole(Layout.of(["x"], ["int8"], [(0,)])), whole(Layout.of([], [], []))], decode
