@@ -41,7 +41,7 @@ from tailrace.relay.tls import Identity  # noqa: E402
 from tailrace.relay.transfer import CHUNK, receive, send  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "network.json"
-COUNTS = (1, 2, 4, 8)
+COUNTS = [1, 2, 4, 8]
 JUMBO = 9000  # fewer frames for the switch, which is a program that shares this machine with the relays
 CONDITIONS: dict[str, dict[str, float]] = {
     "50 Mbit/s": {"rate_mbits": 50},
@@ -55,9 +55,11 @@ PATIENCE_S = 400.0
 # ---------------------------------------------------------------------------------------------------------- broadcasts
 
 
-def _with_counts(name: str, conditions: dict[str, float], size: int, rounds: int) -> Iterator[dict[str, Any]]:
+def _with_counts(
+    name: str, conditions: dict[str, float], counts: list[int], size: int, rounds: int
+) -> Iterator[dict[str, Any]]:
     alone = 0.0
-    for count in COUNTS:
+    for count in counts:
         times = _broadcast(count, conditions, size, rounds)
         alone = alone or median(times)
         yield {
@@ -188,7 +190,10 @@ def sums(mbytes: float, rounds: int) -> dict[str, float]:
 
 def main() -> None:
     words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    words.add_argument("--mbytes", type=float, default=100.0, help="size of a version")
+    words.add_argument(
+        "--mbytes", type=float, default=270.0, help="size of a version; SmolLM2-135M in bfloat16 has 270"
+    )
+    words.add_argument("--relays", type=int, nargs="+", default=COUNTS)
     words.add_argument("--rounds", type=int, default=3)
     words.add_argument("--links", action="store_true", help="only the throughput of one link")
     words.add_argument("--only", choices=CONDITIONS, help="only under these conditions")
@@ -199,7 +204,7 @@ def main() -> None:
         if reason := missing():
             sys.exit(f"no hosts: {reason}")
         for name in [options.only] if options.only else CONDITIONS:
-            rows = list(_with_counts(name, CONDITIONS[name], int(options.mbytes * 1e6), options.rounds))
+            rows = list(_with_counts(name, CONDITIONS[name], options.relays, int(options.mbytes * 1e6), options.rounds))
             _save(**{f"broadcast, {name}": rows})
 
 
