@@ -7,7 +7,7 @@ from typing import Any
 from drive import Drive, config
 from tailrace.config.tree import Schedule
 from tailrace.control.plane import ControlPlane
-from tailrace.obs.story import Chronicle
+from tailrace.obs.chronicle import Chronicle
 from tailrace.protocol import (
     Command,
     ControllerRestarted,

@@ -15,8 +15,8 @@ import msgspec
 from tailrace.config.tree import Config
 from tailrace.obs.account import StepRecord
 from tailrace.obs.activity import Lane, coarse
+from tailrace.obs.chronicle import Chronicle, Told
 from tailrace.obs.live import LiveRun, RunView
-from tailrace.obs.story import Chronicle, Told
 from tailrace.obs.summary import Accuracy, LedgerCounts
 from tailrace.protocol import Forget
 from tailrace.store.journal import Entry
