@@ -145,6 +145,8 @@ def test_a_damaged_snapshot_is_passed_over(run: Path) -> None:
         ("UPDATE segments SET trajectory_id = 8 WHERE trajectory_id = 7", "what t8 holds is not as it was written"),
         ("UPDATE trajectories SET reward = 0.5 WHERE id = 7", "how t7 ended is not as it was written"),
         ("UPDATE prompts SET columns = '{}'", "p0 is not as it was written"),
+        ("DELETE FROM prompts", "p0.* is missing"),
+        ("DELETE FROM trajectories WHERE id = 7", "t7 is missing"),
         ("CREATE VIEW more AS SELECT * FROM journal", "'more' in it is more than a table"),
         ("CREATE TRIGGER t AFTER INSERT ON journal BEGIN DELETE FROM journal; END", "'t' in it is more than a table"),
         ("UPDATE meta SET value = x'ff' WHERE key = 'config'", "facts that are no text"),

@@ -141,9 +141,11 @@ class Vault:
         """Whole trajectories, in the order asked for: first the prompt, then what followed."""
         query = f"SELECT id, group_id, prompt_id, finish, reward, crc FROM trajectories WHERE id {AMONG}"
         found = {row[0]: row[:5] for row in self._database.execute(query, (_list(ids),)) if self._is_judged_so(row)}
-        missing = [id for id in ids if id not in found]
-        assert not missing, f"the vault has never been told of {missing}"
         prompts = self._prompt_segments({row[2] for row in found.values()})
+        missing = [f"t{id}" for id in ids if id not in found]
+        missing += [f"p{row[2]}, which t{row[0]} answers," for row in found.values() if row[2] not in prompts]
+        if missing:
+            raise self._damaged(f"{missing[0]} is missing")
         segments = self._segments(ids)
         return [_trajectory(found[id], prompts, segments.get(id, ())) for id in ids]
 
@@ -164,11 +166,15 @@ class Vault:
             self._whole((id, finish, reward, crc), f"how t{id} ended")
         return True
 
+    def _damaged(self, how: str) -> JournalError:
+        """Nobody asks for what was never written down: what is missing was lost with a part of the file."""
+        return JournalError(f"{self._database.path} is damaged: {how}")
+
     def _whole(self, row: Values, what: str) -> Values:
         """A row without its checksum, if that is right."""
         *values, crc = row
         if _crc(*values) != crc:
-            raise JournalError(f"{self._database.path} is damaged: {what} is not as it was written")
+            raise self._damaged(f"{what} is not as it was written")
         return tuple(values)
 
     # --------------------------------------------------------------------------------------------------- prompts
@@ -183,7 +189,8 @@ class Vault:
     def row(self, id: PromptId) -> StoredPrompt:
         query = "SELECT id, tokens, prompt, columns, crc FROM prompts WHERE id = ?"
         found = self._database.execute(query, (id,)).fetchone()
-        assert found is not None, f"the vault has never been given p{id}"
+        if found is None:
+            raise self._damaged(f"p{id} is missing")
         _, tokens, prompt, columns = self._whole(found, f"p{id}")
         return StoredPrompt(id, _tokens(tokens), msgspec.json.decode(prompt), msgspec.json.decode(columns))
 
@@ -237,7 +244,6 @@ def _merged(pieces: Iterable[tuple[TrajectoryId, Version | None, bytes, bytes | 
 
 def _trajectory(row: Values, prompts: dict[PromptId, Segment], after: tuple[Segment, ...]) -> Trajectory:
     id, group, prompt, finish, reward = row
-    assert prompt in prompts, f"the vault has never been given p{prompt}, which t{id} answers"
     return Trajectory(id, group, prompt, (prompts[prompt], *after), finish, reward)
 
 
