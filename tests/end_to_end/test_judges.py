@@ -113,24 +113,27 @@ def test_errors_are_reasons_and_never_rewards(folder: Path) -> None:
 
 def test_a_hang_costs_its_own_sample_only(folder: Path) -> None:
     quick = [f"quick {number}" for number in range(30)]  # enough to be sent ahead, behind the one that hangs
-    answers = ask_all(settings(folder), [*quick, "hang", "2", *quick[:3], "hold", "2"], timeout_s=1.5)
+    answers = ask_all(settings(folder), [*quick, "hang", "2", *quick[:3], "hold", "2"], timeout_s=4.0)
     assert answers["2"] == Scored(1.0)
     for text in ("hang", "hold"):
         answer = answers[text]
         assert isinstance(answer, Faulted)
-        assert answer.reason.startswith("the scoring process did not answer within 1.5 s: process ")
+        assert answer.reason.startswith("the scoring process did not answer within 4 s: process ")
     assert all(answers[text] == Scored(0.0) for text in quick)
 
 
 def test_several_judges_share_the_work(folder: Path) -> None:
     judges = Judges(settings(folder, "process"), workers=2)
     try:
-        for number in range(400):
-            judges.ask(number, ROW, said(""))
-        answers = collect(judges, 400)
+        processes: set[float] = set()
+        until = time.monotonic() + 60
+        while len(processes) < 2 and time.monotonic() < until:  # one may be quick while the other starts
+            for number in range(100):
+                judges.ask(number, ROW, said(""))
+            processes |= {answer.reward for answer in collect(judges, 100).values()}
     finally:
         judges.close()
-    assert len({answer.reward for answer in answers.values()}) == 2
+    assert len(processes) == 2
 
 
 def test_a_reward_that_cannot_be_imported_faults_every_question(folder: Path) -> None:

@@ -20,6 +20,7 @@ from tailrace.envs.judge_wire import FrameError, Frames, Ready, Refused, Reply, 
 from tailrace.watchdog import ask_for_stacks, look_at
 
 START_S = 120.0  # until a judge must be ready: a reward may import large packages on a busy machine
+ENDING_S = 5.0  # for a judge that has closed its pipe to be gone, on a busy machine
 BURIAL_S = 5.0  # for a killed judge to be gone; one that waits for a disk in the kernel may never be
 
 
@@ -102,7 +103,7 @@ class JudgeProcess:
     def _status(self) -> int | None:
         """Its exit status. One that has closed its pipe is about to end, so that is worth a moment."""
         try:
-            return self.process.wait(timeout=1.0 if self.ended else 0)
+            return self.process.wait(timeout=ENDING_S if self.ended else 0)
         except subprocess.TimeoutExpired:
             return None
 
