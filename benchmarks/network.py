@@ -191,7 +191,7 @@ def sums(mbytes: float, rounds: int) -> dict[str, float]:
 def main() -> None:
     words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     words.add_argument(
-        "--mbytes", type=float, default=270.0, help="size of a version; SmolLM2-135M in bfloat16 has 270"
+        "--mbytes", type=float, default=250.0, help="size of a version; SmolLM2-135M in bfloat16 is a little more"
     )
     words.add_argument("--relays", type=int, nargs="+", default=COUNTS)
     words.add_argument("--rounds", type=int, default=3)
