@@ -234,20 +234,29 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(f"{message}; see {self.prog} --help")
 
 
+Run = Callable[[argparse.Namespace], int]
+Add = Callable[..., _Parser]  # name, what runs it, a line about it, what follows its options
+RECORDED = "the directory of a run, or what --record wrote"
+
+
 def _parser() -> tuple[_Parser, dict[str, _Parser]]:
     parser = _Parser(prog="tailrace", description=DESCRIPTION, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"tailrace {__version__}")
     group = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Parser)
 
-    def add(name: str, run: Callable[[argparse.Namespace], int], text: str, epilog: str = "") -> _Parser:
+    def add(name: str, run: Run, text: str, epilog: str = "") -> _Parser:
         command = group.add_parser(name, help=text, description=text, epilog=epilog, allow_abbrev=False)
         command.set_defaults(run=run)
         return command
 
-    simulate = add("simulate", _simulate, "simulate the five schedules side by side", SETTINGS)
-    simulate.add_argument(
-        "files", nargs="+", metavar="FILE", help="settings in TOML; later files override earlier ones"
-    )
+    _add_simulating(add)
+    _add_training(add)
+    _add_looking(add)
+    return parser, dict(group.choices)
+
+
+def _add_simulating(add: Add) -> None:
+    simulate = _of_files(add("simulate", _simulate, "simulate the five schedules side by side", SETTINGS))
     simulate.add_argument("--gpus", type=_counts, metavar="N,N,...", help="numbers of GPUs to simulate instead of one")
     simulate.add_argument("--schedules", type=_names, metavar="A,B,...", help="only these schedules")
     simulate.add_argument("--json", action="store_true", help="one JSON object for programs instead of a table")
@@ -255,65 +264,64 @@ def _parser() -> tuple[_Parser, dict[str, _Parser]]:
     simulate.add_argument("--record", type=Path, metavar="DIR", help="keep the journal of a single simulation there")
     simulate.add_argument("--dry-run", action="store_true", help="check and print all settings, simulate nothing")
 
-    plan = add("plan", _plan, "find the best split, schedule and settings for a fleet", SETTINGS)
-    plan.add_argument("files", nargs="+", metavar="FILE", help="settings in TOML; later files override earlier ones")
+    plan = _of_files(add("plan", _plan, "find the best split, schedule and settings for a fleet", SETTINGS))
     plan.add_argument("--json", action="store_true", help="one JSON object for programs")
 
-    train = add("train", _train, "train a model with real processes on this machine", SETTINGS)
-    train.add_argument("files", nargs="+", metavar="FILE", help="settings in TOML; later files override earlier ones")
+
+def _add_training(add: Add) -> None:
+    train = _of_files(add("train", _train, "train a model with real processes on this machine", SETTINGS))
     train.add_argument("--resume", action="store_true", help="go on exactly where the run of this name stopped")
     train.add_argument("--dry-run", action="store_true", help="check and print all settings, start nothing")
 
     worker = add("worker", _worker, "let this machine generate for a run elsewhere, until Ctrl-C or its end")
     worker.add_argument("--join", required=True, metavar="HOST:PORT", help="where the run listens (local.listen)")
     worker.add_argument("--replicas", type=_replicas, default=1, metavar="N", help="how many to start here (1)")
-    worker.add_argument(
-        "--key",
-        type=Path,
-        metavar="FILE",
-        help="join.key of the run's folder; unset: TAILRACE_JOIN_KEY has its content",
-    )
+    key = "join.key of the run's folder; unset: TAILRACE_JOIN_KEY has its content"
+    worker.add_argument("--key", type=Path, metavar="FILE", help=key)
 
-    evaluate = add("eval", _eval, "held-out accuracy of a version of a run")
-    evaluate.add_argument("journal", type=Path, metavar="RUN", help="the directory of a run")
+    evaluate = _of_a_run(add("eval", _eval, "held-out accuracy of a version of a run"))
     evaluate.add_argument("--version", type=_version, metavar="N", help="0: the start; unset: the newest")
 
-    export = add("export", _export, "a version of a run as a Hugging Face model directory")
-    export.add_argument("journal", type=Path, metavar="RUN", help="the directory of a run")
+    export = _of_a_run(add("export", _export, "a version of a run as a Hugging Face model directory"))
     export.add_argument("--out", type=Path, required=True, metavar="DIR", help="a directory that does not exist yet")
     export.add_argument("--version", type=_version, metavar="N", help="0: the start; unset: the newest")
 
     bench = add("bench", _bench, "run all five schedules for real, side by side", SETTINGS)
     bench.add_argument("what", choices=["schedules"], help="what to compare")
-    bench.add_argument("files", nargs="+", metavar="FILE", help="settings in TOML; later files override earlier ones")
+    _of_files(bench)
     bench.add_argument("--rounds", type=int, default=1, metavar="N", help="run each so often and take the median")
     bench.add_argument("--json", action="store_true", help="one JSON object for programs")
 
-    fit = add("fit", _fit, "costs measured in a real run, as settings for simulate and for an emulated engine")
-    fit.add_argument("journal", type=Path, metavar="RUN", help="the directory of a run")
 
-    story = add("story", _story, "tell the life of one part of a recorded run, event by event")
-    story.add_argument("journal", type=Path, metavar="RUN", help="the directory of a run, or what --record wrote")
-    story.add_argument(
-        "id", metavar="ID", help="trajectory t17, group g3, replica r0, relay h0, version v5 or prompt p3"
-    )
+def _add_looking(add: Add) -> None:
+    costs = "costs measured in a real run, as settings for simulate and for an emulated engine"
+    _of_a_run(add("fit", _fit, costs))
 
-    page = add("page", _page, "show a run in the browser, while it goes on or afterwards, until Ctrl-C")
-    page.add_argument("journal", type=Path, metavar="RUN", help="the directory of a run, or what --record wrote")
+    story = _of_a_run(add("story", _story, "tell the life of one part of a recorded run, event by event"), RECORDED)
+    ids = "trajectory t17, group g3, replica r0, relay h0, version v5 or prompt p3"
+    story.add_argument("id", metavar="ID", help=ids)
+
+    shown = "show a run in the browser, while it goes on or afterwards, until Ctrl-C"
+    page = _of_a_run(add("page", _page, shown), RECORDED)
     page.add_argument("--listen", metavar="ADDRESS:PORT", help="127.0.0.1:0, a free port for this machine only")
-    page.add_argument(
-        "--token-file",
-        type=Path,
-        metavar="FILE",
-        help="its content is asked for; needed where others can come; unset: TAILRACE_PAGE_TOKEN",
-    )
+    token = "its content is asked for; needed where others can come; unset: TAILRACE_PAGE_TOKEN"
+    page.add_argument("--token-file", type=Path, metavar="FILE", help=token)
 
-    replay = add("replay", _replay, "run a journal through a fresh control plane and compare the commands")
-    replay.add_argument("journal", type=Path, metavar="RUN", help="the directory of a run, or what --record wrote")
+    compared = "run a journal through a fresh control plane and compare the commands"
+    _of_a_run(add("replay", _replay, compared), RECORDED)
 
     doctor = add("doctor", _doctor, "what this machine, and these settings, can and cannot do", SETTINGS)
     doctor.add_argument("files", nargs="*", metavar="FILE", help="settings in TOML to examine")
-    return parser, dict(group.choices)
+
+
+def _of_files(command: _Parser) -> _Parser:
+    command.add_argument("files", nargs="+", metavar="FILE", help="settings in TOML; later files override earlier ones")
+    return command
+
+
+def _of_a_run(command: _Parser, which: str = "the directory of a run") -> _Parser:
+    command.add_argument("journal", type=Path, metavar="RUN", help=which)
+    return command
 
 
 def _split(words: list[str], commands: dict[str, _Parser]) -> tuple[list[str], list[str]]:
