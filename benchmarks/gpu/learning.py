@@ -3,84 +3,105 @@
     python benchmarks/gpu/learning.py [--seeds 2] [--steps 60] [--goal 0.8]
 
 Both kinds start from the same weights, draw the same prompts with the same seeds and train the same number of samples.
-Accuracy is the share of right answers among the samples that a step trained on, each drawn by a current policy, as a
-mean over a few steps; time is counted from the first sample, so start-up is left out. After each run the held-out
-questions are put to the last weights. Runs alternate, so that whatever else the machine does hits both alike.
+Accuracy is the share of right answers among the last 1,024 that were given, at the moment when they were given; time is
+counted from the first sample. A short run before all others, not counted, fills torch's and Triton's caches. After each
+run the held-out questions are put to the last weights. Runs alternate, so that whatever else the machine does hits both
+alike.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
-import subprocess
 import sys
 import tempfile
-import time
+from collections import Counter
+from itertools import accumulate
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
-sys.path.insert(0, str(ROOT / "src"))
+sys.path[:0] = [str(HERE), str(HERE.parents[1] / "src")]
+from processes import ROOT, tailrace, tails  # noqa: E402
 
 RECIPE = ROOT / "examples" / "gpu" / "smollm2_sums.toml"
 RESULTS = ROOT / "benchmarks" / "results" / "gpu_learning.json"
 KINDS = ("trajectory", "sync")
 COLOURS = {"trajectory": "#00866a", "sync": "#d55e00"}
-WINDOW = 5  # steps over which accuracy is a mean
+WINDOW = 1024  # answers over which accuracy is a mean
+POINTS = 200  # of a curve
+WARM_UP = 3  # steps
+LISTS = ("curve", "steps")
 Row = dict[str, Any]
 
 
-def train(kind: str, seed: int, folder: Path, options: argparse.Namespace) -> Row:
-    name = f"{kind}-{seed}"
-    words = ["--schedule.kind", kind, "--run.seed", str(seed), "--run.folder", str(folder), "--run.name", name]
-    words += ["--run.steps", str(options.steps), "--run.evaluate", "false", *options.set]
-    began = time.monotonic()
-    tailrace("train", str(options.recipe), *words, deadline=options.deadline)
-    took = time.monotonic() - began
-    return {"kind": kind, "seed": seed, **read(folder / name, options.goal), "process_s": round(took, 1)}
+def train(kind: str, seed: int, steps: int, folder: Path, options: argparse.Namespace) -> Path:
+    """The folder of the finished run."""
+    run, log = folder / f"{kind}-{seed}-{steps}", folder / f"{kind}-{seed}-{steps}.log"
+    words = ["--schedule.kind", kind, "--run.seed", str(seed), "--run.folder", str(folder), "--run.name", run.name]
+    words += ["--run.steps", str(steps), "--run.evaluate", "false", *options.set]
+    succeed(["train", str(options.recipe), *words], run, log, options.deadline)
+    return run
 
 
-def tailrace(*words: str, deadline: float) -> str:
-    """What the command printed. It must succeed."""
-    paths = [str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
-    given = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
-    command = [sys.executable, "-m", "tailrace", *words]
-    done = subprocess.run(command, capture_output=True, text=True, env=given, timeout=deadline, check=False)
-    if done.returncode:
-        raise RuntimeError(f"tailrace {words[0]} ended with {done.returncode}\n{(done.stdout + done.stderr)[-3000:]}")
-    return done.stdout
+def succeed(words: list[str], run: Path, log: Path, deadline: float) -> str:
+    """What the command printed."""
+    code = tailrace(words, log, deadline)
+    if code != 0:
+        why = f"took more than {deadline:.0f} s" if code is None else f"ended with {code}"
+        raise RuntimeError(f"tailrace {words[0]} {why}\n{tails(run, log)}")
+    return log.read_text()
 
 
 def read(run: Path, goal: float) -> Row:
     from tailrace.obs.summary import summarise
 
     report = summarise(run)
-    steps, start = report.history.steps, report.history.began
-    seconds = [step.ended - start for step in steps]
-    rewards = [step.reward or 0.0 for step in steps]
-    means = [fmean(rewards[max(0, at - WINDOW + 1) : at + 1]) for at in range(len(rewards))]
-    full = [at for at, mean in enumerate(means) if at >= WINDOW - 1 and mean >= goal]
+    summary, start = report.summary, report.history.began
+    curve = [(now - start, mean) for now, mean in answered(run)]
     return {
-        "seconds_to_goal": seconds[full[0]] if full else None,
-        "samples_to_goal": sum(step.samples for step in steps[: full[0] + 1]) if full else None,
-        "seconds": seconds[-1],
-        "last_accuracy": means[-1],
-        "samples": report.summary.trained_samples,
-        "tokens_per_s": report.summary.tokens_per_s,
-        "staleness": report.summary.staleness.mean,
-        "trainer_idle": report.summary.trainer_idle,
-        "rollout_idle": report.summary.rollout_idle,
-        "curve": [[round(second, 3), round(mean, 4)] for second, mean in zip(seconds, means, strict=True)],
+        "seconds_to_goal": next((second for second, mean in curve if mean >= goal), None),
+        "seconds": report.history.steps[-1].ended - start,
+        "samples": summary.trained_samples,
+        "tokens_per_s": summary.tokens_per_s,
+        "staleness": summary.staleness.mean,
+        "trainer_idle": summary.trainer_idle,
+        "rollout_idle": summary.rollout_idle,
+        "faults": faults(run),
+        "curve": [[round(second, 3), round(mean, 4)] for second, mean in thinned(curve)],
+        "steps": [(round(s.ended - start, 2), round(s.reward or 0.0, 4), s.tokens) for s in report.history.steps],
     }
+
+
+def answered(run: Path) -> list[tuple[float, float]]:
+    """When an answer was given, and the share of right ones among it and those before it."""
+    from tailrace.protocol import Finished
+    from tailrace.store.journal import Journal
+
+    given = [(entry.now, entry.event.meta) for entry in Journal(run).entries() if type(entry.event) is Finished]
+    sums = [0.0, *accumulate(meta.reward or 0.0 for _, meta in given)]
+    return [(given[at - 1][0], (sums[at] - sums[at - WINDOW]) / WINDOW) for at in range(WINDOW, len(sums))]
+
+
+def faults(run: Path) -> dict[str, int]:
+    """A run in which something failed is not one to compare with."""
+    from tailrace.store.journal import Journal
+
+    names = [type(entry.event).__name__ for entry in Journal(run).entries()]
+    return dict(Counter(name for name in names if name.endswith(("Lost", "Failed"))))
+
+
+def thinned(curve: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    every = max(1, len(curve) // POINTS)
+    return [*curve[:-1:every], *curve[-1:]]
 
 
 def held_out(run: Path, deadline: float) -> float | None:
     """Accuracy of the last weights, as `tailrace eval` prints it."""
-    found = re.search(r"accuracy ([0-9.]+)", tailrace("eval", str(run), deadline=deadline))
+    printed = succeed(["eval", str(run)], run, run.with_suffix(".eval.log"), deadline)
+    found = re.search(r"accuracy ([0-9.]+)", printed)
     return float(found.group(1)) if found else None
 
 
@@ -90,25 +111,23 @@ def held_out(run: Path, deadline: float) -> float | None:
 def compare(options: argparse.Namespace) -> list[Row]:
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        train(KINDS[0], 0, WARM_UP, Path(folder), options)
         for seed in range(options.seeds):
             for kind in KINDS:
                 try:
-                    row = train(kind, seed, Path(folder), options)
-                    row["held_out"] = (
-                        held_out(Path(folder) / f"{kind}-{seed}", options.deadline) if options.eval else None
-                    )
-                except Exception as error:  # the others are still worth having
-                    print(f"{kind}, seed {seed}: {type(error).__name__}: {error}", flush=True)
-                    print(logs(Path(folder) / f"{kind}-{seed}"), flush=True)
+                    rows.append(measure(kind, seed, Path(folder), options))
+                except RuntimeError as error:  # the others are still worth having
+                    print(f"{kind}, seed {seed}: {error}", flush=True)
                     continue
-                rows.append(row)
-                print(json.dumps({name: value for name, value in row.items() if name != "curve"}), flush=True)
+                print(json.dumps({n: value for n, value in rows[-1].items() if n not in LISTS}), flush=True)
                 write(rows, options)
     return rows
 
 
-def logs(run: Path) -> str:
-    return "\n".join(f"--- {log.name}\n{log.read_text()[-1500:]}" for log in sorted(run.glob("logs/*.log")))
+def measure(kind: str, seed: int, folder: Path, options: argparse.Namespace) -> Row:
+    run = train(kind, seed, options.steps, folder, options)
+    after = held_out(run, options.deadline) if options.eval else None
+    return {"kind": kind, "seed": seed, "held_out": after, **read(run, options.goal)}
 
 
 def mean_of(rows: list[Row], kind: str, name: str) -> float | None:
@@ -125,11 +144,11 @@ def write(rows: list[Row], options: argparse.Namespace) -> None:
 
 
 def table(rows: list[Row], goal: float) -> None:
-    print(f"\n{'':11} {f's to {goal:.0%}':>10} {'s in all':>9} {'last':>6} {'held out':>9} {'staleness':>10}")
+    print(f"\n{'':11} {f's to {goal:.0%}':>10} {'s in all':>9} {'held out':>9} {'staleness':>10}")
     for kind in KINDS:
-        figures = [mean_of(rows, kind, name) for name in ("seconds_to_goal", "seconds", "last_accuracy", "held_out")]
-        shown = ["-" if figure is None else f"{figure:.3g}" for figure in (*figures, mean_of(rows, kind, "staleness"))]
-        print(f"{kind:11} {shown[0]:>10} {shown[1]:>9} {shown[2]:>6} {shown[3]:>9} {shown[4]:>10}")
+        figures = [mean_of(rows, kind, name) for name in ("seconds_to_goal", "seconds", "held_out", "staleness")]
+        shown = ["-" if figure is None else f"{figure:.3g}" for figure in figures]
+        print(f"{kind:11} {shown[0]:>10} {shown[1]:>9} {shown[2]:>9} {shown[3]:>10}")
 
 
 def draw(rows: list[Row], goal: float, path: Path) -> None:
@@ -146,7 +165,7 @@ def draw(rows: list[Row], goal: float, path: Path) -> None:
     axes.axhline(goal, color="#6b6b6b", linewidth=0.8, linestyle=(0, (4, 3)))
     axes.set(
         xlabel="seconds since the first sample",
-        ylabel=f"accuracy (mean of {WINDOW} steps)",
+        ylabel=f"right among the last {WINDOW:,} answers",
         ylim=(0, 1),
         xlim=(0, None),
     )

@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -27,14 +26,13 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
-sys.path[:0] = [str(HERE), str(ROOT / "src")]
+sys.path[:0] = [str(HERE), str(HERE.parents[1] / "src")]
+from processes import ROOT, tailrace, tails  # noqa: E402
 from workloads import ROW  # noqa: E402
 
 RECIPE = ROOT / "examples" / "gpu" / "loop.toml"
 RESULTS = ROOT / "benchmarks" / "results" / "gpu_loop.json"
 KINDS = ("sync", "partial", "trajectory", "trl")
-POLL_S = 0.5
 Row = dict[str, Any]
 # On a CPU: the same code in seconds.
 TINY = {"prompts_per_step": 2, "group_size": 4, "max_completion_tokens": 128}
@@ -72,21 +70,17 @@ def rates(ends: list[float], tokens: list[int], skip: int) -> Row:
 
 def run_ours(kind: str, options: argparse.Namespace, folder: Path) -> Row:
     """Start a run, end it after enough steps, read its journal."""
-    run = folder / kind
-    command = [sys.executable, "-m", "tailrace", "train", str(RECIPE), *words(kind, options, folder)]
-    log = (folder / f"{kind}.log").open("w")
-    process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, env=environment())
-    limit = time.monotonic() + options.deadline
-    try:
-        while trained_steps(run) < options.steps and process.poll() is None and time.monotonic() < limit:
-            time.sleep(POLL_S)
-    finally:
-        stop(process)
-        log.close()
+    run, log = folder / kind, folder / f"{kind}.log"
+    tailrace(
+        ["train", str(RECIPE), *words(kind, options, folder)],
+        log,
+        options.deadline,
+        enough=lambda: trained_steps(run) >= options.steps,
+    )
     try:
         return read_run(run, options)
     except Exception as error:
-        raise RuntimeError(f"{error}\n{tails(run, folder / f'{kind}.log')}") from error
+        raise RuntimeError(f"{error}\n{tails(run, log)}") from error
 
 
 def words(kind: str, options: argparse.Namespace, folder: Path) -> list[str]:
@@ -104,11 +98,6 @@ def words(kind: str, options: argparse.Namespace, folder: Path) -> list[str]:
     return given + options.set
 
 
-def environment() -> dict[str, str]:
-    paths = [str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
-
-
 def trained_steps(run: Path) -> int:
     """Finished steps in the journal; the run has mini_batches = 1."""
     import sqlite3
@@ -119,16 +108,6 @@ def trained_steps(run: Path) -> int:
             return database.execute("SELECT count(*) FROM journal WHERE kind = 'Trained'").fetchone()[0]
     except sqlite3.OperationalError:
         return 0  # not there yet
-
-
-def stop(process: subprocess.Popen[Any]) -> None:
-    if process.poll() is None:
-        process.send_signal(signal.SIGINT)
-        try:
-            process.wait(60)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait(10)
 
 
 def read_run(run: Path, options: argparse.Namespace) -> Row:
@@ -156,11 +135,6 @@ def measured(run: Path, name: str) -> float | None:
 
     found = [one.value for one in measurements(run) if one.name.endswith(name) and one.value is not None]
     return found[-1] if found else None
-
-
-def tails(run: Path, log: Path) -> str:
-    files = [log, *sorted(run.glob("logs/*.log"))]
-    return "\n".join(f"--- {file.name}\n{file.read_text()[-1500:]}" for file in files if file.is_file())
 
 
 # -------------------------------------------------------------------------------------------------------------- TRL

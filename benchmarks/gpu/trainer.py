@@ -202,7 +202,7 @@ def _sampled_by(learner: Learner, groups: list[list[Trajectory]]) -> list[list[T
     rng = np.random.default_rng(5)
     batch = mini_batch(groups, learner.settings)
     found: dict[int, Any] = {}
-    for pack in rank_packs(batch.samples, range(len(batch.samples)), learner.budget.tokens, 0, 1):
+    for pack in rank_packs(batch.samples, range(len(batch.samples)), learner.budget.tokens, 0, 1, fold=False):
         logprobs = learner.scores(pack).logprobs.cpu().numpy() + rng.normal(0, 0.05, len(pack.targets))
         found |= {member: logprobs[pack.sequence == member] for member in pack.members}
     return [[_with(t, found[GROUP * at + i]) for i, t in enumerate(group)] for at, group in enumerate(groups)]
@@ -217,7 +217,7 @@ def _with(trajectory: Trajectory, logprobs: Any) -> Trajectory:
 def _compare_logprobs(learner: Learner, groups: list[list[Trajectory]]) -> dict[str, float]:
     """Of the passes as they train, from the float32 weights in plain float32."""
     batch = mini_batch(groups, learner.settings)
-    pack = rank_packs(batch.samples, range(len(batch.samples)), min(4096, learner.budget.tokens), 0, 1)[0]
+    pack = rank_packs(batch.samples, range(len(batch.samples)), min(4096, learner.budget.tokens), 0, 1, fold=False)[0]
     mine, theirs = learner.scores(pack).logprobs, exact_logprobs(learner, pack)
     off = mine - theirs
     return {
@@ -279,7 +279,7 @@ def _figures(
     learner: Learner, groups: Any, shape: dict[str, Any], seconds: list[float], metrics: list[dict[str, float]]
 ) -> dict[str, Any]:
     batch = mini_batch(groups, learner.settings)
-    packs = rank_packs(batch.samples, range(len(batch.samples)), learner.budget.tokens, 0, 1, full=learner._rows)
+    packs = rank_packs(batch.samples, range(len(batch.samples)), learner.budget.tokens, 0, 1, fold=False)
     lengths = np.array([len(sample.inputs) for sample in batch.samples])
     head = shape["vocab_size"] * shape["hidden_size"]
     parameters = sum(p.numel() for p in learner.model.parameters())

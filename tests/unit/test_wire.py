@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 
 import msgspec
@@ -112,6 +113,32 @@ def test_what_is_committed_is_not_kept():
         async with asyncio.timeout(DEADLINE_S):
             while [number for number, _ in link._kept] != [3]:
                 await asyncio.sleep(0.01)
+        link.close()
+        hub.close()
+
+    asyncio.run(scene())
+
+
+def test_a_part_that_has_much_to_say_at_once_does_not_wait_for_its_own_heart_nor_its_heart_for_it():
+    """More than the pipe that wakes the link's thread can hold; and that thread sends, too, when the heart beats."""
+    many = 3000
+
+    async def scene() -> None:
+        hub, said = Hub(TOKEN), threading.Event()
+
+        def pulse() -> Alive:
+            said.wait(DEADLINE_S)  # the thread that empties the pipe is busy
+            link.measure(0, {"beats": 1.0})
+            return Alive("trainer", 0, 1)
+
+        link = Link(spec(hub), pulse)
+        link.open()
+        burst = threading.Thread(target=lambda: [link.report(Trained(1, step, 0)) for step in range(many)], daemon=True)
+        burst.start()
+        await asyncio.to_thread(burst.join, DEADLINE_S / 4)
+        assert not burst.is_alive()
+        said.set()
+        assert steps(await hear(hub, has(many - 1))) == list(range(many))
         link.close()
         hub.close()
 

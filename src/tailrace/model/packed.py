@@ -51,8 +51,8 @@ class Layout:
     batches: tuple[tuple[int, int], ...] = ()  # sequences of each, and the longest, to which they are padded
     spread: Tensor | None = None  # token for each place of the padded batches; None: nothing is padded or shared
     gather: Tensor | None = None  # place in the padded batches of each token
-    bounds: Tensor | None = None  # of a row: the first token of each sequence, and the end, again and again
-    sizes: Tensor | None = None  # of a row, on the host: sequences, longest, tokens
+    bounds: Tensor | None = None  # of a row: the first token of each sequence, and the end
+    sizes: Tensor | None = None  # of a row, on the host: longest, tokens
 
 
 def layout(
@@ -97,13 +97,10 @@ def _similar(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def _row(lengths: Sequence[int], positions: Tensor, bounds: Tensor, room: int, device: torch.device | str) -> Layout:
-    """Bounds have one of few sizes, whatever the number of sequences."""
     tokens = len(positions)
     assert tokens <= room, f"{tokens} tokens in a row of {room}"
-    more = max(1024, 1 << len(lengths).bit_length()) - len(lengths)
-    every = torch.cat([bounds, bounds[-1:].expand(more)]).to(device, torch.int32)
-    sizes = torch.tensor([len(lengths), max(lengths), tokens])
-    return Layout(pad(positions, (0, room - tokens)).to(device), bounds=every, sizes=sizes)
+    sizes = torch.tensor([max(lengths), tokens])
+    return Layout(pad(positions, (0, room - tokens)).to(device), bounds=bounds.to(device, torch.int32), sizes=sizes)
 
 
 def install(model: PreTrainedModel) -> PreTrainedModel:

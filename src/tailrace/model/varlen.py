@@ -1,8 +1,8 @@
 """Attention over sequences laid end to end in one row, by torch's flash kernel for variable lengths.
 
 `packed.py` calls `attend_row` on CUDA in half precision. It is an operator of its own, which compiled blocks do not
-look into: how many sequences there are and how long the longest is come in a tensor on the host, so that one compiled
-block serves every pack of the same size. Rows may end in padding that belongs to no sequence; it comes out as zeros,
+look into: how long the longest sequence is and how many tokens there are come in a tensor on the host, so that one
+compiled block serves every pack. Rows may end in padding that belongs to no sequence; it comes out as zeros,
 and its gradients are zeros. Key and value heads are shared by groups of query heads where the kernel can do that.
 """
 
@@ -22,10 +22,10 @@ Kernel = tuple[Tensor, Tensor]  # output and log-sum-exp
 def attend_row(
     q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, sizes: Tensor, scale: float, window: int
 ) -> tuple[Tensor, Tensor]:
-    """(tokens, heads, width) each. `sizes`, on the host: sequences, longest, tokens. `window` 0: no limit."""
-    count, longest, tokens = sizes.tolist()
+    """(tokens, heads, width) each. `sizes`, on the host: longest sequence, tokens. `window` 0: no limit."""
+    longest, tokens = sizes.tolist()
     keys, values = (_for_every_head(x, q.shape[1]) for x in (k, v))
-    out, total = _forward(q.contiguous(), keys, values, bounds[: count + 1], longest, scale, window)
+    out, total = _forward(q.contiguous(), keys, values, bounds, longest, scale, window)
     out[tokens:] = 0
     return out, total
 
@@ -43,11 +43,11 @@ def attend_row_backward(
     scale: float,
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    count, longest, tokens = sizes.tolist()
+    longest, tokens = sizes.tolist()
     keys, values = (_for_every_head(x, q.shape[1]) for x in (k, v))
     result = (out, total)
     by_q, by_k, by_v = _backward(
-        by_out.contiguous(), q.contiguous(), keys, values, result, bounds[: count + 1], longest, scale, window
+        by_out.contiguous(), q.contiguous(), keys, values, result, bounds, longest, scale, window
     )
     for each in (by_q, by_k, by_v):
         each[tokens:] = 0

@@ -11,10 +11,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tailrace.config.tree import Trainer
+from tailrace.config.tree import Config, Trainer
 from tailrace.trainer.advantages import GROUP_ADVANTAGES, gae
 from tailrace.trainer.packing import Pack, Sample, deal, fill, filler, read
-from tailrace.types import Trajectory
+from tailrace.types import Segment, Trajectory
 
 Floats = NDArray[np.float64]
 
@@ -38,6 +38,15 @@ def mini_batch(groups: Sequence[Sequence[Trajectory]], settings: Trainer) -> Min
         raise ValueError("none of the groups to train on has a sampled token")
     trajectories, rewards, advantages = zip(*kept, strict=True)
     return MiniBatch([read(t) for t in trajectories], np.array(rewards), np.array(advantages))
+
+
+def largest_group(config: Config, budget: int) -> list[Trajectory]:
+    """Invented samples as long as they may get, as many as fill a pack or are in a mini-batch: to try passes out."""
+    work = config.workload
+    length = max(2, min(work.prompt_tokens + work.max_completion_tokens, budget // 2))
+    samples = max(2, min(budget // length, work.prompts_per_step * work.group_size // config.trainer.mini_batches))
+    sampled = Segment(0, (0,) * (length - 1), (0.0,) * (length - 1))
+    return [Trajectory(i, 0, 0, (Segment(None, (0,)), sampled), "length", float(i % 2)) for i in range(samples)]
 
 
 def worth_a_pass(batch: MiniBatch, settings: Trainer) -> list[int]:

@@ -1,8 +1,8 @@
-"""Decoder blocks compiled by torch, all of them as one, for a few sizes of packs.
+"""Decoder blocks compiled by torch, all of them as one, for packs of any size.
 
-`step.py` makes one for a model whose packs are read as rows (`model/varlen.py`). A block is compiled when a pack of its
-size comes for the first time; packs are padded to a size of few (`padded`), so that this ends soon. Where torch cannot
-compile the blocks, or fails to later, `give_up` goes back to the plain ones and says so, once.
+`step.py` makes one for a model whose packs are read as rows (`model/varlen.py`), and has a pack go through it at the
+start, so that nothing is compiled in the middle of a run. Where torch cannot compile the blocks, or fails to later,
+`give_up` goes back to the plain ones and says so, once.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-SIZES = 4  # of packs up to the budget: all of it, half of it, ...
-ONES = 64  # different compiled versions of a block that may exist, of all sizes, with gradients and without
+ONES = 64  # different compiled versions of a block that may exist: of kinds of layers, with gradients and without
+GRAIN = 64  # rows are padded to a multiple of this, the height of a tile of products
 
 
 class Blocks:
@@ -29,7 +29,7 @@ class Blocks:
         self.on = True
         self._blocks = _decoder_blocks(model)
         for block in self._blocks:  # `forward` alone: what is hooked to the block (shards, recomputation) stays outside
-            block.forward = torch.compile(block.forward, dynamic=False, fullgraph=True, backend=backend)
+            block.forward = torch.compile(block.forward, dynamic=True, fullgraph=True, backend=backend)
 
     def give_up(self, why: Exception) -> None:
         if not self.on:
@@ -46,17 +46,9 @@ class Blocks:
         )
 
 
-def padded(tokens: int, budget: int) -> int:
-    """The size of pack that so many tokens are padded to. One sequence alone may be larger than the budget."""
-    if tokens > budget:
-        step = max(1, budget // 4)
-        return -(-tokens // step) * step
-    size = budget
-    for _ in range(SIZES - 1):
-        if size // 2 < tokens or size % 2:
-            break
-        size //= 2
-    return size
+def padded(tokens: int) -> int:
+    """The size of row that so many tokens are padded to."""
+    return -(-tokens // GRAIN) * GRAIN
 
 
 def _decoder_blocks(model: PreTrainedModel) -> list[Any]:

@@ -185,6 +185,7 @@ class NativeCrew:
         self.ranks = self.together or parallel.Alone()
         with at_start():
             self.learner = Learner(spec.config, self.ranks)
+        self.learner.warm_up()
         self.settings = settings
         self.courier = None if spec.rank else Courier(spec, self.learner.model.named_parameters())
 

@@ -27,7 +27,7 @@ from tailrace.config.tree import Config
 from tailrace.model.load import load_model, precision_on
 from tailrace.model.memory import DoesNotFitError, free_memory, ran_out
 from tailrace.model.packed import Layout, layout, reads_rows
-from tailrace.trainer.batch import MiniBatch, mini_batch, rank_packs, token_credits, worth_a_pass
+from tailrace.trainer.batch import MiniBatch, largest_group, mini_batch, rank_packs, token_credits, worth_a_pass
 from tailrace.trainer.compiled import Blocks, padded
 from tailrace.trainer.critic import Critic
 from tailrace.trainer.half import Half
@@ -108,6 +108,15 @@ class Learner:
         compiles = self.settings.compile and self._rows and self._half is not None
         self._blocks = Blocks(self.policy.model) if compiles else None
 
+    def warm_up(self) -> None:
+        """Compile what has to be, and see what fits into memory, before there is work. Weights stay as they are."""
+        if self._blocks is None:
+            return
+        batch = mini_batch([largest_group(self.config, self.budget.tokens)], self.settings)
+        for part in range(min(2, self.settings.mini_batches)):  # the second looks back at the policy of the first
+            self._gradients(-1, part, batch)
+            self._clear_gradients()
+
     def train_part(self, step: int, part: int, groups: Sequence[Sequence[Trajectory]]) -> dict[str, float]:
         """Train on one mini-batch. Returns what to plot."""
         began = time.perf_counter()
@@ -132,11 +141,14 @@ class Learner:
 
     def _gradients(self, step: int, part: int, batch: MiniBatch) -> tuple[dict[str, float], float]:
         while (found := self._attempt(step, part, batch)) is None:
-            self.model.zero_grad(set_to_none=True)
-            if self.critic is not None:
-                self.critic.zero_grad(set_to_none=True)
+            self._clear_gradients()
             free_memory()
         return found
+
+    def _clear_gradients(self) -> None:
+        self.model.zero_grad(set_to_none=True)
+        if self.critic is not None:
+            self.critic.zero_grad(set_to_none=True)
 
     def _attempt(self, step: int, part: int, batch: MiniBatch) -> tuple[dict[str, float], float] | None:
         """None: it did not work out, but may if it is tried again. What failed is let go of on the way out of here."""
@@ -257,7 +269,7 @@ class Learner:
         if not self._rows:
             return None
         compiled = self._blocks is not None and self._blocks.on
-        return padded(tokens, self.budget.tokens) if compiled else tokens
+        return padded(tokens) if compiled else tokens
 
     def _autocast(self, enabled: bool) -> torch.autocast:
         return torch.autocast(torch.device(self.device).type, torch.bfloat16, enabled=enabled)

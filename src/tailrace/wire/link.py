@@ -59,6 +59,7 @@ class Link:
         self._inbox: queue.SimpleQueue[FromController] = queue.SimpleQueue()
         self._outbox: queue.SimpleQueue[FromPart | None] = queue.SimpleQueue()
         self._wake, self._woken = socket.socketpair()
+        self._wake.setblocking(False)
         self._thread = threading.Thread(target=self._carry, name="link", daemon=True)
         self._watchdog = Watchdog(spec.name, lambda sentence: self.send(Collapsed(sentence)))
 
@@ -70,8 +71,7 @@ class Link:
         self._watchdog.start()
 
     def send(self, message: FromPart) -> None:
-        self._outbox.put(message)
-        self._wake.send(b"!")
+        self._put(message)
 
     def report(self, event: Event) -> None:
         self.send(Reported(event))  # type: ignore[arg-type]  # every Event is one of AnyEvent
@@ -108,9 +108,14 @@ class Link:
     def close(self) -> None:
         """Get everything out that was sent, then hang up."""
         self._watchdog.close()
-        self._outbox.put(None)
-        self._wake.send(b"!")
+        self._put(None)
         self._thread.join(LINGER_MS / 1000 + 1)
+
+    def _put(self, message: FromPart | None) -> None:
+        """Never waits: the thread that would have to make room may be the one that sends."""
+        self._outbox.put(message)
+        with suppress(BlockingIOError):  # full of calls that were not heard yet: the thread will wake up anyway
+            self._wake.send(b"!")
 
     # ---------------------------------------------------------------------------------------------- the link's thread
 
