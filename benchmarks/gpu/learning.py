@@ -16,7 +16,6 @@ import json
 import re
 import sys
 import tempfile
-from collections import Counter
 from itertools import accumulate
 from pathlib import Path
 from statistics import fmean
@@ -69,7 +68,7 @@ def read(run: Path, goal: float) -> Row:
         "staleness": summary.staleness.mean,
         "trainer_idle": summary.trainer_idle,
         "rollout_idle": summary.rollout_idle,
-        "faults": faults(run),
+        "restarts": restarts(run),
         "curve": [[round(second, 3), round(mean, 4)] for second, mean in thinned(curve)],
         "steps": [(round(s.ended - start, 2), round(s.reward or 0.0, 4), s.tokens) for s in report.history.steps],
     }
@@ -85,12 +84,13 @@ def answered(run: Path) -> list[tuple[float, float]]:
     return [(given[at - 1][0], (sums[at] - sums[at - WINDOW]) / WINDOW) for at in range(WINDOW, len(sums))]
 
 
-def faults(run: Path) -> dict[str, int]:
-    """A run in which something failed is not one to compare with."""
+def restarts(run: Path) -> int:
+    """Of parts; a run in which there were any is not one to compare with."""
+    from tailrace.protocol import RunStarted, Start
     from tailrace.store.journal import Journal
 
-    names = [type(entry.event).__name__ for entry in Journal(run).entries()]
-    return dict(Counter(name for name in names if name.endswith(("Lost", "Failed"))))
+    later = [entry for entry in Journal(run).entries() if not isinstance(entry.event, RunStarted)]
+    return sum(isinstance(command, Start) for entry in later for command in entry.commands)
 
 
 def thinned(curve: list[tuple[float, float]]) -> list[tuple[float, float]]:

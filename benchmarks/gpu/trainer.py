@@ -76,7 +76,9 @@ CASES = (
 def main() -> None:
     options = argparse.ArgumentParser()
     options.add_argument("--tiny", action="store_true", help="tiny models, to see that everything runs")
-    tiny = options.parse_args().tiny
+    options.add_argument("--cases", nargs="+", metavar="NAME", default=[], help="only these")
+    chosen = options.parse_args()
+    tiny = chosen.tiny
     torch.backends.mkldnn.enabled = torch.cuda.is_available()  # its kernels end the process on some CPUs
     began = time.perf_counter()
     report: dict[str, Any] = {"device": _device_name(), "torch": torch.__version__, "cases": []}
@@ -85,7 +87,7 @@ def main() -> None:
         report["scores"] = _guarded("scores of logits", check_scores)
     report["check"] = _guarded("check", lambda: check(SMALL | TINY if tiny else SMALL))
     write(report, tiny)
-    for case in CASES:
+    for case in [case for case in CASES if not chosen.cases or case.name in chosen.cases]:
         if time.perf_counter() - began > LIMIT_S:
             print(f"{case.name}: left out, the time is up", flush=True)
             continue

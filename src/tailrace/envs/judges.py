@@ -2,8 +2,8 @@
 
 Used by a replica's loop: `ask`, go on generating, `poll`. Every question gets exactly one answer. A process that hangs
 is killed at its question's deadline, one that crashes, or was stopped while it started, is noticed; that question is
-`Faulted` with the reason, and those that were waiting behind it go to another process. Processes start when there is
-work for them, and end with this one. A task that is `trusted` is asked right here.
+`Faulted` with the reason, and those that were waiting behind it go to another process. Processes start ahead (`start`)
+or when there is work for them, and end with this one. A task that is `trusted` is asked right here.
 """
 
 from __future__ import annotations
@@ -133,6 +133,11 @@ class Judges:
     def outstanding(self) -> int:
         """Questions whose answers `poll` has not returned yet."""
         return len(self._queue) + len(self._done) + sum(len(judge.pending) for judge in self._judges)
+
+    def start(self) -> None:
+        """All of them, without waiting: what a reward imports may take seconds."""
+        if not self._trusted:
+            self._judges += [Judge(self.config, self.timeout_s) for _ in range(self.workers - len(self._judges))]
 
     def ask(self, key: Any, row: Row, transcript: tuple[Turn, ...]) -> None:
         if self._trusted:

@@ -25,8 +25,10 @@ def build_runner(config: Config) -> Runner:
     from tailrace.envs.judges import Judges
 
     config = with_all_stops(config)
+    judges = Judges(config)
+    judges.start()  # beside the engine, which takes longer
     engine = build_engine(config, config.run.seed)
-    return Runner(engine, Judges(config), _language(config, _prompts(config)), limit)
+    return Runner(engine, judges, _language(config, _prompts(config)), limit)
 
 
 def held_out_rows(config: Config) -> list[Row]:
