@@ -1,12 +1,12 @@
 """Does a real model learn sooner without the barrier? SmolLM2-135M-Instruct on one-digit sums, `trajectory` and `sync`.
 
-    python benchmarks/gpu/learning.py [--seeds 2] [--steps 60] [--goal 0.8]
+    python benchmarks/gpu/learning.py [--seeds 2] [--steps 100] [--goal 0.8]
 
 Both kinds start from the same weights, draw the same prompts with the same seeds and train the same number of samples.
 Accuracy is the share of right answers among the last 1,024 that were given, at the moment when they were given; time is
 counted from the first sample. A short run before all others, not counted, fills torch's and Triton's caches. After each
-run the held-out questions are put to the last weights. Runs alternate, so that whatever else the machine does hits both
-alike.
+run the held-out questions are put to the last weights (unless --no-eval). Runs alternate, so that whatever else the
+machine does hits both alike.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1] / "src")]
-from processes import ROOT, tailrace, tails  # noqa: E402
+from processes import ROOT, tailrace, tails, trained_parts  # noqa: E402
 
 RECIPE = ROOT / "examples" / "gpu" / "smollm2_sums.toml"
 RESULTS = ROOT / "benchmarks" / "results" / "gpu_learning.json"
@@ -32,45 +32,47 @@ COLOURS = {"trajectory": "#00866a", "sync": "#d55e00"}
 WINDOW = 1024  # answers over which accuracy is a mean
 POINTS = 200  # of a curve
 WARM_UP = 3  # steps
+FOREVER = 1_000_000  # steps
 LISTS = ("curve", "steps")
 Row = dict[str, Any]
 
 
 def train(kind: str, seed: int, steps: int, folder: Path, options: argparse.Namespace) -> Path:
-    """The folder of the finished run."""
+    """The folder of a run of so many steps. Unless somebody wants its last weights it goes on until it is stopped: that
+    is quicker than to end with a checkpoint."""
     run, log = folder / f"{kind}-{seed}-{steps}", folder / f"{kind}-{seed}-{steps}.log"
     words = ["--schedule.kind", kind, "--run.seed", str(seed), "--run.folder", str(folder), "--run.name", run.name]
-    words += ["--run.steps", str(steps), "--run.evaluate", "false", *options.set]
-    succeed(["train", str(options.recipe), *words], run, log, options.deadline)
+    words += ["--trainer.mini_batches", "1", "--run.steps", str(steps if options.eval else FOREVER)]
+    words += ["--run.evaluate", "false", *options.set]
+    code = tailrace(
+        ["train", str(options.recipe), *words],
+        log,
+        options.deadline,
+        enough=lambda: not options.eval and trained_parts(run) >= steps,
+    )
+    if code != 0 and trained_parts(run) < steps:
+        raise RuntimeError(f"tailrace train ended with {code} before it was done\n{tails(run, log)}")
     return run
 
 
-def succeed(words: list[str], run: Path, log: Path, deadline: float) -> str:
-    """What the command printed."""
-    code = tailrace(words, log, deadline)
-    if code != 0:
-        why = f"took more than {deadline:.0f} s" if code is None else f"ended with {code}"
-        raise RuntimeError(f"tailrace {words[0]} {why}\n{tails(run, log)}")
-    return log.read_text()
-
-
-def read(run: Path, goal: float) -> Row:
+def read(run: Path, steps: int, goal: float) -> Row:
     from tailrace.obs.summary import summarise
 
     report = summarise(run)
-    summary, start = report.summary, report.history.began
-    curve = [(now - start, mean) for now, mean in answered(run)]
+    summary, history = report.summary, report.history
+    done, start = history.steps[:steps], history.began
+    curve = [(now - start, mean) for now, mean in answered(run) if now <= done[-1].ended]
     return {
         "seconds_to_goal": next((second for second, mean in curve if mean >= goal), None),
-        "seconds": report.history.steps[-1].ended - start,
-        "samples": summary.trained_samples,
-        "tokens_per_s": summary.tokens_per_s,
+        "seconds": done[-1].ended - start,
+        "last": curve[-1][1],
+        "samples": sum(step.samples for step in done),
         "staleness": summary.staleness.mean,
         "trainer_idle": summary.trainer_idle,
         "rollout_idle": summary.rollout_idle,
         "restarts": restarts(run),
         "curve": [[round(second, 3), round(mean, 4)] for second, mean in thinned(curve)],
-        "steps": [(round(s.ended - start, 2), round(s.reward or 0.0, 4), s.tokens) for s in report.history.steps],
+        "steps": [(round(step.ended - start, 2), round(step.reward or 0.0, 4), step.tokens) for step in done],
     }
 
 
@@ -98,11 +100,14 @@ def thinned(curve: list[tuple[float, float]]) -> list[tuple[float, float]]:
     return [*curve[:-1:every], *curve[-1:]]
 
 
-def held_out(run: Path, deadline: float) -> float | None:
+def held_out(run: Path, deadline: float) -> float:
     """Accuracy of the last weights, as `tailrace eval` prints it."""
-    printed = succeed(["eval", str(run)], run, run.with_suffix(".eval.log"), deadline)
-    found = re.search(r"accuracy ([0-9.]+)", printed)
-    return float(found.group(1)) if found else None
+    log = run.with_suffix(".eval.log")
+    tailrace(["eval", str(run)], log, deadline)
+    found = re.search(r"accuracy ([0-9.]+)", log.read_text())
+    if found is None:
+        raise RuntimeError(f"tailrace eval came to no figure\n{tails(run, log)}")
+    return float(found.group(1))
 
 
 # ------------------------------------------------------------------------------------------------------ the comparison
@@ -111,7 +116,7 @@ def held_out(run: Path, deadline: float) -> float | None:
 def compare(options: argparse.Namespace) -> list[Row]:
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        train(KINDS[0], 0, WARM_UP, Path(folder), options)
+        train(KINDS[0], 0, WARM_UP, Path(folder), argparse.Namespace(**vars(options) | {"eval": False}))
         for seed in range(options.seeds):
             for kind in KINDS:
                 try:
@@ -127,7 +132,7 @@ def compare(options: argparse.Namespace) -> list[Row]:
 def measure(kind: str, seed: int, folder: Path, options: argparse.Namespace) -> Row:
     run = train(kind, seed, options.steps, folder, options)
     after = held_out(run, options.deadline) if options.eval else None
-    return {"kind": kind, "seed": seed, "held_out": after, **read(run, options.goal)}
+    return {"kind": kind, "seed": seed, "held_out": after, **read(run, options.steps, options.goal)}
 
 
 def mean_of(rows: list[Row], kind: str, name: str) -> float | None:
@@ -144,11 +149,13 @@ def write(rows: list[Row], options: argparse.Namespace) -> None:
 
 
 def table(rows: list[Row], goal: float) -> None:
-    print(f"\n{'':11} {f's to {goal:.0%}':>10} {'s in all':>9} {'held out':>9} {'staleness':>10}")
+    print(f"\n{'':11} {f's to {goal:.0%}':>10} {'s in all':>9} {'last':>6} {'held out':>9} {'staleness':>10}")
     for kind in KINDS:
-        figures = [mean_of(rows, kind, name) for name in ("seconds_to_goal", "seconds", "held_out", "staleness")]
+        figures = [
+            mean_of(rows, kind, name) for name in ("seconds_to_goal", "seconds", "last", "held_out", "staleness")
+        ]
         shown = ["-" if figure is None else f"{figure:.3g}" for figure in figures]
-        print(f"{kind:11} {shown[0]:>10} {shown[1]:>9} {shown[2]:>9} {shown[3]:>10}")
+        print(f"{kind:11} {shown[0]:>10} {shown[1]:>9} {shown[2]:>6} {shown[3]:>9} {shown[4]:>10}")
 
 
 def draw(rows: list[Row], goal: float, path: Path) -> None:
@@ -180,7 +187,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--recipe", type=Path, default=RECIPE)
     parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--goal", type=float, default=0.8)
     parser.add_argument("--no-eval", dest="eval", action="store_false", help="leave out the held-out questions")
     parser.add_argument("--deadline", type=float, default=120.0, help="seconds for one run")

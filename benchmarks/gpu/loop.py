@@ -27,7 +27,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1] / "src")]
-from processes import ROOT, tailrace, tails  # noqa: E402
+from processes import ROOT, tailrace, tails, trained_parts  # noqa: E402
 from workloads import ROW  # noqa: E402
 
 RECIPE = ROOT / "examples" / "gpu" / "loop.toml"
@@ -75,7 +75,7 @@ def run_ours(kind: str, options: argparse.Namespace, folder: Path) -> Row:
         ["train", str(RECIPE), *words(kind, options, folder)],
         log,
         options.deadline,
-        enough=lambda: trained_steps(run) >= options.steps,
+        enough=lambda: trained_parts(run) >= options.steps,
     )
     try:
         return read_run(run, options)
@@ -96,18 +96,6 @@ def words(kind: str, options: argparse.Namespace, folder: Path) -> list[str]:
         settings |= {"rollout.kv_tokens": "20000", "rollout.precision": "float32", "trainer.precision": "float32"}
     given = [part for name, value in settings.items() for part in (f"--{name}", value)]
     return given + options.set
-
-
-def trained_steps(run: Path) -> int:
-    """Finished steps in the journal; the run has mini_batches = 1."""
-    import sqlite3
-    from contextlib import closing
-
-    try:
-        with closing(sqlite3.connect(f"file:{run / 'run.db'}?mode=ro", uri=True, timeout=5)) as database:
-            return database.execute("SELECT count(*) FROM journal WHERE kind = 'Trained'").fetchone()[0]
-    except sqlite3.OperationalError:
-        return 0  # not there yet
 
 
 def read_run(run: Path, options: argparse.Namespace) -> Row:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,15 @@ def tailrace(
             return process.returncode
         finally:
             _stop(process)
+
+
+def trained_parts(run: Path) -> int:
+    """Mini-batches in the journal of a run that may be under way."""
+    try:
+        with closing(sqlite3.connect(f"file:{run / 'run.db'}?mode=ro", uri=True, timeout=5)) as database:
+            return database.execute("SELECT count(*) FROM journal WHERE kind = 'Trained'").fetchone()[0]
+    except sqlite3.OperationalError:
+        return 0  # not there yet
 
 
 def tails(run: Path, log: Path) -> str:

@@ -122,6 +122,21 @@ def test_a_trajectory_replica_takes_more_work_until_there_is_something_newer_to_
     assert len(drive.orders(Generate)) == before, "what runs is finished first"
 
 
+def test_a_trajectory_replica_works_under_what_it_has_pulled_before_it_pulls_again():
+    drive = driven("trajectory", replicas=1)
+    finish_until_trained(drive, 0)
+    drive.store_everywhere(1)
+    drive.finish_all(0)
+    finish_until_trained(drive, 1)
+    drive.store_everywhere(2)  # while version 1 is being pulled
+    drive.fetch()
+    assert pulls(drive)[-1] == (0, 1)
+    drive.load(0)
+    assert {drive.plane.state.ledger.samples[one.trajectory].newest for one in drive.running(0)} == {1}
+    drive.finish_all(0)
+    assert pulls(drive)[-1] == (0, 2)
+
+
 def test_a_replica_that_joins_in_the_middle_of_a_round_helps():
     drive = driven("sync", replicas=3)
     drive.tell(ReplicaLost(2, 1, "it died"))

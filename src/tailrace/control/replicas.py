@@ -130,7 +130,7 @@ def weights_loaded(desk: Desk, event: WeightsLoaded) -> None:
     replica = _pulling(desk, event)
     if replica is not None:
         weights.end_pull(desk, replica)
-        replica.version = event.version
+        replica.version, replica.unused = event.version, True
         replica.last_seen = desk.now
         desk.touch(replica)
         desk.more_work = desk.more_work or bool(desk.ledger.waiting)

@@ -17,12 +17,15 @@ def settle(desk: Desk, replica: Replica) -> None:
     """A replica pulls when there is something newer for it, else takes more work.
 
     Where trajectories keep their version, one that has work and could pull takes nothing more: it runs out, or repack
-    empties it, and then it pulls.
+    empties it, and then it pulls. But what it has pulled it uses: where versions come faster than they are pulled, it
+    would do nothing else.
     """
     if replica.state != "ready":
         return
     version = weights.wanted(desk, replica)
     outdated = version > replica.version
+    if outdated and replica.unused and _feed(desk, replica):
+        return
     if outdated and replica.assigned and not desk.traits.interrupts:
         return
     if outdated and weights.pull(desk, replica, version):
@@ -31,8 +34,8 @@ def settle(desk: Desk, replica: Replica) -> None:
         _feed(desk, replica)
 
 
-def _feed(desk: Desk, replica: Replica) -> None:
-    """Give a replica what it has room for: first what waits, then new groups."""
+def _feed(desk: Desk, replica: Replica) -> bool:
+    """Give a replica what it has room for: first what waits, then new groups. False: there was nothing to give."""
     whole = quota(desk)
     room = whole - len(replica.assigned)
     given = list(islice(desk.ledger.waiting, max(room, 0)))
@@ -44,6 +47,7 @@ def _feed(desk: Desk, replica: Replica) -> None:
     if given:
         replica.batch = len(given) + len(replica.assigned)
         generate(desk, replica, given)
+    return bool(given)
 
 
 def _could_take_more(desk: Desk, replica: Replica, room: int, was_given: bool) -> bool:
@@ -114,6 +118,7 @@ def generate(desk: Desk, replica: Replica, ids: list[TrajectoryId]) -> None:
     requests = tuple([ledger.assign(id, replica.id, replica.version) for id in ids])
     for id in ids:
         assigned[id] = None
+    replica.unused = False
     replica.pledged += sum([kv_size(desk, id) for id in ids])
     desk.send(Generate(replica.id, replica.incarnation, requests))
 
