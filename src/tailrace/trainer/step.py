@@ -42,6 +42,7 @@ from tailrace.trainer.policies import Proximal, Snapshot
 from tailrace.types import Trajectory
 
 Stats = dict[str, Tensor]
+FEW = 512  # tokens: less than where torch's compiler begins to fuse sums over rows with sums over columns
 LOGIT_TOKENS = 1024  # on a CPU, where more are no faster
 
 
@@ -112,10 +113,11 @@ class Learner:
         """Compile what has to be, and see what fits into memory, before there is work. Weights stay as they are."""
         if self._blocks is None:
             return
-        batch = mini_batch([largest_group(self.config, self.budget.tokens)], self.settings)
-        for part in range(min(2, self.settings.mini_batches)):  # the second looks back at the policy of the first
-            self._gradients(-1, part, batch)
-            self._clear_gradients()
+        for budget in (self.budget.tokens, FEW):  # torch compiles a pack of few tokens otherwise than one of many
+            batch = mini_batch([largest_group(self.config, budget)], self.settings)
+            for part in range(min(2, self.settings.mini_batches)):  # the second looks back at the policy of the first
+                self._gradients(-1, part, batch)
+                self._clear_gradients()
 
     def train_part(self, step: int, part: int, groups: Sequence[Sequence[Trajectory]]) -> dict[str, float]:
         """Train on one mini-batch. Returns what to plot."""
