@@ -235,7 +235,7 @@ def recovery(times: int) -> dict[str, Any]:
     table = Table(
         "fault", "known", "with somebody again", "shows", title=f"seconds after the fault, the worst of {times}"
     )
-    worst = {kind: [max(one[place] for one in rows) for place in (1, 2, 3)] for kind, rows in found.items()}
+    worst = {kind: [max(each) for each in zip(*(row[1:] for row in rows), strict=True)] for kind, rows in found.items()}
     for kind, figures in worst.items():
         table.add_row(kind, *(f"{figure:.2f}" for figure in figures))
     console.print(table)

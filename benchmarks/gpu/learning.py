@@ -145,7 +145,7 @@ def write(rows: list[Row], options: argparse.Namespace) -> None:
     times = {kind: mean_of(rows, kind, "seconds_to_goal") for kind in KINDS}
     sooner = times["sync"] / times["trajectory"] if times["sync"] and times["trajectory"] else None
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps({"goal": options.goal, "sooner": sooner, "runs": rows}, indent=1) + "\n")
+    options.out.write_text(json.dumps({"goal": options.goal, "sooner": sooner, "runs": rows}) + "\n")
 
 
 def table(rows: list[Row], goal: float) -> None:

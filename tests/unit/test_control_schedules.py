@@ -122,18 +122,22 @@ def test_a_trajectory_replica_takes_more_work_until_there_is_something_newer_to_
     assert len(drive.orders(Generate)) == before, "what runs is finished first"
 
 
-def test_a_trajectory_replica_works_under_what_it_has_pulled_before_it_pulls_again():
+@pytest.mark.parametrize(("pull_s", "used"), [(40.0, True), (1.0, False)])
+def test_a_replica_that_can_hardly_pull_as_fast_as_versions_come_uses_each_that_it_has_pulled(pull_s, used):
     drive = driven("trajectory", replicas=1)
     finish_until_trained(drive, 0)
     drive.store_everywhere(1)
+    drive.now += 60.0 - pull_s
     drive.finish_all(0)
-    finish_until_trained(drive, 1)
-    drive.store_everywhere(2)  # while version 1 is being pulled
+    drive.now += pull_s
+    finish_until_trained(drive, 1)  # 60 s after the one before
+    drive.store_everywhere(2)
     drive.fetch()
     assert pulls(drive)[-1] == (0, 1)
     drive.load(0)
-    assert {drive.plane.state.ledger.samples[one.trajectory].newest for one in drive.running(0)} == {1}
-    drive.finish_all(0)
+    if used:
+        assert {drive.plane.state.ledger.samples[one.trajectory].newest for one in drive.running(0)} == {1}
+        drive.finish_all(0)
     assert pulls(drive)[-1] == (0, 2)
 
 

@@ -32,7 +32,7 @@ class Replica(msgspec.Struct):
     since: float = 0.0  # when it came into this state
     last_seen: float = 0.0
     version: Version = NONE
-    unused: bool = False  # nothing was generated under this version yet
+    use_first: bool = False  # work under this version before pulling another: they come as fast as it can pull
     target: Version = NONE  # while pulling
     source: RelayId = NONE  # while pulling
     kv_capacity: int = 0
@@ -85,7 +85,7 @@ class Fleet(msgspec.Struct):
             self.live += 1
         self.moves.pop(replica.id, None)
         replica.incarnation = event.incarnation
-        replica.version, replica.unused = event.version, False
+        replica.version, replica.use_first = event.version, False
         replica.kv_capacity = event.kv_capacity
         self.kv_capacity = min(self.kv_capacity or event.kv_capacity, event.kv_capacity)
         replica.roofline = event.roofline

@@ -129,8 +129,9 @@ def _detach(desk: Desk, sample: Sample) -> Replica:
 def weights_loaded(desk: Desk, event: WeightsLoaded) -> None:
     replica = _pulling(desk, event)
     if replica is not None:
+        replica.use_first = 2 * (desk.now - replica.since) > desk.training.pace_s
         weights.end_pull(desk, replica)
-        replica.version, replica.unused = event.version, True
+        replica.version = event.version
         replica.last_seen = desk.now
         desk.touch(replica)
         desk.more_work = desk.more_work or bool(desk.ledger.waiting)

@@ -89,7 +89,7 @@ def _part_trained(desk: Desk) -> None:
     for one in training.past[training.step].parts[training.part]:
         if one.group in desk.ledger.groups:  # not there if this part is a repetition
             desk.ledger.retire(one.group)
-    if training.advance(len(desk.part_sizes)):
+    if training.advance(desk.now, len(desk.part_sizes)):
         _version_made(desk)
 
 

@@ -30,6 +30,8 @@ class Training(msgspec.Struct):
     step: int = 0  # the step that the trainer is at; behind `version` while it repeats
     part: int = 0  # the part of that step to train next, or being trained
     version: Version = 0  # complete steps in the surviving history
+    made_at: float = 0.0  # when that was
+    pace_s: float = 0.0  # between the last two versions
     taken: int = 0  # groups picked for step `version` so far
     saved: int = 0  # steps that the newest checkpoint covers
     durable: int = 0  # steps that the one before it covers too
@@ -70,7 +72,7 @@ class Training(msgspec.Struct):
         self.busy = True
         return Train(self.incarnation, self.step, self.part, self.part + 1 == parts_per_step, groups)
 
-    def advance(self, parts_per_step: int) -> bool:
+    def advance(self, now: float, parts_per_step: int) -> bool:
         """The current part is trained; True if that completed a step for the first time."""
         self.busy = False
         self.part += 1
@@ -81,6 +83,7 @@ class Training(msgspec.Struct):
         if self.step <= self.version:
             return False
         self.version = self.step
+        self.pace_s, self.made_at = now - self.made_at, now
         self.taken = 0
         return True
 

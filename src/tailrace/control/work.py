@@ -17,14 +17,14 @@ def settle(desk: Desk, replica: Replica) -> None:
     """A replica pulls when there is something newer for it, else takes more work.
 
     Where trajectories keep their version, one that has work and could pull takes nothing more: it runs out, or repack
-    empties it, and then it pulls. But what it has pulled it uses: where versions come faster than they are pulled, it
-    would do nothing else.
+    empties it, and then it pulls. Where versions come about as fast as it can pull, it uses each that it has pulled: it
+    would do nothing but pull otherwise.
     """
     if replica.state != "ready":
         return
     version = weights.wanted(desk, replica)
     outdated = version > replica.version
-    if outdated and replica.unused and _feed(desk, replica):
+    if outdated and replica.use_first and _feed(desk, replica):
         return
     if outdated and replica.assigned and not desk.traits.interrupts:
         return
@@ -118,7 +118,7 @@ def generate(desk: Desk, replica: Replica, ids: list[TrajectoryId]) -> None:
     requests = tuple([ledger.assign(id, replica.id, replica.version) for id in ids])
     for id in ids:
         assigned[id] = None
-    replica.unused = False
+    replica.use_first = False
     replica.pledged += sum([kv_size(desk, id) for id in ids])
     desk.send(Generate(replica.id, replica.incarnation, requests))
 
