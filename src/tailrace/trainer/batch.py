@@ -17,6 +17,7 @@ from tailrace.trainer.packing import Pack, Sample, deal, fill, filler, read
 from tailrace.types import Segment, Trajectory
 
 Floats = NDArray[np.float64]
+INVENTED = 512  # tokens, at most, of an invented sample
 
 
 class MiniBatch(NamedTuple):
@@ -40,10 +41,11 @@ def mini_batch(groups: Sequence[Sequence[Trajectory]], settings: Trainer) -> Min
     return MiniBatch([read(t) for t in trajectories], np.array(rewards), np.array(advantages))
 
 
-def largest_group(config: Config, budget: int) -> list[Trajectory]:
-    """Invented samples as long as they may get, as many as fill a pack or are in a mini-batch: to try passes out."""
+def invented_group(config: Config, budget: int) -> list[Trajectory]:
+    """Samples to try passes out with: as many as fill a pack or are in a mini-batch, none so long that a pack without
+    memory could not be cut finer."""
     work = config.workload
-    length = max(2, min(work.prompt_tokens + work.max_completion_tokens, budget // 2))
+    length = max(2, min(work.prompt_tokens + work.max_completion_tokens, budget // 2, INVENTED))
     samples = max(2, min(budget // length, work.prompts_per_step * work.group_size // config.trainer.mini_batches))
     sampled = Segment(0, (0,) * (length - 1), (0.0,) * (length - 1))
     return [Trajectory(i, 0, 0, (Segment(None, (0,)), sampled), "length", float(i % 2)) for i in range(samples)]

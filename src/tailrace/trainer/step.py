@@ -27,7 +27,7 @@ from tailrace.config.tree import Config
 from tailrace.model.load import load_model, precision_on
 from tailrace.model.memory import DoesNotFitError, free_memory, ran_out
 from tailrace.model.packed import Layout, layout, reads_rows
-from tailrace.trainer.batch import MiniBatch, largest_group, mini_batch, rank_packs, token_credits, worth_a_pass
+from tailrace.trainer.batch import MiniBatch, invented_group, mini_batch, rank_packs, token_credits, worth_a_pass
 from tailrace.trainer.compiled import Blocks, padded
 from tailrace.trainer.critic import Critic
 from tailrace.trainer.half import Half
@@ -114,7 +114,7 @@ class Learner:
         if self._blocks is None:
             return
         for budget in (self.budget.tokens, FEW):  # torch compiles a pack of few tokens otherwise than one of many
-            batch = mini_batch([largest_group(self.config, budget)], self.settings)
+            batch = mini_batch([invented_group(self.config, budget)], self.settings)
             for part in range(min(2, self.settings.mini_batches)):  # the second looks back at the policy of the first
                 self._gradients(-1, part, batch)
                 self._clear_gradients()
