@@ -91,7 +91,7 @@ def say(what: object) -> None:
 def relay(id: int, run: str, token: str) -> None:
     arena = Arena(arena_path(run, f"h{id}"))
     node = RelayNode(id, arena, bytes.fromhex(token), on_stored=lambda version: say([time.time(), time.process_time()]))
-    say([*node.address, str(arena.path)])
+    say([node.address, str(arena.path)])
     for line in sys.stdin:
         order = json.loads(line)
         if "drop" in order:
@@ -133,7 +133,7 @@ def fleet(count: int, topology: str) -> list[tuple[Child, Address, str]]:
 
 
 def _place(answer: list[Any]) -> tuple[Address, str]:
-    return Address(answer[0], answer[1]), answer[2]
+    return Address(*answer[0]), answer[1]
 
 
 def publishing(count: int, topology: str, repeats: int) -> dict[str, Any]:
