@@ -15,7 +15,7 @@ from tailrace.config.errors import ConfigError
 from tailrace.config.tree import Config, Model, Rollout, Trainer
 from tailrace.model import device
 from tailrace.model.device import Card, Survey, check_devices, usable_device
-from tailrace.model.memory import ran_out
+from tailrace.model.memory import ran_out, share_of_replicas, share_of_trainer
 
 H200 = Card("NVIDIA H200", 150 << 30, (9, 0))
 T4 = Card("Tesla T4", 16 << 30, (7, 5))
@@ -191,3 +191,12 @@ def test_the_doctor_describes_the_cards(monkeypatch, seen, words):
     monkeypatch.setattr(device, "bfloat16_kills", lambda: False)
     report = doctor.examine([], [])
     assert all(word in report for word in words)
+
+
+@pytest.mark.parametrize(
+    ("cards", "trainer", "memory", "shares"),
+    [(1, "", 0.0, (0.3, 0.7)), (1, "cuda:0", 0.5, (0.5, 0.5)), (2, "", 0.0, (0.85, 1.0)), (1, "cpu", 0.0, (0.85, 1.0))],
+)
+def test_on_one_card_the_trainer_leaves_the_replicas_their_share(cards, trainer, memory, shares):
+    both = Config(trainer=Trainer(device=trainer), rollout=Rollout(memory=memory))
+    assert (share_of_replicas(both, cards), share_of_trainer(both, cards)) == pytest.approx(shares)

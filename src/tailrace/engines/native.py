@@ -33,7 +33,7 @@ from tailrace.engines.weights import Staged, replace_weights, staging_for
 from tailrace.kernels import cpu
 from tailrace.model.device import AMPERE, usable_device
 from tailrace.model.load import end_tokens, load_model, load_tokenizer, precision_on
-from tailrace.model.memory import ran_out
+from tailrace.model.memory import TO_ITSELF, ran_out, share_of_replicas
 from tailrace.types import TrajectoryId, Version
 
 if TYPE_CHECKING:
@@ -44,8 +44,6 @@ Decode = Callable[[list[int]], str]
 PREFILL = {"cpu": 512, "cuda": 16384}  # tokens in one step
 ROOFLINE = {"cpu": 8, "cuda": 256}  # weights are read once per step: so many rows cost little more than one
 CPU_SHARE = 0.5  # of the free memory, for the KV pools
-GPU_SHARE = 0.85  # of a card's memory, for a replica that has it to itself
-SHARED_GPU_SHARE = 0.3  # beside a trainer, which needs more: masters, moments, gradients, activations
 LONGEST_CHARACTER = 4  # bytes, and so at most that many tokens
 NO_KERNELS = "no fused kernels on this GPU (they need compute capability 8.0 and Triton): it runs without them, slower"
 NO_ROOM = (
@@ -280,9 +278,8 @@ def _gpu_room(config: Config, device: torch.device) -> float:
     """What this replica may take of its card, less what its weights hold."""
     free, total = torch.cuda.mem_get_info(device)
     held, cached = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
-    shared = torch.cuda.device_count() == 1 and config.trainer.device != "cpu"
-    replicas = -(-config.local.replicas // torch.cuda.device_count())
-    share = config.rollout.memory or (SHARED_GPU_SHARE if shared else GPU_SHARE)
+    cards = torch.cuda.device_count()
+    replicas, share = -(-config.local.replicas // cards), share_of_replicas(config, cards)
     mine = share * total / replicas
     if mine <= held:
         raise ConfigError(
@@ -290,7 +287,7 @@ def _gpu_room(config: Config, device: torch.device) -> float:
             f"{total / 1e9:.1f} (rollout.memory is {share:g}, replicas on it {replicas}); raise rollout.memory, lower "
             "local.replicas, or use a smaller model or a larger GPU"
         )
-    return min(mine - held, (free + cached - held) * GPU_SHARE)
+    return min(mine - held, (free + cached - held) * TO_ITSELF)
 
 
 def _free_bytes() -> int:

@@ -1,4 +1,5 @@
-"""When a device's memory runs out: how to tell, and what can be freed before the work is tried again in smaller pieces.
+"""Who may take how much of a GPU's memory; and when it runs out: how to tell, and what can be freed before the work is
+tried again in smaller pieces.
 
 The trainer and the engine both go on with less at once; what cannot be made any smaller ends the run with a sentence.
 """
@@ -9,11 +10,30 @@ import gc
 
 import torch
 
+from tailrace.config.tree import Config
+
+TO_ITSELF = 0.85  # of a card's memory, for replicas that have it to themselves
+BESIDE_TRAINER = 0.3  # for replicas beside a trainer, which needs more: masters, moments, gradients, activations
 UNNAMED = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")  # from libraries that take memory without torch
 
 
 class DoesNotFitError(ValueError):
     """What is to be computed does not fit into the device's memory."""
+
+
+def share_of_replicas(config: Config, cards: int) -> float:
+    return config.rollout.memory or (BESIDE_TRAINER if is_shared(config, cards) else TO_ITSELF)
+
+
+def share_of_trainer(config: Config, cards: int) -> float:
+    """All that it does not share with replicas: those may come, or come back, at any time."""
+    return 1.0 - share_of_replicas(config, cards) if is_shared(config, cards) else 1.0
+
+
+def is_shared(config: Config, cards: int) -> bool:
+    """Whether the trainer and the replicas compute on one card."""
+    computing = config.trainer.engine == config.rollout.engine == "native"
+    return computing and cards == 1 and "cpu" not in (config.trainer.device, config.rollout.device)
 
 
 def free_memory() -> None:

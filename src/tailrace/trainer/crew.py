@@ -173,7 +173,7 @@ class NativeCrew:
 
         from tailrace.model.device import usable_device
         from tailrace.trainer import parallel
-        from tailrace.trainer.memory import at_start
+        from tailrace.trainer.memory import at_start, take_share
         from tailrace.trainer.step import Learner
 
         settings = spec.config.trainer
@@ -183,6 +183,7 @@ class NativeCrew:
         several = settings.ranks > 1
         self.together = parallel.join(spec.rank, settings.ranks, spec.meeting, device) if several else None
         self.ranks = self.together or parallel.Alone()
+        take_share(spec.config, parallel.pick_device(settings.device, spec.rank))
         with at_start():
             self.learner = Learner(spec.config, self.ranks)
         self.learner.warm_up()

@@ -10,7 +10,16 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from tailrace.model.memory import DoesNotFitError, ran_out
+import torch
+
+from tailrace.config.tree import Config
+from tailrace.model.memory import DoesNotFitError, ran_out, share_of_trainer
+
+
+def take_share(config: Config, device: str) -> None:
+    """Of a card that replicas compute on too: without this, whoever is first would leave the other with nothing."""
+    if device.startswith("cuda"):
+        torch.cuda.set_per_process_memory_fraction(share_of_trainer(config, torch.cuda.device_count()), device)
 
 
 @contextmanager

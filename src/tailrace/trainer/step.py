@@ -118,6 +118,7 @@ class Learner:
             for part in range(min(2, self.settings.mini_batches)):  # the second looks back at the policy of the first
                 self._gradients(-1, part, batch)
                 self._clear_gradients()
+        free_memory()  # a replica beside it may be taking its share just now
 
     def train_part(self, step: int, part: int, groups: Sequence[Sequence[Trajectory]]) -> dict[str, float]:
         """Train on one mini-batch. Returns what to plot."""
