@@ -88,8 +88,9 @@ class Tape:
         return time.monotonic() - self.ahead
 
     def when(self, piece: int) -> float:
-        """When this piece of a trajectory was first seen in the vault."""
-        return self.seen[bisect_left(self.pieces, piece)] - self.ahead
+        """When this piece of a trajectory was first seen in the vault. Whoever asks may have seen it just before us."""
+        place = bisect_left(self.pieces, piece)
+        return self.seen[place] - self.ahead if place < len(self.seen) else self.now
 
     def _run(self) -> None:
         with closing(sqlite3.connect(f"file:{self._database}?mode=ro", uri=True)) as database:
