@@ -15,7 +15,7 @@ from tailrace.model.packed import hidden_states, install, layout
 from tailrace.model.varlen import attend_row, attend_row_backward
 from tailrace.trainer import checkpoint
 from tailrace.trainer.batch import mini_batch, rank_packs
-from tailrace.trainer.compiled import Blocks
+from tailrace.trainer.compiled import Blocks, padded
 from tailrace.trainer.head import chunk_that_fits
 from tailrace.trainer.memory import DoesNotFitError
 from tailrace.trainer.step import Learner
@@ -165,6 +165,11 @@ def graphs_compiled() -> int:
 def _packs(learner: Learner) -> list[Any]:
     samples = mini_batch(GROUPS, learner.settings).samples
     return rank_packs(samples, range(len(samples)), learner.budget.tokens, 0, 1, fold=False)
+
+
+@pytest.mark.parametrize(("tokens", "size"), [(1, 64), (64, 64), (65, 128), (5000, 5056), (32768, 32768)])
+def test_rows_of_compiled_blocks_are_padded_to_whole_tiles(tokens, size):
+    assert padded(tokens) == size
 
 
 def test_blocks_that_cannot_be_compiled_run_plain_and_say_so_once(folder, rows_on_the_cpu, capsys):

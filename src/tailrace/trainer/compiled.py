@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-ONES = 64  # different compiled versions of a block that may exist: of kinds of layers, with gradients and without
+ONES = 64  # compiled versions of a block that may exist: of kinds of layers, few tokens or many, with gradients or not
 GRAIN = 64  # rows are padded to a multiple of this, the height of a tile of products
 
 
