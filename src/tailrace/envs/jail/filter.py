@@ -1,7 +1,7 @@
-"""Seccomp: which system calls a program may make. The rest fails with "not permitted", in the kernel.
+"""Seccomp: `rules.py` as a program for the kernel, which runs it before every system call. It stays for good.
 
-A program is one process with threads: it starts no other, so nothing outlives it and its memory is what one process
-may have. It has no sockets but pairs of its own. The filter stays for good; nothing that it allows can lift it.
+A call that is refused fails with EPERM. One with a number newer than the rules fails with ENOSYS, as on a kernel that
+does not have it, so that libraries fall back on what they used before.
 """
 
 from __future__ import annotations
@@ -10,45 +10,23 @@ import ctypes
 import errno
 import os
 
-from .calls import MACHINE, call, number
+from .calls import MACHINE, MACHINES, NUMBERS, call
+from .rules import ERRNO, HIGH, rules
 
 TYPE_CHECKING = False  # as `typing` has it, which takes long to import
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
-DENIED = [
-    # other programs and processes
-    *("execve", "execveat", "fork", "vfork", "setsid", "setpgid"),
-    *("ptrace", "process_vm_readv", "process_vm_writev", "process_madvise", "kcmp"),
-    *("pidfd_open", "pidfd_getfd", "pidfd_send_signal", "tkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo"),
-    *("sched_setaffinity", "sched_setattr", "sched_setparam", "sched_setscheduler", "setpriority", "ioprio_set"),
-    *("move_pages", "migrate_pages", "mbind"),
-    # the network, and memory that belongs to no process
-    *("socket", "shmget", "semget", "msgget", "mq_open", "memfd_create", "memfd_secret"),
-    # other views of the machine
-    *("unshare", "setns", "chroot", "pivot_root", "mount", "umount2", "mount_setattr", "move_mount", "open_tree"),
-    *("fsopen", "fsconfig", "fsmount", "fspick", "name_to_handle_at", "open_by_handle_at"),
-    # what the kernel trusts its administrators with, and parts of it that many holes were found in
-    *("bpf", "perf_event_open", "userfaultfd", "io_uring_setup", "io_uring_enter", "io_uring_register"),
-    *("keyctl", "add_key", "request_key", "fanotify_init", "inotify_init", "inotify_init1", "personality"),
-    *("init_module", "finit_module", "delete_module", "kexec_load", "kexec_file_load", "reboot", "syslog", "acct"),
-    *("swapon", "swapoff", "quotactl", "quotactl_fd", "iopl", "ioperm", "modify_ldt", "vhangup"),
-    *("settimeofday", "clock_settime", "clock_adjtime", "adjtimex", "sethostname", "setdomainname"),
-]
-# Files of others, by name: Landlock does not watch these, so they go where there is no view of one's own.
-OWNERSHIP = [
-    *("chmod", "fchmod", "fchmodat", "fchmodat2", "chown", "fchown", "lchown", "fchownat", "utime", "utimes"),
-    *("futimesat", "utimensat", "setxattr", "lsetxattr", "fsetxattr", "removexattr", "lremovexattr"),
-]
-UNKNOWN = 457  # calls from here on are newer than this list
+    from .rules import Case, Check
 
-# Berkeley packet filter: the words of the machine that the kernel runs
-LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-NR, ARCH, FIRST = 0, 4, 16  # where the number, the processor and the first argument's low half are
-ALLOW, KILL, ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
+NEWER = 470  # the first number that the rules do not know; x32, the second numbering of x86-64, lies far above
 ARCHES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+KILL = 0x80000000
 
-THREAD = 0x10000  # clone: stay in this process
+# classic BPF: the instructions that are needed
+LOAD, AND, EQUAL, AT_LEAST, RETURN = 0x20, 0x54, 0x15, 0x35, 0x06
+NUMBER, ARCH, ARGUMENTS = 0, 4, 16  # where they lie in what the kernel passes; arguments have 8 bytes each
+
 SET_NO_NEW_PRIVS, SET_SECCOMP, FILTER_MODE = 38, 22, 2
 SET_PDEATHSIG = 1
 
@@ -59,35 +37,54 @@ class _Instruction(ctypes.Structure):
     _fields_ = [("op", ctypes.c_uint16), ("yes", ctypes.c_uint8), ("no", ctypes.c_uint8), ("k", ctypes.c_uint32)]
 
 
-class _Program(ctypes.Structure):
+class Program(ctypes.Structure):
     _fields_ = [("length", ctypes.c_uint16), ("words", ctypes.POINTER(_Instruction))]
 
 
 def apply(own_view: bool) -> None:
-    """From here on, for this process. `own_view`: it sees no files of others anyway."""
-    words = list(_words(os.getpid(), DENIED if own_view else DENIED + OWNERSHIP))
-    array = (_Instruction * len(words))(*words)
+    """From here on, for this process and its threads. `own_view`: it sees no files of others that it could change."""
     call("prctl", SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    call("prctl", SET_SECCOMP, FILTER_MODE, ctypes.byref(_Program(len(words), array)))
+    call("prctl", SET_SECCOMP, FILTER_MODE, ctypes.byref(program(compiled(rules(os.getpid(), own_view), MACHINE))))
 
 
-def _words(pid: int, denied: list[str]) -> Iterator[Word]:
-    refuse = (RETURN, 0, 0, ERRNO | errno.EPERM)
-    unknown = (RETURN, 0, 0, ERRNO | errno.ENOSYS)
-    yield from [(LOAD, 0, 0, ARCH), (EQUAL, 1, 0, ARCHES[MACHINE]), (RETURN, 0, 0, KILL), (LOAD, 0, 0, NR)]
-    yield from [(AT_LEAST, 0, 1, UNKNOWN), unknown]  # the second numbering of x86-64 too
-    for name in denied:
-        if (nr := number(name)) is not None:
-            yield from [(EQUAL, 0, 1, nr), refuse]
-    yield from [(EQUAL, 0, 1, number("clone3") or 0), unknown]  # its flags lie in memory; libraries fall back on clone
-    yield from _first("clone", [(ANY_BIT, 0, 1, THREAD), (RETURN, 0, 0, ALLOW), refuse])
-    for name in ("kill", "tgkill"):  # itself alone, not its group either
-        yield from _first(name, [(EQUAL, 0, 1, pid), (RETURN, 0, 0, ALLOW), refuse])
-    yield from _first("prlimit64", [(EQUAL, 1, 0, 0), (EQUAL, 0, 1, pid), (RETURN, 0, 0, ALLOW), refuse])
-    yield from _first("prctl", [(EQUAL, 0, 1, SET_PDEATHSIG), refuse, (RETURN, 0, 0, ALLOW)])
-    yield (RETURN, 0, 0, ALLOW)
+def program(words: Sequence[Word]) -> Program:
+    return Program(len(words), (_Instruction * len(words))(*words))
 
 
-def _first(name: str, verdict: list[Word]) -> list[Word]:
-    """A verdict that depends on the first argument of a call."""
-    return [(EQUAL, 0, len(verdict) + 1, number(name) or 0), (LOAD, 0, 0, FIRST), *verdict]
+def compiled(by_name: dict[str, list[Case]], machine: str) -> list[Word]:
+    return [*_known(machine), *_allowed(by_name, machine), (RETURN, 0, 0, ERRNO | errno.EPERM)]
+
+
+def _known(machine: str) -> list[Word]:
+    """Calls in the convention of another processor, such as 32-bit ones, end the program."""
+    return [
+        *((LOAD, 0, 0, ARCH), (EQUAL, 1, 0, ARCHES[machine]), (RETURN, 0, 0, KILL)),
+        *((LOAD, 0, 0, NUMBER), (AT_LEAST, 0, 1, NEWER), (RETURN, 0, 0, ERRNO | errno.ENOSYS)),
+    ]
+
+
+def _allowed(by_name: dict[str, list[Case]], machine: str) -> Iterator[Word]:
+    for name, cases in by_name.items():
+        number = NUMBERS[name][MACHINES.index(machine)]
+        if number is not None:
+            rule = [word for each in cases for word in case(*each)]
+            if cases[-1][1]:  # it has checks, so it may not be the one
+                rule.append((RETURN, 0, 0, ERRNO | errno.EPERM))
+            yield from [(EQUAL, 0, len(rule), number), *rule]
+
+
+def case(verdict: int, checks: Sequence[Check]) -> list[Word]:
+    words: list[Word] = [(RETURN, 0, 0, verdict)]
+    for check in reversed(checks):
+        words = [*_check(*check, past=len(words)), *words]
+    return words
+
+
+def _check(argument: int, mask: int, values: Sequence[int], past: int) -> Iterator[Word]:
+    """Go on if the masked argument is one of the values, or else behind the `past` words that follow."""
+    yield (LOAD, 0, 0, ARGUMENTS + 8 * (argument % HIGH) + 4 * (argument // HIGH))
+    yield (AND, 0, 0, mask)
+    *most, last = values
+    for index, value in enumerate(most):
+        yield (EQUAL, len(most) - index, 0, value)
+    yield (EQUAL, 0, past, last)

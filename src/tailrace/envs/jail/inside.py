@@ -14,18 +14,24 @@ import os
 import resource
 import select
 import sys
+import time
 
-from . import filter, walls
+from . import filter, threads, walls
 from .calls import call
 
 TYPE_CHECKING = False  # as `typing` has it, which takes long to import
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-MEMORY = 512 << 20  # bytes of address space
-FILE = 1 << 20  # bytes of the largest file
-OPEN_FILES = 64
-THREADS = 64  # of the program's user, where that is one of its own
+THREADS = 64
+LIMITS = {
+    "AS": 512 << 20,  # bytes of address space
+    "FSIZE": 1 << 20,  # bytes of the largest file
+    "NOFILE": 64,
+    "SIGPENDING": 64,
+    **dict.fromkeys(("CORE", "MEMLOCK", "MSGQUEUE", "RTPRIO"), 0),
+}
+SET_DUMPABLE = 4
 
 LATE = 124  # the status at the deadline
 PROGRAM = "program.py"
@@ -38,12 +44,17 @@ def main() -> None:
     os.open(os.devnull, os.O_RDONLY)  # as 0, which is free now
     if layers != "limits":
         _end_with_parent()
-    Run(source, layers.split(","), float(seconds), int(report), box, packages).start()
+    Run(source, named(layers), float(seconds), int(report), box, packages).start()
+
+
+def named(layers: str) -> dict[str, str]:
+    """`seccomp,landlock=3`: names, and after = an older version of the layer than the kernel has, for tests."""
+    return {name: version for name, _, version in (word.partition("=") for word in layers.split(","))}
 
 
 class Run:
     def __init__(
-        self, source: str, layers: Sequence[str], seconds: float, report: int, box: str, packages: Sequence[str]
+        self, source: str, layers: dict[str, str], seconds: float, report: int, box: str, packages: Sequence[str]
     ) -> None:
         self.source, self.layers, self.seconds, self.report, self.box = source, layers, seconds, report, box
         sys.path[:] = [os.path.realpath(path) for path in (*sys.path, *packages)]
@@ -67,14 +78,20 @@ class Run:
 
     def _keep(self) -> None:
         """Ends with the program. As process 1 it takes along all that is left, and the kernel sees to that."""
+        requests = threads.listen() if self._shares_its_user() else None
         program = os.fork()
         if program:
-            self._watch(program)
+            self._watch(program, requests)
+        if requests is not None:
+            os.close(requests)
         self._be_the_program()
 
-    def _watch(self, program: int) -> None:
+    def _shares_its_user(self) -> bool:
+        return "seccomp" in self.layers and "namespaces" not in self.layers
+
+    def _watch(self, program: int, requests: int | None) -> None:
         os.close(self.report)
-        if not _ended_within(self.seconds, program):
+        if not _ended_within(self.seconds, program, requests):
             os.kill(program, 9)
             os.waitpid(program, 0)
             os._exit(LATE)
@@ -96,14 +113,14 @@ class Run:
             file.write(self.source)
 
     def _limit(self) -> None:
-        limits = {"CPU": int(self.seconds) + 1, "AS": MEMORY, "FSIZE": FILE, "CORE": 0, "NOFILE": OPEN_FILES}
+        limits = LIMITS | {"CPU": int(self.seconds) + 1}
         if "namespaces" in self.layers:
             limits["NPROC"] = THREADS
         for kind, limit in limits.items():
             try:
                 resource.setrlimit(getattr(resource, f"RLIMIT_{kind}"), (limit, limit))
-            except ValueError:  # macOS knows some of these by name only
-                if self.layers != ["limits"]:
+            except (AttributeError, ValueError):  # macOS has fewer, and some by name only
+                if "limits" not in self.layers:
                     raise
 
     def _wall_in(self) -> None:
@@ -111,8 +128,10 @@ class Run:
         if "seccomp" in self.layers or "landlock" in self.layers:
             walls.drop_capabilities()
             _end_with_parent()
+            call("prctl", SET_DUMPABLE, 0)  # no core: a limit of 0 does not keep it from a service that collects them
         if "landlock" in self.layers:
-            walls.apply_landlock(self.shown, self.box, may_write=own_view)
+            version = int(self.layers["landlock"] or walls.landlock_version())
+            walls.apply_landlock(self.shown, self.box, own_view, version)
         if "seccomp" in self.layers:
             filter.apply(own_view)
 
@@ -131,14 +150,22 @@ def run(source: str) -> None:
         sys.exit(1)
 
 
-def _ended_within(seconds: float, process: int) -> bool:
+def _ended_within(seconds: float, process: int, requests: int | None) -> bool:
+    """Meanwhile its requests for threads are answered."""
     try:
         watched = os.pidfd_open(process)
     except (AttributeError, OSError):  # then only who started us keeps the time
         return True
+    deadline = time.monotonic() + seconds
     poll = select.poll()
     poll.register(watched, select.POLLIN)
-    return bool(poll.poll(seconds * 1000))
+    if requests is not None:
+        poll.register(requests, select.POLLIN)
+    while ready := dict(poll.poll(max(0.0, deadline - time.monotonic()) * 1000)):
+        if requests is None or watched in ready:
+            return True
+        threads.answer(requests, process, THREADS)
+    return False
 
 
 def _end_with_parent() -> None:
@@ -188,14 +215,15 @@ def _try_landlock() -> str:
     version = walls.landlock_version()
     if not version:
         raise OSError("the kernel has none, or does not allow it")
-    walls.apply_landlock([], "/tmp", may_write=False)
+    walls.apply_landlock([], "/tmp", may_write=False, version=version)
     return f"version {version}"
 
 
 def _try_seccomp() -> str:
+    can_listen = threads.listen() is not None
     filter.apply(own_view=False)
     try:
         os.chmod("/dev/null", 0o666)
     except PermissionError:
-        return "a filter"
+        return "allowed calls" if can_listen else "allowed calls, threads only with namespaces"
     raise OSError("the filter does not hold")

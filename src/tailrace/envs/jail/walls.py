@@ -154,9 +154,9 @@ def landlock_version() -> int:
         return 0
 
 
-def apply_landlock(shown: Sequence[str], box: str, may_write: bool) -> None:
-    """Files: `shown` and libraries to read, the box, four devices. No TCP and no signals, where it knows of them."""
-    version = landlock_version()
+def apply_landlock(shown: Sequence[str], box: str, may_write: bool, version: int) -> None:
+    """Files: `shown` and libraries to read, the box, four devices. No TCP and no signals, where it knows of them.
+    `version`: of its rules, at most what the kernel has."""
     handled = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)) - 1
     rules = (ctypes.c_uint64 * 3)(handled, 3 if version >= 4 else 0, 3 if version >= 6 else 0)
     size = 8 * (1 + (version >= 4) + (version >= 6))
