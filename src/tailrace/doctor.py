@@ -54,7 +54,7 @@ def _machine() -> Section:
         ("disk", f"{shutil.disk_usage('.').free / 1e9:,.0f} GB free here"),
         *_gpus(),
         *_false_bfloat16(),
-        ("sandbox", _sandbox()),
+        *_sandbox(),
     ]
     return "this machine", facts + [(name, _package(name, there, missing)) for name, there, missing in PACKAGES]
 
@@ -120,11 +120,11 @@ def _gpus_of_the_driver() -> str:
     return "; ".join(f"{cards.count(kind)} x {kind}" for kind in kinds) or "none found; simulating needs none"
 
 
-def _sandbox() -> str:
-    """What holds the programs of a policy that has the tool `python`."""
+def _sandbox() -> list[tuple[str, str]]:
+    """What holds the programs of a policy that has the tool `python`, and what that does not guarantee."""
     from tailrace.envs.sandbox import layers_here
 
-    return str(layers_here())
+    return [("sandbox", str(layers_here())), *(("", gap) for gap in layers_here().gaps())]
 
 
 def _package(name: str, there: str, missing: str) -> str:

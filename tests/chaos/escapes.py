@@ -127,6 +127,7 @@ ESCAPES = {
     "read the parent's memory": "open('/proc/{pid}/mem', 'rb').read(1)",
     "list the parent's files": "import os\nos.listdir('/proc/{pid}/fd')",
     "leave through the parent's root": "import os\nos.listdir(os.path.join('/proc/{pid}', 'root', 'etc'))",
+    "see where the parent works": "import os\nos.readlink('/proc/{pid}/cwd')",
     "kill the parent": "import os\nos.kill({pid}, 0)",
     "kill whoever started it": "import os\nos.kill(os.getppid() or 1, 0)",
     "kill everybody": "import os\nos.kill(-1, 0)",
@@ -257,6 +258,7 @@ ESCAPES = {
 HARMLESS = {
     *("read the users", "read run.db", "list the run's folder", "read a key", "read a key through a link"),
     *("write outside", "read the parent's environment", "list the parent's files", "kill the parent", "fork"),
+    *("see where the parent works", "see the parent's capabilities", "fill the page cache"),
     *("start a program", "connect", "listen", "connect to an abstract socket", "connect to a socket file"),
     *("watch files", "leave shared memory behind", "outlive its starter", "adopt orphans", "leave a core"),
     *("have run.db open for neither", "lease a module", "watch a folder", "forget a module's pages"),

@@ -15,7 +15,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -156,8 +155,8 @@ def test_the_harmless_attempts_succeed_without_walls(world: dict[str, Any]) -> N
 
 @pytest.mark.skipif(not layers_here().strong, reason="this machine has no walls")
 def test_every_call_that_no_rule_names_fails() -> None:
-    """In the kernel, as `tests/unit/test_sandbox_filter.py` has it on paper: EPERM, or ENOSYS from a newer one. About 335
-    and 336 of x86-64 newer kernels do not ask: they belong to probes and end whoever else makes them."""
+    """In the kernel, as `tests/unit/test_sandbox_filter.py` has it on paper: EPERM, or ENOSYS for a newer one. Some
+    kernels do not ask about 335 and 336 of x86-64: they belong to probes, and end whoever else makes them."""
     program = """
 import ctypes
 libc = ctypes.CDLL(None, use_errno=True)
@@ -329,10 +328,27 @@ def test_a_program_ends_with_whoever_started_it(layers: tuple[str, ...], tmp_pat
     for victim in ("sandbox", "judge"):
         judge = subprocess.Popen([sys.executable, "-c", script], env=os.environ | {"TMPDIR": str(tmp_path)})
         until(lambda: len(processes(tmp_path)) > 1)
+        assert {Path(f"/proc/{each}/oom_score_adj").read_text() for each in processes(tmp_path)} == {"1000\n"}
         outermost = [each for each in processes(tmp_path) if _parent(each) == judge.pid]
         os.kill(outermost[0] if victim == "sandbox" else judge.pid, signal.SIGKILL)
         judge.wait(timeout=30)
         until(lambda: not processes(tmp_path))
+
+
+@pytest.mark.skipif(("landlock", "seccomp") not in walls(), reason="this machine has no Landlock")
+def test_where_the_container_itself_listens_there_are_no_threads() -> None:
+    """Only one listener can count them. The program goes on without."""
+    script = (
+        "from tailrace.envs import sandbox\n"
+        "from tailrace.envs.jail import threads\n"
+        "assert threads.listen()\n"
+        "print('threads only with namespaces' in str(sandbox.layers_here()))\n"
+        "program = 'import threading\\nprint(1, flush=True)\\nthreading.Thread(target=print).start()'\n"
+        "print(sandbox.run_python(program, 20.0, ('landlock', 'seccomp')))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.startswith("True\n1\n")
+    assert "can't start new thread" in done.stdout
 
 
 def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
@@ -357,33 +373,101 @@ def _parent(process: int) -> int:
     return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
 
 
-def test_ordinary_programs_work() -> None:
+ORDINARY = """
+import asyncio, collections, concurrent.futures, datetime, decimal, fractions, itertools, json, math, multiprocessing
+import os, random, re, signal, sqlite3, statistics, subprocess, sys, tempfile, threading, time
+from dataclasses import dataclass
+import numpy as np
+
+@dataclass
+class Point:
+    x: int
+
+async def later():
+    signalled = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGALRM, signalled.set)
+    signal.setitimer(signal.ITIMER_REAL, 0.001)
+    await signalled.wait()
+    return await asyncio.to_thread(sum, [3, 4])
+
+def solved(n):
+    return round(float(np.linalg.solve(np.eye(100) * n, np.ones(100)).sum()), 6)
+
+with concurrent.futures.ThreadPoolExecutor(8) as pool:
+    print(list(pool.map(solved, range(1, 9))))
+ours, theirs = multiprocessing.Pipe()
+ours.send({'x': 1})
+rows = sqlite3.connect(':memory:').execute('select 1').fetchall()
+print(asyncio.run(later()), Point(3), theirs.recv(), math.comb(10, 3), rows)
+print(__name__, sys.argv, random.random() < 1, datetime.date(2024, 2, 29).isoformat(), decimal.Decimal(2).sqrt())
+"""
+ORDINARY_SAID = """
+[100.0, 50.0, 33.333333, 25.0, 20.0, 16.666667, 14.285714, 12.5]
+7 Point(x=3) {'x': 1} 120 [(1,)]
+__main__ ['program.py'] True 2024-02-29 1.414213562373095048801688724
+""".strip()
+FOLDER = """
+import os, pathlib, shutil, sqlite3, tempfile
+with tempfile.NamedTemporaryFile('w+') as file, tempfile.TemporaryDirectory() as folder:
+    file.write('kept')
+    file.flush()
+    os.fsync(file.fileno())
+    shutil.copy2(file.name, pathlib.Path(folder) / 'copy')
+    shutil.move(pathlib.Path(folder) / 'copy', 'notes')
+    os.chmod('notes', 0o600)
+    os.utime('notes', (1, 1))
+os.truncate('notes', 3)
+base = sqlite3.connect('base.db')
+base.execute('create table t (x)')
+base.execute('insert into t values (7)')
+base.commit()
+print(open('notes').read(), base.execute('select x from t').fetchall(), sorted(os.listdir()))
+"""
+FOLDER_SAID = "kep [(7,)] ['base.db', 'notes', 'program.py']"
+ALGEBRA = (
+    "import sympy\nx = sympy.symbols('x')\nprint(sympy.integrate(sympy.sin(x) ** 2, x), sympy.factorint(2**31 - 2))"
+)
+ALGEBRA_SAID = "x/2 - sin(x)*cos(x)/2 {2: 1, 3: 2, 7: 1, 11: 1, 31: 1, 151: 1, 331: 1}"
+
+
+@pytest.mark.parametrize("layers", [*walls(), *older_walls(), ()], ids="+".join)
+def test_ordinary_programs_work(layers: tuple[str, ...]) -> None:
     """Walls that keep everything out are easy; these are things that policies do."""
+    assert run_python(ORDINARY, 20.0, layers) == ORDINARY_SAID
+    if "namespaces" in layers:
+        assert run_python(FOLDER, 20.0, layers) == FOLDER_SAID
+    if layers in walls():
+        assert run_python(ALGEBRA, 20.0, layers) == ALGEBRA_SAID
+
+
+def test_threads_share_the_memory() -> None:
+    """The C library would set 64 MB of address space aside for each, and there would be none left."""
     program = """
-        import asyncio, collections, concurrent.futures, datetime, decimal, fractions, itertools, json, math, os, random
-        import re, statistics, sys, tempfile, threading
-        from dataclasses import dataclass
-        import numpy as np
+import threading, numpy as np
+done = threading.Barrier(13)
+def work(n):
+    np.linalg.inv(np.eye(50) + n)
+    done.wait()
+for n in range(12): threading.Thread(target=work, args=(n,), daemon=True).start()
+done.wait()
+print(np.ones(8 << 20).sum())
+"""
+    for layers in walls()[-2:]:
+        assert run_python(program, 20.0, layers) == "8388608.0"
 
-        @dataclass
-        class Point:
-            x: int
 
-        async def later():
-            await asyncio.sleep(0.001)
-            return 7
-
-        with concurrent.futures.ThreadPoolExecutor(4) as pool:
-            squares = list(pool.map(lambda n: n * n, range(5)))
-        print(squares, asyncio.run(later()), Point(3), float(np.linalg.det(np.eye(3))), math.comb(10, 3))
-        print(__name__, sys.argv, random.random() < 1, datetime.date(2024, 2, 29).isoformat())
-    """
-    expected = "[0, 1, 4, 9, 16] 7 Point(x=3) 1.0 120\n__main__ ['program.py'] True 2024-02-29"
-    for layers in [*walls(), ()]:
-        assert run_python(textwrap.dedent(program), 20.0, layers) == expected
-    if ("namespaces", "seccomp") in walls():
-        write = "with open('notes', 'w') as f: f.write('kept')\nprint(open('notes').read())"
-        assert run_python(write, 20.0, ("namespaces", "landlock", "seccomp")) == "kept"
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import subprocess; subprocess.run(['true'])",
+        "import multiprocessing as m; p = m.Process(target=print); p.start(); p.join()",
+        "import multiprocessing as m; p = m.get_context('spawn').Process(target=print); p.start()",
+        "import asyncio\nasync def f(): await asyncio.create_subprocess_exec('true')\nasyncio.run(f())",
+    ],
+)
+def test_who_needs_another_process_is_told(program: str) -> None:
+    for layers in walls():
+        assert "PermissionError: [Errno 1] Operation not permitted" in run_python(program, 20.0, layers)
 
 
 def test_an_error_shows_the_program_and_nothing_around_it() -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tailrace import doctor
 from tailrace.config.errors import ConfigError
 from tailrace.config.tree import Config, Run, Sampling, Task
 from tailrace.envs import sandbox
@@ -176,6 +177,27 @@ def test_a_program_is_ended_without_walls_too() -> None:
     assert run_python("print(1)", 20.0, layers=()) == "1"
     late = "error: the program did not end within 0.5 s"
     assert run_python("import os\nos.fork()\nwhile True: pass", 0.5, layers=()) == late
+
+
+@pytest.mark.parametrize(
+    ("there", "gaps"),
+    [
+        ({"namespaces": "for a user", "landlock": "version 6", "seccomp": "a list"}, []),
+        ({"namespaces": "for a user", "seccomp": "a list"}, ["the mounts of the namespace alone hide files"]),
+        ({"landlock": "version 7", "seccomp": "a list"}, ["no folder to write to, and can ask if a file exists"]),
+        (
+            {"landlock": "version 3", "seccomp": "a list"},
+            ["no folder to write to", "Landlock 3 does not know of TCP, device ioctls, signals and abstract sockets"],
+        ),
+        ({"seccomp": "a list"}, ["read and change your files"]),
+        ({}, ["every system call", "read and change your files"]),
+    ],
+)
+def test_what_a_machine_does_not_guarantee_is_said(there: dict[str, str], gaps: list[str], monkeypatch) -> None:
+    layers = sandbox.Layers(there, {})
+    assert [gap in said for gap, said in zip(gaps, layers.gaps(), strict=True)] == [True] * len(gaps)
+    monkeypatch.setattr(sandbox, "layers_here", lambda: layers)
+    assert all(gap in doctor.examine([], []) for gap in gaps)
 
 
 def test_a_machine_without_walls_refuses_programs_unless_told_otherwise(monkeypatch) -> None:

@@ -103,6 +103,7 @@ REFUSED = {  # call: arguments, error
     "a pair of another family": ("socketpair", (30, 1, 0), errno.EPERM),
     "sending to a low address": ("sendto", (3, 1, 1, 0, 0x7000, 110), errno.EPERM),
     "sending to a high address": ("sendto", (3, 1, 1, 0, 0x7FFF_0000_0000, 110), errno.EPERM),
+    "urgent bytes": ("sendto", (3, 1, 1, 1, 0, 0), errno.EPERM),
     "a signal to all": ("kill", (-1, 9), errno.EPERM),
     "a signal to its group": ("kill", (0, 9), errno.EPERM),
     "a signal to another process": ("kill", (OTHER, 9), errno.EPERM),

@@ -5,7 +5,7 @@ walls a machine has is found out once (`layers_here`); `jail/` puts them up, in 
 
     namespaces   its own processes, network and files: the interpreter, read only, and a folder in memory
     landlock     the kernel opens no other files for it; alone it suffices too, but then there is no folder to write to
-    seccomp      one process that starts no other, no sockets, nothing of what administrators do
+    seccomp      a list of allowed system calls: one process with threads, no sockets, no signals to others
     limits       time, memory, threads, open files and their size; always
 
 Strong is seccomp with one or both of the first two. Less than that keeps accidents in, not malice: then the tool
@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, NamedTuple
@@ -33,6 +34,9 @@ OUTPUT = 1 << 20  # bytes that a program may print
 SHOWN = 2000  # characters of output that the policy reads
 REAP_S = 10.0  # for what was killed to be gone
 GRACE_S = 2.0  # for the walls to go up, and for the keeper to end the program before we do
+
+# what Landlock learned to refuse, with which version
+SINCE_LANDLOCK = {3: "truncating files", 4: "TCP", 5: "device ioctls", 6: "signals and abstract sockets"}
 
 PACKAGE = str(Path(__file__).parent)
 START = f"import sys; sys.path.append({PACKAGE!r}); import jail.inside; sys.path.pop(); jail.inside."
@@ -51,6 +55,21 @@ class Layers(NamedTuple):
     @property
     def strong(self) -> bool:
         return "seccomp" in self.there and bool(self.there.keys() & {"namespaces", "landlock"})
+
+    def gaps(self) -> Iterator[str]:
+        """What is not guaranteed here, and would be with all layers of a recent kernel."""
+        namespaces, landlock = "namespaces" in self.there, int(self.there.get("landlock", "version 0").split()[1])
+        if "seccomp" not in self.there:
+            yield "without seccomp programs can make every system call, signals to other processes included"
+        if not namespaces and not landlock:
+            yield "without namespaces and Landlock they can read and change your files"
+        elif not namespaces:
+            yield "without namespaces they have no folder to write to, and can ask if a file exists, its size and times"
+        elif not landlock:
+            yield "without Landlock the mounts of the namespace alone hide files"
+        unknown = [what for version, what in SINCE_LANDLOCK.items() if version > landlock > 0]
+        if unknown:
+            yield f"Landlock {landlock} does not know of {', '.join(unknown)}: seccomp alone refuses those"
 
     def __str__(self) -> str:
         there = [f"{name} ({how})" for name, how in self.there.items()]
@@ -106,7 +125,7 @@ def _run(source: IO[bytes], box: str, seconds: float, layers: tuple[str, ...]) -
         stderr=subprocess.STDOUT,
         pass_fds=[tells],
         cwd=box,
-        env={"PATH": os.defpath, "HOME": box, "LANG": "C.UTF-8", "OPENBLAS_NUM_THREADS": "1"},
+        env={"PATH": os.defpath, "HOME": box, "LANG": "C.UTF-8", "OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"},
         start_new_session=True,
     )
     os.close(tells)

@@ -44,6 +44,7 @@ def main() -> None:
     os.open(os.devnull, os.O_RDONLY)  # as 0, which is free now
     if layers != "limits":
         _end_with_parent()
+        _go_first_when_memory_runs_out()
     Run(source, named(layers), float(seconds), int(report), box, packages).start()
 
 
@@ -172,6 +173,15 @@ def _end_with_parent() -> None:
     call("prctl", filter.SET_PDEATHSIG, 9)
 
 
+def _go_first_when_memory_runs_out() -> None:
+    """Page tables and the kernel's own records are not in the limit of memory."""
+    try:
+        with open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
+            file.write("1000")
+    except OSError:  # no /proc, or not to be written
+        return
+
+
 def _end_as(status: int) -> None:
     """With the status of a child, the signal that ended it included."""
     os._exit(128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status))
@@ -225,5 +235,5 @@ def _try_seccomp() -> str:
     try:
         os.chmod("/dev/null", 0o666)
     except PermissionError:
-        return "allowed calls" if can_listen else "allowed calls, threads only with namespaces"
+        return "a list of allowed calls" + ("" if can_listen else "; threads only with namespaces")
     raise OSError("the filter does not hold")

@@ -86,7 +86,7 @@ FCNTL = (0, 1, 2, 3, 5, 36, 1027, 1030, 1032, 1034)  # DUPFD, GETFD, SETFD, GETF
 F_SETFL, FCNTL_LOCKS = 4, (6, 7, 37, 38)
 IOCTL = (0x5401, 0x802C542A, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIOCLEX
 PRCTL = (2, 3, 15, 16, 21, 23, 30, 39, 42, 51, 56, 64, 0x53564D41)  # SET_NAME, SET_VMA; the rest are questions
-AF_UNIX, SOCK_STREAM, SOCK_OPTIONS = 1, 1, 0x80800
+AF_UNIX, SOCK_STREAM, SOCK_OPTIONS, MSG_OOB = 1, 1, 0x80800, 1
 
 
 def rules(pid: int, own_view: bool) -> dict[str, list[Case]]:
@@ -120,7 +120,7 @@ def _by_arguments() -> dict[str, list[Case]]:
         "ioctl": [_if(1, ALL, *IOCTL), (ERRNO | EOPNOTSUPP, ())],
         "prctl": [_if(0, ALL, *PRCTL)],
         "socketpair": [(ALLOW, [(0, ALL, [AF_UNIX]), (1, ALL ^ SOCK_OPTIONS, [SOCK_STREAM])])],
-        "sendto": [(ALLOW, [(4, ALL, [0]), (4 + HIGH, ALL, [0])])],  # without an address
+        "sendto": [(ALLOW, [(3, MSG_OOB, [0]), (4, ALL, [0]), (4 + HIGH, ALL, [0])])],  # without an address
     }
 
 
