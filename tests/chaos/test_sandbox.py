@@ -25,7 +25,7 @@ import escapes
 import pytest
 
 from tailrace.envs import sandbox
-from tailrace.envs.jail.calls import MACHINE, MACHINES, NUMBERS
+from tailrace.envs.jail.calls import number
 from tailrace.envs.jail.filter import NEWER
 from tailrace.envs.jail.rules import rules
 from tailrace.envs.sandbox import OUTPUT, layers_here, run_python
@@ -165,7 +165,7 @@ def fails(number):
 print([number for number in {{*range(600)}} - {named} - {{335, 336}} if not fails(number)])
 """
     for layers in walls()[-2:]:
-        named = {NUMBERS[name][MACHINES.index(MACHINE)] for name in rules(2, "namespaces" in layers)}
+        named = {number(name) for name in rules(2, "namespaces" in layers)}
         assert run_python(program.format(newer=NEWER, named=named), 20.0, layers) == "[]"
 
 
@@ -221,8 +221,10 @@ BOMBS = {
     ),
     "small threads": (
         "import threading, time\nthreading.stack_size(32768)\n"
-        "for _ in range(10000): threading.Thread(target=time.sleep, args=(60,), daemon=True).start()",
-        "can't start new thread",
+        "try:\n"
+        "    while True: threading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n"
+        "except RuntimeError: print(threading.active_count() <= 64)",
+        "True",
     ),
     "threads past Python": (
         escapes.CALL + "stacks = ctypes.create_string_buffer(10000 << 12)\n"

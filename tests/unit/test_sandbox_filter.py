@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tailrace.envs.jail import filter
-from tailrace.envs.jail.calls import MACHINES, NUMBERS
+from tailrace.envs.jail.calls import MACHINES, NUMBERS, number
 from tailrace.envs.jail.rules import ALLOW, ERRNO, rules
 
 PID = 4711
@@ -20,12 +20,12 @@ VIEWS = [True, False]
 
 
 def verdict(
-    number: int, arguments: tuple[int, ...] = (), machine: str = "x86_64", own_view: bool = False, arch: int = 0
+    at: int, arguments: tuple[int, ...] = (), machine: str = "x86_64", own_view: bool = False, arch: int = 0
 ) -> int | str:
     """What becomes of a call: "allowed", "killed", or the error that it fails with."""
     words = filter.compiled(rules(PID, own_view), machine)
     data = bytearray(64)
-    data[0:4] = (number & 0xFFFFFFFF).to_bytes(4, "little")
+    data[0:4] = (at & 0xFFFFFFFF).to_bytes(4, "little")
     data[4:8] = (arch or filter.ARCHES[machine]).to_bytes(4, "little")
     for index, argument in enumerate(arguments):
         data[16 + 8 * index : 24 + 8 * index] = (argument & (1 << 64) - 1).to_bytes(8, "little")
@@ -34,10 +34,10 @@ def verdict(
 
 
 def interpreted(words: list[filter.Word], data: bytes) -> int:
-    at = loaded = 0
+    here = loaded = 0
     while True:
-        operation, yes, no, operand = words[at]
-        at += 1
+        operation, yes, no, operand = words[here]
+        here += 1
         if operation == filter.LOAD:
             loaded = int.from_bytes(data[operand : operand + 4], "little")
         elif operation == filter.AND:
@@ -46,21 +46,21 @@ def interpreted(words: list[filter.Word], data: bytes) -> int:
             return operand
         else:
             holds = loaded == operand if operation == filter.EQUAL else loaded >= operand
-            at += yes if holds else no
+            here += yes if holds else no
 
 
 def of(name: str, *arguments: int, machine: str = "x86_64", own_view: bool = False) -> int | str:
-    number = NUMBERS[name][MACHINES.index(machine)]
-    assert number is not None
-    return verdict(number, arguments, machine, own_view)
+    at = number(name, machine)
+    assert at is not None
+    return verdict(at, arguments, machine, own_view)
 
 
 @pytest.mark.parametrize("own_view", VIEWS)
 @pytest.mark.parametrize("machine", MACHINES)
 def test_a_call_that_no_rule_names_is_refused(machine: str, own_view: bool) -> None:
-    named = {NUMBERS[name][MACHINES.index(machine)] for name in rules(PID, own_view)}
-    others = {number: verdict(number, (PID,) * 6, machine, own_view) for number in range(LAST) if number not in named}
-    wanted = {number: errno.EPERM if number < filter.NEWER else errno.ENOSYS for number in others}
+    named = {number(name, machine) for name in rules(PID, own_view)}
+    others = {at: verdict(at, (PID,) * 6, machine, own_view) for at in range(LAST) if at not in named}
+    wanted = {at: errno.EPERM if at < filter.NEWER else errno.ENOSYS for at in others}
     assert others == wanted
 
 
@@ -73,7 +73,7 @@ def test_calls_of_another_processor_end_the_program(machine: str) -> None:
 
 
 def test_the_second_numbering_of_x86_is_unknown() -> None:
-    assert {verdict(0x40000000 + number) for number in range(LAST)} == {errno.ENOSYS}
+    assert {verdict(0x40000000 + at) for at in range(LAST)} == {errno.ENOSYS}
 
 
 REFUSED = {  # call: arguments, error
@@ -200,11 +200,11 @@ def test_the_numbers_are_those_of_the_kernels_headers(machine: str) -> None:
     if not (Path("/usr/include") / header).exists():
         pytest.skip("no headers of the kernel here (linux-libc-dev)")
     expected = numbers_in(header, wanted)
-    ours = {name: numbers[MACHINES.index(machine)] for name, numbers in NUMBERS.items()}
+    ours = {name: number(name, machine) for name in NUMBERS}
     newest = max(expected.values())
-    known = {name: number for name, number in ours.items() if number is not None and number <= newest}
-    assert {name: (number, expected.get(name)) for name, number in known.items() if number != expected.get(name)} == {}
-    assert [name for name, number in ours.items() if number is None and name in expected] == []
+    known = {name: at for name, at in ours.items() if at is not None and at <= newest}
+    assert {name: (at, expected.get(name)) for name, at in known.items() if at != expected.get(name)} == {}
+    assert [name for name, at in ours.items() if at is None and name in expected] == []
 
 
 def numbers_in(header: str, wanted: list[str]) -> dict[str, int]:

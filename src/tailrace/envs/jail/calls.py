@@ -227,12 +227,19 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.syscall.restype = ctypes.c_long
 
 
+def number(name: str, machine: str = MACHINE) -> int | None:
+    """What this processor calls it; None where it has none."""
+    if machine not in MACHINES:
+        raise OSError(f"the system calls of {machine} are not known here")
+    return NUMBERS[name][MACHINES.index(machine)]
+
+
 def call(name: str, *arguments: Any) -> int:
     """Ask the kernel; OSError with the name if it says no."""
-    if MACHINE not in MACHINES:
-        raise OSError(f"the system calls of {MACHINE} are not known here")
+    at = number(name)
+    assert at is not None, name
     words = [ctypes.c_long(each) if isinstance(each, int) else each for each in arguments]
-    result = int(_libc.syscall(ctypes.c_long(NUMBERS[name][MACHINES.index(MACHINE)]), *words))
+    result = int(_libc.syscall(ctypes.c_long(at), *words))
     if result < 0:
         code = ctypes.get_errno()
         raise OSError(code, f"{name}: {os.strerror(code)}")

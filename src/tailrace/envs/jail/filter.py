@@ -10,7 +10,7 @@ import ctypes
 import errno
 import os
 
-from .calls import MACHINE, MACHINES, NUMBERS, call
+from .calls import MACHINE, call, number
 from .rules import ERRNO, HIGH, rules
 
 TYPE_CHECKING = False  # as `typing` has it, which takes long to import
@@ -28,6 +28,7 @@ LOAD, AND, EQUAL, AT_LEAST, RETURN = 0x20, 0x54, 0x15, 0x35, 0x06
 NUMBER, ARCH, ARGUMENTS = 0, 4, 16  # where they lie in what the kernel passes; arguments have 8 bytes each
 
 SET_NO_NEW_PRIVS, SET_SECCOMP, FILTER_MODE = 38, 22, 2
+SET_MODE_FILTER, NEW_LISTENER = 1, 8
 SET_PDEATHSIG = 1
 
 Word = tuple[int, int, int, int]  # operation, jump if so, jump if not, operand
@@ -37,18 +38,28 @@ class _Instruction(ctypes.Structure):
     _fields_ = [("op", ctypes.c_uint16), ("yes", ctypes.c_uint8), ("no", ctypes.c_uint8), ("k", ctypes.c_uint32)]
 
 
-class Program(ctypes.Structure):
+class _Program(ctypes.Structure):
     _fields_ = [("length", ctypes.c_uint16), ("words", ctypes.POINTER(_Instruction))]
 
 
 def apply(own_view: bool) -> None:
     """From here on, for this process and its threads. `own_view`: it sees no files of others that it could change."""
+    install(compiled(rules(os.getpid(), own_view), MACHINE))
+
+
+def install(words: Sequence[Word]) -> None:
+    call("prctl", SET_NO_NEW_PRIVS, 1, 0, 0, 0)  # the condition for a filter
+    call("prctl", SET_SECCOMP, FILTER_MODE, ctypes.byref(_program(words)))
+
+
+def install_listener(words: Sequence[Word]) -> int:
+    """Of a filter that notifies: the descriptor on which it does."""
     call("prctl", SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    call("prctl", SET_SECCOMP, FILTER_MODE, ctypes.byref(program(compiled(rules(os.getpid(), own_view), MACHINE))))
+    return call("seccomp", SET_MODE_FILTER, NEW_LISTENER, ctypes.byref(_program(words)))
 
 
-def program(words: Sequence[Word]) -> Program:
-    return Program(len(words), (_Instruction * len(words))(*words))
+def _program(words: Sequence[Word]) -> _Program:
+    return _Program(len(words), (_Instruction * len(words))(*words))
 
 
 def compiled(by_name: dict[str, list[Case]], machine: str) -> list[Word]:
@@ -65,12 +76,12 @@ def _known(machine: str) -> list[Word]:
 
 def _allowed(by_name: dict[str, list[Case]], machine: str) -> Iterator[Word]:
     for name, cases in by_name.items():
-        number = NUMBERS[name][MACHINES.index(machine)]
-        if number is not None:
+        at = number(name, machine)
+        if at is not None:
             rule = [word for each in cases for word in case(*each)]
             if cases[-1][1]:  # it has checks, so it may not be the one
                 rule.append((RETURN, 0, 0, ERRNO | errno.EPERM))
-            yield from [(EQUAL, 0, len(rule), number), *rule]
+            yield from [(EQUAL, 0, len(rule), at), *rule]
 
 
 def case(verdict: int, checks: Sequence[Check]) -> list[Word]:

@@ -7,17 +7,19 @@ from the keeper holds the call up until the keeper has counted.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 
-from .calls import MACHINE, MACHINES, NUMBERS, call
-from .filter import EQUAL, LOAD, NUMBER, RETURN, SET_NO_NEW_PRIVS, case, program
+from .calls import number
+from .filter import EQUAL, LOAD, NUMBER, RETURN, case, install, install_listener
 from .rules import ALLOW, ERRNO
+
+TYPE_CHECKING = False  # as `typing` has it, which takes long to import
+if TYPE_CHECKING:
+    from .filter import Word
 
 NOTIFY = 0x7FC00000
 CLONE_THREAD = 0x10000
-SET_FILTER, NEW_LISTENER = 1, 8
 RECEIVE, SEND, CONTINUE = 0xC0502100, 0xC0182101, 1
 REQUEST_BYTES = 80
 
@@ -25,19 +27,17 @@ REQUEST_BYTES = 80
 def listen() -> int | None:
     """For this process and all that it starts from now on. Returns where requests arrive; None where the container
     listens to its processes itself, which only one may: then there are no threads."""
-    call("prctl", SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     try:
-        return _install(NOTIFY, NEW_LISTENER)
+        return install_listener(_words(NOTIFY))
     except OSError:
-        _install(ERRNO | errno.EAGAIN, 0)
+        install(_words(ERRNO | errno.EAGAIN))
         return None
 
 
-def _install(verdict: int, flags: int) -> int:
+def _words(verdict: int) -> list[Word]:
+    """The verdict for a new thread; all else is left to the other filter."""
     rule = case(verdict, [(0, CLONE_THREAD, [CLONE_THREAD])])
-    number = NUMBERS["clone"][MACHINES.index(MACHINE)] or 0
-    words = [(LOAD, 0, 0, NUMBER), (EQUAL, 0, len(rule), number), *rule, (RETURN, 0, 0, ALLOW)]
-    return call("seccomp", SET_FILTER, flags, ctypes.byref(program(words)))
+    return [(LOAD, 0, 0, NUMBER), (EQUAL, 0, len(rule), number("clone") or 0), *rule, (RETURN, 0, 0, ALLOW)]
 
 
 def answer(requests: int, process: int, most: int) -> None:
