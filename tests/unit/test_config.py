@@ -90,7 +90,7 @@ def test_options(words: list[str], key: str, value: object) -> None:
     assert type(read) is type(value)
 
 
-def test_the_default_law_of_lengths_stays_until_a_law_is_given() -> None:
+def test_the_default_law_of_lengths_stays_until_two_figures_are_given() -> None:
     assert load([], [*MODEL, "--workload.lengths.correlation", "0.1"]).workload.lengths.median == 2000
     given_law = ["--workload.lengths.mean", "3000", "--workload.lengths.p99", "30000"]
     assert load([], MODEL + given_law).workload.lengths.median == 0
@@ -150,38 +150,41 @@ BAD_RULES = [
     ("--model.kv_heads 3", "model.heads is 28, which 3 kv_heads cannot share"),
     ("--model.active_parameters 8e9", "active_parameters is more than model.parameters"),
     ("--model.bytes_per_kv 0", "write 2 for bfloat16"),
-    ("--split.trainer_gpus 9", "split.trainer_gpus is 9 but cluster.gpus is 8"),
-    ("--split.trainer_gpus 8", "split.trainer_gpus gives the trainer all 8 GPUs"),
+    ("--cluster.gpus 8 --split.trainer_gpus 9", "split.trainer_gpus is 9 but cluster.gpus is 8"),
+    ("--cluster.gpus 8 --split.trainer_gpus 8", "split.trainer_gpus gives the trainer all 8 GPUs"),
     ("--split.trainer_share 1", "split.trainer_share gives the trainer all 8 GPUs"),
-    ("--cluster.gpus 1", "split.colocated = true"),
-    ("--split.trainer_gpus 7 --split.tensor_parallel 2", "only 1 GPUs generate, so no replica fits"),
-    ("--cluster.gpus 64 --split.tensor_parallel 14", "neither within a host of 8 GPUs nor whole hosts"),
+    ("--cluster.gpus 1 --split.colocated false", "split.colocated = true"),
+    ("--cluster.gpus 8 --split.trainer_gpus 7 --split.tensor_parallel 2", "only 1 GPUs generate, so no replica fits"),
+    (
+        "--cluster.gpus 64 --cluster.gpus_per_host 8 --split.tensor_parallel 14",
+        "neither within a host of 8 GPUs nor whole hosts",
+    ),
     ("--split.tensor_parallel 3", "does not divide the model's heads; write one of 1, 2, 4, 7, 14, 28"),
     (
         "--split.trainer_gpus 4 --split.trainer_parallel 3",
         "split.trainer_parallel is 3, which does not divide the trainer's 4 GPUs",
     ),
-    ("--workload.prompts_per_step 2", "trainer.mini_batches is 4, more than workload.prompts_per_step"),
-    ("--workload.group_size 1", "groups.min_survivors is 2, more than workload.group_size; write 1 or less"),
-    ("--workload.lengths.sigma 1", "workload.lengths has sigma; give two of median, mean, sigma and p99"),
-    ("--workload.lengths.law lognormal", "workload.lengths has no figures"),
+    ("--workload.prompts_per_step 2 --trainer.mini_batches 4", "trainer.mini_batches is 4, more than workload.prompts_per_step"),
+    ("--workload.group_size 1 --groups.min_survivors 2", "min_survivors is 2, more than workload.group_size; write 1"),
     (
         "--workload.lengths.mean 9 --workload.lengths.median 8 --workload.lengths.sigma 1",
         "has median and mean and sigma; two determine the law, so set the others to 0",
     ),
     ("--workload.lengths.mean 9 --workload.lengths.median 10", "mean is below the median"),
     ("--workload.lengths.p99 9 --workload.lengths.median 10", "p99 is not above"),
-    ("--workload.lengths.law fixed", "there is no length"),
     ("--workload.lengths.law fixed --workload.lengths.mean 1 --workload.lengths.median 1", "set one of them to 0"),
-    ("--workload.lengths.median 9 --workload.lengths.sigma 1 --workload.lengths.tail_share 0.1", "law = 'mixture'"),
+    ("--workload.lengths.law lognormal --workload.lengths.tail_share 0.1", "law = 'mixture'"),
     ("--workload.lengths.median 9 --workload.lengths.sigma 1 --workload.lengths.file x", "law = 'empirical'"),
     ("--workload.lengths.law empirical", "no workload.lengths.file"),
     ("--workload.lengths.drift_per_step -1", "above -1"),
-    ("--workload.turns.mean 3", "raise the maximum"),
+    ("--workload.turns.mean 3 --workload.turns.maximum 2", "raise the maximum"),
     ("--schedule.kind one_step --schedule.max_staleness 0", "'one_step' trains one version behind"),
-    ("--schedule.kind stream --schedule.steps_ahead 5", "below steps_ahead, so 'stream' never trains; write 5 or more"),
-    ("--schedule.publish_every 6", "too few until the next publish; write 5 or more"),
-    ("--health.backoff_s 90", "health.backoff_max_s is below"),
+    (
+        "--schedule.kind stream --schedule.steps_ahead 5 --schedule.max_staleness 4",
+        "below steps_ahead, so 'stream' never trains; write 5 or more",
+    ),
+    ("--schedule.publish_every 6 --schedule.max_staleness 4", "too few until the next publish; write 5 or more"),
+    ("--health.backoff_s 90 --health.backoff_max_s 60", "health.backoff_max_s is below"),
 ]
 
 
@@ -264,9 +267,11 @@ PUBLISHED = {
     "qwen3-4b": hf("qwen3", True, **sizes(36, 2560, 32, 8, 9728, 151936), head_dim=128),
     "qwen3-30b-a3b": hf("qwen3_moe", False, **sizes(48, 2048, 32, 4, 6144, 151936), **EXPERTS),
     "llama-3.1-405b": hf("llama", False, **sizes(126, 16384, 128, 8, 53248, 128256)),
-    "smollm2-135m": hf("llama", True, **sizes(30, 576, 9, 3, 1536, 49152)),
+    "smollm2-135m": hf("llama", True, **sizes(30, 576, 9, 3, 1536, 49152), max_position_embeddings=8192),
     "mistral-7b": hf("mistral", False, **sizes(32, 4096, 32, 8, 14336, 32000)),
-    "gemma-2-9b": hf("gemma2", True, **sizes(42, 3584, 16, 8, 14336, 256000), head_dim=256),
+    "gemma-2-9b": hf(
+        "gemma2", True, **sizes(42, 3584, 16, 8, 14336, 256000), head_dim=256, max_position_embeddings=8192
+    ),
 }
 
 

@@ -213,12 +213,17 @@ def test_progress_rises_to_its_total():
     assert all(done <= total and text for done, total, text in seen)
 
 
-def test_one_gpu_cannot_be_split():
-    config = config_with(**{"cluster.gpus": 1, "split.trainer_gpus": 0, "schedule.kind": "sync"})
-    found = plan(config, simulations=16, processes=1)
-    assert not found.async_helps
-    assert found.best.schedule.kind == "sync"
-    assert "too few" in render_plan(found)
+def test_one_gpu_is_shared():
+    found = plan(config_with(**{"cluster.gpus": 1, "split.trainer_gpus": 0}), simulations=16, processes=1)
+    assert found.best.colocated
+    assert "1 GPU shared" in render_plan(found)
+
+
+def test_a_fleet_that_followed_from_the_settings_is_said_when_they_change():
+    config = load([], ["--model.preset", "qwen2.5-1.5b", "--split.trainer_gpus", "30"])
+    assert config.cluster.gpus == 32
+    best = with_values(config, {"split.trainer_gpus": 4})
+    assert "gpus = 32" in fragment(config, best)
 
 
 def test_a_model_that_fits_nowhere_is_refused_in_a_sentence():

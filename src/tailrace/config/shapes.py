@@ -23,7 +23,7 @@ _QWEN_14B = Shape(14_770_033_664, 48, 5120, 40, 8, 128)
 _QWEN_32B = Shape(32_763_876_352, 64, 5120, 40, 8, 128)
 
 SHAPES: dict[str, Shape] = {
-    #                        parameters  layers hidden heads kv width (active)
+    #                        parameters  layers hidden heads kv width (active) (context, where it is short)
     "qwen2.5-0.5b": Shape(494_032_768, 24, 896, 14, 2, 64),
     "qwen2.5-1.5b": Shape(1_543_714_304, 28, 1536, 12, 2, 128),
     "qwen2.5-3b": Shape(3_085_938_688, 36, 2048, 16, 2, 128),
@@ -49,13 +49,13 @@ SHAPES: dict[str, Shape] = {
     "llama-3.1-405b": Shape(405_853_388_800, 126, 16384, 128, 8, 128),
     "llama-3.2-1b": Shape(1_235_814_400, 16, 2048, 32, 8, 64),
     "llama-3.2-3b": Shape(3_212_749_824, 28, 3072, 24, 8, 128),
-    "smollm2-135m": Shape(134_515_008, 30, 576, 9, 3, 64),
-    "smollm2-360m": Shape(361_821_120, 32, 960, 15, 5, 64),
-    "smollm2-1.7b": Shape(1_711_376_384, 24, 2048, 32, 32, 64),
+    "smollm2-135m": Shape(134_515_008, 30, 576, 9, 3, 64, context=8192),
+    "smollm2-360m": Shape(361_821_120, 32, 960, 15, 5, 64, context=8192),
+    "smollm2-1.7b": Shape(1_711_376_384, 24, 2048, 32, 32, 64, context=8192),
     "mistral-7b": Shape(7_241_732_096, 32, 4096, 32, 8, 128),
-    "gemma-2-2b": Shape(2_614_341_888, 26, 2304, 8, 4, 256),
-    "gemma-2-9b": Shape(9_241_705_984, 42, 3584, 16, 8, 256),
-    "gemma-2-27b": Shape(27_227_128_320, 46, 4608, 32, 16, 128),
+    "gemma-2-2b": Shape(2_614_341_888, 26, 2304, 8, 4, 256, context=8192),
+    "gemma-2-9b": Shape(9_241_705_984, 42, 3584, 16, 8, 256, context=8192),
+    "gemma-2-27b": Shape(27_227_128_320, 46, 4608, 32, 16, 128, context=8192),
 }
 
 

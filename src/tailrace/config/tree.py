@@ -40,6 +40,7 @@ class Model(Section):
     heads: Natural = 0
     kv_heads: Natural = 0
     head_dim: Natural = 0  # 0: hidden / heads
+    context: Natural = 0  # most tokens of a sequence, prompt included; 0: unknown
     bytes_per_weight: Amount = 2.0
     bytes_per_kv: Amount = 2.0
 
@@ -371,8 +372,11 @@ class Config(Section):
             return self.cluster.gpus
         if self.split.trainer_gpus:
             return self.split.trainer_gpus
-        unit = self.split.trainer_parallel
-        return unit * max(1, round(self.cluster.gpus * self.split.trainer_share / unit))
+        unit, gpus = self.split.trainer_parallel, self.cluster.gpus
+        share = round(gpus * self.split.trainer_share / unit)
+        if self.split.trainer_share < 1:  # as near as it goes: one replica has to fit beside it
+            share = min(share, (gpus - self.split.tensor_parallel) // unit)
+        return unit * max(1, share)
 
     @property
     def rollout_gpus(self) -> int:
