@@ -17,6 +17,7 @@ from tailrace.config.fields import fields, leaf
 from tailrace.config.hf import shape_of
 from tailrace.config.names import PEERS
 from tailrace.config.shapes import SHAPES, lookup
+from tailrace.sim.costs import check_fit
 
 MODEL = ["--model.preset", "qwen2.5-7b"]
 
@@ -142,7 +143,7 @@ def test_bad_options_are_refused_with_a_way_out(words: str, expected: str) -> No
 BAD_RULES = [
     ("--relay.listen everywhere", 'relay.listen is "everywhere", which is no address'),
     ("--relay.listen 0.0.0.0", 'relay.listen is "0.0.0.0", which is everywhere; write the network of your hosts'),
-    ("--model.parameters 0 --model.preset=", "no model is given; write model.preset"),
+    ("--model.parameters 0 --model.preset=", "no model is given; write model.path"),
     ("--model.preset= --model.parameters 7e9", "model.layers is missing"),
     ("--model.preset qwen2.5-7", "model.preset is 'qwen2.5-7', which is not a known shape; did you mean 'qwen2.5-7b'?"),
     ("--model.preset gpt", "known"),
@@ -316,6 +317,38 @@ def test_hf_config_is_relative_to_the_file_and_figures_override_it(tmp_path: Pat
 def test_bad_hf_config(tmp_path: Path, text: str, expected: str) -> None:
     file(tmp_path, text, "config.json")
     assert expected in refusal([file(tmp_path, 'model.hf_config = "config.json"')], [])
+
+
+def test_a_model_that_is_not_there_is_named_with_the_way_to_get_it(tmp_path: Path) -> None:
+    mine = refusal([file(tmp_path, 'model.path = "models/my-model"')], [])
+    assert f"there is no directory {tmp_path}/models/my-model, and models are not downloaded" in mine
+    hub = refusal([file(tmp_path, 'model.path = "Qwen/Qwen2.5-1.5B"')], [])
+    assert f"hf download Qwen/Qwen2.5-1.5B --local-dir {tmp_path}/Qwen/Qwen2.5-1.5B" in hub
+    assert "has no config.json" in refusal([file(tmp_path, 'model.path = "."')], [])
+    assert "neither a directory nor a .gguf file" in refusal([file(tmp_path, 'model.path = "run.toml"')], [])
+    assert "no model is given; write model.path" in refusal([file(tmp_path, "")], [])
+
+
+def test_a_gguf_file_is_trained_without_a_shape_and_simulated_with_one(tmp_path: Path) -> None:
+    file(tmp_path, "", "tiny.gguf")
+    config = load([file(tmp_path, 'model.path = "tiny.gguf"')], [])
+    with pytest.raises(ConfigError, match=r"write model\.preset as well"):
+        check_fit(config)
+
+
+def test_a_path_may_begin_in_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    config = load([file(tmp_path, 'model.preset = "qwen3-8b"\nmodel.path = "~/my-model"')], [])
+    assert config.model.path == str(tmp_path / "home/my-model")
+
+
+def test_settings_that_stand_alone_need_no_model_directory(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    shape = file(tmp_path / "model", json.dumps(PUBLISHED["qwen3-4b"]), "config.json")
+    config = load([file(tmp_path, 'model.path = "model"')], [])
+    text = render(config, alone=True)
+    shape.unlink()
+    assert load([file(tmp_path, text, "again.toml")], []) == config
 
 
 # --- peers' names ----------------------------------------------------------------------------------------------------

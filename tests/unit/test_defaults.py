@@ -88,6 +88,7 @@ FOLLOWING = [
     ({"workload.lengths.tail_share": 0.1}, "workload.lengths.law", "mixture"),
     ({"workload.lengths.file": "/lengths.json"}, "workload.lengths.law", "empirical"),
     ({"workload.turns.mean": 3}, "workload.turns.maximum", 6),
+    ({"task.tools": "calculator"}, "task.max_turns", 3),
     ({"schedule.publish_every": 6}, "schedule.max_staleness", 5),
     ({"schedule.kind": "stream", "schedule.steps_ahead": 7}, "schedule.max_staleness", 7),
     ({"health.backoff_s": 90}, "health.backoff_max_s", 90),

@@ -174,6 +174,7 @@ FOLLOWING: dict[str, Callable[[Settings], Any]] = {
     "workload.lengths.tail_share": _of_a_tail(TAIL_SHARE),
     "workload.lengths.tail_alpha": _of_a_tail(TAIL_ALPHA),
     "workload.turns.maximum": _turns,
+    "task.max_turns": lambda settings: 3 if settings["task.tools"] or settings["task.name"] == "calculator" else 1,
     "workload.group_size": lambda settings: max(_plain("workload.group_size"), settings["groups.min_survivors"]),
     "groups.min_survivors": lambda settings: min(_plain("groups.min_survivors"), settings["workload.group_size"]),
     "workload.prompts_per_step": lambda settings: max(

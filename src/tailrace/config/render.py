@@ -14,9 +14,12 @@ DEFAULT = Config()
 _ESCAPES = {code: f"\\u{code:04x}" for code in (*range(0x20), 0x7F)} | {ord('"'): '\\"', ord("\\"): "\\\\"}
 
 
-def render(config: Config, only_changed: bool = False) -> str:
-    """TOML text, one table per section. What the model's preset says is shown as a comment, not repeated."""
-    known = _from_preset(config)
+def render(config: Config, only_changed: bool = False, alone: bool = False) -> str:
+    """TOML text, one table per section. What the model's preset says is shown as a comment, not repeated.
+
+    `alone`: the text needs no other file, so what a model's config.json says is written out.
+    """
+    known = {} if alone and not config.model.preset else _from_preset(config)
     values = changes(config) if only_changed else {key: read(config, key) for key in fields() if key not in known}
     comments = {} if only_changed else known
     return "\n".join(_tables(values, comments))

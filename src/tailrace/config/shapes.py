@@ -14,6 +14,7 @@ import msgspec
 
 from tailrace.config.errors import ConfigError
 from tailrace.config.hf import Shape, read_shape
+from tailrace.config.sources import PACKAGE
 from tailrace.config.tree import Model
 
 SHAPE_FIELDS = Shape._fields
@@ -89,13 +90,36 @@ def _origin(model: Model) -> dict[str, Any]:
     if model.preset:
         return lookup(model.preset)._asdict()
     described = model.hf_config or _described_by(model.path)
-    return read_shape(described)._asdict() if described else {}
+    if described:
+        return read_shape(described)._asdict()
+    if model.path and not model.parameters and not is_gguf(model.path):
+        raise ConfigError(why_no_model(model.path))
+    return {}
 
 
 def _described_by(path: str) -> str:
     """The config.json of a model directory, if that is what the path names."""
-    config = Path(path) / "config.json"
+    config = Path(path).expanduser() / "config.json"
     return str(config) if path and config.is_file() else ""
+
+
+def is_gguf(path: str) -> bool:
+    """A file that is converted before it is used, so its shape is not at hand."""
+    return path.startswith(PACKAGE) or (path.endswith(".gguf") and Path(path).expanduser().is_file())
+
+
+def why_no_model(path: str) -> str:
+    """What is wrong with a path that is no model directory, and how to get one."""
+    place = Path(path).expanduser()
+    if place.is_dir():
+        return f"model.path: {place} has no config.json, so it is not a Hugging Face model directory"
+    if place.exists():
+        return f"model.path: {place} is neither a directory nor a .gguf file; name a Hugging Face model directory"
+    name = "/".join(place.parts[-2:]) if _canonical(place.name) in SHAPES else "ORGANISATION/MODEL"
+    return (
+        f"model.path: there is no directory {place}, and models are not downloaded; "
+        f"get it first: hf download {name} --local-dir {place}"
+    )
 
 
 def _canonical(preset: str) -> str:

@@ -132,7 +132,7 @@ class Task(Section):
     options: dict[str, Any] = {}  # of a built-in task, as a table [task.options]
     data: str = ""  # JSONL or parquet file, or a saved Hugging Face dataset, with `prompt` and `answer`
     eval_data: str = ""  # held-out rows; empty: the last `eval_rows` of data
-    eval_rows: Natural = 256
+    eval_rows: Natural | None = None  # unset: 256, of few rows a fifth
     reward: str = ""  # a function, "my_rewards:exact" or "rewards.py:exact"; empty: is the final answer the row's?
     reward_timeout_s: Annotated[float, Meta(gt=0)] = 10.0  # for one sample; then its process is killed
     reward_workers: Count = 1  # processes per replica that score and run tools
@@ -140,7 +140,7 @@ class Task(Section):
     chat: bool | None = None  # render through the tokenizer's chat template; unset: if it has one
     tools: Literal["", "calculator", "python"] = ""  # what the policy may call between its turns
     sandbox: Literal["strong", "weak"] = "strong"  # python: weak runs programs even where they cannot be walled off
-    max_turns: Count = 1
+    max_turns: Count = 1  # with a tool: 3, unless it is given
     shuffle: bool = True
     epochs: Natural = 0  # how often the rows are gone through before the run ends; 0: until all steps are done
 

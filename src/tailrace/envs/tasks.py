@@ -16,7 +16,7 @@ from tailrace.config.errors import ConfigError
 from tailrace.config.tree import Config
 from tailrace.config.tree import Task as Settings
 from tailrace.envs.base import Row, Scored, Task, Turn
-from tailrace.envs.data import Split, read_split
+from tailrace.envs.data import HELD_OUT, Split, read_split
 from tailrace.envs.imports import described, find, load_object
 from tailrace.envs.rewards import BUILT_IN, Reward, UserReward, load_reward, needs_answer
 from tailrace.envs.tools import ToolUse
@@ -131,13 +131,17 @@ def _running_total(config: Config) -> Task:
 def _calculator(config: Config) -> Task:
     from tailrace.envs.arithmetic import Arithmetic
 
-    return Arithmetic(config.task.options, config.run.seed, config.task.eval_rows)
+    return Arithmetic(config.task.options, config.run.seed, _held_out(config))
 
 
 def _reasoning_gym(config: Config) -> Task:
     from tailrace.envs.reasoning import ReasoningGym
 
-    return ReasoningGym(config.task.options, config.run.seed, config.task.eval_rows)
+    return ReasoningGym(config.task.options, config.run.seed, _held_out(config))
+
+
+def _held_out(config: Config) -> int:
+    return HELD_OUT if config.task.eval_rows is None else config.task.eval_rows
 
 
 BUILDERS: dict[str, Callable[[Config], Task]] = {

@@ -23,6 +23,7 @@ from tailrace.model.device import check_devices
 from tailrace.obs.progress import Progress
 from tailrace.obs.summary import write_summary
 from tailrace.relay.arena import clear_abandoned
+from tailrace.rollout.evaluate import Evaluated
 from tailrace.runtime.controller import INTERRUPTED, Controller, Source
 from tailrace.runtime.local import read_traces
 from tailrace.runtime.parts import Tie
@@ -46,12 +47,12 @@ def train(config: Config, folder: Path, resume: bool, keeper: Keeper) -> bool:
     keeper.begin()
     try:
         if _evaluates(config) and store.meta.get(BEFORE) is None:
-            store.meta.set(BEFORE, str(_accuracy(config, None, "accuracy before training")))
+            _note_accuracy(store, BEFORE, _accuracy(config, None, "accuracy before training"))
             store.commit()
         reason, complete = asyncio.run(_drive(store, config, source, tie, keeper))
         clear_abandoned()  # of relays that were killed and did not come back before the end
         if complete and _evaluates(config):
-            store.meta.set(AFTER, str(_accuracy(config, _newest(folder), "accuracy after training")))
+            _note_accuracy(store, AFTER, _accuracy(config, _newest(folder), "accuracy after training"))
     except BaseException:
         store.close(complete=False)
         raise
@@ -69,13 +70,18 @@ def _complete(folder: Path, reason: str) -> bool:
 
 
 def _evaluates(config: Config) -> bool:
-    has_rows = bool(config.task.name or config.task.eval_data or config.task.eval_rows)
+    has_rows = bool(config.task.name or config.task.eval_data or config.task.eval_rows != 0)
     return config.run.evaluate and config.rollout.engine == "native" and has_rows
 
 
-def _accuracy(config: Config, weights: Path | None, title: str) -> float:
+def _accuracy(config: Config, weights: Path | None, title: str) -> Evaluated:
     with Progress(title) as progress:
-        return measure(config, weights, lambda done, total: progress(done, total, "prompts")).accuracy
+        return measure(config, weights, lambda done, total: progress(done, total, "prompts"))
+
+
+def _note_accuracy(store: RunStore, key: str, found: Evaluated) -> None:
+    if found.total:
+        store.meta.set(key, str(found.accuracy))
 
 
 def _newest(folder: Path) -> Path | None:

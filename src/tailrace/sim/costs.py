@@ -205,6 +205,11 @@ def check_fit(config: Config) -> None:
     if config.costs.measured:
         _check_pool(config)
         return
+    if not config.model.parameters:
+        raise ConfigError(
+            f"model.path is {config.model.path}, whose shape is not known before it is converted; "
+            "write model.preset as well, for example model.preset = 'smollm2-135m'"
+        )
     costs = Costs(config)
     need = config.workload.prompt_tokens + config.workload.max_completion_tokens
     if costs.kv_capacity < need:

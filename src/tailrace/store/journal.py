@@ -162,7 +162,7 @@ def chained(crc: int, seq: int, now: float, kind: str, event: str, commands: str
 def _frozen(config: Config) -> str:
     """The settings as TOML that needs no other file: the figures of a config.json are written out."""
     model = msgspec.structs.replace(config.model, hf_config="")
-    return render(msgspec.structs.replace(config, model=model))
+    return render(msgspec.structs.replace(config, model=model), alone=True)
 
 
 # --------------------------------------------------------------------------------------------------------- reading
