@@ -103,7 +103,10 @@ def _plan(arguments: argparse.Namespace) -> int:
     config = load(arguments.files, arguments.settings)
     from tailrace.obs.progress import Progress
     from tailrace.planner import plan, plan_json, render_plan
+    from tailrace.sim.assumed import assumptions
 
+    for sentence in assumptions(config):
+        print(f"note: {sentence}", file=sys.stderr)
     with Progress("planning") as progress:
         found = plan(config, progress)
     if arguments.json:

@@ -81,7 +81,7 @@ def test_a_trainer_of_a_fixed_size_grows_with_the_cluster() -> None:
     words = ["--split.trainer_gpus", "2", "--schedules", "one_step", "--gpus", "8,32", "--json"]
     done = tailrace("simulate", OWN_BOX, *SMALL, *words)
     assert done.returncode == 0
-    assert "8 of 32" in done.stderr
+    assert "split.trainer_gpus (2 on 8 GPUs) grows with the cluster: 8 on 32" in done.stderr
     assert len(json.loads(done.stdout)["results"]) == 2
 
 

@@ -165,7 +165,10 @@ BAD_RULES = [
         "--split.trainer_gpus 4 --split.trainer_parallel 3",
         "split.trainer_parallel is 3, which does not divide the trainer's 4 GPUs",
     ),
-    ("--workload.prompts_per_step 2 --trainer.mini_batches 4", "trainer.mini_batches is 4, more than workload.prompts_per_step"),
+    (
+        "--workload.prompts_per_step 2 --trainer.mini_batches 4",
+        "trainer.mini_batches is 4, more than workload.prompts_per_step",
+    ),
     ("--workload.group_size 1 --groups.min_survivors 2", "min_survivors is 2, more than workload.group_size; write 1"),
     (
         "--workload.lengths.mean 9 --workload.lengths.median 8 --workload.lengths.sigma 1",

@@ -180,9 +180,7 @@ FOLLOWING: dict[str, Callable[[Settings], Any]] = {
     "workload.prompts_per_step": lambda settings: max(
         _plain("workload.prompts_per_step"), settings["trainer.mini_batches"]
     ),
-    "trainer.mini_batches": lambda settings: min(
-        _plain("trainer.mini_batches"), settings["workload.prompts_per_step"]
-    ),
+    "trainer.mini_batches": lambda settings: min(_plain("trainer.mini_batches"), settings["workload.prompts_per_step"]),
     "schedule.max_staleness": _max_staleness,
     "health.backoff_s": lambda settings: min(_plain("health.backoff_s"), settings["health.backoff_max_s"]),
     "health.backoff_max_s": lambda settings: max(_plain("health.backoff_max_s"), settings["health.backoff_s"]),

@@ -24,7 +24,15 @@ REQUIRED = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermed
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 SHARED = ("n_shared_experts", "shared_expert_intermediate_size", "first_k_dense_replace")
 CONTEXT = "max_position_embeddings"
-OPTIONAL = (CONTEXT, "num_key_value_heads", "head_dim", "moe_intermediate_size", "num_experts_per_tok", *EXPERTS, *SHARED)
+OPTIONAL = (
+    CONTEXT,
+    "num_key_value_heads",
+    "head_dim",
+    "moe_intermediate_size",
+    "num_experts_per_tok",
+    *EXPERTS,
+    *SHARED,
+)
 
 
 class Shape(NamedTuple):

@@ -224,7 +224,7 @@ class Trainer(Section):
         4  # optimiser steps per training step; groups stream in at this grain where the schedule allows
     )
     forward_passes: Amount = 1.0  # simulation: extra forward passes per token (old log-probs, reference)
-    checkpoint_every: Count = 1
+    checkpoint_every: Natural = 0  # steps; 0: as often as it costs little (trainer/pace.py)
     keep_checkpoints: Annotated[int, Meta(ge=2)] = 2  # the newest, from which a run is resumed
     archive_every: Natural = 0  # and one for good every so many steps; 0: none
     advantage: Literal["grpo", "dr_grpo", "rloo", "gae"] = "grpo"
@@ -394,6 +394,12 @@ class Config(Section):
     def host_of(self, replica: int) -> int:
         """Processes are dealt out to the hosts of this machine in turn; GPUs fill one host after the other."""
         return replica % self.local.relays if self.costs.measured else replica // self.replicas_per_host
+
+    @property
+    def size(self) -> str:
+        """How large the fleet is, in words."""
+        count, noun = (self.replicas, "replica") if self.costs.measured else (self.cluster.gpus, "GPU")
+        return f"{count:,} {noun}{'s' * (count != 1)}"
 
     @property
     def replicas_per_host(self) -> int:

@@ -78,14 +78,19 @@ def _entry(plan: Plan, candidate: Candidate) -> dict[str, Any]:
 
 def describe(config: Config) -> str:
     """A config in a few words: "trajectory, 24 + 40 GPUs, TP 1, staleness 2"."""
-    count = config.cluster.gpus
-    gpus = f"{count} GPU{'s' * (count > 1)} shared" if config.colocated else f"{config.trainer_gpus} + {config.rollout_gpus} GPUs"
-    words = [config.schedule.kind, gpus, f"TP {config.split.tensor_parallel}"]
+    words = [config.schedule.kind, _hardware(config)]
     if config.schedule.kind not in ("sync", "one_step"):
         words.append(f"staleness {config.schedule.max_staleness}")
     if config.schedule.max_inflight:
         words.append(f"{config.schedule.max_inflight} in flight")
     return ", ".join(words)
+
+
+def _hardware(config: Config) -> str:
+    if config.costs.measured:
+        return config.size
+    split = f"{config.size} shared" if config.colocated else f"{config.trainer_gpus} + {config.rollout_gpus} GPUs"
+    return f"{split}, TP {config.split.tensor_parallel}"
 
 
 def _verdict(plan: Plan) -> str:
@@ -120,7 +125,7 @@ def _row(name: str, result: Result) -> tuple[str, ...]:
         f"{result.trainer_idle:.0%}",
         f"{result.rollout_idle:.0%}",
         f"{result.staleness.mean:.1f} / {result.staleness.max}",
-        f"{result.dollars_per_million_tokens:.3f}",
+        f"{result.dollars_per_million_tokens:.3f}" if result.dollars_per_million_tokens else "-",
     )
 
 

@@ -79,6 +79,9 @@ class Meter:
         self.tokens[at] = sum([s.prompt + s.tokens for s in sequences])
         self.ages[at] = Counter([command.step - s.oldest for s in sequences])
 
+    def tokens_of(self, command: Train) -> int:
+        return self.tokens[command.step, command.part]
+
     def stepped(self, step: int, now: float) -> None:
         if step in self.times:
             return
