@@ -330,7 +330,7 @@ def main() -> None:
     with console.status("simulating") as status:
         configs = [one.config() for one in cases]
         outcomes = sweep(configs, [False] * len(cases), lambda n, of, what: status.update(f"{n}/{of} steps: {what}"))
-    results = {one: outcome.result for one, outcome in zip(cases, outcomes, strict=True)}
+    results = {one: outcome.result for one, outcome in zip(cases, outcomes, strict=True) if outcome.result}
     lines = [(row, row.predict(*[results[one] for one in row.cases])) for row in table]
     report(console, lines, order_rows(results))
 

@@ -105,7 +105,7 @@ FOLLOWING = [
 ]
 
 
-@pytest.mark.parametrize(("given", "key", "value"), FOLLOWING, ids=lambda part: str(part))
+@pytest.mark.parametrize(("given", "key", "value"), FOLLOWING, ids=str)
 def test_a_default_follows_what_is_given(given: dict[str, Any], key: str, value: Any) -> None:
     assert read(loaded(MODEL | given), key) == value
 

@@ -1,8 +1,8 @@
 """Defaults that follow what is given, so that no default is ever the reason of a refusal.
 
-With nothing given they are those of `tree.py`. A group of one has one survivor, a pool of 4,000 tokens gets answers that
-fit into it, two tensor ways more get a larger cluster. `load` adds them to what a person has written; `render` leaves
-out what would come back by itself.
+With nothing given they are those of `tree.py`. A group of one has one survivor, a pool of 4,000 tokens gets answers
+that fit into it, a trainer of 30 GPUs gets a larger cluster. `load` adds them to what a person has written; `render`
+leaves out what would come back by itself.
 """
 
 from __future__ import annotations

@@ -28,6 +28,7 @@ from msgspec.inspect import (
 
 from tailrace.config.tree import Config, Section
 
+LARGEST = 10**15  # of anything that is counted or measured; more is a slip, and overflows somewhere
 UNSET = "unset"  # how a person writes None, which TOML has no word for
 
 
@@ -96,6 +97,8 @@ def accept(key: str, value: Any) -> Any:
         return None
     if isinstance(value, float) and not math.isfinite(value):
         raise RefusedError(f"{key} is {value}; it wants {wanted(key)}, and a finite one")
+    if isinstance(value, int | float) and abs(value) > LARGEST and key != "run.seed":
+        raise RefusedError(f"{key} is {value:.3g}; it wants {wanted(key)}, and none above {LARGEST:.0e}")
     try:
         return msgspec.convert(_whole(value, field.kind), field.annotation)
     except msgspec.ValidationError:
@@ -156,9 +159,9 @@ def _wanted(field: Field) -> str:
 
 def _range(kind: IntType | FloatType) -> str:
     if kind.gt is not None:
-        return f" above {kind.gt}"
+        return f" above {kind.gt}" + ("" if kind.le is None else f", at most {kind.le}")
     if kind.ge is not None and kind.le is not None:
-        return f" from {kind.ge} to {kind.le}"
+        return f" from {kind.ge} to {kind.le:g}"
     return "" if kind.ge is None else f" of {kind.ge} or more"
 
 

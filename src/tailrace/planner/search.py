@@ -187,9 +187,7 @@ class Search:
         if own and own.config.schedule.kind == "sync" and _rate(own) > _rate(baseline):
             baseline = own  # short runs chose the other one
         if baseline is None:
-            raise ConfigError(
-                "synchronous training did not get through in the simulator, so there is nothing to compare; look at [faults]"
-            )
+            raise ConfigError("synchronous training does not get through in the simulator; lower the rates in [faults]")
         ranked = sorted([each for each in finalists if each], key=lambda each: -_rate(each))
         contenders = [own, *ranked] if own and own.config.schedule.kind != "sync" else ranked
         best = _preferred(contenders) if contenders else None

@@ -1,4 +1,5 @@
-"""When a checkpoint is due where `trainer.checkpoint_every` is 0: seldom enough to cost little, often enough to lose little.
+"""When a checkpoint is due where `trainer.checkpoint_every` is 0: seldom enough to cost little, often enough to lose
+little.
 
 A checkpoint may take a share of the time (`SHARE`) and of the disk's attention (`BYTES_PER_S`), and training that a
 restart would repeat may not grow beyond `LONGEST_S`, nor what is kept for that beyond the size of a checkpoint. A model
