@@ -11,7 +11,6 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -376,14 +375,18 @@ def _is_lone_flag(option: str, following: str) -> bool:
 
 
 def _refuse_misspelt(option: str, known: list[str]) -> None:
-    close = get_close_matches(option, known, n=1, cutoff=0.75)
+    from tailrace.config.near import near
+
+    close = near(option, known, short=4)
     if close and "." not in option:
-        raise UsageError(f"there is no option {option}; did you mean {close[0]}?")
+        raise UsageError(f"there is no option {option}; did you mean {close}?")
 
 
 def _nearest_command(name: str, known: list[str]) -> str:
-    close = get_close_matches(name, known, n=1)
-    return f"did you mean '{close[0]}'?" if close else f"the commands are {', '.join(known)}"
+    from tailrace.config.near import near
+
+    close = near(name, known, short=3)
+    return f"did you mean '{close}'?" if close else f"the commands are {', '.join(known)}"
 
 
 def _version(text: str) -> int:

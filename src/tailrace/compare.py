@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from tailrace.config import Config, ConfigError, load, render, with_values
-from tailrace.config.fields import read
+from tailrace.config.fields import meant, read
 from tailrace.config.tree import SCHEDULES
 
 
@@ -70,8 +69,7 @@ def _kinds(request: Request) -> list[str]:
         raise RequestError("--schedules and --schedule.kind both choose schedules; write one of them")
     for name in request.schedules:
         if name not in SCHEDULES:
-            close = get_close_matches(name, SCHEDULES, n=1)
-            advice = f"did you mean {close[0]}?" if close else f"there are {', '.join(SCHEDULES)}"
+            advice = meant("schedule.kind", name, SCHEDULES) or f"there are {', '.join(SCHEDULES)}"
             raise RequestError(f"--schedules has '{name}', which is no schedule; {advice}")
     if not request.schedules:
         raise RequestError(f"--schedules names no schedule; there are {', '.join(SCHEDULES)}")

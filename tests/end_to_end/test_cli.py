@@ -173,7 +173,7 @@ MISTAKES = [
     ("simulate BOX --split.tensor_parallel 5", "tensor_parallel"),
     ("simulate BOX --model.preset llama-3.1-405b", "no room"),
     ("simulate BOX --cluster.gpu H900", "no GPU 'H900'"),
-    ("simulate BOX --workload.lengths.law mixture --workload.lengths.tail_share 0.1", "no finite mean"),
+    ("simulate BOX --workload.lengths.law mixture --workload.lengths.tail_alpha 0.9", "no finite mean"),
     ("simulate BOX --plot out.pdf", ".png or .html"),
     ("simulate BOX --plot no/where/out.png", "does not exist"),
     ("simulate BOX --record run", "pick one schedule"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
@@ -15,7 +15,7 @@ from tailrace.config import Config, ConfigError, load, render, with_values
 from tailrace.config.check import check
 from tailrace.config.fields import fields, leaf
 from tailrace.config.hf import shape_of
-from tailrace.config.names import PEERS
+from tailrace.config.peers import PEERS, VALUES
 from tailrace.config.shapes import SHAPES, lookup
 from tailrace.sim.costs import check_fit
 
@@ -115,7 +115,7 @@ BAD_OPTIONS = [
     ("--schedule.kind Trajectry", "'Trajectry'; it wants 'sync', 'one_step', 'stream', 'partial' or 'trajectory'"),
     ("--schedule.kind trajectry", "did you mean 'trajectory'?"),
     ("--repack.enabled maybe", "--repack.enabled is 'maybe'; it wants true or false"),
-    ("--repack.every_s 0", "it wants a number above 0"),
+    ("--repack.every_s 0", "it wants a number of 0.01 or more"),
     ("--split.trainer_share 1.2", "it wants a number from 0 to 1"),
     ("--split.colocated 2", "it wants true or false (or 'unset')"),
     ("--workload.reward_s nan", "finite"),
@@ -359,8 +359,51 @@ def test_settings_that_stand_alone_need_no_model_directory(tmp_path: Path) -> No
 
 def test_peers_names_point_at_settings_that_exist_and_are_not_ours() -> None:
     ours = {leaf(key) for key in fields()}
-    assert {peer.key for peer in PEERS.values()} <= set(fields())
+    assert {peer.key for peer in PEERS.values() if peer.key} <= set(fields())
+    assert all(peer.key or peer.note for peer in PEERS.values())
     assert not {name for name in PEERS if name in ours or name in fields()}
+    for key, words in VALUES.items():
+        assert not words.keys() & set(get_args(fields()[key].annotation))
+
+
+HINTS = [
+    ("--beta 0.04", "TRL's name, not an option here; write --trainer.kl"),
+    ("--trainer.lr 1e-6", "write --trainer.learning_rate"),
+    ("--actor_rollout_ref.actor.optim.lr 1e-6", "write --trainer.learning_rate"),
+    ("--critic.optim.lr 1e-6", "write --trainer.critic_learning_rate"),
+    ("--ppo_epochs 2", "verl's name, and there is nothing like it here: every sample is trained once"),
+    ("--num_iterations 2", "there is nothing like it here: every sample is trained once"),
+    ("--total_epochs 2", "write --task.epochs"),
+    ("--model_name_or_path my-model", "write --model.path (a directory"),
+    ("--actor_rollout_ref.model.path my-model", "did you mean --model.path?"),
+    ("--algorithm.kl_ctrl.kl_coef 0.1", "write --trainer.kl (in the loss, not in the reward)"),
+    ("--schedule.kind async", "asynchronous are 'one_step', 'stream', 'partial' and 'trajectory'"),
+    ("--schedule.kind fully-async", "write 'partial', or 'stream'"),
+    ("--schedule.kind one_step_off", "write 'one_step'"),
+    ("--schedule.kind laminar", "write 'trajectory'"),
+    ("--trainer.loss gpro", "did you mean 'grpo'?"),
+    ("--rollout.precision bf16", "write 'bfloat16'"),
+    ("--rollout.temperature 1", "did you mean --sampling.temperature?"),
+]
+
+
+@pytest.mark.parametrize(("words", "expected"), HINTS)
+def test_a_name_from_elsewhere_leads_to_the_right_setting(words: str, expected: str) -> None:
+    assert expected in refusal([], MODEL + words.split())
+
+
+UNSURE = [
+    *("--beta3 1", "--trainer.bet 1", "--data.path x", "--kv_tokens 8", "--name x", "--mean 3", "--trainer.epoch 1"),
+    *("--trainer.loss gspo", "--trainer.loss dpo", "--schedule.kind asyn", "--model.preset qwen2-7b"),
+    *("--cluster.gpu H900", "--trainer.lrr 1", "--sampling.top 4", "--trainer.kll 1"),
+]
+
+
+@pytest.mark.parametrize("words", UNSURE)
+def test_where_nothing_is_certain_nothing_is_suggested(words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_fit(load([], MODEL + words.split()))
+    assert "did you mean" not in str(caught.value)
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------

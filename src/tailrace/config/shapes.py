@@ -6,7 +6,6 @@ Parameters are the exact counts of the published checkpoints, tied embeddings co
 from __future__ import annotations
 
 import re
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import msgspec
 
 from tailrace.config.errors import ConfigError
 from tailrace.config.hf import Shape, read_shape
+from tailrace.config.near import near
 from tailrace.config.sources import PACKAGE
 from tailrace.config.tree import Model
 
@@ -79,8 +79,8 @@ def lookup(preset: str) -> Shape:
     name = _canonical(preset)
     if name in SHAPES:
         return SHAPES[name]
-    close = get_close_matches(name, SHAPES, n=1, cutoff=0.5)
-    advice = f"did you mean '{close[0]}'?" if close else f"known are {', '.join(SHAPES)}"
+    close = near(name, [shape for shape in SHAPES if _digits(shape) == _digits(name)])
+    advice = f"did you mean '{close}'?" if close else f"known are {', '.join(SHAPES)}; for another, model.hf_config"
     raise ConfigError(f"model.preset is '{preset}', which is not a known shape; {advice}")
 
 
@@ -120,6 +120,11 @@ def why_no_model(path: str) -> str:
         f"model.path: there is no directory {place}, and models are not downloaded; "
         f"get it first: hf download {name} --local-dir {place}"
     )
+
+
+def _digits(name: str) -> str:
+    """Another number is another model."""
+    return "".join(letter for letter in name if letter.isdigit())
 
 
 def _canonical(preset: str) -> str:

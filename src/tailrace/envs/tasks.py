@@ -7,12 +7,12 @@ a judge asks for a response, which imports the reward; neither ever does the oth
 from __future__ import annotations
 
 from collections.abc import Callable
-from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from tailrace.config.errors import ConfigError
+from tailrace.config.near import near
 from tailrace.config.tree import Config
 from tailrace.config.tree import Task as Settings
 from tailrace.envs.base import Row, Scored, Task, Turn
@@ -101,8 +101,8 @@ def _named(config: Config) -> Task:
     if ":" in settings.name:
         return _written_by_user(config)
     if settings.name not in BUILDERS:
-        close = get_close_matches(settings.name, BUILDERS, n=1)
-        hint = f"did you mean '{close[0]}'?" if close else f"there are {', '.join(BUILDERS)}"
+        close = near(settings.name, BUILDERS)
+        hint = f"did you mean '{close}'?" if close else f"there are {', '.join(BUILDERS)}"
         raise ConfigError(f"task.name = '{settings.name}' is unknown; {hint}")
     return BUILDERS[settings.name](config)
 
