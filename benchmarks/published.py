@@ -139,7 +139,7 @@ REPACK_PAIR = (  # 64 replicas of one GPU
 
 
 def generation_gain(on: Result, off: Result) -> float:
-    return on.generated_tokens_per_s / off.generated_tokens_per_s
+    return on.decoded_tokens_per_s / off.decoded_tokens_per_s
 
 
 def kv_gain(on: Result, off: Result) -> float:

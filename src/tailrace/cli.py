@@ -193,7 +193,8 @@ def _fit(arguments: argparse.Namespace) -> int:
 
 
 def _story(arguments: argparse.Namespace) -> int:
-    from tailrace.obs.story import render_held, render_story, story
+    from tailrace.obs.ending import LastStop, ending_of
+    from tailrace.obs.story import Line, render_held, render_story, story
     from tailrace.store.journal import Journal
     from tailrace.store.vault import held
     from tailrace.types import parse_label
@@ -202,7 +203,9 @@ def _story(arguments: argparse.Namespace) -> int:
         kind, number = parse_label(arguments.id)
     except ValueError as error:
         raise UsageError(str(error)) from None
-    print(render_story(story(Journal(arguments.journal).entries(), arguments.id)))
+    journal, last = Journal(arguments.journal), LastStop()
+    print(render_story(story(last.passing(journal.entries()), arguments.id)))
+    print(render_story([Line(last.now, str(ending_of(journal.meta, journal.path.parent, last.stop)))]))
     if known := held(arguments.journal, kind, number):
         print(render_held(known))
     return 0

@@ -6,11 +6,13 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from runs import EMULATED, Run
+from tailrace.page.follow import Follower
 from tailrace.store.journal import Journal
 
 START = Path(__file__).parents[2] / "examples" / "running_total" / "start"
@@ -124,6 +126,14 @@ def test_a_reward_that_raises_hangs_or_answers_nonsense(tmp_path, body, words):
     assert "in a row could not be judged" in complaint
     assert words in complaint
     assert not Journal(run.folder).complete
+    ended = json.loads((run.folder / "summary.json").read_text())["ended"]
+    assert ended["state"] == "failed"
+    assert ended["reason"] in complaint
+    assert json.loads(Follower(run.folder).newest.content)["about"]["ended"] == ended
+    told = subprocess.run(
+        [sys.executable, "-m", "tailrace", "story", str(run.folder), "r0"], capture_output=True, text=True, check=True
+    )
+    assert f"the run failed: {ended['reason']}" in told.stdout
 
 
 def test_a_reward_with_a_typo_is_found_before_anything_starts(tmp_path):

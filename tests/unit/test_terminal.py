@@ -100,6 +100,43 @@ def test_the_screen_never_exceeds_the_terminal(over: LiveRun, height: int) -> No
     assert all(len(line) <= 60 for line in drawn(over, height, width=60))
 
 
+@pytest.mark.parametrize("width", [60, 80, 120, 200])
+def test_what_matters_is_whole_at_any_width(over: LiveRun, width: int) -> None:
+    over.measured = {"trainer/loss": 0.5, "trainer/kl": 0.25, "trainer/entropy": 1.5, "trainer/grad_norm": 2.0}
+    lines = drawn(over, 30, width)
+    text = "\n".join(lines)
+    assert all(len(line) <= width for line in lines)
+    assert "…" not in text.replace("… and", "")
+    view = over.view()
+    for words in ("demo", "step 4/4", clock(view.seconds), "reward ", f"tokens/s {view.tokens_per_s:,.0f}"):
+        assert words in text
+    for words in (f"staleness {view.staleness.mean:.1f}", "version", "loss 0.5", "kl 0.25", "failed samples 0"):
+        assert words in text
+    assert [line.split() for line in lines if line.startswith("replica ")] == [
+        ["replica", "state", "version", "KV", "samples", "waiting", "idle"]
+    ]
+    assert f"{view.ledger.trained} trained" in text
+    assert f"{view.ledger.in_flight} in flight" in text
+    assert ("grad norm 2" in text) == (width >= 80)
+    assert ("░" in text) == (width >= 80)
+
+
+def test_a_long_name_gives_way_to_how_far_the_run_is(over: LiveRun) -> None:
+    console = Console(file=StringIO(), width=60, color_system=None)
+    with console.capture() as capture:
+        console.print(picture(over.view(), "a-name-that-is-longer-than-anybody-would-want · trajectory", 3, 60))
+    assert "… " in capture.get().splitlines()[0]
+    assert "step 4/4" in capture.get().splitlines()[0]
+
+
+def test_the_screen_is_named_after_the_run() -> None:
+    config = load([OWN_BOX], ["--run.name="])
+    out = StringIO()
+    with Screen(LiveRun(config, name="running_total"), Console(file=out, force_terminal=True, width=80, height=20)):
+        pass
+    assert "running_total · trajectory" in out.getvalue()
+
+
 def test_where_there_is_little_room_some_replicas_are_left_out(over: LiveRun) -> None:
     assert any("more replicas" in line for line in drawn(over, 14))
     assert not any("more replicas" in line for line in drawn(over, 40))

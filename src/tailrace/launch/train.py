@@ -24,7 +24,7 @@ from tailrace.obs.progress import Progress
 from tailrace.obs.summary import write_summary
 from tailrace.relay.arena import clear_abandoned
 from tailrace.rollout.evaluate import Evaluated
-from tailrace.runtime.controller import INTERRUPTED, Controller, Source
+from tailrace.runtime.controller import INTERRUPTED, Controller, RunError, Source
 from tailrace.runtime.local import read_traces
 from tailrace.runtime.parts import Tie
 from tailrace.store.journal import Journal
@@ -53,14 +53,25 @@ def train(config: Config, folder: Path, resume: bool, keeper: Keeper) -> bool:
         clear_abandoned()  # of relays that were killed and did not come back before the end
         if complete and _evaluates(config):
             _note_accuracy(store, AFTER, _accuracy(config, _newest(folder), "accuracy after training"))
-    except BaseException:
-        store.close(complete=False)
+    except BaseException as error:
+        store.close(complete=False, failed=_fatal(error))
+        if isinstance(error, RunError):
+            with suppress(OSError):  # the sentence that ended the run matters more
+                write_summary(folder)
         raise
     store.close(complete=complete)
     if complete:
         return _complete(folder, reason)
     print(f"interrupted; the same command with --resume goes on from here ({folder})")
     return False
+
+
+def _fatal(error: BaseException) -> str:
+    """The sentence that ended the run; nothing for Ctrl-C, which is no failure."""
+    if not isinstance(error, Exception):
+        return ""
+    ours = type(error).__module__.startswith("tailrace")
+    return str(error) if ours else f"{type(error).__name__}: {error}"
 
 
 def _complete(folder: Path, reason: str) -> bool:
