@@ -103,6 +103,12 @@ def test_a_device_that_is_not_there(tmp_path, setting, device, words):
     assert not run.folder.exists()
 
 
+def test_fewer_rows_than_a_step_takes(tmp_path):
+    complaint = refusal(make(tmp_path, "epochs = 1"), "--workload.prompts_per_step", "3")
+    assert "has 2 rows to train on, so task.epochs = 1 gives 2 prompts, and one step takes 3" in complaint
+    assert not (tmp_path / "runs").exists()
+
+
 def test_a_context_longer_than_the_models(tmp_path):
     assert "context" in refusal(make(tmp_path), "--workload.max_completion_tokens", "4000")
 

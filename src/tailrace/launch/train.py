@@ -17,7 +17,7 @@ from tailrace.launch.evaluation import measure
 from tailrace.launch.folder import CHECKPOINTS, open_store
 from tailrace.launch.keeper import Keeper
 from tailrace.launch.machines import invite, withdraw
-from tailrace.launch.sources import Later, open_source
+from tailrace.launch.sources import Later, open_source, steps_short
 from tailrace.launch.view import View
 from tailrace.model.device import check_devices
 from tailrace.obs.progress import Progress
@@ -38,9 +38,9 @@ def train(config: Config, folder: Path, resume: bool, keeper: Keeper) -> bool:
     if keeper.begun and Journal(folder).complete:
         return _complete(folder, "the run was over already")
     source = Later(config) if keeper.begun else open_source(config)
-    note = "" if keeper.begun else check_devices(config)
-    if note:
-        print(note, file=sys.stderr, flush=True)
+    for note in () if keeper.begun else (check_devices(config), steps_short(config, source)):
+        if note:
+            print(note, file=sys.stderr, flush=True)
     clear_abandoned()
     tie = Tie(keeper.token, keeper.lifeline, keeper.door, read_traces(folder) if keeper.begun else None)
     store = open_store(folder, config, resume or keeper.begun)
