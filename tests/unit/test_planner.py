@@ -1,18 +1,19 @@
 """The planner: the balance by hand, a search that never loses to its start, and a plain no where async does not pay."""
 
 import json
-import time
 
 import msgspec
 import pytest
 
 from tailrace.config import ConfigError, load, render, with_values
+from tailrace.lengths import LengthLaw
 from tailrace.planner import plan, plan_json, render_plan, theory
 from tailrace.planner.balance import balance
 from tailrace.planner.report import fragment
 from tailrace.planner.search import Effort, Search, simulate, theories_of
 from tailrace.planner.space import Point, Space
 from tailrace.sim.cluster import Simulation
+from tailrace.sim.costs import Costs
 
 SMALL = {
     "model.preset": "qwen2.5-1.5b",
@@ -253,7 +254,14 @@ def test_a_colocated_wish_is_kept():
     assert found.best.colocated
 
 
-def test_the_balance_of_a_large_fleet_is_quick():
-    begin = time.perf_counter()
-    theories_of(config_with(**{"cluster.gpus": 100_000, "split.trainer_gpus": 50_000}))
-    assert time.perf_counter() - begin < 5
+def test_the_balance_of_a_large_fleet_takes_no_more_work_than_that_of_a_small_one(monkeypatch):
+    asked = []
+    base, group = Costs.decode_base, LengthLaw.group
+    monkeypatch.setattr(Costs, "decode_base", lambda *words: (asked.append("step"), base(*words))[1])
+    monkeypatch.setattr(LengthLaw, "group", lambda *words: (asked.append("group"), group(*words))[1])
+    work = []
+    for gpus in (16, 100_000):
+        asked.clear()
+        assert theories_of(config_with(**{"cluster.gpus": gpus, "split.trainer_gpus": gpus // 2}))
+        work.append(len(asked))
+    assert 0 < work[1] <= 2 * work[0]

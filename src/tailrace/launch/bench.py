@@ -87,13 +87,13 @@ def print_rows(rows: list[Measured], stream: TextIO) -> None:
         "moved",
     ):
         table.add_column(title, justify="left" if title == "schedule" else "right", no_wrap=True)
-    base = rows[0].summary.tokens_per_s
+    base = next((row.summary.tokens_per_s for row in rows if row.name == "sync"), 0.0)
     best = max(row.summary.tokens_per_s for row in rows)
     for name, one in rows:
         table.add_row(
             name,
             f"{one.tokens_per_s:,.0f}",
-            f"{one.tokens_per_s / base:.2f}x",
+            f"{one.tokens_per_s / base:.2f}x" if base else "-",
             f"{one.trainer_idle:.0%}",
             f"{one.rollout_idle:.0%}",
             f"{one.staleness.mean:.1f} (max {one.staleness.max})",

@@ -38,8 +38,8 @@ def _refuse_too_few(config: Config, total: int | None) -> None:
     prompts, epochs = config.workload.prompts_per_step, config.task.epochs
     if total is not None and total < prompts:
         raise ConfigError(
-            f"the data has {total // epochs:,} rows to train on, so task.epochs = {epochs} gives {total:,} prompts, and "
-            f"one step takes {prompts:,} (workload.prompts_per_step); write fewer of these, or more epochs"
+            f"the data has {total // epochs:,} rows to train on, so task.epochs = {epochs} gives {total:,} prompts, "
+            f"and one step takes {prompts:,} (workload.prompts_per_step); write fewer of these, or more epochs"
         )
 
 
@@ -49,10 +49,8 @@ def steps_short(config: Config, source: Source) -> str:
     if total is None or total >= config.run.steps * config.workload.prompts_per_step:
         return ""
     enough, left = divmod(total, config.workload.prompts_per_step)
-    return (
-        f"{total:,} prompts (task.epochs = {config.task.epochs}) are enough for {enough:,} of {config.run.steps:,} steps"
-        + (f"; {left:,} will be left over" if left else "")
-    )
+    rest = f"; {left:,} will be left over" if left else ""
+    return f"task.epochs gives {total:,} prompts, enough for {enough:,} of {config.run.steps:,} steps{rest}"
 
 
 def _require(*packages: str) -> None:
