@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 
 from tailrace.config import load, with_values
+from tailrace.launch.view import View
 from tailrace.obs.live import LiveRun
 from tailrace.obs.terminal import Lines, Screen, clock, picture, watch
 from tailrace.protocol import (
@@ -22,6 +23,7 @@ from tailrace.protocol import (
     TrajectoryMeta,
 )
 from tailrace.sim.cluster import Simulation
+from tailrace.store.run import RunStore
 
 OWN_BOX = Path(__file__).parents[2] / "examples" / "clusters" / "own_box.toml"
 SHOW_CURSOR = "\x1b[?25h"
@@ -135,6 +137,12 @@ def test_the_screen_is_named_after_the_run() -> None:
     with Screen(LiveRun(config, name="running_total"), Console(file=out, force_terminal=True, width=80, height=20)):
         pass
     assert "running_total · trajectory" in out.getvalue()
+
+
+def test_a_run_without_a_name_goes_by_its_folder(tmp_path: Path) -> None:
+    config = load([OWN_BOX], ["--run.name="])
+    with RunStore.create(tmp_path / "running_total", config) as store:
+        assert View(store, config).live.name == "running_total"
 
 
 def test_where_there_is_little_room_some_replicas_are_left_out(over: LiveRun) -> None:

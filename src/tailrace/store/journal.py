@@ -1,6 +1,6 @@
 """The journal of a run: every event that control handled, and the commands that came of it, in `run.db`.
 
-    meta(key, value)           format, tailrace, driver, created, config (TOML); complete (last seq)
+    meta(key, value)           format, tailrace, driver, created, config (TOML); complete (last seq); failed (why)
     journal(seq, now, kind, event, commands, crc)
                                seq counts from 1 without gaps; event and commands are JSON text; crc is that of the row
                                and of all rows before it
