@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from tailrace import __version__
 from tailrace.config import Config, ConfigError, load, with_values
 from tailrace.config.tree import SCHEDULES, Cluster
+from tailrace.obs.chronicle import counted
 
 if TYPE_CHECKING:
     from tailrace.model.device import Card, Survey
@@ -147,7 +148,7 @@ def _training(config: Config) -> Iterator[Section]:
         [
             ("model", "none: engines and trainer are emulated" if emulated else _model(config)),
             ("task", "none: prompts are numbers" if emulated else _task(config)),
-            ("processes", f"{_count(local.replicas, 'replica')}, {_count(local.relays, 'relay')} and {ranks}"),
+            ("processes", f"{counted(local.replicas, 'replica')}, {counted(local.relays, 'relay')} and {ranks}"),
             ("a step", f"{work.prompts_per_step:,} prompts x {work.group_size} samples, {_parts(config)}"),
             ("KV of a replica", f"{pool}; a sequence may take {longest:,} (max_completion_tokens with the prompt)"),
             *_checkpoint_facts(config),
@@ -191,7 +192,7 @@ def _checkpoint_facts(config: Config) -> list[tuple[str, str]]:
     if not size:
         return []
     settings = config.trainer
-    every = f"every {_count(settings.checkpoint_every, 'step')}" if settings.checkpoint_every else _at_least(size)
+    every = f"every {counted(settings.checkpoint_every, 'step')}" if settings.checkpoint_every else _at_least(size)
     return [("checkpoints", f"{size / 1e9:,.2g} GB each, {every}; the newest {settings.keep_checkpoints} are kept")]
 
 
@@ -199,10 +200,6 @@ def _at_least(size: float) -> str:
     from tailrace.trainer.pace import interval_s
 
     return f"at steps that are {_seconds(interval_s(size))} apart or more"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 # --------------------------------------------------------------------------------------------------------- the fleet
@@ -292,7 +289,7 @@ def _training_facts(config: Config) -> list[tuple[str, str]]:
 
 def _parts(config: Config) -> str:
     parts = config.trainer.mini_batches
-    return f"{_count(parts, 'part')} of {config.workload.prompts_per_step / parts:,.4g} groups"
+    return f"{counted(parts, 'part')} of {config.workload.prompts_per_step / parts:,.4g} groups"
 
 
 def _weights_facts(config: Config) -> list[tuple[str, str]]:

@@ -37,15 +37,14 @@ def values_of(field: Field) -> Iterator[Any]:
     elif isinstance(kind, LiteralType):
         yield from get_args(field.annotation)
     elif isinstance(kind, IntType):
-        least = kind.ge or 0
-        yield from (least, least + 1, 7, 14, 100, 3000)
+        yield from (value for value in (0, 1, 2, 7, 14, 100, 3000) if _in_range(value, kind))
     elif isinstance(kind, FloatType):
         yield from (value for value in (0.0, 0.01, 0.97, 1.0, 3.0, 90.0, 17_000.0) if _in_range(value, kind))
     if field.optional:
         yield "unset"
 
 
-def _in_range(value: float, kind: FloatType) -> bool:
+def _in_range(value: float, kind: IntType | FloatType) -> bool:
     low = value >= kind.ge if kind.ge is not None else kind.gt is None or value > kind.gt
     return low and (kind.le is None or value <= kind.le)
 
