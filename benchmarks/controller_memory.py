@@ -93,6 +93,7 @@ def rss_mb() -> float:
 
 def long_run(folder: Path, trajectories: int, archive: bool) -> list[dict[str, float]]:
     settings = {"cluster.gpus": 16, "schedule.kind": "trajectory", "workload.max_completion_tokens": 1024}
+    settings |= {"trainer.checkpoint_every": 1}  # what none covers is kept, however long that is
     base = with_values(load([ROOT / "examples" / "clusters" / "own_box.toml"]), settings)
     steps = trajectories // base.workload.trajectories_per_step + 2
     config = with_values(base, {"run.steps": steps})

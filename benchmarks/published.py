@@ -139,7 +139,7 @@ REPACK_PAIR = (  # 64 replicas of one GPU
 
 
 def generation_gain(on: Result, off: Result) -> float:
-    return on.generated_tokens_per_s / off.generated_tokens_per_s
+    return on.decoded_tokens_per_s / off.decoded_tokens_per_s
 
 
 def kv_gain(on: Result, off: Result) -> float:
@@ -330,7 +330,7 @@ def main() -> None:
     with console.status("simulating") as status:
         configs = [one.config() for one in cases]
         outcomes = sweep(configs, [False] * len(cases), lambda n, of, what: status.update(f"{n}/{of} steps: {what}"))
-    results = {one: outcome.result for one, outcome in zip(cases, outcomes, strict=True)}
+    results = {one: outcome.result for one, outcome in zip(cases, outcomes, strict=True) if outcome.result}
     lines = [(row, row.predict(*[results[one] for one in row.cases])) for row in table]
     report(console, lines, order_rows(results))
 

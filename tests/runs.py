@@ -39,6 +39,7 @@ stream_tokens = 8
 [trainer]
 engine = "emulated"
 mini_batches = 2
+checkpoint_every = 1
 [costs]
 decode_step = 0.001
 decode_sequence = 0.0001

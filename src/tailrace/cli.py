@@ -11,7 +11,6 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -74,7 +73,29 @@ def _run(words: list[str]) -> int:
     if settings and not hasattr(arguments, "files"):
         raise UsageError(f"{arguments.command} has no option {settings[0]}; see tailrace {arguments.command} --help")
     arguments.settings = settings
+    if getattr(arguments, "dry_run", False) and command is not _simulate:
+        return _print_settings(arguments)
     return command(arguments)
+
+
+def _print_settings(arguments: argparse.Namespace) -> int:
+    from tailrace.config import Config, load, render
+
+    config = load(arguments.files, arguments.settings) if arguments.files or arguments.settings else Config()
+    print(render(config))
+    if config.model.path and config.rollout.engine != "emulated":
+        _note_missing_model(config.model.path)
+    return 0
+
+
+def _note_missing_model(path: str) -> None:
+    from tailrace.config import ConfigError
+    from tailrace.model.load import check_path
+
+    try:
+        check_path(path)
+    except ConfigError as error:
+        print(f"note: {error}", file=sys.stderr)
 
 
 # --------------------------------------------------------------------------------------------------------- commands
@@ -103,7 +124,10 @@ def _plan(arguments: argparse.Namespace) -> int:
     config = load(arguments.files, arguments.settings)
     from tailrace.obs.progress import Progress
     from tailrace.planner import plan, plan_json, render_plan
+    from tailrace.sim.assumed import assumptions
 
+    for sentence in assumptions(config):
+        print(f"note: {sentence}", file=sys.stderr)
     with Progress("planning") as progress:
         found = plan(config, progress)
     if arguments.json:
@@ -116,11 +140,6 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    if arguments.dry_run:
-        from tailrace.config import load, render
-
-        print(render(load(arguments.files, arguments.settings)))
-        return 0
     from tailrace.launch.keeper import Keeper
 
     return Keeper().keep(lambda keeper: _guarded(lambda: _control(arguments, keeper)))
@@ -174,7 +193,8 @@ def _fit(arguments: argparse.Namespace) -> int:
 
 
 def _story(arguments: argparse.Namespace) -> int:
-    from tailrace.obs.story import render_held, render_story, story
+    from tailrace.obs.ending import LastStop, ending_of
+    from tailrace.obs.story import Line, render_held, render_story, story
     from tailrace.store.journal import Journal
     from tailrace.store.vault import held
     from tailrace.types import parse_label
@@ -183,7 +203,9 @@ def _story(arguments: argparse.Namespace) -> int:
         kind, number = parse_label(arguments.id)
     except ValueError as error:
         raise UsageError(str(error)) from None
-    print(render_story(story(Journal(arguments.journal).entries(), arguments.id)))
+    journal, last = Journal(arguments.journal), LastStop()
+    print(render_story(story(last.passing(journal.entries()), arguments.id)))
+    print(render_story([Line(last.now, str(ending_of(journal.meta, journal.path.parent, last.stop)))]))
     if known := held(arguments.journal, kind, number):
         print(render_held(known))
     return 0
@@ -197,7 +219,7 @@ def _page(arguments: argparse.Namespace) -> int:
             raise
         raise UsageError("the page needs a package: pip install 'tailrace[page]'") from None
 
-    return serve(arguments.journal, arguments.listen or DEFAULT, arguments.token_file)
+    return serve(arguments.journal, DEFAULT if arguments.listen is None else arguments.listen, arguments.token_file)
 
 
 def _replay(arguments: argparse.Namespace) -> int:
@@ -260,9 +282,8 @@ def _add_simulating(add: Add) -> None:
     simulate.add_argument("--gpus", type=_counts, metavar="N,N,...", help="numbers of GPUs to simulate instead of one")
     simulate.add_argument("--schedules", type=_names, metavar="A,B,...", help="only these schedules")
     simulate.add_argument("--json", action="store_true", help="one JSON object for programs instead of a table")
-    simulate.add_argument("--plot", type=Path, metavar="FILE", help="draw throughput and timeline (.png or .html)")
-    simulate.add_argument("--record", type=Path, metavar="DIR", help="keep the journal of a single simulation there")
-    simulate.add_argument("--dry-run", action="store_true", help="check and print all settings, simulate nothing")
+    simulate.add_argument("--plot", type=_path, metavar="FILE", help="draw throughput and timeline (.png or .html)")
+    simulate.add_argument("--record", type=_path, metavar="DIR", help="keep the journal of a single simulation there")
 
     plan = _of_files(add("plan", _plan, "find the best split, schedule and settings for a fleet", SETTINGS))
     plan.add_argument("--json", action="store_true", help="one JSON object for programs")
@@ -271,25 +292,24 @@ def _add_simulating(add: Add) -> None:
 def _add_training(add: Add) -> None:
     train = _of_files(add("train", _train, "train a model with real processes on this machine", SETTINGS))
     train.add_argument("--resume", action="store_true", help="go on exactly where the run of this name stopped")
-    train.add_argument("--dry-run", action="store_true", help="check and print all settings, start nothing")
 
     worker = add("worker", _worker, "let this machine generate for a run elsewhere, until Ctrl-C or its end")
     worker.add_argument("--join", required=True, metavar="HOST:PORT", help="where the run listens (local.listen)")
     worker.add_argument("--replicas", type=_replicas, default=1, metavar="N", help="how many to start here (1)")
     key = "join.key of the run's folder; unset: TAILRACE_JOIN_KEY has its content"
-    worker.add_argument("--key", type=Path, metavar="FILE", help=key)
+    worker.add_argument("--key", type=_path, metavar="FILE", help=key)
 
     evaluate = _of_a_run(add("eval", _eval, "held-out accuracy of a version of a run"))
     evaluate.add_argument("--version", type=_version, metavar="N", help="0: the start; unset: the newest")
 
     export = _of_a_run(add("export", _export, "a version of a run as a Hugging Face model directory"))
-    export.add_argument("--out", type=Path, required=True, metavar="DIR", help="a directory that does not exist yet")
+    export.add_argument("--out", type=_path, required=True, metavar="DIR", help="a directory that does not exist yet")
     export.add_argument("--version", type=_version, metavar="N", help="0: the start; unset: the newest")
 
     bench = add("bench", _bench, "run all five schedules for real, side by side", SETTINGS)
     bench.add_argument("what", choices=["schedules"], help="what to compare")
     _of_files(bench)
-    bench.add_argument("--rounds", type=int, default=1, metavar="N", help="run each so often and take the median")
+    bench.add_argument("--rounds", type=_rounds, default=1, metavar="N", help="run each so often and take the median")
     bench.add_argument("--json", action="store_true", help="one JSON object for programs")
 
 
@@ -305,22 +325,23 @@ def _add_looking(add: Add) -> None:
     page = _of_a_run(add("page", _page, shown), RECORDED)
     page.add_argument("--listen", metavar="ADDRESS:PORT", help="127.0.0.1:0, a free port for this machine only")
     token = "its content is asked for; needed where others can come; unset: TAILRACE_PAGE_TOKEN"
-    page.add_argument("--token-file", type=Path, metavar="FILE", help=token)
+    page.add_argument("--token-file", type=_path, metavar="FILE", help=token)
 
     compared = "run a journal through a fresh control plane and compare the commands"
     _of_a_run(add("replay", _replay, compared), RECORDED)
 
-    doctor = add("doctor", _doctor, "what this machine, and these settings, can and cannot do", SETTINGS)
-    doctor.add_argument("files", nargs="*", metavar="FILE", help="settings in TOML to examine")
+    _of_files(add("doctor", _doctor, "what this machine, and these settings, can and cannot do", SETTINGS), "*")
 
 
-def _of_files(command: _Parser) -> _Parser:
-    command.add_argument("files", nargs="+", metavar="FILE", help="settings in TOML; later files override earlier ones")
+def _of_files(command: _Parser, count: str = "+") -> _Parser:
+    text = "settings in TOML; later files override earlier ones"
+    command.add_argument("files", nargs=count, metavar="FILE", help=text)
+    command.add_argument("--dry-run", action="store_true", help="check and print all settings, do nothing else")
     return command
 
 
 def _of_a_run(command: _Parser, which: str = "the directory of a run") -> _Parser:
-    command.add_argument("journal", type=Path, metavar="RUN", help=which)
+    command.add_argument("journal", type=_path, metavar="RUN", help=which)
     return command
 
 
@@ -357,14 +378,18 @@ def _is_lone_flag(option: str, following: str) -> bool:
 
 
 def _refuse_misspelt(option: str, known: list[str]) -> None:
-    close = get_close_matches(option, known, n=1, cutoff=0.75)
+    from tailrace.config.near import near
+
+    close = near(option, known, short=4)
     if close and "." not in option:
-        raise UsageError(f"there is no option {option}; did you mean {close[0]}?")
+        raise UsageError(f"there is no option {option}; did you mean {close}?")
 
 
 def _nearest_command(name: str, known: list[str]) -> str:
-    close = get_close_matches(name, known, n=1)
-    return f"did you mean '{close[0]}'?" if close else f"the commands are {', '.join(known)}"
+    from tailrace.config.near import near
+
+    close = near(name, known, short=3)
+    return f"did you mean '{close}'?" if close else f"the commands are {', '.join(known)}"
 
 
 def _version(text: str) -> int:
@@ -375,9 +400,23 @@ def _version(text: str) -> int:
 
 
 def _replicas(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= 1024:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a number of replicas; write --replicas 2, at most 1024")
+    return _whole(text, 1024, "a number of replicas; write --replicas 2")
+
+
+def _rounds(text: str) -> int:
+    return _whole(text, 100, "a number of rounds; write --rounds 3")
+
+
+def _whole(text: str, most: int, what: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= most:
+        raise argparse.ArgumentTypeError(f"'{text}' is not {what}, at most {most}")
     return int(text)
+
+
+def _path(text: str) -> Path:
+    if not text:
+        raise argparse.ArgumentTypeError("an empty name is no path; write one")
+    return Path(text)
 
 
 def _names(text: str) -> list[str]:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from tailrace.config import Config, ConfigError, load, render, with_values
+from tailrace.config.fields import meant, read
 from tailrace.config.tree import SCHEDULES
 
 
@@ -39,14 +39,22 @@ def compare(request: Request) -> int:
     config = load(request.files, request.settings)
     kinds = _kinds(request)
     _refuse_plot(request.plot)
+    from tailrace.sim.assumed import assumptions
+
+    if request.gpus and config.costs.measured:
+        raise RequestError(
+            "--gpus has no meaning with measured [costs], which are of the processes in [local]; "
+            f"write --local.replicas instead, which is {config.local.replicas}"
+        )
     rows = _rows(config, request.gpus or [config.cluster.gpus], kinds)
     if request.record:
         _refuse_record(request.record, rows)
+    for sentence in assumptions(config):
+        _note(sentence)
     if request.dry_run:
         print(render(rows[0] if len(rows) == 1 else config))
         return 0
-    _simulate_and_show(request, config, rows)
-    return 0
+    return _simulate_and_show(request, config, rows)
 
 
 # --------------------------------------------------------------------------------------------------- what is meant
@@ -61,8 +69,7 @@ def _kinds(request: Request) -> list[str]:
         raise RequestError("--schedules and --schedule.kind both choose schedules; write one of them")
     for name in request.schedules:
         if name not in SCHEDULES:
-            close = get_close_matches(name, SCHEDULES, n=1)
-            advice = f"did you mean {close[0]}?" if close else f"there are {', '.join(SCHEDULES)}"
+            advice = meant("schedule.kind", name, SCHEDULES) or f"there are {', '.join(SCHEDULES)}"
             raise RequestError(f"--schedules has '{name}', which is no schedule; {advice}")
     if not request.schedules:
         raise RequestError(f"--schedules names no schedule; there are {', '.join(SCHEDULES)}")
@@ -84,7 +91,7 @@ def _rows(config: Config, gpus: Sequence[int], kinds: Sequence[str]) -> list[Con
             except ConfigError as error:
                 if kinds:
                     raise
-                _note(f"{kind} on {count:,} GPUs is left out: {error}")
+                _note(f"{kind} on {own.size} is left out: {error}")
     return rows
 
 
@@ -99,21 +106,23 @@ def _checked(values: dict[str, Any], config: Config) -> Config:
 
 
 def _resized(config: Config, gpus: int) -> dict[str, Any]:
-    """A cluster of another size; a trainer of so many GPUs grows or shrinks with it, in units it can work in."""
-    values: dict[str, Any] = {"cluster.gpus": gpus}
-    if config.split.trainer_gpus and gpus != config.cluster.gpus:
-        unit = config.split.trainer_parallel
-        scaled = config.split.trainer_gpus * gpus / config.cluster.gpus
-        values["split.trainer_gpus"] = max(unit, round(scaled / unit) * unit)
-    return values
+    """A cluster of another size; what is given for the whole of it grows or shrinks alike, in units that can work."""
+    factor = gpus / config.cluster.gpus
+    if factor == 1:
+        return {"cluster.gpus": gpus}
+    units = {"split.trainer_gpus": config.split.trainer_parallel, "schedule.max_inflight": 1}
+    given = {key: read(config, key) for key in units}
+    scaled = {key: max(units[key], round(given[key] * factor / units[key]) * units[key]) for key in units if given[key]}
+    return {"cluster.gpus": gpus, **scaled}
 
 
 def _note_scaling(config: Config, gpus: Sequence[int]) -> None:
-    sizes = [(count, _resized(config, count).get("split.trainer_gpus")) for count in gpus]
-    scaled = [f"{trainer:,} of {count:,}" for count, trainer in sizes if trainer]
-    if scaled:
-        given = f"{config.split.trainer_gpus:,} of {config.cluster.gpus:,}"
-        _note(f"split.trainer_gpus ({given}) grows with the cluster: {', '.join(scaled)}")
+    for key in ("split.trainer_gpus", "schedule.max_inflight"):
+        sizes = [(count, _resized(config, count).get(key)) for count in gpus]
+        scaled = [f"{value:,} on {count:,}" for count, value in sizes if value]
+        if scaled:
+            given = f"{read(config, key):,} on {config.cluster.gpus:,} GPUs"
+            _note(f"{key} ({given}) grows with the cluster: {', '.join(scaled)}")
 
 
 def _note(text: str) -> None:
@@ -150,24 +159,33 @@ def _refuse_plot(path: Path | None) -> None:
 # ------------------------------------------------------------------------------------------------ running and showing
 
 
-def _simulate_and_show(request: Request, config: Config, rows: Sequence[Config]) -> None:
+def _simulate_and_show(request: Request, config: Config, rows: Sequence[Config]) -> int:
+    """The exit code: 2 if some fleet was lost."""
     import msgspec
 
+    from tailrace.sim.sweep import describe
+
     outcomes = _run(request, rows)
-    results = [msgspec.to_builtins(outcome.result) for outcome in outcomes]
+    results = [msgspec.to_builtins(outcome.result) for outcome in outcomes if outcome.result]
+    lost = [f"{describe(row)}: {one.lost}" for row, one in zip(rows, outcomes, strict=True) if one.lost]
+    if lost and not results:
+        raise RequestError(lost[0] + (f" (and {len(lost) - 1} more were lost)" if len(lost) > 1 else ""))
+    for sentence in lost:
+        print(f"tailrace: {sentence}", file=sys.stderr)
     if request.plot:
         from tailrace.obs.plots import draw
 
-        timelines = {each.result.schedule: each.timeline for each in outcomes if each.timeline}
+        timelines = {each.result.schedule: each.timeline for each in outcomes if each.result and each.timeline}
         _write_plot(draw, request.plot, results, timelines, _title(config))
     if request.as_json:
-        print(msgspec.json.encode({"config": config, "results": results}).decode())
+        print(msgspec.json.encode({"config": config, "results": results, "lost": lost}).decode())
     else:
         from tailrace.obs.tables import print_results
 
-        print_results(results, f"{_title(config)}: ", sys.stdout)
+        print_results(results, f"{_title(config)}: ", sys.stdout, config.size if config.costs.measured else "")
     if request.record:
         print(f"recorded in {request.record}", file=sys.stderr)
+    return 2 if lost else 0
 
 
 def _write_plot(draw: Any, path: Path, *what: Any) -> None:
@@ -199,4 +217,6 @@ def _journal(folder: Path, config: Config) -> Any:
 
 
 def _title(config: Config) -> str:
-    return config.run.name or config.model.preset or f"{config.model.parameters / 1e9:.3g}B parameters"
+    if config.run.name or config.model.preset:
+        return config.run.name or config.model.preset
+    return "measured costs" if config.costs.measured else f"{config.model.parameters / 1e9:.3g}B parameters"

@@ -1,4 +1,4 @@
-"""`tailrace doctor`: what this machine has, and what these settings would make of the fleet they describe.
+"""`tailrace doctor`: what this machine has, and what these settings would do here or make of the fleet they describe.
 
 Nothing is started and nothing is written. Settings that cannot work raise ConfigError, as everywhere.
 """
@@ -9,14 +9,15 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tailrace import __version__
 from tailrace.config import Config, ConfigError, load, with_values
-from tailrace.config.tree import SCHEDULES
+from tailrace.config.tree import SCHEDULES, Cluster
+from tailrace.obs.chronicle import counted
 
 if TYPE_CHECKING:
     from tailrace.model.device import Card, Survey
@@ -32,7 +33,7 @@ Section = tuple[str, list[tuple[str, str]]]
 def examine(files: Sequence[str], settings: Sequence[str]) -> str:
     """The whole report. With files or settings, also what they mean."""
     config = load(files, settings) if files or settings else None
-    sections: list[Section] = list(_fleet(config)) if config else []
+    sections: list[Section] = [*_training(config), *_fleet(config)] if config else []
     return "\n\n".join(_rendered(section) for section in [_machine(), *sections])
 
 
@@ -131,21 +132,104 @@ def _package(name: str, there: str, missing: str) -> str:
     return f"installed: {there}" if find_spec(name) else f"not installed: {missing}"
 
 
+# ----------------------------------------------------------------------------------------------------- training here
+
+
+def _training(config: Config) -> Iterator[Section]:
+    """What `tailrace train` would do on this machine, if these settings are for training at all."""
+    if not _trains(config):
+        return
+    work, local, emulated = config.workload, config.local, config.rollout.engine == "emulated"
+    longest = work.prompt_tokens + work.max_completion_tokens
+    pool = f"{config.rollout.kv_tokens:,} tokens" if config.rollout.kv_tokens else "what memory allows"
+    ranks = f"a trainer of {config.trainer.ranks} ranks" if config.trainer.ranks > 1 else "a trainer"
+    yield (
+        "training here",
+        [
+            ("model", "none: engines and trainer are emulated" if emulated else _model(config)),
+            ("task", "none: prompts are numbers" if emulated else _task(config)),
+            ("processes", f"{counted(local.replicas, 'replica')}, {counted(local.relays, 'relay')} and {ranks}"),
+            ("a step", f"{work.prompts_per_step:,} prompts x {work.group_size} samples, {_parts(config)}"),
+            ("KV of a replica", f"{pool}; a sequence may take {longest:,} (max_completion_tokens with the prompt)"),
+            *_checkpoint_facts(config),
+        ],
+    )
+
+
+def _trains(config: Config) -> bool:
+    return bool(config.model.path or config.task.name or config.task.data) or config.rollout.engine == "emulated"
+
+
+def _model(config: Config) -> str:
+    from tailrace.model.load import check_path
+
+    if not config.model.path:
+        return "missing: write model.path, a Hugging Face model directory"
+    return _verdict_of(lambda: check_path(config.model.path), config.model.path)
+
+
+def _task(config: Config) -> str:
+    from tailrace.envs.tasks import build_task
+
+    what = config.task.name or config.task.data
+    if not config.task.name and what and not Path(what).exists():
+        return f"cannot be used: task.data is {what}, which does not exist"
+    return _verdict_of(lambda: build_task(config), what)
+
+
+def _verdict_of(check: Callable[[], object], good: str) -> str:
+    try:
+        check()
+    except ConfigError as error:
+        return f"cannot be used: {error}"
+    return good
+
+
+def _checkpoint_facts(config: Config) -> list[tuple[str, str]]:
+    from tailrace.trainer.pace import BYTES_PER_PARAMETER
+
+    size = BYTES_PER_PARAMETER * config.model.parameters
+    if not size:
+        return []
+    settings = config.trainer
+    every = f"every {counted(settings.checkpoint_every, 'step')}" if settings.checkpoint_every else _at_least(size)
+    return [("checkpoints", f"{size / 1e9:,.2g} GB each, {every}; the newest {settings.keep_checkpoints} are kept")]
+
+
+def _at_least(size: float) -> str:
+    from tailrace.trainer.pace import interval_s
+
+    return f"at steps that are {_seconds(interval_s(size))} apart or more"
+
+
 # --------------------------------------------------------------------------------------------------------- the fleet
 
 
 def _fleet(config: Config) -> Iterator[Section]:
+    """What a simulation of these settings would be of. Settings for training need not describe a fleet."""
+    from tailrace.sim.assumed import assumptions
     from tailrace.sim.costs import check_fit
 
+    if _trains(config) and not config.costs.measured and (why := _no_fleet(config)):
+        yield "simulation", [("fleet", why)]
+        return
     check_fit(config)
     yield "these settings", _settings_facts(config)
     yield "generation", _generation_facts(config)
     yield "training", _training_facts(config)
     yield "weights", _weights_facts(config)
     yield "schedules", [(kind, _verdict(config, kind)) for kind in SCHEDULES]
-    warnings = list(_warnings(config))
+    warnings = [*assumptions(config), *_warnings(config)]
     if warnings:
         yield "worth a look", [("-", text) for text in warnings]
+
+
+def _no_fleet(config: Config) -> str:
+    if not config.model.parameters:
+        return "the shape of the model is not known; write model.preset to simulate it"
+    if config.cluster == Cluster():
+        return f"no [cluster] is given; simulate and plan would take {config.size} ({config.cluster.gpu})"
+    return ""
 
 
 def _settings_facts(config: Config) -> list[tuple[str, str]]:
@@ -195,13 +279,17 @@ def _training_facts(config: Config) -> list[tuple[str, str]]:
     from tailrace.sim.costs import TRAINING_BYTES
     from tailrace.sim.measured import costs_of
 
-    parts = config.trainer.mini_batches
-    step = ("a step", f"{parts} parts of {config.workload.prompts_per_step / parts:,.4g} groups")
+    step = ("a step", _parts(config))
     if config.costs.measured:
         return [step]
     per_gpu = TRAINING_BYTES * config.model.parameters / config.trainer_gpus
     of = costs_of(config).trainer_gpu.memory_bytes
     return [("memory", f"{per_gpu / 1e9:,.1f} of {of / 1e9:,.0f} GB a GPU for weights, gradients and optimiser"), step]
+
+
+def _parts(config: Config) -> str:
+    parts = config.trainer.mini_batches
+    return f"{counted(parts, 'part')} of {config.workload.prompts_per_step / parts:,.4g} groups"
 
 
 def _weights_facts(config: Config) -> list[tuple[str, str]]:

@@ -51,6 +51,7 @@ stream_tokens = 4
 [trainer]
 engine = "emulated"
 mini_batches = 2
+checkpoint_every = 1
 [costs]
 decode_step = 0.005
 decode_sequence = 0.0001

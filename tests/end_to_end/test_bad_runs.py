@@ -6,11 +6,13 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from runs import EMULATED, Run
+from tailrace.page.follow import Follower
 from tailrace.store.journal import Journal
 
 START = Path(__file__).parents[2] / "examples" / "running_total" / "start"
@@ -101,6 +103,12 @@ def test_a_device_that_is_not_there(tmp_path, setting, device, words):
     assert not run.folder.exists()
 
 
+def test_fewer_rows_than_a_step_takes(tmp_path):
+    complaint = refusal(make(tmp_path, "epochs = 1"), "--workload.prompts_per_step", "3")
+    assert "has 2 rows to train on, so task.epochs = 1 gives 2 prompts, and one step takes 3" in complaint
+    assert not (tmp_path / "runs").exists()
+
+
 def test_a_context_longer_than_the_models(tmp_path):
     assert "context" in refusal(make(tmp_path), "--workload.max_completion_tokens", "4000")
 
@@ -124,6 +132,14 @@ def test_a_reward_that_raises_hangs_or_answers_nonsense(tmp_path, body, words):
     assert "in a row could not be judged" in complaint
     assert words in complaint
     assert not Journal(run.folder).complete
+    ended = json.loads((run.folder / "summary.json").read_text())["ended"]
+    assert ended["state"] == "failed"
+    assert ended["reason"] in complaint
+    assert json.loads(Follower(run.folder).newest.content)["about"]["ended"] == ended
+    told = subprocess.run(
+        [sys.executable, "-m", "tailrace", "story", str(run.folder), "r0"], capture_output=True, text=True, check=True
+    )
+    assert f"the run failed: {ended['reason']}" in told.stdout
 
 
 def test_a_reward_with_a_typo_is_found_before_anything_starts(tmp_path):

@@ -53,7 +53,7 @@ def test_a_browser_shows_the_figures_of_a_run(tmp_path: Path) -> None:
     with page_of(run.folder) as (child, address), browser(tmp_path) as seen:
         seen.resize(1280, 1000)
         seen.open(address)
-        seen.until("document.title === 'run · finished'")
+        seen.until("document.title === 'run · complete'")
         assert seen.text("pace").startswith("step 12 of 12")
         # as browsers round: halves up
         assert seen.text("staleness") == str(Decimal(summary.staleness.mean).quantize(Decimal("0.01"), ROUND_HALF_UP))
@@ -82,7 +82,7 @@ def test_what_a_run_says_is_only_ever_text_and_nothing_else_runs(tmp_path: Path)
     run.finish()
     with page_of(run.folder) as (_, address), browser(tmp_path) as seen:
         seen.open(address)
-        seen.until("document.getElementById('state')?.textContent === 'finished'")
+        seen.until("document.getElementById('state')?.textContent === 'complete'")
         assert seen.text("name") == name
         assert seen.ask("document.images.length") == 0
         assert seen.complaints == []
@@ -106,7 +106,7 @@ def test_the_form_opens_the_page_to_who_has_the_token(tmp_path: Path) -> None:
             fill = f"document.querySelector('input').value = '{word}'; document.title = 'old'"
             seen.ask(f"{fill}; document.querySelector('form').requestSubmit()")
             seen.until("document.title !== 'old'")
-        seen.until("document.title === 'run · finished'")
+        seen.until("document.title === 'run · complete'")
         assert seen.ask("document.cookie") == "", "no script sees it"
 
 
@@ -115,7 +115,7 @@ def test_a_run_does_not_mind_what_becomes_of_its_page(tmp_path: Path) -> None:
     run = Run(tmp_path, EMULATED, "--run.steps", "30").start()
     run.until(lambda: run.events("Trained") > 4, "some steps")
     with page_of(run.folder) as (frozen, first):
-        assert figures(first)["about"]["state"] == "running"
+        assert figures(first)["about"]["ended"]["state"] == "running"
         frozen.send_signal(signal.SIGSTOP)
         for _ in range(3):
             with page_of(run.folder) as (child, address):
@@ -125,7 +125,7 @@ def test_a_run_does_not_mind_what_becomes_of_its_page(tmp_path: Path) -> None:
         assert status == 0, (out, err)
         frozen.send_signal(signal.SIGCONT)
         limit = time.monotonic() + DEADLINE_S
-        while (found := figures(first))["about"]["state"] != "finished" or found["about"]["behind"]:
+        while (found := figures(first))["about"]["ended"]["state"] != "complete" or found["about"]["behind"]:
             assert time.monotonic() < limit, f"the page has not seen the end within {DEADLINE_S} s"
             time.sleep(0.1)
     assert found["run"]["steps"] == 30

@@ -8,7 +8,6 @@ import signal
 import sqlite3
 import subprocess
 import sys
-import time
 from contextlib import closing
 from pathlib import Path
 
@@ -81,8 +80,26 @@ def test_a_trainer_of_a_fixed_size_grows_with_the_cluster() -> None:
     words = ["--split.trainer_gpus", "2", "--schedules", "one_step", "--gpus", "8,32", "--json"]
     done = tailrace("simulate", OWN_BOX, *SMALL, *words)
     assert done.returncode == 0
-    assert "8 of 32" in done.stderr
+    assert "split.trainer_gpus (2 on 8 GPUs) grows with the cluster: 8 on 32" in done.stderr
     assert len(json.loads(done.stdout)["results"]) == 2
+
+
+def test_work_in_flight_grows_with_the_cluster_too() -> None:
+    words = ["--schedule.max_inflight", "32", "--schedules", "partial", "--gpus", "8,32", "--dry-run"]
+    done = tailrace("simulate", OWN_BOX, *SMALL, *words)
+    assert "schedule.max_inflight (32 on 8 GPUs) grows with the cluster: 128 on 32" in done.stderr
+    told = json.loads(succeeded("simulate", OWN_BOX, *SMALL, *words[:-2], "32", "--json"))
+    assert told["results"][0]["gpus"] == 32
+
+
+@pytest.mark.parametrize(("rate", "lost", "shown"), [("300", ["sync"], ["partial"]), ("20000", ["sync"], [])])
+def test_a_fleet_that_dies_is_said_and_fails(rate: str, lost: list[str], shown: list[str]) -> None:
+    faults = ["--faults.replica_per_hour", rate, "--health.max_restarts", "0", "--schedules", "sync,partial"]
+    done = tailrace("simulate", OWN_BOX, *SMALL, *faults)
+    assert done.returncode == 2
+    assert f"tailrace: {lost[0]} on 8 GPUs: the fleet was lost after" in done.stderr
+    assert "no replica is left" in done.stderr
+    assert [line.split()[0] for line in done.stdout.splitlines()][3:] == shown
 
 
 def test_a_schedule_that_cannot_run_is_left_out_unless_asked_for() -> None:
@@ -173,7 +190,7 @@ MISTAKES = [
     ("simulate BOX --split.tensor_parallel 5", "tensor_parallel"),
     ("simulate BOX --model.preset llama-3.1-405b", "no room"),
     ("simulate BOX --cluster.gpu H900", "no GPU 'H900'"),
-    ("simulate BOX --workload.lengths.law mixture --workload.lengths.tail_share 0.1", "no finite mean"),
+    ("simulate BOX --workload.lengths.law mixture --workload.lengths.tail_alpha 0.9", "no finite mean"),
     ("simulate BOX --plot out.pdf", ".png or .html"),
     ("simulate BOX --plot no/where/out.png", "does not exist"),
     ("simulate BOX --record run", "pick one schedule"),
@@ -229,15 +246,19 @@ def test_a_reader_that_has_seen_enough(run: str) -> None:
     assert done.stderr == ""
 
 
-@pytest.mark.parametrize("words", [["--schedule.kind", "sync", "--run.steps", "500"], ["--run.steps", "500"]])
+@pytest.mark.parametrize("words", [["--schedule.kind", "sync"], []], ids=["one simulation", "several processes"])
 def test_ctrl_c(words: list[str]) -> None:
-    command = [sys.executable, "-m", "tailrace", "simulate", OWN_BOX, *words]
+    command = [sys.executable, "-m", "tailrace", "simulate", OWN_BOX, "--run.steps", "1000000", *words]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
-    time.sleep(1.5)
+    assert process.stderr is not None
+    while " 0 of " in (line := process.stderr.readline()) or "begun" in line:
+        pass  # until steps have been simulated, in whatever process
+    assert line.startswith("simulating: ")
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to everybody
-    stdout, stderr = process.communicate(timeout=20)
+    stdout, stderr = process.communicate(timeout=60)
     assert process.returncode == 130, (stdout, stderr)
     assert stdout == ""
-    assert stderr == "tailrace: interrupted\n"
+    told = [each for each in stderr.splitlines() if not each.startswith("simulating: ")]
+    assert told == ["tailrace: interrupted"]

@@ -93,7 +93,8 @@ def test_killed_in_the_middle_it_goes_on_and_consumes_the_same_prompts(tmp_path)
 
 
 def test_two_trainer_ranks_train_publish_save_and_resume_together(tmp_path):
-    run = Run(tmp_path, NATIVE, "--schedule.kind", "sync", "--trainer.ranks", "2").start()
+    every_step = ("--trainer.checkpoint_every", "1")
+    run = Run(tmp_path, NATIVE, "--schedule.kind", "sync", "--trainer.ranks", "2", *every_step).start()
     run.until(lambda: run.events("Checkpointed") >= 1, "the first checkpoint")
     run.kill()
     run.finish("--resume")

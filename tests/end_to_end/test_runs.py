@@ -82,9 +82,9 @@ def test_a_port_in_use_and_a_name_in_use_are_refused(tmp_path):
     run.folder = tmp_path / "runs" / "mine"
     run.finish()
     status, _, err = run.start().wait()
-    assert (status, "already has a run" in err) == (2, True)
+    assert (status, "has a complete run; look at it with tailrace page" in err, "--resume" in err) == (2, True, False)
     status, _, err = run.start("--resume").wait()
-    assert (status, "came to its end" in err) == (2, True)
+    assert (status, "is complete, so there is nothing to resume" in err) == (2, True)
 
 
 def test_resume_refuses_other_settings_and_a_run_that_is_not_there(tmp_path):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
@@ -15,8 +15,9 @@ from tailrace.config import Config, ConfigError, load, render, with_values
 from tailrace.config.check import check
 from tailrace.config.fields import fields, leaf
 from tailrace.config.hf import shape_of
-from tailrace.config.names import PEERS
+from tailrace.config.peers import PEERS, VALUES
 from tailrace.config.shapes import SHAPES, lookup
+from tailrace.sim.costs import check_fit
 
 MODEL = ["--model.preset", "qwen2.5-7b"]
 
@@ -90,7 +91,7 @@ def test_options(words: list[str], key: str, value: object) -> None:
     assert type(read) is type(value)
 
 
-def test_the_default_law_of_lengths_stays_until_a_law_is_given() -> None:
+def test_the_default_law_of_lengths_stays_until_two_figures_are_given() -> None:
     assert load([], [*MODEL, "--workload.lengths.correlation", "0.1"]).workload.lengths.median == 2000
     given_law = ["--workload.lengths.mean", "3000", "--workload.lengths.p99", "30000"]
     assert load([], MODEL + given_law).workload.lengths.median == 0
@@ -114,7 +115,7 @@ BAD_OPTIONS = [
     ("--schedule.kind Trajectry", "'Trajectry'; it wants 'sync', 'one_step', 'stream', 'partial' or 'trajectory'"),
     ("--schedule.kind trajectry", "did you mean 'trajectory'?"),
     ("--repack.enabled maybe", "--repack.enabled is 'maybe'; it wants true or false"),
-    ("--repack.every_s 0", "it wants a number above 0"),
+    ("--repack.every_s 0", "it wants a number of 0.01 or more"),
     ("--split.trainer_share 1.2", "it wants a number from 0 to 1"),
     ("--split.colocated 2", "it wants true or false (or 'unset')"),
     ("--workload.reward_s nan", "finite"),
@@ -142,7 +143,7 @@ def test_bad_options_are_refused_with_a_way_out(words: str, expected: str) -> No
 BAD_RULES = [
     ("--relay.listen everywhere", 'relay.listen is "everywhere", which is no address'),
     ("--relay.listen 0.0.0.0", 'relay.listen is "0.0.0.0", which is everywhere; write the network of your hosts'),
-    ("--model.parameters 0 --model.preset=", "no model is given; write model.preset"),
+    ("--model.parameters 0 --model.preset=", "no model is given; write model.path"),
     ("--model.preset= --model.parameters 7e9", "model.layers is missing"),
     ("--model.preset qwen2.5-7", "model.preset is 'qwen2.5-7', which is not a known shape; did you mean 'qwen2.5-7b'?"),
     ("--model.preset gpt", "known"),
@@ -150,38 +151,44 @@ BAD_RULES = [
     ("--model.kv_heads 3", "model.heads is 28, which 3 kv_heads cannot share"),
     ("--model.active_parameters 8e9", "active_parameters is more than model.parameters"),
     ("--model.bytes_per_kv 0", "write 2 for bfloat16"),
-    ("--split.trainer_gpus 9", "split.trainer_gpus is 9 but cluster.gpus is 8"),
-    ("--split.trainer_gpus 8", "split.trainer_gpus gives the trainer all 8 GPUs"),
+    ("--cluster.gpus 8 --split.trainer_gpus 9", "split.trainer_gpus is 9 but cluster.gpus is 8"),
+    ("--cluster.gpus 8 --split.trainer_gpus 8", "split.trainer_gpus gives the trainer all 8 GPUs"),
     ("--split.trainer_share 1", "split.trainer_share gives the trainer all 8 GPUs"),
-    ("--cluster.gpus 1", "split.colocated = true"),
-    ("--split.trainer_gpus 7 --split.tensor_parallel 2", "only 1 GPUs generate, so no replica fits"),
-    ("--cluster.gpus 64 --split.tensor_parallel 14", "neither within a host of 8 GPUs nor whole hosts"),
+    ("--cluster.gpus 1 --split.colocated false", "split.colocated = true"),
+    ("--cluster.gpus 8 --split.trainer_gpus 7 --split.tensor_parallel 2", "only 1 GPUs generate, so no replica fits"),
+    (
+        "--cluster.gpus 64 --cluster.gpus_per_host 8 --split.tensor_parallel 14",
+        "neither within a host of 8 GPUs nor whole hosts",
+    ),
     ("--split.tensor_parallel 3", "does not divide the model's heads; write one of 1, 2, 4, 7, 14, 28"),
     (
         "--split.trainer_gpus 4 --split.trainer_parallel 3",
         "split.trainer_parallel is 3, which does not divide the trainer's 4 GPUs",
     ),
-    ("--workload.prompts_per_step 2", "trainer.mini_batches is 4, more than workload.prompts_per_step"),
-    ("--workload.group_size 1", "groups.min_survivors is 2, more than workload.group_size; write 1 or less"),
-    ("--workload.lengths.sigma 1", "workload.lengths has sigma; give two of median, mean, sigma and p99"),
-    ("--workload.lengths.law lognormal", "workload.lengths has no figures"),
+    (
+        "--workload.prompts_per_step 2 --trainer.mini_batches 4",
+        "trainer.mini_batches is 4, more than workload.prompts_per_step",
+    ),
+    ("--workload.group_size 1 --groups.min_survivors 2", "min_survivors is 2, more than workload.group_size; write 1"),
     (
         "--workload.lengths.mean 9 --workload.lengths.median 8 --workload.lengths.sigma 1",
         "has median and mean and sigma; two determine the law, so set the others to 0",
     ),
     ("--workload.lengths.mean 9 --workload.lengths.median 10", "mean is below the median"),
     ("--workload.lengths.p99 9 --workload.lengths.median 10", "p99 is not above"),
-    ("--workload.lengths.law fixed", "there is no length"),
     ("--workload.lengths.law fixed --workload.lengths.mean 1 --workload.lengths.median 1", "set one of them to 0"),
-    ("--workload.lengths.median 9 --workload.lengths.sigma 1 --workload.lengths.tail_share 0.1", "law = 'mixture'"),
+    ("--workload.lengths.law lognormal --workload.lengths.tail_share 0.1", "law = 'mixture'"),
     ("--workload.lengths.median 9 --workload.lengths.sigma 1 --workload.lengths.file x", "law = 'empirical'"),
     ("--workload.lengths.law empirical", "no workload.lengths.file"),
     ("--workload.lengths.drift_per_step -1", "above -1"),
-    ("--workload.turns.mean 3", "raise the maximum"),
+    ("--workload.turns.mean 3 --workload.turns.maximum 2", "raise the maximum"),
     ("--schedule.kind one_step --schedule.max_staleness 0", "'one_step' trains one version behind"),
-    ("--schedule.kind stream --schedule.steps_ahead 5", "below steps_ahead, so 'stream' never trains; write 5 or more"),
-    ("--schedule.publish_every 6", "too few until the next publish; write 5 or more"),
-    ("--health.backoff_s 90", "health.backoff_max_s is below"),
+    (
+        "--schedule.kind stream --schedule.steps_ahead 5 --schedule.max_staleness 4",
+        "below steps_ahead, so 'stream' never trains; write 5 or more",
+    ),
+    ("--schedule.publish_every 6 --schedule.max_staleness 4", "too few until the next publish; write 5 or more"),
+    ("--health.backoff_s 90 --health.backoff_max_s 60", "health.backoff_max_s is below"),
 ]
 
 
@@ -264,9 +271,11 @@ PUBLISHED = {
     "qwen3-4b": hf("qwen3", True, **sizes(36, 2560, 32, 8, 9728, 151936), head_dim=128),
     "qwen3-30b-a3b": hf("qwen3_moe", False, **sizes(48, 2048, 32, 4, 6144, 151936), **EXPERTS),
     "llama-3.1-405b": hf("llama", False, **sizes(126, 16384, 128, 8, 53248, 128256)),
-    "smollm2-135m": hf("llama", True, **sizes(30, 576, 9, 3, 1536, 49152)),
+    "smollm2-135m": hf("llama", True, **sizes(30, 576, 9, 3, 1536, 49152), max_position_embeddings=8192),
     "mistral-7b": hf("mistral", False, **sizes(32, 4096, 32, 8, 14336, 32000)),
-    "gemma-2-9b": hf("gemma2", True, **sizes(42, 3584, 16, 8, 14336, 256000), head_dim=256),
+    "gemma-2-9b": hf(
+        "gemma2", True, **sizes(42, 3584, 16, 8, 14336, 256000), head_dim=256, max_position_embeddings=8192
+    ),
 }
 
 
@@ -313,13 +322,88 @@ def test_bad_hf_config(tmp_path: Path, text: str, expected: str) -> None:
     assert expected in refusal([file(tmp_path, 'model.hf_config = "config.json"')], [])
 
 
+def test_a_model_that_is_not_there_is_named_with_the_way_to_get_it(tmp_path: Path) -> None:
+    mine = refusal([file(tmp_path, 'model.path = "models/my-model"')], [])
+    assert f"there is no directory {tmp_path}/models/my-model, and models are not downloaded" in mine
+    hub = refusal([file(tmp_path, 'model.path = "Qwen/Qwen2.5-1.5B"')], [])
+    assert f"hf download Qwen/Qwen2.5-1.5B --local-dir {tmp_path}/Qwen/Qwen2.5-1.5B" in hub
+    assert "has no config.json" in refusal([file(tmp_path, 'model.path = "."')], [])
+    assert "neither a directory nor a .gguf file" in refusal([file(tmp_path, 'model.path = "run.toml"')], [])
+    assert "no model is given; write model.path" in refusal([file(tmp_path, "")], [])
+
+
+def test_a_gguf_file_is_trained_without_a_shape_and_simulated_with_one(tmp_path: Path) -> None:
+    file(tmp_path, "", "tiny.gguf")
+    config = load([file(tmp_path, 'model.path = "tiny.gguf"')], [])
+    with pytest.raises(ConfigError, match=r"write model\.preset as well"):
+        check_fit(config)
+
+
+def test_a_path_may_begin_in_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    config = load([file(tmp_path, 'model.preset = "qwen3-8b"\nmodel.path = "~/my-model"')], [])
+    assert config.model.path == str(tmp_path / "home/my-model")
+
+
+def test_settings_that_stand_alone_need_no_model_directory(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    shape = file(tmp_path / "model", json.dumps(PUBLISHED["qwen3-4b"]), "config.json")
+    config = load([file(tmp_path, 'model.path = "model"')], [])
+    text = render(config, alone=True)
+    shape.unlink()
+    assert load([file(tmp_path, text, "again.toml")], []) == config
+
+
 # --- peers' names ----------------------------------------------------------------------------------------------------
 
 
 def test_peers_names_point_at_settings_that_exist_and_are_not_ours() -> None:
     ours = {leaf(key) for key in fields()}
-    assert {peer.key for peer in PEERS.values()} <= set(fields())
+    assert {peer.key for peer in PEERS.values() if peer.key} <= set(fields())
+    assert all(peer.key or peer.note for peer in PEERS.values())
     assert not {name for name in PEERS if name in ours or name in fields()}
+    for key, words in VALUES.items():
+        assert not words.keys() & set(get_args(fields()[key].annotation))
+
+
+HINTS = [
+    ("--beta 0.04", "TRL's name, not an option here; write --trainer.kl"),
+    ("--trainer.lr 1e-6", "write --trainer.learning_rate"),
+    ("--actor_rollout_ref.actor.optim.lr 1e-6", "write --trainer.learning_rate"),
+    ("--critic.optim.lr 1e-6", "write --trainer.critic_learning_rate"),
+    ("--ppo_epochs 2", "verl's name, and there is nothing like it here: every sample is trained once"),
+    ("--num_iterations 2", "there is nothing like it here: every sample is trained once"),
+    ("--total_epochs 2", "write --task.epochs"),
+    ("--model_name_or_path my-model", "write --model.path (a directory"),
+    ("--actor_rollout_ref.model.path my-model", "did you mean --model.path?"),
+    ("--algorithm.kl_ctrl.kl_coef 0.1", "write --trainer.kl (in the loss, not in the reward)"),
+    ("--schedule.kind async", "asynchronous are 'one_step', 'stream', 'partial' and 'trajectory'"),
+    ("--schedule.kind fully-async", "write 'partial', or 'stream'"),
+    ("--schedule.kind one_step_off", "write 'one_step'"),
+    ("--schedule.kind laminar", "write 'trajectory'"),
+    ("--trainer.loss gpro", "did you mean 'grpo'?"),
+    ("--rollout.precision bf16", "write 'bfloat16'"),
+    ("--rollout.temperature 1", "did you mean --sampling.temperature?"),
+]
+
+
+@pytest.mark.parametrize(("words", "expected"), HINTS)
+def test_a_name_from_elsewhere_leads_to_the_right_setting(words: str, expected: str) -> None:
+    assert expected in refusal([], MODEL + words.split())
+
+
+UNSURE = [
+    *("--beta3 1", "--trainer.bet 1", "--data.path x", "--kv_tokens 8", "--name x", "--mean 3", "--trainer.epoch 1"),
+    *("--trainer.loss gspo", "--trainer.loss dpo", "--schedule.kind asyn", "--model.preset qwen2-7b"),
+    *("--cluster.gpu H900", "--trainer.lrr 1", "--sampling.top 4", "--trainer.kll 1"),
+]
+
+
+@pytest.mark.parametrize("words", UNSURE)
+def test_where_nothing_is_certain_nothing_is_suggested(words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_fit(load([], MODEL + words.split()))
+    assert "did you mean" not in str(caught.value)
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------

@@ -122,12 +122,24 @@ def test_the_run_ends_after_its_last_step():
     assert drive.tick() == []
 
 
-def test_a_source_that_runs_dry_ends_the_run_and_says_what_is_left():
-    drive = Drive(config(schedule=Schedule(max_inflight=4)), replicas=1)
+def stopped_after_three_prompts(**settings) -> Stop:
+    drive = Drive(config(schedule=Schedule(max_inflight=4), **settings), replicas=1)
     drive.tell(PromptsAdded(0, tuple(Prompt(id, 10) for id in range(3)), last=True))
     drive.join_all()
     for _ in range(3):
         drive.finish_all()
         if drive.plane.state.training.busy:
             drive.train()
-    assert drive.orders(Stop)[-1].reason == "the prompts ran out after 1 steps; 1 groups are left over"
+    return drive.orders(Stop)[-1]
+
+
+def test_a_source_that_runs_dry_ends_the_run_and_says_what_is_left():
+    stop = stopped_after_three_prompts()
+    assert stop.reason == "the prompts ran out after 1 step: 1 group left over, too few for one more of 2"
+    assert not stop.failed
+
+
+def test_prompts_that_ran_out_in_the_middle_of_a_step_are_counted_too():
+    stop = stopped_after_three_prompts(prompts=4, trainer=Trainer(mini_batches=2))
+    assert "after 0 steps: 3 groups left over, too few for one more of 4, 2 of them trained" in stop.reason
+    assert stop.failed, "a run that made no version has trained nothing"

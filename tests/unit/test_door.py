@@ -15,7 +15,7 @@ import zmq
 
 from tailrace.config.tree import Config, Health
 from tailrace.protocol import Alive
-from tailrace.wire.door import Door, JoinKey, knock, public_key
+from tailrace.wire.door import REFUSALS, Door, JoinKey, knock, public_key
 from tailrace.wire.hub import Hub, Letter
 from tailrace.wire.link import Link
 from tailrace.wire.messages import Hello, Reported, Spec, WireError, sign
@@ -54,17 +54,21 @@ async def heard_of(hub: Hub, name: str) -> set[str]:
 
 
 def test_who_has_the_key_is_heard_and_nobody_else():
+    plain, own_key, other_run = {"door": ""}, {"token": OTHER}, {"door": public_key(bytes(32))}
+    strangers = (plain, own_key, other_run)
+
     async def scene() -> None:
         with hub() as door:
-            strangers = [
-                link_to(door.endpoint, id=1, door=""),  # plain
-                link_to(door.endpoint, id=2, token=OTHER),  # a key of its own
-                link_to(door.endpoint, id=3, door=public_key(bytes(32))),  # of another run
-            ]
-            await asyncio.sleep(0.5)
+            refusals = door._socket.get_monitor_socket(sum(REFUSALS))
+            for number, wrong in enumerate(strangers, start=1):
+                stranger = link_to(door.endpoint, id=number, **wrong)
+                async with asyncio.timeout(DEADLINE_S):
+                    await refusals.recv_multipart()  # it has come to the door, and was sent away
+                await asyncio.to_thread(stranger.close)
             friend = link_to(door.endpoint)
             assert await heard_of(door, "relay-0/1") == {"relay-0/1"}
-            await asyncio.gather(*[asyncio.to_thread(link.close) for link in (friend, *strangers)])
+            door._socket.disable_monitor()
+            await asyncio.to_thread(friend.close)
 
     asyncio.run(scene())
 

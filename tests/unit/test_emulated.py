@@ -256,7 +256,6 @@ def test_new_weights_take_their_time_and_running_work_is_read_again_unless_kv_is
     ("values", "sentence"),
     [
         ({"costs__decode_step": 0, "costs__decode_sequence": 0, "model__preset": "qwen2.5-7b"}, "costs.decode_step"),
-        ({"rollout__kv_tokens": 0}, "rollout.kv_tokens"),
         ({"workload__lengths__drift_per_step": 0.1}, "drift_per_step"),
     ],
 )

@@ -97,5 +97,6 @@ def test_held_out_rows_are_the_last_or_those_of_another_file(tmp_path: Path) -> 
     assert (split.train, split.held_out) == (ROWS[:3], ROWS[3:])
     other = read_split(Task(data=data, eval_data=str(jsonl(tmp_path / "eval.jsonl", ROWS[0]))), answers=True)
     assert (other.train, other.held_out) == (ROWS, ROWS[:1])
+    assert len(read_split(Task(data=data), answers=True).held_out) == 1
     with pytest.raises(ConfigError, match=r"has 5 rows and task.eval_rows holds out 5 of them"):
         read_split(Task(data=data, eval_rows=5), answers=True)

@@ -1,7 +1,8 @@
-"""Imports point downwards: the contracts in pyproject.toml hold."""
+"""Imports point downwards: the contracts in pyproject.toml hold. And what checks them is run."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -20,3 +21,10 @@ def test_start_up_loads_nothing_heavy() -> None:
     program = "import sys, tailrace.config; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
     assert not {"numpy", "rich", "torch", "asyncio", "matplotlib"} & set(loaded)
+
+
+def test_continuous_integration_runs_the_checks_and_the_tests(tmp_path: Path) -> None:
+    (tmp_path / "make").write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\n')
+    (tmp_path / "make").chmod(0o755)
+    subprocess.run([ROOT / ".ci/run"], env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}, check=True)
+    assert (tmp_path / "asked").read_text().split() == ["check", "test"]

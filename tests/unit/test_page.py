@@ -30,7 +30,8 @@ from tailrace.page.follow import Follower, Newest
 from tailrace.page.http import LONGEST_BODY, LONGEST_HEAD, Request
 from tailrace.page.server import Limits, Server, open_socket
 from tailrace.page.site import ALWAYS, GUESS_S, Site
-from tailrace.protocol import ReplicaJoined, ReplicaLost, RunStarted
+from tailrace.protocol import Alive, Generate, ReplicaJoined, ReplicaLost, RunStarted, Stop
+from tailrace.protocol import Request as Sample
 from tailrace.relay.tls import Identity
 from tailrace.store.run import RunStore
 
@@ -385,7 +386,7 @@ def test_a_run_is_followed_while_it_goes_on_and_beyond(tmp_path: Path, config: C
     store.record(0.0, RunStarted(1, 1), [])
     store.commit()
     follower = Follower(tmp_path / "run")
-    assert (shown(follower)["about"]["state"], shown(follower)["read"]) == ("running", 1)
+    assert (shown(follower)["about"]["ended"]["state"], shown(follower)["read"]) == ("running", 1)
     first = follower.newest.tag
     store.record(1.0, ReplicaJoined(0, 1, 0, -1, 1000, 8), [])
     store.record(2.0, ReplicaLost(0, 1, "<script>alert(1)</script>"), [])
@@ -400,12 +401,24 @@ def test_a_run_is_followed_while_it_goes_on_and_beyond(tmp_path: Path, config: C
     assert found["ledger"]["started"] == sum(value for key, value in found["ledger"].items() if key != "started")
     store.close(complete=False)
     follower.look()
-    assert shown(follower)["about"]["state"] == "interrupted"
+    assert shown(follower)["about"]["ended"] == {"state": "interrupted", "reason": ""}
+    RunStore.reopen(tmp_path / "run").close(complete=False, failed="no replica is left")
+    follower.look()
+    assert shown(follower)["about"]["ended"] == {"state": "failed", "reason": "no replica is left"}
     with RunStore.reopen(tmp_path / "run") as store:
+        store.commit()
+        follower.look()
+        assert shown(follower)["about"]["ended"]["state"] == "running"
         store.meta.set("accuracy_before", "0.25")
+        store.record(3.0, ReplicaJoined(0, 2, 0, -1, 1000, 8), [Generate(0, 2, (Sample(0, 1, 0, 0, 4),))])
+        store.record(4.0, Alive("trainer", 0, 1), [Stop("all steps are done")])
         store.close(complete=True)
     follower.look()
-    assert (shown(follower)["about"]["state"], shown(follower)["about"]["accuracy"]["before"]) == ("finished", 0.25)
+    found = shown(follower)
+    assert found["about"]["ended"] == {"state": "complete", "reason": "all steps are done"}
+    assert found["about"]["accuracy"]["before"] == 0.25
+    assert [one["state"] for one in found["run"]["replicas"]] == ["ended"]
+    assert found["run"]["trainer"] == "ended"
 
 
 def test_looking_does_not_stand_in_the_way_of_who_resumes(tmp_path: Path, config: Config) -> None:

@@ -92,7 +92,7 @@ def simulate(folder: Path, config: Config) -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (end_complete, "came to its end, so there is nothing to resume"),
+        (end_complete, "is complete, so there is nothing to resume; to train it further"),
         (simulate, "is a simulation, which cannot be resumed"),
         (lambda folder, _: folder.mkdir(), "has no run.db"),
         (lambda *_: None, "there is no run"),

@@ -93,6 +93,7 @@ def test_a_small_run_by_hand(tmp_path: Path) -> None:
     table = StringIO()
     write_summary(run, table)
     assert json.loads((run / "summary.json").read_text()) == {
+        "ended": {"state": "interrupted", "reason": ""},
         "accuracy": {"before": 0.4, "after": None},
         "wall_s": 16.0,  # the clock says 18
         "steps": 2,
@@ -110,7 +111,17 @@ def test_a_small_run_by_hand(tmp_path: Path) -> None:
     }
     assert (run / "summary.png").read_bytes().startswith(b"\x89PNG")
     assert "held-out accuracy      0.400 before, - after" in table.getvalue()
+    assert "ended                  the run was interrupted, and can be resumed" in table.getvalue()
     assert "3 started = 2 trained + 1 stale + 0 filtered + 0 failed + 0 in flight" in table.getvalue()
+
+
+def test_trained_and_finished_tokens_are_counted_alike(tmp_path: Path) -> None:
+    live = LiveRun(load([OWN_BOX], ["--schedule.kind=sync", "--workload.prompts_per_step=8", "--run.steps=2"]))
+    result = Simulation(live.config, live.see).run()
+    view = live.view()
+    assert view.trained_samples == 2 * 8 * 8
+    assert view.finished_tokens == view.trained_tokens  # a synchronous run trains all that it finishes
+    assert result.decoded_tokens_per_s < result.tokens_per_s  # which has no prompts in it
 
 
 def test_a_run_that_trained_nothing_has_a_summary_too(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 
 from tailrace.config import load, with_values
+from tailrace.launch.view import View
 from tailrace.obs.live import LiveRun
 from tailrace.obs.terminal import Lines, Screen, clock, picture, watch
 from tailrace.protocol import (
@@ -22,6 +23,7 @@ from tailrace.protocol import (
     TrajectoryMeta,
 )
 from tailrace.sim.cluster import Simulation
+from tailrace.store.run import RunStore
 
 OWN_BOX = Path(__file__).parents[2] / "examples" / "clusters" / "own_box.toml"
 SHOW_CURSOR = "\x1b[?25h"
@@ -98,6 +100,49 @@ def test_the_screen_says_it_all(over: LiveRun) -> None:
 def test_the_screen_never_exceeds_the_terminal(over: LiveRun, height: int) -> None:
     assert 1 <= len(drawn(over, height)) <= height
     assert all(len(line) <= 60 for line in drawn(over, height, width=60))
+
+
+@pytest.mark.parametrize("width", [60, 80, 120, 200])
+def test_what_matters_is_whole_at_any_width(over: LiveRun, width: int) -> None:
+    over.measured = {"trainer/loss": 0.5, "trainer/kl": 0.25, "trainer/entropy": 1.5, "trainer/grad_norm": 2.0}
+    lines = drawn(over, 30, width)
+    text = "\n".join(lines)
+    assert all(len(line) <= width for line in lines)
+    assert "…" not in text.replace("… and", "")
+    view = over.view()
+    for words in ("demo", "step 4/4", clock(view.seconds), "reward ", f"tokens/s {view.tokens_per_s:,.0f}"):
+        assert words in text
+    for words in (f"staleness {view.staleness.mean:.1f}", "version", "loss 0.5", "kl 0.25", "failed samples 0"):
+        assert words in text
+    assert [line.split() for line in lines if line.startswith("replica ")] == [
+        ["replica", "state", "version", "KV", "samples", "waiting", "idle"]
+    ]
+    assert f"{view.ledger.trained} trained" in text
+    assert f"{view.ledger.in_flight} in flight" in text
+    assert ("grad norm 2" in text) == (width >= 80)
+    assert ("░" in text) == (width >= 80)
+
+
+def test_a_long_name_gives_way_to_how_far_the_run_is(over: LiveRun) -> None:
+    console = Console(file=StringIO(), width=60, color_system=None)
+    with console.capture() as capture:
+        console.print(picture(over.view(), "a-name-that-is-longer-than-anybody-would-want · trajectory", 3, 60))
+    assert "… " in capture.get().splitlines()[0]
+    assert "step 4/4" in capture.get().splitlines()[0]
+
+
+def test_the_screen_is_named_after_the_run() -> None:
+    config = load([OWN_BOX], ["--run.name="])
+    out = StringIO()
+    with Screen(LiveRun(config, name="running_total"), Console(file=out, force_terminal=True, width=80, height=20)):
+        pass
+    assert "running_total · trajectory" in out.getvalue()
+
+
+def test_a_run_without_a_name_goes_by_its_folder(tmp_path: Path) -> None:
+    config = load([OWN_BOX], ["--run.name="])
+    with RunStore.create(tmp_path / "running_total", config) as store:
+        assert View(store, config).live.name == "running_total"
 
 
 def test_where_there_is_little_room_some_replicas_are_left_out(over: LiveRun) -> None:

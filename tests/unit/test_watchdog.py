@@ -17,8 +17,14 @@ DEADLINE_S = 30.0
 CHILD = """
 import sys, time
 from tailrace.watchdog import Watchdog, show_stacks_when_asked
+
+class Told(Watchdog):
+    def _look(self, now):
+        super()._look(now)
+        print("looked", now, flush=True)
+
 show_stacks_when_asked()
-with Watchdog("child", lambda sentence: print("stuck", flush=True)) as dog:
+with Told("child", lambda sentence: print("stuck", sentence, flush=True)) as dog:
     print("up", flush=True)
     end = time.monotonic() + 60
     while time.monotonic() < end:
@@ -35,13 +41,14 @@ def until(condition, what):
 
 
 @pytest.fixture
-def child():
-    process = subprocess.Popen([sys.executable, "-c", CHILD], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "up\n"
+def child(tmp_path):
+    """A loop that keeps its word, in a process of its own; what it prints goes to files."""
+    with (tmp_path / "out").open("w") as out, (tmp_path / "err").open("w") as err:
+        process = subprocess.Popen([sys.executable, "-c", CHILD], stdout=out, stderr=err)
+    until(lambda: "up\n" in (tmp_path / "out").read_text(), "the child")
     yield process
     process.kill()
-    process.communicate(timeout=DEADLINE_S)
+    process.wait(DEADLINE_S)
 
 
 def told(tmp_path, monkeypatch, act):
@@ -102,25 +109,31 @@ def test_a_closed_log_does_not_silence_the_report(monkeypatch):
         until(lambda: sentences, "the watchdog")
 
 
-def test_a_process_that_was_stopped_and_goes_on_does_not_call_itself_stuck(child):
+def looks_after(moment, out):
+    """How often the child's watchdog has looked since, on the clock that all processes share."""
+    looks = [line.split()[1] for line in out.read_text().splitlines() if line.startswith("looked ")]
+    return sum(float(look) > moment for look in looks)
+
+
+def test_a_process_that_was_stopped_and_goes_on_does_not_call_itself_stuck(child, tmp_path):
     os.kill(child.pid, signal.SIGSTOP)
     until(lambda: "is stopped" in look_at(child.pid), "the stop")
     assert f"kill -CONT {child.pid}" in look_at(child.pid)
     assert not ask_for_stacks(child.pid)
     time.sleep(2.0)  # more than a turn may take
+    moment = time.monotonic()
     os.kill(child.pid, signal.SIGCONT)
-    time.sleep(4 * watchdog.LOOK_S)
+    until(lambda: looks_after(moment, tmp_path / "out") >= 3, "three looks of its watchdog")
+    assert "stuck" not in (tmp_path / "out").read_text()
     child.kill()
-    assert "stuck" not in child.communicate(timeout=DEADLINE_S)[0]
+    child.wait(DEADLINE_S)
     assert "is gone" in look_at(child.pid)
 
 
-def test_a_process_writes_its_stacks_when_asked(child):
+def test_a_process_writes_its_stacks_when_asked(child, tmp_path):
     assert ask_for_stacks(child.pid)
     assert "sleeps" in look_at(child.pid) or "computes" in look_at(child.pid)
-    time.sleep(0.2)
-    child.kill()
-    assert "most recent call first" in child.communicate(timeout=DEADLINE_S)[1]
+    until(lambda: "most recent call first" in (tmp_path / "err").read_text(), "the stacks")
 
 
 def test_who_would_die_of_being_asked_is_not_asked():

@@ -15,6 +15,10 @@ from tailrace.config.tree import Config, Workload
 
 Rule = Callable[[Config], Iterator[str]]
 
+GIVE_A_MODEL = (
+    "write model.path, a Hugging Face model directory to train; or, to simulate one, model.preset = 'qwen2.5-7b', "
+    "model.hf_config or the model's own figures"
+)
 DEVICE = re.compile(r"(cpu|cuda(:\d{1,3})?)?")
 
 
@@ -37,7 +41,8 @@ def _model_is_complete(config: Config) -> Iterator[str]:
         return  # nothing is reckoned from its shape
     missing = [name for name in ("parameters", "layers", "hidden", "heads") if not getattr(config.model, name)]
     if len(missing) == 4:
-        yield "no model is given; write model.preset = 'qwen2.5-7b', model.hf_config or the model's own figures"
+        if not config.model.path:  # what is trained need not say its shape
+            yield f"no model is given; {GIVE_A_MODEL}"
     elif missing:
         yield f"model.{missing[0]} is missing; write it, or a model.preset that has it"
 

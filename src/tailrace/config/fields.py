@@ -7,8 +7,7 @@ keys. `accept` is the only place where a value is judged against its field.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from difflib import get_close_matches
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any, NamedTuple, get_args
 
@@ -26,8 +25,11 @@ from msgspec.inspect import (
     type_info,
 )
 
+from tailrace.config.near import near
+from tailrace.config.peers import VALUES
 from tailrace.config.tree import Config, Section
 
+LARGEST = 10**15  # of anything that is counted or measured; more is a slip, and overflows somewhere
 UNSET = "unset"  # how a person writes None, which TOML has no word for
 
 
@@ -96,10 +98,12 @@ def accept(key: str, value: Any) -> Any:
         return None
     if isinstance(value, float) and not math.isfinite(value):
         raise RefusedError(f"{key} is {value}; it wants {wanted(key)}, and a finite one")
+    if isinstance(value, int | float) and abs(value) > LARGEST and key != "run.seed":
+        raise RefusedError(f"{key} is {value:.3g}; it wants {wanted(key)}, and none above {LARGEST:.0e}")
     try:
         return msgspec.convert(_whole(value, field.kind), field.annotation)
     except msgspec.ValidationError:
-        raise RefusedError(f"{key} is {shown(value)}; it wants {wanted(key)}{_meant(value, field)}") from None
+        raise RefusedError(f"{key} is {shown(value)}; it wants {wanted(key)}{_meant(key, value)}") from None
 
 
 def wanted(key: str) -> str:
@@ -156,14 +160,24 @@ def _wanted(field: Field) -> str:
 
 def _range(kind: IntType | FloatType) -> str:
     if kind.gt is not None:
-        return f" above {kind.gt}"
+        return f" above {kind.gt}" + ("" if kind.le is None else f", at most {kind.le}")
     if kind.ge is not None and kind.le is not None:
-        return f" from {kind.ge} to {kind.le}"
+        return f" from {kind.ge} to {kind.le:g}"
     return "" if kind.ge is None else f" of {kind.ge} or more"
 
 
-def _meant(value: Any, field: Field) -> str:
+def _meant(key: str, value: Any) -> str:
+    field = fields()[key]
     if not isinstance(field.kind, LiteralType) or not isinstance(value, str):
         return ""
-    close = get_close_matches(value.lower(), get_args(field.annotation), n=1)
-    return f"; did you mean '{close[0]}'?" if close else ""
+    advice = meant(key, value, get_args(field.annotation))
+    return f"; {advice}" if advice else ""
+
+
+def meant(key: str, value: str, choices: Sequence[str]) -> str:
+    """What a word that is none of the choices was meant to be: another system's word, or a slip; nothing if unsure."""
+    word = value.lower().replace("-", "_").replace(" ", "_")
+    if known := VALUES.get(key, {}).get(word):
+        return known
+    close = word if word in choices else near(word, choices)
+    return f"did you mean '{close}'?" if close else ""

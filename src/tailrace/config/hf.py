@@ -23,7 +23,16 @@ TIED_BY_DEFAULT = {"gemma", "gemma2", "gemma3", "gemma3_text"}
 REQUIRED = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 SHARED = ("n_shared_experts", "shared_expert_intermediate_size", "first_k_dense_replace")
-OPTIONAL = ("num_key_value_heads", "head_dim", "moe_intermediate_size", "num_experts_per_tok", *EXPERTS, *SHARED)
+CONTEXT = "max_position_embeddings"
+OPTIONAL = (
+    CONTEXT,
+    "num_key_value_heads",
+    "head_dim",
+    "moe_intermediate_size",
+    "num_experts_per_tok",
+    *EXPERTS,
+    *SHARED,
+)
 
 
 class Shape(NamedTuple):
@@ -36,6 +45,7 @@ class Shape(NamedTuple):
     kv_heads: int
     head_dim: int
     active_parameters: float = 0.0
+    context: int = 0  # most tokens of a sequence; 0: unknown, and long
 
 
 class Experts(NamedTuple):
@@ -61,7 +71,7 @@ def shape_of(hf: Mapping[str, Any], path: str = "config.json") -> Shape:
     fixed = _embeddings(hf) + _attention_and_norms(hf, heads, kv_heads, head_dim)
     total = fixed + _mlp(hf, experts, experts.total)
     active = fixed + _mlp(hf, experts, experts.used) if experts.total > 1 else 0
-    return Shape(total, hf["num_hidden_layers"], hidden, heads, kv_heads, head_dim, active)
+    return Shape(total, hf["num_hidden_layers"], hidden, heads, kv_heads, head_dim, active, hf.get(CONTEXT) or 0)
 
 
 def _decoder(path: Path) -> dict[str, Any]:

@@ -13,16 +13,15 @@ from typing import Any
 import msgspec
 
 from tailrace.config.check import check
+from tailrace.config.defaults import fleet_of, follow
 from tailrace.config.errors import ConfigError, refuse
 from tailrace.config.fields import RefusedError, accept, fields, open_table, sections
 from tailrace.config.names import unknown
 from tailrace.config.render import changes
 from tailrace.config.shapes import resolve
 from tailrace.config.sources import Given, nested, read_file
-from tailrace.config.tree import Config, Workload
+from tailrace.config.tree import Config
 from tailrace.config.words import read_words
-
-LAW = {f"workload.lengths.{name}" for name in ("law", "median", "mean", "sigma", "p99", "file")}
 
 
 def load(paths: Sequence[str | Path], overrides: Sequence[str] = ()) -> Config:
@@ -34,15 +33,19 @@ def load(paths: Sequence[str | Path], overrides: Sequence[str] = ()) -> Config:
 
 
 def with_values(config: Config, values: Mapping[str, Any]) -> Config:
-    """A checked copy with some settings changed: `with_values(config, {"schedule.kind": "sync"})`."""
-    kept = {key: Given(value, "") for key, value in changes(config).items()}
+    """A checked copy with some settings changed: `with_values(config, {"schedule.kind": "sync"})`.
+
+    Defaults follow the change, but the fleet stays what it was.
+    """
+    kept = {key: Given(value, "") for key, value in (changes(config) | fleet_of(config)).items()}
     return _build(kept | {key: Given(value, "") for key, value in values.items()})
 
 
 def _build(settings: Mapping[str, Given]) -> Config:
-    values = _accepted(settings)
-    config = msgspec.convert(nested(_default_law(values)), Config)
-    config = msgspec.structs.replace(config, model=resolve(config.model))
+    given = _accepted(settings)
+    model = resolve(msgspec.convert(nested(given), Config).model)
+    values = given | follow(given, model.context)
+    config = msgspec.structs.replace(msgspec.convert(nested(values), Config), model=model)
     check(config)
     return config
 
@@ -94,11 +97,3 @@ def _placed(sentence: str, where: str) -> str:
     if where.startswith("--"):
         return f"--{sentence}"
     return f"{where}: {sentence}" if where else sentence
-
-
-def _default_law(values: dict[str, Any]) -> dict[str, Any]:
-    """Keep the default law of lengths unless some part of a law is given: half of each would be neither."""
-    if LAW & values.keys():
-        return values
-    default = Workload().lengths
-    return values | {"workload.lengths.median": default.median, "workload.lengths.sigma": default.sigma}

@@ -5,17 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
+from tailrace.config.defaults import FOLLOWING, follow
 from tailrace.config.fields import UNSET, fields, leaf, read
 from tailrace.config.shapes import SHAPE_FIELDS, origin_shape
-from tailrace.config.tree import Config, Lengths
+from tailrace.config.tree import Config
 
 DEFAULT = Config()
 _ESCAPES = {code: f"\\u{code:04x}" for code in (*range(0x20), 0x7F)} | {ord('"'): '\\"', ord("\\"): "\\\\"}
 
 
-def render(config: Config, only_changed: bool = False) -> str:
-    """TOML text, one table per section. What the model's preset says is shown as a comment, not repeated."""
-    known = _from_preset(config)
+def render(config: Config, only_changed: bool = False, alone: bool = False) -> str:
+    """TOML text, one table per section. What the model's preset says is shown as a comment, not repeated.
+
+    `alone`: the text needs no other file, so what a model's config.json says is written out.
+    """
+    known = {} if alone and not config.model.preset else _from_preset(config)
     values = changes(config) if only_changed else {key: read(config, key) for key in fields() if key not in known}
     comments = {} if only_changed else known
     return "\n".join(_tables(values, comments))
@@ -27,24 +31,22 @@ def render_values(values: Mapping[str, Any]) -> str:
 
 
 def changes(config: Config) -> dict[str, Any]:
-    """The settings that differ from the default, by dotted key: the least that makes this Config."""
+    """The settings that differ from their default, by dotted key: the least that makes this Config."""
     known = _from_preset(config)
-    return {key: value for key, value in _differing(config) if key not in known}
+    values = {key: value for key, value in _differing(config) if key not in known}
+    for key in FOLLOWING:
+        others = {other: value for other, value in values.items() if other != key}
+        if follow(others, config.model.context)[key] == values[key]:
+            values = others
+    return values
 
 
 def _differing(config: Config) -> Iterator[tuple[str, Any]]:
+    """What is not at its plain default; and every setting whose default follows others."""
     for key in fields():
         value = read(config, key)
-        if value != _default(config, key):
+        if key in FOLLOWING or value != read(DEFAULT, key):
             yield key, value
-
-
-def _default(config: Config, key: str) -> Any:
-    """A law of lengths is all default or none of it, because `load` never mixes a given law with the default one."""
-    section, _, name = key.rpartition(".")
-    if section == "workload.lengths" and config.workload.lengths != DEFAULT.workload.lengths:
-        return getattr(Lengths(), name)
-    return read(DEFAULT, key)
 
 
 def _from_preset(config: Config) -> dict[str, Any]:

@@ -6,7 +6,6 @@ Parameters are the exact counts of the published checkpoints, tied embeddings co
 from __future__ import annotations
 
 import re
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,8 @@ import msgspec
 
 from tailrace.config.errors import ConfigError
 from tailrace.config.hf import Shape, read_shape
+from tailrace.config.near import near
+from tailrace.config.sources import PACKAGE
 from tailrace.config.tree import Model
 
 SHAPE_FIELDS = Shape._fields
@@ -23,7 +24,7 @@ _QWEN_14B = Shape(14_770_033_664, 48, 5120, 40, 8, 128)
 _QWEN_32B = Shape(32_763_876_352, 64, 5120, 40, 8, 128)
 
 SHAPES: dict[str, Shape] = {
-    #                        parameters  layers hidden heads kv width (active)
+    #                        parameters  layers hidden heads kv width (active) (context, where it is short)
     "qwen2.5-0.5b": Shape(494_032_768, 24, 896, 14, 2, 64),
     "qwen2.5-1.5b": Shape(1_543_714_304, 28, 1536, 12, 2, 128),
     "qwen2.5-3b": Shape(3_085_938_688, 36, 2048, 16, 2, 128),
@@ -49,13 +50,13 @@ SHAPES: dict[str, Shape] = {
     "llama-3.1-405b": Shape(405_853_388_800, 126, 16384, 128, 8, 128),
     "llama-3.2-1b": Shape(1_235_814_400, 16, 2048, 32, 8, 64),
     "llama-3.2-3b": Shape(3_212_749_824, 28, 3072, 24, 8, 128),
-    "smollm2-135m": Shape(134_515_008, 30, 576, 9, 3, 64),
-    "smollm2-360m": Shape(361_821_120, 32, 960, 15, 5, 64),
-    "smollm2-1.7b": Shape(1_711_376_384, 24, 2048, 32, 32, 64),
+    "smollm2-135m": Shape(134_515_008, 30, 576, 9, 3, 64, context=8192),
+    "smollm2-360m": Shape(361_821_120, 32, 960, 15, 5, 64, context=8192),
+    "smollm2-1.7b": Shape(1_711_376_384, 24, 2048, 32, 32, 64, context=8192),
     "mistral-7b": Shape(7_241_732_096, 32, 4096, 32, 8, 128),
-    "gemma-2-2b": Shape(2_614_341_888, 26, 2304, 8, 4, 256),
-    "gemma-2-9b": Shape(9_241_705_984, 42, 3584, 16, 8, 256),
-    "gemma-2-27b": Shape(27_227_128_320, 46, 4608, 32, 16, 128),
+    "gemma-2-2b": Shape(2_614_341_888, 26, 2304, 8, 4, 256, context=8192),
+    "gemma-2-9b": Shape(9_241_705_984, 42, 3584, 16, 8, 256, context=8192),
+    "gemma-2-27b": Shape(27_227_128_320, 46, 4608, 32, 16, 128, context=8192),
 }
 
 
@@ -78,8 +79,8 @@ def lookup(preset: str) -> Shape:
     name = _canonical(preset)
     if name in SHAPES:
         return SHAPES[name]
-    close = get_close_matches(name, SHAPES, n=1, cutoff=0.5)
-    advice = f"did you mean '{close[0]}'?" if close else f"known are {', '.join(SHAPES)}"
+    close = near(name, [shape for shape in SHAPES if _digits(shape) == _digits(name)])
+    advice = f"did you mean '{close}'?" if close else f"known are {', '.join(SHAPES)}; for another, model.hf_config"
     raise ConfigError(f"model.preset is '{preset}', which is not a known shape; {advice}")
 
 
@@ -89,13 +90,41 @@ def _origin(model: Model) -> dict[str, Any]:
     if model.preset:
         return lookup(model.preset)._asdict()
     described = model.hf_config or _described_by(model.path)
-    return read_shape(described)._asdict() if described else {}
+    if described:
+        return read_shape(described)._asdict()
+    if model.path and not model.parameters and not is_gguf(model.path):
+        raise ConfigError(why_no_model(model.path))
+    return {}
 
 
 def _described_by(path: str) -> str:
     """The config.json of a model directory, if that is what the path names."""
-    config = Path(path) / "config.json"
+    config = Path(path).expanduser() / "config.json"
     return str(config) if path and config.is_file() else ""
+
+
+def is_gguf(path: str) -> bool:
+    """A file that is converted before it is used, so its shape is not at hand."""
+    return path.startswith(PACKAGE) or (path.endswith(".gguf") and Path(path).expanduser().is_file())
+
+
+def why_no_model(path: str) -> str:
+    """What is wrong with a path that is no model directory, and how to get one."""
+    place = Path(path).expanduser()
+    if place.is_dir():
+        return f"model.path: {place} has no config.json, so it is not a Hugging Face model directory"
+    if place.exists():
+        return f"model.path: {place} is neither a directory nor a .gguf file; name a Hugging Face model directory"
+    name = "/".join(place.parts[-2:]) if _canonical(place.name) in SHAPES else "ORGANISATION/MODEL"
+    return (
+        f"model.path: there is no directory {place}, and models are not downloaded; "
+        f"get it first: hf download {name} --local-dir {place}"
+    )
+
+
+def _digits(name: str) -> str:
+    """Another number is another model."""
+    return "".join(letter for letter in name if letter.isdigit())
 
 
 def _canonical(preset: str) -> str:

@@ -41,7 +41,7 @@ def anchored(key: str, value: Any, folder: Path) -> Any:
     """A path made absolute, so that it means the same wherever the settings are written to; else the value itself."""
     is_path = key in PATH_KEYS and isinstance(value, str) and value and not value.startswith(PACKAGE)
     is_path = is_path or (key in CODE_KEYS and ".py:" in str(value))
-    return str((folder / value).resolve()) if is_path else value
+    return str((folder / Path(value).expanduser()).resolve()) if is_path else value
 
 
 def flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

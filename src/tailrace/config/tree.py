@@ -18,6 +18,9 @@ Count = Annotated[int, Meta(ge=1)]
 Natural = Annotated[int, Meta(ge=0)]
 Amount = Annotated[float, Meta(ge=0)]
 Share = Annotated[float, Meta(ge=0, le=1)]
+Processes = Annotated[int, Meta(ge=1, le=1024)]
+PerHour = Annotated[float, Meta(ge=0, le=1e6)]
+Pause = Annotated[float, Meta(ge=0.01)]  # seconds between two of something that goes on for ever
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
@@ -40,6 +43,7 @@ class Model(Section):
     heads: Natural = 0
     kv_heads: Natural = 0
     head_dim: Natural = 0  # 0: hidden / heads
+    context: Natural = 0  # most tokens of a sequence, prompt included; 0: unknown
     bytes_per_weight: Amount = 2.0
     bytes_per_kv: Amount = 2.0
 
@@ -101,8 +105,8 @@ class Lengths(Section):
 class Turns(Section):
     """Multi-turn episodes: the completion is generated in several turns with an environment call in between."""
 
-    mean: Annotated[float, Meta(ge=1)] = 1.0
-    maximum: Count = 1
+    mean: Annotated[float, Meta(ge=1, le=10_000)] = 1.0
+    maximum: Annotated[int, Meta(ge=1, le=20_000)] = 1
     latency_s: Amount = 0.0  # mean time of one environment call
     latency_sigma: Amount = 1.0  # its spread (log-normal)
     tool_tokens: Natural = 0  # tokens that each call adds to the context
@@ -112,7 +116,7 @@ class Workload(Section):
     """What is to be generated and trained at every step."""
 
     prompts_per_step: Count = 512
-    group_size: Count = 16
+    group_size: Annotated[int, Meta(ge=1, le=65_536)] = 16
     prompt_tokens: Natural = 512
     max_completion_tokens: Count = 16384
     lengths: Lengths = Lengths(median=2000, sigma=1.0)
@@ -131,15 +135,15 @@ class Task(Section):
     options: dict[str, Any] = {}  # of a built-in task, as a table [task.options]
     data: str = ""  # JSONL or parquet file, or a saved Hugging Face dataset, with `prompt` and `answer`
     eval_data: str = ""  # held-out rows; empty: the last `eval_rows` of data
-    eval_rows: Natural = 256
+    eval_rows: Natural | None = None  # unset: 256, of few rows a fifth
     reward: str = ""  # a function, "my_rewards:exact" or "rewards.py:exact"; empty: is the final answer the row's?
     reward_timeout_s: Annotated[float, Meta(gt=0)] = 10.0  # for one sample; then its process is killed
-    reward_workers: Count = 1  # processes per replica that score and run tools
+    reward_workers: Processes = 1  # processes per replica that score and run tools
     system: str = ""  # system message of every conversation
     chat: bool | None = None  # render through the tokenizer's chat template; unset: if it has one
     tools: Literal["", "calculator", "python"] = ""  # what the policy may call between its turns
     sandbox: Literal["strong", "weak"] = "strong"  # python: weak runs programs even where they cannot be walled off
-    max_turns: Count = 1
+    max_turns: Count = 1  # with a tool: 3, unless it is given
     shuffle: bool = True
     epochs: Natural = 0  # how often the rows are gone through before the run ends; 0: until all steps are done
 
@@ -178,7 +182,7 @@ class Repack(Section):
     """Consolidation of long-tail trajectories onto few replicas (schedule `trajectory`)."""
 
     enabled: bool = True
-    every_s: Annotated[float, Meta(gt=0)] = 5.0
+    every_s: Pause = 5.0
     kv_threshold: Share = 0.9  # C_max, as a share of a replica's KV capacity
 
 
@@ -207,7 +211,7 @@ class Relay(Section):
 class Health(Section):
     """When silence counts as death, and how often a part is started again."""
 
-    heartbeat_s: Annotated[float, Meta(gt=0)] = 0.8  # with `strikes`: the silent are noticed, and replaced, within 3 s
+    heartbeat_s: Pause = 0.8  # with `strikes`: the silent are noticed, and replaced, within 3 s
     strikes: Count = 3  # missed heartbeats until a part counts as lost
     backoff_s: Amount = 2.0  # wait before the first restart; doubles each time
     backoff_max_s: Amount = 60.0
@@ -223,7 +227,7 @@ class Trainer(Section):
         4  # optimiser steps per training step; groups stream in at this grain where the schedule allows
     )
     forward_passes: Amount = 1.0  # simulation: extra forward passes per token (old log-probs, reference)
-    checkpoint_every: Count = 1
+    checkpoint_every: Natural = 0  # steps; 0: as often as it costs little (trainer/pace.py)
     keep_checkpoints: Annotated[int, Meta(ge=2)] = 2  # the newest, from which a run is resumed
     archive_every: Natural = 0  # and one for good every so many steps; 0: none
     advantage: Literal["grpo", "dr_grpo", "rloo", "gae"] = "grpo"
@@ -250,7 +254,7 @@ class Trainer(Section):
     precision: Literal["", "float32", "bfloat16"] = ""  # of the arithmetic, not of weights and moments; as in [rollout]
     recompute: bool = False  # recompute activations in backward instead of keeping them
     compile: bool = True  # on a GPU in bfloat16: compile the model's blocks, which takes a while for each size of pack
-    ranks: Count = 1  # processes over which weights, gradients and moments are sharded (FSDP2)
+    ranks: Processes = 1  # processes over which weights, gradients and moments are sharded (FSDP2)
     threads: Natural = 0  # CPU threads per rank; 0: torch's choice
     device: str = ""  # "cpu", "cuda"; empty: the GPU if there is one
     engine: Literal["native", "emulated"] = "native"  # emulated: takes the time that [costs] says, trains nothing
@@ -301,14 +305,14 @@ class Costs(Section):
 class Faults(Section):
     """Failures to inject in virtual time, as mean events per hour over the whole fleet, drawn from the run's seed."""
 
-    replica_per_hour: Amount = 0.0
-    host_per_hour: Amount = 0.0
-    relay_per_hour: Amount = 0.0
-    master_per_hour: Amount = 0.0
-    trainer_per_hour: Amount = 0.0
-    controller_per_hour: Amount = 0.0
-    slow_per_hour: Amount = 0.0
-    partition_per_hour: Amount = 0.0
+    replica_per_hour: PerHour = 0.0
+    host_per_hour: PerHour = 0.0
+    relay_per_hour: PerHour = 0.0
+    master_per_hour: PerHour = 0.0
+    trainer_per_hour: PerHour = 0.0
+    controller_per_hour: PerHour = 0.0
+    slow_per_hour: PerHour = 0.0
+    partition_per_hour: PerHour = 0.0
     sample_failure: Share = 0.0  # share of samples whose environment or reward fails
     delay_s: Amount = 0.0  # mean extra delay of a message (exponential: messages overtake each other)
     duplicate: Share = 0.0  # share of messages that arrive twice
@@ -318,9 +322,9 @@ class Faults(Section):
 class Local(Section):
     """The processes of a run on this machine."""
 
-    replicas: Count = 2
-    relays: Count = 1  # as if there were so many hosts; replicas are dealt out to them in turn
-    port: Natural = 0  # of the controller; 0: any free one
+    replicas: Processes = 2
+    relays: Processes = 1  # as if there were so many hosts; replicas are dealt out to them in turn
+    port: Annotated[int, Meta(ge=0, le=65_535)] = 0  # of the controller; 0: any free one
     # an address of this host at which workers of other machines may join, with the key in the run's folder; empty:
     # nobody but the run's own processes, on loopback
     listen: str = ""
@@ -371,8 +375,11 @@ class Config(Section):
             return self.cluster.gpus
         if self.split.trainer_gpus:
             return self.split.trainer_gpus
-        unit = self.split.trainer_parallel
-        return unit * max(1, round(self.cluster.gpus * self.split.trainer_share / unit))
+        unit, gpus = self.split.trainer_parallel, self.cluster.gpus
+        share = round(gpus * self.split.trainer_share / unit)
+        if self.split.trainer_share < 1:  # as near as it goes: one replica has to fit beside it
+            share = min(share, (gpus - self.split.tensor_parallel) // unit)
+        return unit * max(1, share)
 
     @property
     def rollout_gpus(self) -> int:
@@ -390,6 +397,12 @@ class Config(Section):
     def host_of(self, replica: int) -> int:
         """Processes are dealt out to the hosts of this machine in turn; GPUs fill one host after the other."""
         return replica % self.local.relays if self.costs.measured else replica // self.replicas_per_host
+
+    @property
+    def size(self) -> str:
+        """How large the fleet is, in words."""
+        count, noun = (self.replicas, "replica") if self.costs.measured else (self.cluster.gpus, "GPU")
+        return f"{count:,} {noun}{'s' * (count != 1)}"
 
     @property
     def replicas_per_host(self) -> int:

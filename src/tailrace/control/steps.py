@@ -21,7 +21,24 @@ def train(desk: Desk) -> None:
     if len(desk.ledger.ready) >= (wanted if desk.traits.streams else left):
         _train_on_picked(desk, wanted, left)
     elif desk.state.exhausted and not len(desk.ledger.pool) and not desk.ledger.open_groups:
-        stop(desk, f"the prompts ran out after {training.version} steps; {len(desk.ledger.ready)} groups are left over")
+        _ran_out(desk)
+
+
+def _ran_out(desk: Desk) -> None:
+    """What is left cannot fill a step. A run that has not trained a single one has failed."""
+    training, prompts = desk.training, desk.config.workload.prompts_per_step
+    left = len(desk.ledger.ready) + training.taken
+    partly = f", {training.taken} of them trained for a step that is not complete" if training.taken else ""
+    stop(
+        desk,
+        f"the prompts ran out after {_counted(training.version, 'step')}: {_counted(left, 'group')} left over, too few "
+        f"for one more of {prompts}{partly}",
+        failed=training.version == 0,
+    )
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 def _train_on_picked(desk: Desk, wanted: int, left: int) -> None:

@@ -16,6 +16,8 @@ from tailrace.config.errors import ConfigError
 from tailrace.config.tree import Task
 from tailrace.types import MALFORMED
 
+HELD_OUT = 256  # rows, where nobody says how many
+FEW = 5  # but no more than one in so many
 LONGEST_LINE = 64 << 20  # bytes of a JSONL row; a prompt of a million tokens has a tenth of that
 DEEPEST = 32  # lists and objects within each other: a row is copied, stored and sent, and each takes stack for it
 MOST_BYTES = 64 << 30  # of a parquet file once it is unpacked; a small file may claim anything
@@ -35,12 +37,13 @@ def read_split(task: Task, answers: bool) -> Split:
     rows = read_rows(Path(task.data), answers)
     if task.eval_data:
         return Split(rows, read_rows(Path(task.eval_data), answers))
-    if task.eval_rows >= len(rows):
+    held_out = min(HELD_OUT, len(rows) // FEW) if task.eval_rows is None else task.eval_rows
+    if held_out >= len(rows):
         raise ConfigError(
-            f"{task.data} has {len(rows)} rows and task.eval_rows holds out {task.eval_rows} of them, so none are left "
+            f"{task.data} has {len(rows)} rows and task.eval_rows holds out {held_out} of them, so none are left "
             f"to train on; write a smaller task.eval_rows, or other data as task.eval_data"
         )
-    cut = len(rows) - task.eval_rows
+    cut = len(rows) - held_out
     return Split(rows[:cut], rows[cut:])
 
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import zlib
-from difflib import get_close_matches
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
 from tailrace.config.errors import ConfigError
+from tailrace.config.near import near
 from tailrace.envs.answers import final_answer
 from tailrace.envs.base import Row, Scored, Turn
 
@@ -111,5 +111,5 @@ def _check_names(settings: dict[str, Any], known: list[str], dataset: str) -> No
 
 
 def _nearest(name: str, known: Any) -> str:
-    close = get_close_matches(name, list(known), n=1)
-    return f"did you mean '{close[0]}'?" if close else f"there are {', '.join(sorted(known))}"
+    close = near(name, known)
+    return f"did you mean '{close}'?" if close else f"there are {', '.join(sorted(known))}"

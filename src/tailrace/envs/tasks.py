@@ -7,16 +7,16 @@ a judge asks for a response, which imports the reward; neither ever does the oth
 from __future__ import annotations
 
 from collections.abc import Callable
-from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from tailrace.config.errors import ConfigError
+from tailrace.config.near import near
 from tailrace.config.tree import Config
 from tailrace.config.tree import Task as Settings
 from tailrace.envs.base import Row, Scored, Task, Turn
-from tailrace.envs.data import Split, read_split
+from tailrace.envs.data import HELD_OUT, Split, read_split
 from tailrace.envs.imports import described, find, load_object
 from tailrace.envs.rewards import BUILT_IN, Reward, UserReward, load_reward, needs_answer
 from tailrace.envs.tools import ToolUse
@@ -101,8 +101,8 @@ def _named(config: Config) -> Task:
     if ":" in settings.name:
         return _written_by_user(config)
     if settings.name not in BUILDERS:
-        close = get_close_matches(settings.name, BUILDERS, n=1)
-        hint = f"did you mean '{close[0]}'?" if close else f"there are {', '.join(BUILDERS)}"
+        close = near(settings.name, BUILDERS)
+        hint = f"did you mean '{close}'?" if close else f"there are {', '.join(BUILDERS)}"
         raise ConfigError(f"task.name = '{settings.name}' is unknown; {hint}")
     return BUILDERS[settings.name](config)
 
@@ -131,13 +131,17 @@ def _running_total(config: Config) -> Task:
 def _calculator(config: Config) -> Task:
     from tailrace.envs.arithmetic import Arithmetic
 
-    return Arithmetic(config.task.options, config.run.seed, config.task.eval_rows)
+    return Arithmetic(config.task.options, config.run.seed, _held_out(config))
 
 
 def _reasoning_gym(config: Config) -> Task:
     from tailrace.envs.reasoning import ReasoningGym
 
-    return ReasoningGym(config.task.options, config.run.seed, config.task.eval_rows)
+    return ReasoningGym(config.task.options, config.run.seed, _held_out(config))
+
+
+def _held_out(config: Config) -> int:
+    return HELD_OUT if config.task.eval_rows is None else config.task.eval_rows
 
 
 BUILDERS: dict[str, Callable[[Config], Task]] = {

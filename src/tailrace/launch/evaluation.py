@@ -27,7 +27,10 @@ class EvaluationError(ValueError):
 
 
 def measure(config: Config, weights: Path | None, progress: Progress) -> Evaluated:
-    """Play the held-out prompts with the weights in that directory; None: with those that the run starts from."""
+    """Play the held-out prompts with the weights in that directory; None: with those that the run starts from.
+
+    Where no rows are held out, its total is 0.
+    """
     config = msgspec.structs.replace(config, rollout=msgspec.structs.replace(config.rollout, threads=0))  # all cores
     if weights is not None:
         config = msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, path=str(weights)))
@@ -37,7 +40,7 @@ def measure(config: Config, weights: Path | None, progress: Progress) -> Evaluat
         tail = complaints.read().decode(errors="replace")[-2000:]
     if result.error:
         raise ConfigError(result.error)
-    if status or result.done < result.total or not result.total:
+    if status or result.done < result.total:
         raise EvaluationError(f"the evaluation ended with status {status}:\n{tail}")
     return result
 

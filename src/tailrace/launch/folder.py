@@ -7,7 +7,9 @@ from pathlib import Path
 from tailrace.config.errors import ConfigError
 from tailrace.config.fields import fields, read
 from tailrace.config.tree import Config
-from tailrace.store.run import RunStore
+from tailrace.obs.summary import JSON as SUMMARY
+from tailrace.store.journal import Journal
+from tailrace.store.run import RunStore, is_being_written
 
 # What a resumed run may be given anew: nothing that control decides by, because its decisions so far are replayed.
 MAY_CHANGE = {
@@ -44,14 +46,19 @@ def open_store(folder: Path, config: Config, resume: bool) -> RunStore:
         store.close(complete=False)
         raise
     store.meta.configure(config)
+    (folder / SUMMARY).unlink(missing_ok=True)  # of a run that failed: it goes on now
     return store
 
 
 def _refuse_taken(folder: Path) -> None:
-    if (folder / "run.db").exists():
-        raise ConfigError(
-            f"{folder} already has a run; go on with it by --resume, or begin another with --run.name NAME"
-        )
+    if not (folder / "run.db").exists():
+        return
+    another = "begin another with --run.name NAME"
+    if is_being_written(folder):
+        raise ConfigError(f"{folder} has a run that goes on now; watch it with tailrace page {folder}, or {another}")
+    if Journal(folder).complete:
+        raise ConfigError(f"{folder} has a complete run; look at it with tailrace page {folder}, or {another}")
+    raise ConfigError(f"{folder} already has a run; go on with it by --resume, or {another}")
 
 
 def _refuse_other(before: Config, now: Config, folder: Path) -> None:

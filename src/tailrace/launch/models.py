@@ -24,6 +24,8 @@ def evaluate(run: Path, version: int | None) -> int:
     weights = weights_of(run, config, version)
     with Progress("held-out accuracy") as progress:
         found = measure(config, weights, lambda done, total: progress(done, total, "prompts"))
+    if not found.total:
+        raise ConfigError("no rows are held out, so there is no accuracy to measure; write task.eval_rows above 0")
     failed = f", {found.failed} without a verdict" if found.failed else ""
     print(f"{weights.name}: accuracy {found.accuracy:.3f} on {found.total} held-out prompts{failed}")
     return 0

@@ -29,7 +29,28 @@ def open_source(config: Config) -> Source:
 
     tokenizer, context = load_tokenizer(config.model.path), context_length(config.model.path)
     examine(config, tokenizer, context)
-    return Limited(Prompts(build_task(config), tokenizer, config, context), config.task.epochs)
+    source = Limited(Prompts(build_task(config), tokenizer, config, context), config.task.epochs)
+    _refuse_too_few(config, source.total)
+    return source
+
+
+def _refuse_too_few(config: Config, total: int | None) -> None:
+    prompts, epochs = config.workload.prompts_per_step, config.task.epochs
+    if total is not None and total < prompts:
+        raise ConfigError(
+            f"the data has {total // epochs:,} rows to train on, so task.epochs = {epochs} gives {total:,} prompts, "
+            f"and one step takes {prompts:,} (workload.prompts_per_step); write fewer of these, or more epochs"
+        )
+
+
+def steps_short(config: Config, source: Source) -> str:
+    """A sentence where the prompts will not last for all steps; nothing where they will."""
+    total = source.total
+    if total is None or total >= config.run.steps * config.workload.prompts_per_step:
+        return ""
+    enough, left = divmod(total, config.workload.prompts_per_step)
+    rest = f"; {left:,} will be left over" if left else ""
+    return f"task.epochs gives {total:,} prompts, enough for {enough:,} of {config.run.steps:,} steps{rest}"
 
 
 def _require(*packages: str) -> None:

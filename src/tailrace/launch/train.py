@@ -17,13 +17,14 @@ from tailrace.launch.evaluation import measure
 from tailrace.launch.folder import CHECKPOINTS, open_store
 from tailrace.launch.keeper import Keeper
 from tailrace.launch.machines import invite, withdraw
-from tailrace.launch.sources import Later, open_source
+from tailrace.launch.sources import Later, open_source, steps_short
 from tailrace.launch.view import View
 from tailrace.model.device import check_devices
 from tailrace.obs.progress import Progress
 from tailrace.obs.summary import write_summary
 from tailrace.relay.arena import clear_abandoned
-from tailrace.runtime.controller import INTERRUPTED, Controller, Source
+from tailrace.rollout.evaluate import Evaluated
+from tailrace.runtime.controller import INTERRUPTED, Controller, RunError, Source
 from tailrace.runtime.local import read_traces
 from tailrace.runtime.parts import Tie
 from tailrace.store.journal import Journal
@@ -37,29 +38,40 @@ def train(config: Config, folder: Path, resume: bool, keeper: Keeper) -> bool:
     if keeper.begun and Journal(folder).complete:
         return _complete(folder, "the run was over already")
     source = Later(config) if keeper.begun else open_source(config)
-    note = "" if keeper.begun else check_devices(config)
-    if note:
-        print(note, file=sys.stderr, flush=True)
+    for note in () if keeper.begun else (check_devices(config), steps_short(config, source)):
+        if note:
+            print(note, file=sys.stderr, flush=True)
     clear_abandoned()
     tie = Tie(keeper.token, keeper.lifeline, keeper.door, read_traces(folder) if keeper.begun else None)
     store = open_store(folder, config, resume or keeper.begun)
     keeper.begin()
     try:
         if _evaluates(config) and store.meta.get(BEFORE) is None:
-            store.meta.set(BEFORE, str(_accuracy(config, None, "accuracy before training")))
+            _note_accuracy(store, BEFORE, _accuracy(config, None, "accuracy before training"))
             store.commit()
         reason, complete = asyncio.run(_drive(store, config, source, tie, keeper))
         clear_abandoned()  # of relays that were killed and did not come back before the end
         if complete and _evaluates(config):
-            store.meta.set(AFTER, str(_accuracy(config, _newest(folder), "accuracy after training")))
-    except BaseException:
-        store.close(complete=False)
+            _note_accuracy(store, AFTER, _accuracy(config, _newest(folder), "accuracy after training"))
+    except BaseException as error:
+        store.close(complete=False, failed=_fatal(error))
+        if isinstance(error, RunError):
+            with suppress(OSError):  # the sentence that ended the run matters more
+                write_summary(folder)
         raise
     store.close(complete=complete)
     if complete:
         return _complete(folder, reason)
     print(f"interrupted; the same command with --resume goes on from here ({folder})")
     return False
+
+
+def _fatal(error: BaseException) -> str:
+    """The sentence that ended the run; nothing for Ctrl-C, which is no failure."""
+    if not isinstance(error, Exception):
+        return ""
+    ours = type(error).__module__.startswith("tailrace")
+    return str(error) if ours else f"{type(error).__name__}: {error}"
 
 
 def _complete(folder: Path, reason: str) -> bool:
@@ -69,13 +81,18 @@ def _complete(folder: Path, reason: str) -> bool:
 
 
 def _evaluates(config: Config) -> bool:
-    has_rows = bool(config.task.name or config.task.eval_data or config.task.eval_rows)
+    has_rows = bool(config.task.name or config.task.eval_data or config.task.eval_rows != 0)
     return config.run.evaluate and config.rollout.engine == "native" and has_rows
 
 
-def _accuracy(config: Config, weights: Path | None, title: str) -> float:
+def _accuracy(config: Config, weights: Path | None, title: str) -> Evaluated:
     with Progress(title) as progress:
-        return measure(config, weights, lambda done, total: progress(done, total, "prompts")).accuracy
+        return measure(config, weights, lambda done, total: progress(done, total, "prompts"))
+
+
+def _note_accuracy(store: RunStore, key: str, found: Evaluated) -> None:
+    if found.total:
+        store.meta.set(key, str(found.accuracy))
 
 
 def _newest(folder: Path) -> Path | None:

@@ -22,7 +22,7 @@ SLICE = 1000  # events of the history between two turns of the controller
 
 class View:
     def __init__(self, store: RunStore, config: Config) -> None:
-        self.live = LiveRun(config)
+        self.live = LiveRun(config, name=store.folder.name)
         self._history = store.entries()
         self._until = store.last_seq
         self._waiting: list[Callable[[], None]] | None = []  # None: the history has been gone through

@@ -39,6 +39,8 @@ _HAZARD = np.where(_BELOW < 0.5, -np.log1p(-np.minimum(_BELOW, 0.5)), -np.log(_A
 Z_P90 = NormalDist().inv_cdf(0.90)
 Z_P99 = NormalDist().inv_cdf(0.99)
 
+_LONGEST = 100.0  # as a logarithm: above any cap
+
 _SIGMAS = np.geomspace(0.01, 6.0, 96).tolist()
 
 
@@ -80,7 +82,7 @@ def lognormal(lengths: Lengths, cap: int) -> Law:
     if lengths.tail_share or lengths.tail_alpha:
         raise ConfigError('lengths.tail_share and tail_alpha need a tail: write lengths.law = "mixture".')
     location, sigma = _fit(lengths, cap)
-    return lambda normals: np.exp(location + sigma * normals)
+    return lambda normals: np.exp(np.minimum(location + sigma * normals, _LONGEST))
 
 
 def mixture(lengths: Lengths, cap: int) -> Law:

@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tailrace.config.errors import ConfigError
+from tailrace.config.shapes import is_gguf, why_no_model
+from tailrace.config.sources import PACKAGE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-PACKAGE = "package:"
 WEIGHTS = "*.safetensors"  # no other kind: a .bin file is a pickle, which can run code
 INDEX = "model.safetensors.index.json"
 
@@ -35,6 +36,14 @@ def model_folder(path: str) -> Path:
     if place.is_file() and place.suffix == ".gguf":
         return _converted(place)
     return _checked(place)
+
+
+def check_path(path: str) -> None:
+    """ConfigError if `path` stands for no model; nothing is read or converted."""
+    if path.startswith(PACKAGE):
+        _package_file(path.removeprefix(PACKAGE))
+    elif not is_gguf(path):
+        _checked(Path(path).expanduser())
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
@@ -114,10 +123,8 @@ def end_tokens(path: str, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
 
 
 def _checked(folder: Path) -> Path:
-    if not folder.is_dir():
-        raise ConfigError(f"model.path: there is no directory {folder}; give a Hugging Face model directory")
     if not (folder / "config.json").is_file():
-        raise ConfigError(f"model.path: {folder} has no config.json, so it is not a Hugging Face model directory")
+        raise ConfigError(why_no_model(str(folder)))
     if not any(folder.glob(WEIGHTS)):
         raise ConfigError(f"model.path: {folder} has no weights; a file such as model.safetensors is missing")
     _refuse_shards_elsewhere(folder)

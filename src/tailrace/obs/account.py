@@ -113,7 +113,7 @@ class Account:
         self.repacks = 0
         self.moved = 0
         self.failures = 0  # of samples, each attempt
-        self.generated = 0  # tokens of finished samples
+        self.finished_tokens = 0  # of finished samples, prompts included, as everywhere
         self.load: Counter[ReplicaId] = Counter()  # running samples
         self.touched: set[ReplicaId] = set()  # whose load the last event changed
         self._samples: dict[TrajectoryId, Sample] = {}
@@ -178,7 +178,7 @@ class Account:
         if sample is not None:
             self._detach(sample)
             sample.tokens, sample.oldest, sample.reward = meta.tokens, meta.oldest, meta.reward
-            self.generated += meta.tokens
+            self.finished_tokens += sample.prompt_tokens + meta.tokens
 
     def _sample_failed(self, event: SampleFailed) -> None:
         sample = self._current(event.trajectory, event.epoch)

@@ -17,6 +17,7 @@ import msgspec
 from tailrace.config.tree import Config
 from tailrace.obs.account import Account, Staleness, StepRecord, Tally, staleness
 from tailrace.obs.activity import Activity, ReplicaLane
+from tailrace.obs.ending import LastStop
 from tailrace.protocol import (
     Command,
     ControllerRestarted,
@@ -43,6 +44,7 @@ from tailrace.types import ReplicaId, Version, label
 RECENT = 10  # steps over which figures are smoothed
 HAPPENINGS = 50  # kept to be shown
 STALL = "publish/stall_s"
+ENDED = "ended"  # what a part does once the run is over
 
 
 Weight = Literal["small", "notable", "alarming"]  # small: only where there is room for it
@@ -79,7 +81,7 @@ class RunView(msgspec.Struct, frozen=True, kw_only=True):
     trained_samples: int
     trained_tokens: int
     tokens_per_s: float  # trained, of the last steps
-    generated_tokens: int
+    finished_tokens: int  # of all finished samples, trained or not
     staleness: Staleness
     replicas: tuple[ReplicaView, ...]
     trainer: str  # its state
@@ -96,17 +98,23 @@ class RunView(msgspec.Struct, frozen=True, kw_only=True):
     measured: Mapping[str, float]  # the trainer's newest figures
     stopped: str  # why the run is over
 
+    def over(self) -> RunView:
+        """The last look: nobody generates or trains any more, whatever the last event has left behind."""
+        still = [msgspec.structs.replace(one, state=ENDED, running=0, waiting=0) for one in self.replicas]
+        return msgspec.structs.replace(self, replicas=tuple(still), trainer=ENDED, eta_s=None)
+
 
 class LiveRun:
-    def __init__(self, config: Config, timeline: bool = False) -> None:
+    def __init__(self, config: Config, timeline: bool = False, name: str = "") -> None:
         self.config = config
+        self.name = name or config.run.name or "run"
         self.account = Account(config.workload.group_size)
         self.activity = Activity(timeline)
         self.happenings: deque[Happening] = deque(maxlen=HAPPENINGS)
         self.happened = 0  # ever, so that a reader knows which are new
         self.measured: dict[str, float] = {}
         self.version: Version = -1
-        self.stopped = ""
+        self._ending = LastStop()
         self.seconds = 0.0
         self._last_now: float | None = None
         self._stalls = 0
@@ -132,7 +140,7 @@ class LiveRun:
         for text, weight in _told(event, commands):
             self._tell(text, weight)
         self._recent.extend(account.steps[steps:])
-        self.stopped = next((command.reason for command in commands if isinstance(command, Stop)), self.stopped)
+        self._ending.see(event, commands)
 
     def measure(self, now: float, step: int, source: str, values: Mapping[str, float]) -> None:
         """What a part measured of itself."""
@@ -159,6 +167,15 @@ class LiveRun:
     def began(self) -> float:
         """When the first sample was given to a replica: from here on rates are counted."""
         return self.activity.began or 0.0
+
+    @property
+    def stop(self) -> Stop | None:
+        """Control's order to end the run."""
+        return self._ending.stop
+
+    @property
+    def stopped(self) -> str:
+        return self.stop.reason if self.stop else ""
 
     @property
     def publish_stall_s(self) -> float:
@@ -197,7 +214,7 @@ class LiveRun:
             trained_samples=account.total.samples,
             trained_tokens=account.total.tokens,
             tokens_per_s=self._recent_rate(),
-            generated_tokens=account.generated,
+            finished_tokens=account.finished_tokens,
             staleness=staleness(account.total.ages),
             replicas=tuple([self._replica_view(id, lanes[id], seconds) for id in sorted(lanes)]),
             trainer=self.activity.trainer.state,

@@ -42,7 +42,7 @@ HEADINGS = {
     "moved": "trajectories moved",
     "pull_wait_s": "wait per pull, s",
     "publish_stall_s": "stall per publication, s",
-    "generated_tokens_per_s": "generated tokens/s",
+    "decoded_tokens_per_s": "decoded tokens/s",
     "dollars_per_million_tokens": "$ per million tokens",
     "virtual_s": "virtual time, s",
 }

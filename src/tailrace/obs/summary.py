@@ -14,6 +14,7 @@ import msgspec
 from tailrace.config.tree import Config
 from tailrace.obs.account import Staleness, StepRecord, staleness
 from tailrace.obs.activity import Span
+from tailrace.obs.ending import Ending, ending_of
 from tailrace.obs.live import LiveRun
 from tailrace.store.journal import Journal
 from tailrace.store.metrics import measurements
@@ -43,6 +44,7 @@ class LedgerCounts(msgspec.Struct, frozen=True):
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """`summary.json`, field by field. Shares lie between 0 and 1, times are seconds."""
 
+    ended: Ending
     accuracy: Accuracy
     wall_s: float  # in which the run was running
     steps: int
@@ -88,7 +90,8 @@ def summarise(run: Path) -> Report:
         if one.value is not None:
             live.measure(one.now, one.step, one.source, {one.name: one.value})
     accuracy = Accuracy(_noted(journal, "accuracy_before"), _noted(journal, "accuracy_after"))
-    return Report(_summary(live, accuracy), _history(live, config, config.run.name or journal.path.parent.name))
+    ended = ending_of(journal.meta, journal.path.parent, live.stop)
+    return Report(_summary(live, ended, accuracy), _history(live, config, config.run.name or journal.path.parent.name))
 
 
 def write_summary(run: Path, stream: TextIO | None = None) -> Summary:
@@ -122,11 +125,12 @@ def _noted(journal: Journal, key: str) -> float | None:
     return float(value) if value else None
 
 
-def _summary(live: LiveRun, accuracy: Accuracy) -> Summary:
+def _summary(live: LiveRun, ended: Ending, accuracy: Accuracy) -> Summary:
     account = live.account
     tally = account.tally
     counts = (tally.started, tally.trained, tally.dropped_stale, tally.filtered, tally.failed, tally.in_flight)
     return Summary(
+        ended=ended,
         accuracy=accuracy,
         wall_s=live.seconds,
         steps=len(account.steps),
@@ -179,18 +183,23 @@ def print_summary(summary: Summary, name: str, stream: TextIO) -> None:
 def summary_rows(summary: Summary) -> list[tuple[str, str]]:
     ages, ledger, accuracy = summary.staleness, summary.ledger, summary.accuracy
     ends = f"{ledger.trained:,} trained + {ledger.dropped_stale:,} stale + {ledger.filtered:,} filtered"
-    rows = [
-        ("held-out accuracy", f"{_figure(accuracy.before)} before, {_figure(accuracy.after)} after"),
+    accuracies = [] if accuracy == Accuracy(None, None) else [_accuracies(accuracy)]
+    return [
+        ("ended", str(summary.ended)),
+        *accuracies,
         ("steps", f"{summary.steps:,} in {summary.wall_s:,.1f} s"),
-        ("trained", f"{summary.trained_samples:,} samples, {summary.trained_tokens:,} tokens"),
-        ("tokens/s", f"{summary.tokens_per_s:,.0f}"),
+        ("trained", f"{summary.trained_samples:,} samples, {summary.trained_tokens:,} tokens (prompts included)"),
+        ("trained tokens/s", f"{summary.tokens_per_s:,.0f}"),
         ("staleness", f"{ages.mean:.2f} mean, {ages.p95:.0f} p95, {ages.max} max"),
         ("repacks", f"{summary.repacks:,}, {summary.moved:,} samples moved"),
         ("stall per publication", f"{summary.publish_stall_s:.3f} s"),
         ("idle", f"trainer {100 * summary.trainer_idle:.0f} %, replicas {100 * summary.rollout_idle:.0f} %"),
         ("groups", f"{ledger.started:,} started = {ends} + {ledger.failed:,} failed + {ledger.in_flight:,} in flight"),
     ]
-    return rows if accuracy != Accuracy(None, None) else rows[1:]
+
+
+def _accuracies(accuracy: Accuracy) -> tuple[str, str]:
+    return "held-out accuracy", f"{_figure(accuracy.before)} before, {_figure(accuracy.after)} after"
 
 
 def _figure(value: float | None) -> str:

@@ -34,11 +34,12 @@ COLUMNS = (
 )
 
 
-def print_results(rows: Sequence[Row], title: str, stream: TextIO) -> None:
+def print_results(rows: Sequence[Row], title: str, stream: TextIO, size: str = "") -> None:
+    """`size`: how large the fleet is, where it does not consist of GPUs."""
     console = Console(file=stream, highlight=False)
     counts = list(dict.fromkeys(row["gpus"] for row in rows))
     for gpus in counts:
-        table = _table([row for row in rows if row["gpus"] == gpus], f"{title}{gpus:,} GPUs")
+        table = _table([row for row in rows if row["gpus"] == gpus], f"{title}{size or f'{gpus:,} GPUs'}")
         console.width = _width(table)  # numbers are never cut; a narrow terminal wraps the line
         console.print(table)
         if gpus != counts[-1]:

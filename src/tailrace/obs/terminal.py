@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import inf
 from types import TracebackType
-from typing import Protocol, Self, TextIO
+from typing import NamedTuple, Protocol, Self, TextIO
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -27,9 +27,13 @@ from tailrace.obs.live import Happening, LiveRun, ReplicaView, RunView
 
 REFRESH_S = 0.25
 BAR = 24  # characters
+SHORTEST_BAR = 4
+SHARE = 5  # "100 %"
+COLUMNS = 48  # of the table of replicas, beside the bar and what lies between them
+GAP = "   "  # between two figures
 STATE_STYLES = {"generating": "cyan", "training": "green", "pulling": "blue", "idle": "yellow", "lost": "bold red"}
 WHY_IDLE = {"idle": "no work admitted", "lost": "lost"}
-FIGURES = ("loss", "entropy", "kl", "grad_norm")  # of the trainer, if it measures them
+FIGURES = ("loss", "kl", "entropy", "grad_norm")  # of the trainer, if it measures them
 
 
 class Show(Protocol):
@@ -120,12 +124,12 @@ class Screen:
     def __call__(self, now: float) -> None:
         if now - self._drawn >= REFRESH_S:
             self._drawn = now
-            self._draw(now)
+            self._draw(self.live.view(now))
 
-    def _draw(self, now: float | None) -> None:
-        title = f"{self.live.config.run.name or 'run'} · {self.live.config.schedule.kind}"
+    def _draw(self, view: RunView) -> None:
+        title = f"{self.live.name} · {self.live.config.schedule.kind}"
         height, width = self.console.height, self.console.width
-        self._screen.update(picture(self.live.view(now), title, height - 1, width), refresh=True)
+        self._screen.update(picture(view, title, height - 1, width), refresh=True)
 
     def __enter__(self) -> Self:
         self._screen.start()
@@ -135,18 +139,18 @@ class Screen:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            self._draw(None)
+            self._draw(self.live.view().over())
         finally:
             self._screen.stop()
 
 
 def picture(view: RunView, title: str, height: int, width: int) -> RenderableType:
     """All of it in at most `height` lines: replicas and happenings give way where there is little room."""
-    above = [_header(view, title, width), _figures(view), Text()]
-    below = [_trainer(view), _idleness(view), _groups(view)]
+    above = [_header(view, title, width), _figures(view, width), Text()]
+    below = [_trainer(view, width), _idleness(view, width), _groups(view, width)]
     room = height - len(above) - len(below) - 1  # the table has a head
     shown = max(0, min(len(view.replicas), room - 2 if len(view.replicas) > room - 2 else room))
-    table = [_replicas(view.replicas[:shown])] if shown else []
+    table = [_replicas(view.replicas[:shown], width)] if shown else []
     hidden = len(view.replicas) - shown
     more = [_line(f"… and {hidden:,} more replicas", "dim")] if hidden else []
     left = room - shown - len(more) - 1
@@ -159,49 +163,76 @@ def _line(text: str = "", style: str = "") -> Text:
 
 
 def _header(view: RunView, title: str, width: int) -> Text:
-    done = view.steps / max(1, view.total_steps)
-    length = max(8, min(40, width - len(title) - 44))
-    full = round(done * length)
-    line = _line()
-    line.append(title, "bold")
-    line.append("  " + "━" * full, "green").append("━" * (length - full), "bright_black")
-    line.append(f"  step {view.steps}/{view.total_steps}", "bold")
-    line.append(f"  {clock(view.seconds)}")
-    if view.stopped:
-        line.append(f"  {view.stopped}", "bold")
-    elif view.eta_s is not None:
-        line.append(f", {clock(view.eta_s)} to go", "dim")
+    """How far it is matters most: the bar gives way to it, and then the end of a long name."""
+    step, far = f"  step {view.steps}/{view.total_steps}", f"  {clock(view.seconds)}"
+    rest = f"  {view.stopped}" if view.stopped else f", {clock(view.eta_s)} to go" if view.eta_s is not None else ""
+    needed = len(step) + len(far) + (0 if view.stopped else len(rest))
+    name = title if len(title) + needed <= width else f"{title[: max(8, width - needed - 1)]}…"
+    length = min(40, width - len(name) - len(step) - len(far) - len(rest) - 2)
+    full = round(view.steps / max(1, view.total_steps) * length)
+    line = _line().append(name, "bold")
+    if length >= SHORTEST_BAR:
+        line.append("  " + "━" * full, "green").append("━" * (length - full), "bright_black")
+    return line.append(step, "bold").append(far).append(rest, "bold" if view.stopped else "dim")
+
+
+class Item(NamedTuple):
+    """A figure with its name, and more about it where there is room."""
+
+    name: str
+    value: str
+    more: str = ""
+
+    @property
+    def length(self) -> int:
+        return len(" ".join(filter(None, self)))
+
+
+def _row(items: Sequence[Item], width: int, begin: Text | None = None) -> Text:
+    """The figures in their order; the last ones say less, and then nothing, until the line fits."""
+    line = begin or _line()
+    shown = list(items)
+    for place in reversed(range(len(shown))):
+        if _length(shown, len(line)) > width:
+            shown[place] = shown[place]._replace(more="")
+    while shown and _length(shown, len(line)) > width:
+        shown.pop()
+    for item in shown:
+        line.append(GAP if len(line) else "").append(f"{item.name} ", "dim").append(item.value, "bold")
+        line.append(f" {item.more}" if item.more else "", "dim")
     return line
 
 
-def _figures(view: RunView) -> Text:
+def _length(items: Sequence[Item], begun: int) -> int:
+    return begun + sum(item.length for item in items) + len(GAP) * (len(items) - (not begun))
+
+
+def _figures(view: RunView, width: int) -> Text:
     ages = view.staleness
-    line = _line()
-    _say(line, "reward", number(view.reward), f"({number(view.smooth_reward)} of late)")
-    _say(line, "tokens/s", f"{view.tokens_per_s:,.0f}")
-    _say(line, "staleness", f"{ages.mean:.1f}", f"(p95 {ages.p95:.0f}, max {ages.max})")
-    _say(line, "repacks", f"{view.repacks:,}", f"({view.moved:,} moved)")
-    _say(line, "version", f"{view.version}" if view.version >= 0 else "-")
-    return line
+    items = [
+        Item("reward", number(view.reward), f"({number(view.smooth_reward)} of late)"),
+        Item("tokens/s", f"{view.tokens_per_s:,.0f}"),
+        Item("staleness", f"{ages.mean:.1f}", f"(p95 {ages.p95:.0f}, max {ages.max})"),
+        Item("version", f"{view.version}" if view.version >= 0 else "-"),
+        Item("repacks", f"{view.repacks:,}", f"({view.moved:,} moved)"),
+    ]
+    return _row(items, width)
 
 
-def _say(line: Text, name: str, value: str, more: str = "") -> None:
-    line.append("   " if len(line) else "").append(f"{name} ", "dim").append(value, "bold")
-    if more:
-        line.append(f" {more}", "dim")
-
-
-def _replicas(replicas: tuple[ReplicaView, ...]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+def _replicas(replicas: tuple[ReplicaView, ...], width: int) -> Table:
+    """The bar is as long as the other columns leave it; without room for one there is the share alone."""
+    gap = 2 if width >= COLUMNS + 6 * 2 else 1
+    bar = max(0, min(BAR, width - COLUMNS - 6 * gap))
+    table = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False, header_style="dim")
     for name in ("replica", "state", "version"):
         table.add_column(name, no_wrap=True)
-    table.add_column("KV", no_wrap=True, min_width=BAR + 6)
+    table.add_column("KV", no_wrap=True, min_width=bar + SHARE)
     for name in ("samples", "waiting", "idle"):
         table.add_column(name, justify="right", no_wrap=True)
     for one in replicas:
         version = f"v{one.version}" if one.version >= 0 else "-"
         counts = (f"{one.running:,}", f"{one.waiting:,}", percent(one.idle))
-        table.add_row(f"r{one.id}", _state(one.state), version, _bar(one.kv), *counts)
+        table.add_row(f"r{one.id}", _state(one.state), version, _bar(one.kv, bar), *counts)
     return table
 
 
@@ -209,41 +240,44 @@ def _state(state: str) -> Text:
     return _line(state, STATE_STYLES.get(state, "dim"))
 
 
-def _bar(share: float) -> Text:
-    full = round(share * BAR)
+def _bar(share: float, length: int) -> Text:
+    full = round(share * length)
     colour = "red" if share > 0.95 else "cyan"
-    return Text("█" * full, colour).append("░" * (BAR - full), "bright_black").append(f" {percent(share):>5}", "")
+    return Text("█" * full, colour).append("░" * (length - full), "bright_black").append(f"{percent(share):>{SHARE}}")
 
 
-def _trainer(view: RunView) -> Text:
-    line = _line("trainer  ", "dim").append_text(_state(view.trainer))
-    _say(line, "idle", percent(view.trainer_idle), "waiting for data" if view.trainer == "idle" else "")
-    _say(line, "stall per publication", f"{view.publish_stall_s:.3f} s")
+def _trainer(view: RunView, width: int) -> Text:
+    items = [Item("idle", percent(view.trainer_idle), "waiting for data" if view.trainer == "idle" else "")]
     for name in FIGURES:
         value = next((v for key, v in view.measured.items() if key.rpartition("/")[2] == name), None)
         if value is not None:
-            _say(line, name.replace("_", " "), f"{value:.3g}")
-    return line
+            items.append(Item(name.replace("_", " "), f"{value:.3g}"))
+    items.append(Item("stall per publication", f"{view.publish_stall_s:.3f} s"))
+    return _row(items, width, _line("trainer  ", "dim").append_text(_state(view.trainer)))
 
 
-def _idleness(view: RunView) -> Text:
-    line = _line("replicas ", "dim")
-    line.append(f"idle {percent(view.rollout_idle)}", "bold")
+def _idleness(view: RunView, width: int) -> Text:
     shares = view.rollout_shares
     why = [f"{words} {percent(shares[state])}" for state, words in WHY_IDLE.items() if shares.get(state, 0.0) >= 0.005]
-    line.append(f" ({', '.join(why)})" if why else "", "dim")
-    _say(line, "pulling", percent(shares.get("pulling", 0.0)))
-    _say(line, "failed samples", f"{view.failures:,}")
-    return line
+    items = [
+        Item("idle", percent(view.rollout_idle), f"({', '.join(why)})" if why else ""),
+        Item("failed samples", f"{view.failures:,}"),
+        Item("pulling", percent(shares.get("pulling", 0.0))),
+    ]
+    return _row(items, width, _line("replicas", "dim"))
 
 
-def _groups(view: RunView) -> Text:
+def _groups(view: RunView, width: int) -> Text:
+    """Where the line is too short for all of them, those of which there are none are left out."""
     tally = view.ledger
-    line = _line("groups   ", "dim")
-    line.append(f"{tally.started:,} started", "bold").append(" = ", "dim")
-    line.append(f"{tally.trained:,} trained + {tally.dropped_stale:,} stale + {tally.filtered:,} filtered + ")
-    line.append(f"{tally.failed:,} failed + {tally.in_flight:,} in flight")
-    return line
+    ends = [(tally.trained, "trained"), (tally.dropped_stale, "stale"), (tally.filtered, "filtered")]
+    ends += [(tally.failed, "failed"), (tally.in_flight, "in flight")]
+    begin = f"groups   {tally.started:,} started = "
+    for kept in (ends, [end for end in ends if end[0]]):
+        text = " + ".join(f"{count:,} {what}" for count, what in kept)
+        if len(begin) + len(text) <= width:
+            break
+    return _line("groups   ", "dim").append(f"{tally.started:,} started", "bold").append(" = ", "dim").append(text)
 
 
 def _happenings(happenings: tuple[Happening, ...]) -> Iterator[Text]:

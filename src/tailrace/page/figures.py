@@ -16,6 +16,7 @@ from tailrace.config.tree import Config
 from tailrace.obs.account import StepRecord
 from tailrace.obs.activity import Lane, coarse
 from tailrace.obs.chronicle import Chronicle, Told
+from tailrace.obs.ending import Ending
 from tailrace.obs.live import LiveRun, RunView
 from tailrace.obs.summary import Accuracy, LedgerCounts
 from tailrace.protocol import Forget
@@ -117,7 +118,7 @@ class RunState(msgspec.Struct, frozen=True):
 
     name: str
     created: str
-    state: str  # running, finished or interrupted
+    ended: Ending
     accuracy: Accuracy
     behind: bool  # a long history is still being gone through
     trouble: str = ""  # why it cannot be read any further
@@ -189,6 +190,8 @@ class Figures:
 
     def shown(self, about: RunState) -> Shown:
         live, view = self.live, self.live.view()
+        if about.ended.state != "running":
+            view = view.over()
         lanes = sorted(live.activity.replicas.items())[:LANES]
         named = [("trainer", live.activity.trainer), *[(label("replica", id), lane) for id, lane in lanes]]
         told = [one._replace(at=_round(one.at), text=one.text[:LONGEST_SENTENCE]) for one in view.happenings]

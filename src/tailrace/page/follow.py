@@ -17,12 +17,12 @@ from typing import NamedTuple
 
 import msgspec
 
+from tailrace.obs.ending import ending_of
 from tailrace.obs.summary import Accuracy
 from tailrace.page.figures import Figures, RunState, noted
 from tailrace.store.database import JournalError
 from tailrace.store.journal import Journal
 from tailrace.store.metrics import measurements
-from tailrace.store.run import is_being_written
 
 LOOK_S = 1.0
 SLICE = 1000  # events that are folded at once; a reader of the page waits for no more
@@ -105,16 +105,8 @@ class Follower:
         return RunState(
             name=config.run.name or os.fsencode(folder.resolve().name).decode(errors="replace"),
             created=meta.get("created", ""),
-            state=self._state(folder),
+            ended=ending_of(meta, folder, self._figures.live.stop),
             accuracy=Accuracy(noted(meta, "accuracy_before"), noted(meta, "accuracy_after")),
             behind=behind,
             trouble=self._trouble,
         )
-
-    def _state(self, folder: Path) -> str:
-        if "complete" in self._meta:
-            return "finished"
-        try:
-            return "running" if is_being_written(folder) else "interrupted"
-        except OSError:
-            return "interrupted"

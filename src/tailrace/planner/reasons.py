@@ -22,12 +22,17 @@ def reasons_for(
     """`config` and `sync` are of the baseline, `best` is the best asynchronous result, `refusal` why there is none."""
     if best is None:
         yield f"No asynchronous schedule can run: {refusal or 'none was within the budget of simulations'}."
-    yield _synchronous_step(sync)
+    yield _synchronous_step(config, sync)
     yield from _why_it_helps(config, sync, best, theory) if helps and best else _why_not(config, sync, best, theory)
 
 
-def _synchronous_step(sync: Result) -> str:
+def _synchronous_step(config: Config, sync: Result) -> str:
     trains, generates, waits = _shares(sync)
+    if not config.colocated:
+        return (
+            f"In a synchronous step of {sync.step_s:.1f} s the trainer works for {trains:.0%} of the time and the "
+            f"replicas for {1 - sync.rollout_idle:.0%}."
+        )
     return (
         f"Of a synchronous step of {sync.step_s:.0f} s, the GPUs train for {trains:.0%}, generate for {generates:.0%} "
         f"and stand idle for {waits:.0%}."
@@ -72,10 +77,8 @@ def _why_it_helps(config: Config, sync: Result, best: Result, theory: Theory | N
 def _why_not(config: Config, sync: Result, best: Result | None, theory: Theory | None) -> Iterator[str]:
     trains, _, waits = _shares(sync)
     if trains >= MOSTLY_TRAINING:
-        yield (
-            f"Training dominates ({trains:.0%}), and it takes as many GPU-seconds either way: moving generation to "
-            "other GPUs takes these from the trainer."
-        )
+        why = "it takes as many GPU-seconds either way: moving generation to other GPUs takes these from the trainer"
+        yield f"Training dominates ({trains:.0%}), and {why if config.colocated else 'it takes as long either way'}."
     if theory and theory.longest_over_mean < SHORT_TAIL:
         yield (
             f"The longest completion of a step is only {theory.longest_over_mean:.1f} times the mean: there is no tail "

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from tailrace.config import Config
+from tailrace.config.defaults import FLEET, following_fleet
 from tailrace.config.fields import UNSET, fields, leaf, read
 from tailrace.planner.search import Candidate, Plan
 from tailrace.sim.measure import Result
@@ -27,9 +28,16 @@ def render_plan(plan: Plan) -> str:
 def fragment(asked: Config, best: Config) -> str:
     """The settings of `best` that differ from `asked`, as TOML: to be loaded after the user's file."""
     tables: dict[str, list[str]] = {}
-    for key, value in differences(asked, best).items():
+    for key, value in (differences(asked, best) | _fleet_to_say(asked, best)).items():
         tables.setdefault(key.rpartition(".")[0], []).append(f"{leaf(key)} = {_literal(value)}")
     return "\n\n".join("\n".join((f"[{section}]", *lines)) for section, lines in tables.items())
+
+
+def _fleet_to_say(asked: Config, best: Config) -> dict[str, Any]:
+    """The fleet, where it may have followed from settings that the plan changes."""
+    before, after = following_fleet(asked), following_fleet(best)
+    same = [key for key in FLEET if read(asked, key) == read(best, key) == before[key] != after[key]]
+    return {key: read(best, key) for key in same}
 
 
 def _literal(value: Any) -> str:
@@ -70,14 +78,19 @@ def _entry(plan: Plan, candidate: Candidate) -> dict[str, Any]:
 
 def describe(config: Config) -> str:
     """A config in a few words: "trajectory, 24 + 40 GPUs, TP 1, staleness 2"."""
-    shared = f"{config.cluster.gpus} GPUs shared"
-    gpus = shared if config.colocated else f"{config.trainer_gpus} + {config.rollout_gpus} GPUs"
-    words = [config.schedule.kind, gpus, f"TP {config.split.tensor_parallel}"]
+    words = [config.schedule.kind, _hardware(config)]
     if config.schedule.kind not in ("sync", "one_step"):
         words.append(f"staleness {config.schedule.max_staleness}")
     if config.schedule.max_inflight:
         words.append(f"{config.schedule.max_inflight} in flight")
     return ", ".join(words)
+
+
+def _hardware(config: Config) -> str:
+    if config.costs.measured:
+        return config.size
+    split = f"{config.size} shared" if config.colocated else f"{config.trainer_gpus} + {config.rollout_gpus} GPUs"
+    return f"{split}, TP {config.split.tensor_parallel}"
 
 
 def _verdict(plan: Plan) -> str:
@@ -112,7 +125,7 @@ def _row(name: str, result: Result) -> tuple[str, ...]:
         f"{result.trainer_idle:.0%}",
         f"{result.rollout_idle:.0%}",
         f"{result.staleness.mean:.1f} / {result.staleness.max}",
-        f"{result.dollars_per_million_tokens:.3f}",
+        f"{result.dollars_per_million_tokens:.3f}" if result.dollars_per_million_tokens else "-",
     )
 
 

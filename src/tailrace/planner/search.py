@@ -25,7 +25,7 @@ from tailrace.config.tree import ScheduleKind
 from tailrace.planner.balance import Theory, theory
 from tailrace.planner.reasons import reasons_for
 from tailrace.planner.space import ASYNC_KINDS, Point, Space
-from tailrace.sim.cluster import Simulation, StandstillError
+from tailrace.sim.cluster import FleetLostError, Simulation, StandstillError
 from tailrace.sim.costs import check_fit
 from tailrace.sim.measure import Result
 
@@ -87,6 +87,8 @@ def plan(config: Config, progress: Progress | None = None, simulations: int | No
 
 def theories_of(config: Config) -> dict[int, Theory]:
     """The balance at every tensor parallelism that fits: powers of two up to a host, and the user's own."""
+    if config.costs.measured:
+        return {}  # processes of one machine are not split
     host = min(config.cluster.gpus_per_host, config.cluster.gpus)
     found: dict[int, Theory] = {}
     for ways in sorted({1 << power for power in range(host.bit_length())} | {config.split.tensor_parallel}):
@@ -115,7 +117,7 @@ def _apart(config: Config, ways: int) -> Config:
 def effort_for(config: Config, theories: dict[int, Theory]) -> Effort:
     """Fewer and shorter simulations for fleets whose every step takes long to simulate."""
     step_s = min((each.async_step_s for each in theories.values()), default=0.0)
-    beats = config.cluster.gpus / config.split.tensor_parallel * step_s / config.health.heartbeat_s
+    beats = config.replicas * step_s / config.health.heartbeat_s
     seconds_per_step = (2 * config.workload.trajectories_per_step + beats) / EVENTS_PER_S
     affordable = int(SEARCH_S / max(4 * seconds_per_step, 1e-9))
     short, long = (4, 10) if affordable >= FEWEST else (3, 5)
@@ -185,7 +187,7 @@ class Search:
         if own and own.config.schedule.kind == "sync" and _rate(own) > _rate(baseline):
             baseline = own  # short runs chose the other one
         if baseline is None:
-            raise ConfigError("synchronous training came to a standstill in the simulator; there is nothing to compare")
+            raise ConfigError("synchronous training does not get through in the simulator; lower the rates in [faults]")
         ranked = sorted([each for each in finalists if each], key=lambda each: -_rate(each))
         contenders = [own, *ranked] if own and own.config.schedule.kind != "sync" else ranked
         best = _preferred(contenders) if contenders else None
@@ -253,7 +255,7 @@ class Search:
     def _caveats(self) -> tuple[str, ...]:
         if not self.stuck:
             return ()
-        return (f"{self.stuck} of the settings tried came to a standstill in the simulator and were left out.",)
+        return (f"{self.stuck} of the settings tried lost their fleet or came to a standstill, and were left out.",)
 
     # ------------------------------------------------------------------------------------------------------ simulating
 
@@ -316,10 +318,10 @@ def _preferred(candidates: Sequence[Candidate]) -> Candidate:
 
 
 def simulate(config: Config) -> Result | None:
-    """One simulation, in whatever process; None where the fleet came to a standstill."""
+    """One simulation, in whatever process; None where the fleet was lost or came to a standstill."""
     try:
         return Simulation(config).run()
-    except StandstillError:
+    except (StandstillError, FleetLostError):
         return None
 
 

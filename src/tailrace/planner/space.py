@@ -36,6 +36,7 @@ class Space:
         cluster = config.cluster
         other_card = bool(cluster.trainer_gpu) and find(cluster.trainer_gpu) != find(cluster.gpu)
         self.two_kinds = other_card  # then who has which GPUs is a matter of hardware
+        self.fixed = other_card or config.costs.measured  # nothing is divided anew
         self.shared = config.split.colocated is True and not other_card  # the user wants one set of GPUs
 
     def config_of(self, point: Point, steps: int) -> Config:
@@ -68,19 +69,18 @@ class Space:
         return "unset" if asked is None else min(asked, point.staleness)
 
     def sync(self) -> list[Point]:
+        if self.config.costs.measured:
+            return [Point("sync", self.config.split.tensor_parallel)]
         host = min(self.config.cluster.gpus_per_host, self.config.cluster.gpus)
         ways = {1 << power for power in range(host.bit_length())} | {self.config.split.tensor_parallel}
         return [Point("sync", each) for each in sorted(ways)]
 
     def starts(self) -> list[Point]:
-        """Every asynchronous schedule at theta*, at the parallelism that theory likes best."""
-        if not self.theories:  # for the sentence that says why
-            return [
-                Point("trajectory", self.config.split.tensor_parallel, staleness=self.config.schedule.max_staleness)
-            ]
-        ways = min(self.theories, key=lambda ways: self.theories[ways].async_step_s)
-        bound = self.config.schedule.max_staleness
-        split = self.nearest(ways, self.theories[ways].theta_star * self.config.cluster.gpus)
+        """Every asynchronous schedule at theta*, at the parallelism that theory likes best; without one, as it is."""
+        ways, split, bound = self.config.split.tensor_parallel, 0, self.config.schedule.max_staleness
+        if self.theories:
+            ways = min(self.theories, key=lambda ways: self.theories[ways].async_step_s)
+            split = self.nearest(ways, self.theories[ways].theta_star * self.config.cluster.gpus)
         ages: dict[str, int] = {"one_step": 1, "stream": min(1, bound)}
         return [
             Point(kind, ways, split, 0, ages.get(kind, bound)) for kind in ASYNC_KINDS if ages.get(kind, 0) <= bound
@@ -88,7 +88,7 @@ class Space:
 
     def splits(self, ways: int) -> list[int]:
         """Trainer sizes that leave no GPU unused: whole units, half hosts or whole hosts, by the size of the fleet."""
-        if self.two_kinds or self.shared:
+        if self.fixed or self.shared:
             return [0]  # as the user's config says
         gpus, per_host = self.config.cluster.gpus, self.config.cluster.gpus_per_host
         unit = self.config.split.trainer_parallel

@@ -53,6 +53,7 @@ from tailrace.protocol import (
 )
 from tailrace.runtime.parts import Parts, Tie
 from tailrace.store.run import RunStore
+from tailrace.trainer.pace import BYTES_PER_PARAMETER
 from tailrace.types import Prompt, Row
 from tailrace.watchdog import Watchdog
 from tailrace.wire.door import Door
@@ -70,7 +71,8 @@ from tailrace.wire.messages import (
 )
 
 SNAPSHOT_EVERY = 5000  # events; what a resumed run has to go through again at most
-ENDING_S = 60.0  # for the trainer's last checkpoint
+ENDING_S = 60.0  # for everybody to leave; and for the trainer's last checkpoint
+SLOW_DISK = 100e6  # bytes per second
 ACKNOWLEDGE_S = 0.5  # how often parts are told what is committed
 INTERRUPTED = "interrupted"
 STUCK_S = 10.0  # at one thing; then the controller writes to its log where it is
@@ -167,11 +169,15 @@ class Controller:
             self.store.snapshot(self.store.last_seq, self.plane.snapshot())
         finally:
             listening.cancel()
-            await self.parts.end(self.complete, ENDING_S if not self.error else 2.0)
+            await self.parts.end(self.complete, 2.0 if self.error else self._ending_s)
             self.hub.close()
         if self.error:
             raise self.error
         return self.stopped
+
+    @property
+    def _ending_s(self) -> float:
+        return ENDING_S + BYTES_PER_PARAMETER * self.config.model.parameters / SLOW_DISK
 
     @property
     def _beginning(self) -> list[Event]:

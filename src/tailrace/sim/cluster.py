@@ -64,6 +64,10 @@ class StandstillError(RuntimeError):
     """The fleet came to a standstill before the run was over: a fault of ours."""
 
 
+class FleetLostError(ValueError):
+    """Control has given the run up, as it would a real one: no replica, no relay or no trainer is left."""
+
+
 @contextmanager
 def _garbage_left_alone() -> Iterator[None]:
     """Millions of objects and hardly a cycle: looking for some would take a third of the time."""
@@ -96,6 +100,7 @@ class Simulation:
         self.learner = Learner(self)
         self.processors = Processors(self)
         self.stopped = ""
+        self.failed = False
         self.handled = 0  # events
         self._inbox: deque[Event] = deque()
         self._actions: dict[type[Command], Callable[[Any], None]] = {
@@ -118,13 +123,16 @@ class Simulation:
     # ------------------------------------------------------------------------------------------------------ running
 
     def run(self, progress: Callable[[int], None] | None = None) -> Result:
-        """Simulate until all steps are trained; `progress` is told the number of finished steps."""
+        """Simulate until all steps are trained, or FleetLostError; `progress` is told the number of finished steps."""
         self.tell(None, RunStarted(len(self.replicas), len(self.relays)))
         self.kernel.after(self.config.health.heartbeat_s, self._heartbeats)
         self.faults.begin()
         self._drain()
         with _garbage_left_alone():
             self._until_stopped(progress)
+        if self.failed:
+            steps = self.plane.state.training.version
+            raise FleetLostError(f"the fleet was lost after {steps} of {self.config.run.steps} steps: {self.stopped}")
         return self.meter.result(self.kernel.now, self.plane.state)
 
     def _until_stopped(self, progress: Callable[[int], None] | None) -> None:
@@ -206,7 +214,7 @@ class Simulation:
             self.vault.pop(id, None)
 
     def _stop(self, command: Stop) -> None:
-        self.stopped = command.reason
+        self.stopped, self.failed = command.reason, command.failed
 
     def _start(self, command: Start) -> None:
         node = self._node(command.part, command.id)

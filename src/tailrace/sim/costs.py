@@ -38,6 +38,7 @@ COLOCATED_MEMORY = 0.7  # the same where a trainer shares the card
 ENGINE_RESERVE = 2e9  # bytes per card for activations and graphs
 TRAINING_BYTES = 18  # per parameter: bf16 weights, float32 gradients, master weights and two Adam moments
 SWITCH_S = 10.0  # colocated: changing over from generation to training and back, per step (verl: 10 to 11 s)
+MOST_REPLICAS, MOST_TRAJECTORIES = 1_000_000, 10_000_000  # of one step: all that the memory of a machine holds
 PULL_S = 0.05  # start of a pull: pause, map, switch
 
 
@@ -201,10 +202,16 @@ class Costs:
 
 
 def check_fit(config: Config) -> None:
-    """Refuse a model that does not fit its GPUs, or a sequence its measured pool, before anything starts."""
+    """Refuse a model that does not fit its GPUs, a sequence its measured pool, a fleet our own memory."""
+    _check_size(config)
     if config.costs.measured:
         _check_pool(config)
         return
+    if not config.model.parameters:
+        raise ConfigError(
+            f"model.path is {config.model.path}, whose shape is not known before it is converted; "
+            "write model.preset as well, for example model.preset = 'smollm2-135m'"
+        )
     costs = Costs(config)
     need = config.workload.prompt_tokens + config.workload.max_completion_tokens
     if costs.kv_capacity < need:
@@ -216,6 +223,19 @@ def check_fit(config: Config) -> None:
             f"training {config.model.parameters / 1e9:.3g}B parameters takes {per_gpu / 1e9:.0f} GB on each of "
             f"{config.trainer_gpus} {costs.trainer_gpu.name} of {costs.trainer_gpu.memory_bytes / 1e9:.0f} GB; "
             f"give the trainer at least {fewest} GPUs (split.trainer_gpus)"
+        )
+
+
+def _check_size(config: Config) -> None:
+    replicas, trajectories = config.replicas, config.workload.trajectories_per_step
+    if replicas > MOST_REPLICAS:
+        raise ConfigError(
+            f"{replicas:,} replicas are more than the {MOST_REPLICAS:,} that can be simulated; write fewer cluster.gpus"
+        )
+    if trajectories > MOST_TRAJECTORIES:
+        raise ConfigError(
+            f"{trajectories:,} trajectories a step are more than the {MOST_TRAJECTORIES:,} that can be simulated; "
+            "write fewer workload.prompts_per_step, or a smaller workload.group_size"
         )
 
 

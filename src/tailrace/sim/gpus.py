@@ -10,10 +10,10 @@ override them before drawing conclusions about money.
 
 from __future__ import annotations
 
-import difflib
 from typing import NamedTuple
 
 from tailrace.config.errors import ConfigError
+from tailrace.config.near import near
 
 PCIE3 = 12e9  # what copies attain of x16, one direction
 PCIE4 = 25e9
@@ -87,9 +87,11 @@ def find(name: str) -> Gpu:
     key = _plain(name)
     if key in _ROWS:
         return _ROWS[key]
-    near = difflib.get_close_matches(key, _ROWS, n=1, cutoff=0.0)[0]
+    begun = {gpu.name for plain, gpu in _ROWS.items() if key and plain.startswith(key)}
+    meant = begun.pop() if len(begun) == 1 else (close := near(key, _ROWS)) and _ROWS[close].name
+    hint = f"; did you mean {meant}?" if meant else "."
     raise ConfigError(
-        f"There is no GPU {name!r} in the catalogue; the nearest is {_ROWS[near].name}. Write one of "
+        f"There is no GPU {name!r} in the catalogue{hint} Write one of "
         f"{', '.join(gpu.name for gpu in GPUS)}, or add a row of your own to GPUS in {__name__}."
     )
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from tailrace.protocol import Checkpointed, Train, Trained
 from tailrace.sim.costs import SWITCH_S
+from tailrace.trainer.pace import BYTES_PER_PARAMETER, CheckpointPace
 
 if TYPE_CHECKING:
     from tailrace.sim.cluster import Simulation
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
 class Learner:
     def __init__(self, simulation: Simulation) -> None:
         self.sim = simulation
+        config = simulation.config
+        size = BYTES_PER_PARAMETER * config.model.parameters
+        self.pace = CheckpointPace(config.trainer.checkpoint_every, config.schedule.publish_every, size, 0.0)
 
     def train(self, command: Train) -> None:
         trainer, now = self.sim.trainer, self.sim.kernel.now
@@ -72,6 +76,8 @@ class Learner:
             trainer.step, trainer.part = trainer.step + 1, 0
             self.sim.meter.stepped(trainer.step, self.sim.kernel.now)
         self.sim.tell(trainer, Trained(trainer.incarnation, command.step, command.part))
-        if command.last and trainer.step % self.sim.config.trainer.checkpoint_every == 0:
+        self.pace.trained(sum(len(group.trajectories) for group in command.groups), self.sim.meter.tokens_of(command))
+        if command.last and self.pace.is_due(trainer.step, self.sim.kernel.now):
+            self.pace.saved(self.sim.kernel.now, 0.0)
             trainer.saved = trainer.step
             self.sim.tell(trainer, Checkpointed(trainer.incarnation, trainer.step))

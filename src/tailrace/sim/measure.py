@@ -52,7 +52,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     moved: int  # trajectories
     pull_wait_s: float  # per pull of a replica
     publish_stall_s: float  # per publication
-    generated_tokens_per_s: float
+    decoded_tokens_per_s: float  # by the engines: no prompts, but also what is never trained
     dollars_per_million_tokens: float
     repacks: int
     virtual_s: float
@@ -78,6 +78,9 @@ class Meter:
         at = (command.step, command.part)
         self.tokens[at] = sum([s.prompt + s.tokens for s in sequences])
         self.ages[at] = Counter([command.step - s.oldest for s in sequences])
+
+    def tokens_of(self, command: Train) -> int:
+        return self.tokens[command.step, command.part]
 
     def stepped(self, step: int, now: float) -> None:
         if step in self.times:
@@ -134,7 +137,7 @@ class Meter:
             moved=state.moved,
             pull_wait_s=sum(r.pulled_s for r in self.replicas) / max(1, pulls),
             publish_stall_s=self.trainer.stall_s / max(1, self.trainer.pushes),
-            generated_tokens_per_s=(after.generated - self.before.generated) / seconds,
+            decoded_tokens_per_s=(after.generated - self.before.generated) / seconds,
             dollars_per_million_tokens=self.costs.dollars_per_hour / 3600.0 / max(rate, 1e-9) * 1e6,
             repacks=state.repacks,
             virtual_s=now,

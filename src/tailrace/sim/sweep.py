@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from tailrace.config.tree import Config
-from tailrace.sim.cluster import Observer, Simulation
+from tailrace.sim.cluster import FleetLostError, Observer, Simulation
 from tailrace.sim.measure import Result, Span
 
 PROCESSES = 2
@@ -31,8 +31,9 @@ Progress = Callable[[int, int, str], None]  # steps done, steps in all, what is 
 class Outcome(msgspec.Struct, frozen=True):
     """What one simulation gave; the timeline is empty unless it was asked for."""
 
-    result: Result
+    result: Result | None  # None: the fleet was lost
     timeline: list[Span]
+    lost: str = ""  # why
 
 
 def simulate(
@@ -42,7 +43,10 @@ def simulate(
     progress: Callable[[int], None] | None = None,
 ) -> Outcome:
     simulation = Simulation(config, observer, timeline)
-    result = simulation.run(progress)
+    try:
+        result = simulation.run(progress)
+    except FleetLostError as error:
+        return Outcome(None, [], str(error))
     return Outcome(result, simulation.meter.timeline or [])
 
 
@@ -57,7 +61,7 @@ def sweep(
 
 
 def describe(config: Config) -> str:
-    return f"{config.schedule.kind} on {config.cluster.gpus:,} GPUs"
+    return f"{config.schedule.kind} on {config.size}"
 
 
 def _one_by_one(configs: Sequence[Config], timelines: Sequence[bool], progress: Progress) -> list[Outcome]:

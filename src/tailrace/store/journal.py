@@ -1,6 +1,6 @@
 """The journal of a run: every event that control handled, and the commands that came of it, in `run.db`.
 
-    meta(key, value)           format, tailrace, driver, created, config (TOML); complete (last seq)
+    meta(key, value)           format, tailrace, driver, created, config (TOML); complete (last seq); failed (why)
     journal(seq, now, kind, event, commands, crc)
                                seq counts from 1 without gaps; event and commands are JSON text; crc is that of the row
                                and of all rows before it
@@ -162,7 +162,7 @@ def chained(crc: int, seq: int, now: float, kind: str, event: str, commands: str
 def _frozen(config: Config) -> str:
     """The settings as TOML that needs no other file: the figures of a config.json are written out."""
     model = msgspec.structs.replace(config.model, hf_config="")
-    return render(msgspec.structs.replace(config, model=model))
+    return render(msgspec.structs.replace(config, model=model), alone=True)
 
 
 # --------------------------------------------------------------------------------------------------------- reading

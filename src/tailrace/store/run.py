@@ -31,6 +31,7 @@ SNAPSHOTS = "CREATE TABLE snapshots (seq INTEGER PRIMARY KEY, state BLOB NOT NUL
 SCHEMA = journal.SCHEMA + vault.SCHEMA + metrics.SCHEMA + SNAPSHOTS
 HEARD = "CREATE TABLE IF NOT EXISTS heard (name TEXT PRIMARY KEY, number INTEGER NOT NULL)"
 LOCK_TRIES, LOCK_PAUSE_S = 10, 0.02
+FAILED = "failed"  # in `meta`: why the run could not go on; empty once it has been resumed
 KEPT_SNAPSHOTS = 2  # the older one in case that the newest is damaged
 
 
@@ -70,7 +71,9 @@ class RunStore:
         found = Journal(folder)
         _refuse_ended(folder, found)
         found.check()
-        return cls(folder, found.config, Database.reopen(found.path), found)
+        store = cls(folder, found.config, Database.reopen(found.path), found)
+        store.meta.set(FAILED, "")
+        return store
 
     # --------------------------------------------------------------------------------------------------- writing
 
@@ -125,21 +128,26 @@ class RunStore:
 
     # ----------------------------------------------------------------------------------------------------- ending
 
-    def close(self, complete: bool) -> None:
-        """Commit and close; a complete run cannot be reopened. Closing twice, or after an error, does no harm."""
+    def close(self, complete: bool, failed: str = "") -> None:
+        """Commit and close; a complete run cannot be reopened. Closing twice, or after an error, does no harm.
+
+        `failed`: why it could not go on, if that is so.
+        """
         if self._closed:
             return
         self._closed = True
         try:
             if not self._database.broken:
-                self._end(complete)
+                self._end(complete, failed)
         finally:
             self._database.close()
             os.close(self._lock)
 
-    def _end(self, complete: bool) -> None:
+    def _end(self, complete: bool, failed: str) -> None:
         if complete:
             self.meta.set("complete", str(self.last_seq))
+        if failed:
+            self.meta.set(FAILED, failed)
         self.commit()
 
     def __enter__(self) -> Self:
@@ -155,7 +163,10 @@ def _refuse_ended(folder: Path, found: Journal) -> None:
     if found.meta.get("driver") == "simulation":
         raise JournalError(f"{folder} is a simulation, which cannot be resumed; run it again into another directory")
     if found.complete:
-        raise JournalError(f"{folder} is a run that came to its end, so there is nothing to resume; name a new run")
+        raise JournalError(
+            f"{folder} is complete, so there is nothing to resume; to train it further, begin another run "
+            f"with --run.name NAME and --model.path at one of its checkpoints ({folder / 'checkpoints'})"
+        )
 
 
 def is_being_written(folder: Path) -> bool:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from tailrace.trainer.emulated import EmulatedLearner
+from tailrace.trainer.pace import BYTES_PER_PARAMETER
 from tailrace.types import Struct, Trajectory, Version
 from tailrace.wire.messages import Spec
 
@@ -26,6 +27,11 @@ GiveUp = Callable[[Version, str], None]  # is told what could not be sent and wh
 
 
 class Crew(Protocol):
+    @property
+    def checkpoint_bytes(self) -> int:
+        """About how large a checkpoint is."""
+        ...
+
     def restore(self, checkpoints: Path, at_most: int) -> int:
         """Take up the newest checkpoint of that step or an earlier one; returns its step, 0 if there is none."""
         ...
@@ -104,6 +110,10 @@ class EmulatedCrew:
     def __init__(self, spec: Spec) -> None:
         self.learner = EmulatedLearner(spec.config)
         self.courier = Courier(spec, self._tensors())
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        return 0
 
     def _tensors(self) -> Iterable[tuple[str, Tensor]]:
         import torch
@@ -189,6 +199,10 @@ class NativeCrew:
         self.learner.warm_up()
         self.settings = settings
         self.courier = None if spec.rank else Courier(spec, self.learner.model.named_parameters())
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        return BYTES_PER_PARAMETER * sum(one.numel() for one in self.learner.model.parameters())
 
     def restore(self, checkpoints: Path, at_most: int) -> int:
         from tailrace.trainer import checkpoint

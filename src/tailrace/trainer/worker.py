@@ -8,11 +8,11 @@ buffer: the stream to the master relay runs beside the next step.
 from __future__ import annotations
 
 import time
-from math import lcm
 from pathlib import Path
 
 from tailrace.protocol import Alive, Checkpointed, Publish, PublishFailed, Train, Trained, TrainerJoined
 from tailrace.trainer.crew import Crew, build_crew
+from tailrace.trainer.pace import CheckpointPace
 from tailrace.types import Version
 from tailrace.wire.link import Link
 from tailrace.wire.messages import Ended, Introduce, Ordered, Spec
@@ -34,12 +34,12 @@ def run(spec: Spec) -> None:
 class Worker:
     def __init__(self, spec: Spec, crew: Crew) -> None:
         self.spec = spec
-        # A restored trainer must be able to publish what control asks for, so only such versions are saved.
-        self.every = lcm(spec.config.trainer.checkpoint_every, spec.config.schedule.publish_every)
         self.checkpoints = Path(spec.folder) / "checkpoints"
         self.crew = crew
         self.step = crew.restore(self.checkpoints, spec.step)
         self.saved: Version = self.step
+        every, publish_every = spec.config.trainer.checkpoint_every, spec.config.schedule.publish_every
+        self.pace = CheckpointPace(every, publish_every, crew.checkpoint_bytes, time.monotonic())
         self.part = 0
         self.link = Link(spec, lambda: Alive("trainer", 0, self.link.incarnation))
 
@@ -59,7 +59,7 @@ class Worker:
 
     def _obey(self, message: Ordered | Introduce | Ended) -> bool:
         if isinstance(message, Ended):
-            if message.complete and self.part == 0 and self.step > self.saved:
+            if self.part == 0 and self.step > self.saved and (message.complete or self.pace.may_save(self.step)):
                 self._save()
             return False
         if isinstance(message, Introduce):
@@ -88,7 +88,8 @@ class Worker:
         if command.last:
             self._snapshot()
         self.link.report(Trained(self.link.incarnation, command.step, command.part))
-        if command.last and self.step % self.every == 0:
+        self.pace.trained(sum(len(group) for group in order.groups), _tokens(order))
+        if command.last and self.pace.is_due(self.step, time.monotonic()):
             self._save()
 
     def _snapshot(self) -> None:
@@ -107,7 +108,9 @@ class Worker:
         began = time.monotonic()
         self.crew.save(self.checkpoints, self.step)
         self.saved = self.step
-        self.link.measure(self.step, {"checkpoint/stall_s": time.monotonic() - began})
+        ended = time.monotonic()
+        self.pace.saved(ended, ended - began)
+        self.link.measure(self.step, {"checkpoint/stall_s": ended - began})
         self.link.report(Checkpointed(self.link.incarnation, self.step))
 
 

@@ -209,16 +209,18 @@ function legend(seen) {
 function head(data) {
   const { about, run } = data;
   say("name", about.name);
-  say("state", about.state);
-  byId("state").className = `pill ${about.state}`;
-  document.title = `${about.name} · ${about.state}`;
+  const { state, reason } = about.ended;
+  say("state", state);
+  byId("state").className = `pill ${state}`;
+  document.title = `${about.name} · ${state}`;
   say("about", [`schedule ${data.schedule}`, `begun ${about.created.replace("T", " ").replace("+00:00", " UTC")}`].join(" · "));
   byId("bar").style.width = `${Math.min(100, (100 * run.steps) / Math.max(1, run.total_steps))}%`;
   const words = [`step ${whole(run.steps)} of ${whole(run.total_steps)}`, clock(run.seconds)];
-  if (run.eta_s !== null && about.state === "running") words.push(`about ${clock(run.eta_s)} to go`);
-  if (run.stopped) words.push(run.stopped);
+  if (run.eta_s !== null && state === "running") words.push(`about ${clock(run.eta_s)} to go`);
+  if (reason && state !== "failed") words.push(reason);
   if (about.behind) words.push("reading the history …");
   say("pace", words.join(" · "));
+  say("fatal", state === "failed" ? reason : "");
   say("read", `${whole(data.read)} events read`);
 }
 
@@ -277,7 +279,7 @@ function ledger(data) {
 function facts(data) {
   const { run } = data, measured = run.measured;
   const rows = [
-    ["samples trained", whole(run.trained_samples)], ["tokens generated", short(run.generated_tokens)],
+    ["samples trained", whole(run.trained_samples)], ["tokens finished", short(run.finished_tokens)],
     ["trainer", run.trainer], ["repacks", `${whole(run.repacks)}, ${whole(run.moved)} moved`],
     ["stall per publication", `${(1000 * run.publish_stall_s).toFixed(1)} ms`],
   ];
