@@ -132,7 +132,8 @@ def test_a_process_that_was_stopped_and_goes_on_does_not_call_itself_stuck(child
 
 def test_a_process_writes_its_stacks_when_asked(child, tmp_path):
     assert ask_for_stacks(child.pid)
-    assert "sleeps" in look_at(child.pid) or "computes" in look_at(child.pid)
+    seen = look_at(child.pid)
+    assert "sleeps" in seen or "computes" in seen
     until(lambda: "most recent call first" in (tmp_path / "err").read_text(), "the stacks")
 
 

@@ -8,6 +8,9 @@
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
+#if defined(__FMA__)
+#include <immintrin.h>
+#endif
 
 #if defined(__AVX512F__)
 enum { WIDE = 16, TALL = 6 }; /* floats in a vector; rows of a tile: its sums must fit into the registers */
@@ -27,6 +30,23 @@ typedef int32_t integers __attribute__((vector_size(WIDE * 4), aligned(4)));
 
 static inline wide read_wide(const float *from) { return *(const wide *)from; }
 
+/* Left to itself a compiler fuses `sum += a * b` in one tile and not in another, and then they round differently. */
+static inline wide plus_product(wide sum, wide a, wide b) {
+#if defined(__AVX512F__)
+    return (wide)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sum);
+#elif defined(__AVX2__) && defined(__FMA__)
+    return (wide)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)sum);
+#else
+    return sum + a * b;
+#endif
+}
+
+/* What whole vectors have left over. Compiled once, for the same reason. */
+static __attribute__((noinline)) float plus_rest(float sum, const float *a, const float *b, long count) {
+    for (long i = 0; i < count; i++) sum += a[i] * b[i];
+    return sum;
+}
+
 static inline float sum_of(wide values) {
     four parts[WIDE / 4];
     memcpy(parts, &values, sizeof parts);
@@ -38,10 +58,8 @@ static inline float sum_of(wide values) {
 static inline float dot(const float *a, const float *b, long count) {
     wide sums = {0};
     long i = 0;
-    for (; i + WIDE <= count; i += WIDE) sums += read_wide(a + i) * read_wide(b + i);
-    float sum = sum_of(sums);
-    for (; i < count; i++) sum += a[i] * b[i];
-    return sum;
+    for (; i + WIDE <= count; i += WIDE) sums = plus_product(sums, read_wide(a + i), read_wide(b + i));
+    return plus_rest(sum_of(sums), a + i, b + i, count - i);
 }
 
 static inline wide choose(integers which, wide yes, wide no) {
@@ -90,13 +108,13 @@ struct product {
             }                                                                                                    \
             for (int r = 0; r < ROWS; r++) {                                                                     \
                 wide input = read_wide(x + r * p->in + i);                                                       \
-                for (int c = 0; c < COLUMNS; c++) sums[r][c] += input * weights[c];                              \
+                for (int c = 0; c < COLUMNS; c++) sums[r][c] = plus_product(sums[r][c], input, weights[c]);      \
             }                                                                                                    \
         }                                                                                                        \
         for (int r = 0; r < ROWS; r++)                                                                           \
             for (int c = 0; c < COLUMNS; c++) {                                                                  \
                 float sum = sum_of(sums[r][c]) + (p->bias ? p->bias[column + c] : 0);                            \
-                for (long j = i; j < p->in; j++) sum += x[r * p->in + j] * weight[c * p->in + j];                \
+                if (i < p->in) sum = plus_rest(sum, x + r * p->in + i, weight + c * p->in + i, p->in - i);       \
                 float *y = p->y + (row + r) * p->out + column + c;                                               \
                 *y = p->add ? *y + sum : sum;                                                                    \
             }                                                                                                    \
@@ -218,7 +236,7 @@ static void see(struct finding *f, const float *query, const float *keys, const 
     long d = 0;
     for (; d + WIDE <= dim; d += WIDE) {
         wide sum = read_wide(f->sums + d) * correction;
-        for (long k = 0; k < count; k++) sum += scores[k] * read_wide(values + k * dim + d);
+        for (long k = 0; k < count; k++) sum = plus_product(sum, scores[k] + (wide){0}, read_wide(values + k * dim + d));
         *(wide *)(f->sums + d) = sum;
     }
     for (; d < dim; d++) {
