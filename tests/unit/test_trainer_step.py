@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from tailrace.config.tree import Trainer
-from tailrace.trainer.batch import mini_batch
+from tailrace.config.tree import Groups, Trainer
+from tailrace.trainer.batch import mini_batch, worth_a_pass
 from tailrace.trainer.optim import Optimiser, rate_factor
 from tailrace.trainer.packing import fill, read
 from tailrace.trainer.step import Learner
@@ -63,6 +63,16 @@ def test_samples_without_advantage_cost_no_pass_and_still_count_in_the_mean(fold
     assert alone["passed_tokens"] == alone["grad_norm"] == 0
     half, whole = (learner._lessons(1, 0, mini_batch(g, learner.settings))[0] for g in ([GROUPS[0], same], [GROUPS[0]]))
     torch.testing.assert_close(half.weight * 2, whole.weight)
+
+
+@pytest.mark.parametrize(("tolerance", "passes"), [(1e-6, False), (0.0, True)])
+def test_rewards_that_differ_by_rounding_give_no_advantage(tolerance, passes):
+    rewards = [0.3, 0.1 + 0.2, 0.3, 0.3]
+    shaped = [Trajectory(t.id, 9, 9, t.segments, "stop", r) for t, r in zip(group(9), rewards, strict=True)]
+    for advantage in ("grpo", "dr_grpo", "rloo"):
+        chosen = Trainer(advantage=advantage)
+        batch = mini_batch([shaped], chosen, Groups(reward_tolerance=tolerance))
+        assert bool(worth_a_pass(batch, chosen)) == bool(batch.advantages.any()) == passes
 
 
 def test_a_likely_answer_becomes_likelier_when_it_is_rewarded(folder):

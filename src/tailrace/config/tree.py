@@ -6,6 +6,7 @@ the machine: a `Config` is a value. Derived figures are properties, so no field 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, dataclass_transform
 
 import msgspec
@@ -189,6 +190,14 @@ class Groups(Section):
     min_survivors: Count = 2
     attempts: Count = 3  # tries per sample before it counts as failed
     filter: Literal["none", "zero_advantage"] = "none"  # leave out groups whose samples all got the same reward
+    # rewards of a group that differ by no more than this (where some are above 1: by no more than this share of the
+    # largest) are the same reward, with rounding
+    reward_tolerance: Amount = 1e-6
+
+    def same(self, rewards: Sequence[float]) -> bool:
+        """Whether the samples with these rewards did equally well, so that none has an advantage."""
+        low, high = min(rewards), max(rewards)
+        return high - low <= self.reward_tolerance * max(1.0, abs(low), abs(high))
 
 
 class Relay(Section):

@@ -11,13 +11,14 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tailrace.config.tree import Config, Trainer
+from tailrace.config.tree import Config, Groups, Trainer
 from tailrace.trainer.advantages import GROUP_ADVANTAGES, gae
 from tailrace.trainer.packing import Pack, Sample, deal, fill, filler, read
 from tailrace.types import Segment, Trajectory
 
 Floats = NDArray[np.float64]
 INVENTED = 512  # tokens, at most, of an invented sample
+DEFAULT_RULES = Groups()
 
 
 class MiniBatch(NamedTuple):
@@ -32,9 +33,11 @@ class MiniBatch(NamedTuple):
         return np.array([len(s.targets) for s in self.samples])
 
 
-def mini_batch(groups: Sequence[Sequence[Trajectory]], settings: Trainer) -> MiniBatch:
+def mini_batch(
+    groups: Sequence[Sequence[Trajectory]], settings: Trainer, rules: Groups = DEFAULT_RULES
+) -> MiniBatch:
     """A sample that never got to its first token has a reward for its group's mean, but nothing to train on."""
-    kept = [entry for group in groups for entry in _group(group, settings) if entry[0].sampled_tokens]
+    kept = [entry for group in groups for entry in _group(group, settings, rules) if entry[0].sampled_tokens]
     if not kept:
         raise ValueError("none of the groups to train on has a sampled token")
     trajectories, rewards, advantages = zip(*kept, strict=True)
@@ -77,10 +80,13 @@ def token_credits(members: Sequence[int], batch: MiniBatch, values: Floats, sett
     return np.concatenate([a for a, _ in credits] or nothing), np.concatenate([r for _, r in credits] or nothing)
 
 
-def _group(group: Sequence[Trajectory], settings: Trainer) -> Iterator[tuple[Trajectory, float, float]]:
+def _group(
+    group: Sequence[Trajectory], settings: Trainer, rules: Groups
+) -> Iterator[tuple[Trajectory, float, float]]:
     rewards = np.array([_reward(t) for t in group])
     estimate = GROUP_ADVANTAGES.get(settings.advantage, np.zeros_like)
-    yield from zip(group, rewards, estimate(rewards), strict=True)
+    advantages = np.zeros_like(rewards) if rules.same(rewards.tolist()) else estimate(rewards)
+    yield from zip(group, rewards, advantages, strict=True)
 
 
 def _reward(trajectory: Trajectory) -> float:

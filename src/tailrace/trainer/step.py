@@ -123,7 +123,7 @@ class Learner:
     def train_part(self, step: int, part: int, groups: Sequence[Sequence[Trajectory]]) -> dict[str, float]:
         """Train on one mini-batch. Returns what to plot."""
         began = time.perf_counter()
-        batch = mini_batch(groups, self.settings)
+        batch = mini_batch(groups, self.settings, self.config.groups)
         sums, furthest = self._gradients(step, part, batch)
         update = self._update()
         self.step = step + 1
