@@ -182,6 +182,7 @@ BAD_RULES = [
     ("--schedule.kind stream --schedule.steps_ahead 5", "below steps_ahead, so 'stream' never trains; write 5 or more"),
     ("--schedule.publish_every 6", "too few until the next publish; write 5 or more"),
     ("--health.backoff_s 90", "health.backoff_max_s is below"),
+    ("--trainer.dual_clip 0.9", "trainer.dual_clip is 0.9, so that bad tokens of fresh data would teach nothing"),
 ]
 
 

@@ -239,6 +239,8 @@ class Trainer(Section):
     loss: Literal["grpo", "dr_grpo", "dapo", "ppo", "decoupled_ppo", "aipo", "tis", "reinforce"] = "decoupled_ppo"
     clip_low: Amount = 0.2
     clip_high: Amount = 0.2  # DAPO: 0.28
+    # most that a bad token's ratio counts for, in losses with a clip (dual-clip PPO); above 1, 0: off
+    dual_clip: Amount = 3.0
     importance_cap: Annotated[float, Meta(gt=0)] = (
         2.0  # AIPO's rho, TIS's and decoupled PPO's cap on the behaviour ratio
     )

@@ -33,9 +33,7 @@ class MiniBatch(NamedTuple):
         return np.array([len(s.targets) for s in self.samples])
 
 
-def mini_batch(
-    groups: Sequence[Sequence[Trajectory]], settings: Trainer, rules: Groups = DEFAULT_RULES
-) -> MiniBatch:
+def mini_batch(groups: Sequence[Sequence[Trajectory]], settings: Trainer, rules: Groups = DEFAULT_RULES) -> MiniBatch:
     """A sample that never got to its first token has a reward for its group's mean, but nothing to train on."""
     kept = [entry for group in groups for entry in _group(group, settings, rules) if entry[0].sampled_tokens]
     if not kept:
@@ -80,9 +78,7 @@ def token_credits(members: Sequence[int], batch: MiniBatch, values: Floats, sett
     return np.concatenate([a for a, _ in credits] or nothing), np.concatenate([r for _, r in credits] or nothing)
 
 
-def _group(
-    group: Sequence[Trajectory], settings: Trainer, rules: Groups
-) -> Iterator[tuple[Trajectory, float, float]]:
+def _group(group: Sequence[Trajectory], settings: Trainer, rules: Groups) -> Iterator[tuple[Trajectory, float, float]]:
     rewards = np.array([_reward(t) for t in group])
     estimate = GROUP_ADVANTAGES.get(settings.advantage, np.zeros_like)
     advantages = np.zeros_like(rewards) if rules.same(rewards.tolist()) else estimate(rewards)
