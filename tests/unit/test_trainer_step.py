@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from tailrace.config.tree import Groups, Trainer
+from tailrace.trainer.advantages import gae
 from tailrace.trainer.batch import mini_batch, worth_a_pass
+from tailrace.trainer.losses import value_loss
 from tailrace.trainer.optim import Optimiser, rate_factor
 from tailrace.trainer.packing import fill, read
 from tailrace.trainer.step import Learner
@@ -135,6 +137,38 @@ def test_a_critic_learns_the_reward_and_leaves_the_trunk_alone(folder):
     assert metrics[0]["advantage"] == pytest.approx(1.0)
     assert metrics[-1]["value"] == pytest.approx(1.0, abs=0.2)
     assert all((tensor - before[name]).abs().max() < 1e-6 for name, tensor in learner.weights())
+
+
+@pytest.mark.parametrize("loss", ["ppo", "decoupled_ppo"])
+def test_old_values_are_those_of_the_start_of_the_step_so_that_clipping_them_acts(folder, loss):
+    learner = Learner(settings(folder, loss=loss, advantage="gae", mini_batches=2, critic_learning_rate=0.3))
+    batch = mini_batch(GROUPS, learner.settings)
+    learner.train_part(0, 0, GROUPS)
+    lessons = learner._lessons(0, 1, batch)
+    now = torch.cat([_values(learner, lesson) for lesson in lessons])
+    assert now.abs().max() > learner.settings.clip_high  # one update has moved them further than they may
+    assert not any(lesson.credit.values.any() for lesson in lessons)  # a critic starts at zero
+    slow = [
+        gae(reward, np.zeros(count), 1.0, 0.95)[0] for reward, count in zip(batch.rewards, batch.counts, strict=True)
+    ]
+    found = torch.cat([lesson.credit.advantages for lesson in lessons])
+    members = [i for lesson in lessons for i in lesson.pack.members]
+    assert found.numpy() == pytest.approx(np.concatenate([slow[i] for i in members]), abs=1e-5)
+    held = [value_loss(learner._tokens(x, slice(None), *_scored(learner, x)), 0.2).loss for x in lessons]
+    free = [value_loss(learner._tokens(x, slice(None), *_scored(learner, x)), 1e9).loss for x in lessons]
+    assert torch.stack(held).sum() > torch.stack(free).sum() + 1e-3
+    for lesson in learner._lessons(1, 0, batch):  # the next step starts here
+        torch.testing.assert_close(lesson.credit.values, _values(learner, lesson))
+
+
+def _scored(learner: Learner, lesson):
+    scores = learner.scores(lesson.pack)
+    return scores.logprobs, scores.entropy, _values(learner, lesson)
+
+
+def _values(learner: Learner, lesson) -> torch.Tensor:
+    with torch.no_grad():
+        return learner.critic(learner.scores(lesson.pack).hidden)
 
 
 @pytest.mark.filterwarnings("ignore:TF32 acceleration")

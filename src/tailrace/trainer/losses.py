@@ -37,7 +37,7 @@ class TokenBatch:
     entropy: Tensor | None = None  # of the distribution it was drawn from, under the weights being trained
     reference: Tensor | None = None  # log-prob under the starting weights
     values: Tensor | None = None  # the critic's, being trained
-    old_values: Tensor | None = None  # the critic's, when advantages were computed
+    old_values: Tensor | None = None  # the critic's at the start of the training step; advantages come from these
     returns: Tensor | None = None
 
 
@@ -104,7 +104,7 @@ def policy_loss(tokens: TokenBatch, settings: Trainer) -> Outcome:
 
 
 def value_loss(tokens: TokenBatch, reach: float) -> Outcome:
-    """Squared error of the critic; a value that moved further than `reach` in one go gains nothing by it."""
+    """Squared error of the critic; a value that moved further than `reach` in one step gains nothing by it."""
     assert tokens.values is not None
     assert tokens.old_values is not None
     assert tokens.returns is not None

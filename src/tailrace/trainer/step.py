@@ -64,6 +64,13 @@ class Credit(NamedTuple):
     returns: Tensor | None = None
 
 
+class Before(NamedTuple):
+    """What the weights at the start of the step say of a pack's sampled tokens."""
+
+    logprobs: Tensor | None = None  # None: the weights being trained are still those
+    values: Tensor | None = None  # with a critic
+
+
 class Lesson(NamedTuple):
     """A pack and all that is known of its sampled tokens before the weights change."""
 
@@ -71,7 +78,7 @@ class Lesson(NamedTuple):
     placed: Placed
     weight: Tensor
     credit: Credit
-    proximal: Tensor | None  # None: the weights being trained are still the proximal ones
+    proximal: Tensor | None  # as in `Before`
     reference: Tensor | None
 
 
@@ -92,8 +99,7 @@ class Learner:
         self.optimiser = Optimiser(self.model.named_parameters(), self.settings.learning_rate, self.settings, updates)
         self.critic = self._make_critic(updates)
         self._reference = Snapshot(self.model.parameters()) if self.settings.kl else None
-        several = self.settings.mini_batches > 1
-        self._proximal = Proximal(self.model.parameters(), several and self.settings.loss in NEEDS_PROXIMAL)
+        self._proximal = self._make_proximal()
 
     def _prepare_passes(self) -> None:
         """The model's arithmetic: in which precision, sharded or not, with which kernels."""
@@ -175,16 +181,26 @@ class Learner:
         packs = rank_packs(batch.samples, chosen, budget, self.ranks.rank, self.ranks.size, fold=not self._rows)
         placed = [self._place(pack) for pack in packs]
         weights = token_weights(self.settings.loss, batch.counts, self.config.workload.max_completion_tokens)
+        before, reference = self._before(step, part, placed), self._logprobs_under(self._reference, placed)
         return [
-            Lesson(pack, spot, self._tensor(weights[pack.sequence]), self._credit(pack, spot, batch), *under)
-            for pack, spot, *under in zip(
-                packs,
-                placed,
-                self._logprobs_under(self._proximal.at(step, part), placed),
-                self._logprobs_under(self._reference, placed),
-                strict=True,
+            Lesson(
+                pack, spot, self._tensor(weights[pack.sequence]), self._credit(pack, old, batch), old.logprobs, other
             )
+            for pack, spot, old, other in zip(packs, placed, before, reference, strict=True)
         ]
+
+    @torch.no_grad()
+    def _before(self, step: int, part: int, packs: list[Placed]) -> list[Before]:
+        snapshot = self._proximal.at(step, part)
+        if snapshot is not None:
+            with snapshot.in_place():
+                return [Before(scores.logprobs, self._values(scores)) for scores in map(self._forward, packs)]
+        if self.critic is None:
+            return [Before()] * len(packs)
+        return [Before(None, self._values(scores)) for scores in map(self._forward, packs)]
+
+    def _values(self, scores: Scores) -> Tensor | None:
+        return None if self.critic is None else self.critic(scores.hidden)
 
     @torch.no_grad()
     def _logprobs_under(self, snapshot: Snapshot | None, packs: list[Placed]) -> list[Tensor | None]:
@@ -193,13 +209,11 @@ class Learner:
         with snapshot.in_place():
             return [self._forward(pack).logprobs for pack in packs]
 
-    def _credit(self, pack: Pack, placed: Placed, batch: MiniBatch) -> Credit:
-        if self.critic is None:
+    def _credit(self, pack: Pack, before: Before, batch: MiniBatch) -> Credit:
+        if before.values is None:
             return Credit(self._tensor(batch.advantages[pack.sequence]))
-        with torch.no_grad():
-            values = self.critic(self._forward(placed).hidden)
-        advantages, returns = token_credits(pack.members, batch, values.double().cpu().numpy(), self.settings)
-        return Credit(self._tensor(advantages), values, self._tensor(returns))
+        advantages, returns = token_credits(pack.members, batch, before.values.double().cpu().numpy(), self.settings)
+        return Credit(self._tensor(advantages), before.values, self._tensor(returns))
 
     def _backward(self, lessons: list[Lesson]) -> tuple[dict[str, float], float]:
         """Gradients of all lessons. Returns the statistics' sums over all tokens, and the largest log-ratio."""
@@ -309,6 +323,12 @@ class Learner:
             return None
         width = self.model.config.get_text_config().hidden_size
         return Critic(width, self.config.run.seed, self.settings, updates, self.device)
+
+    def _make_proximal(self) -> Proximal:
+        """The policy at the start of a step, and the critic, whose values of then its move is measured from."""
+        parameters = [*self.model.parameters(), *(self.critic.parameters() if self.critic is not None else ())]
+        looks_back = self.settings.loss in NEEDS_PROXIMAL or self.critic is not None
+        return Proximal(parameters, looks_back and self.settings.mini_batches > 1)
 
     def _tensor(self, numbers: np.ndarray) -> Tensor:
         return torch.from_numpy(numbers).to(self.device, torch.float32)
