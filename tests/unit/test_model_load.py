@@ -53,6 +53,35 @@ def test_a_model_directory_is_loaded_as_it_is(folder: Path) -> None:
     assert load.end_tokens(path, tokenizer) == {1, 3}
 
 
+@pytest.mark.parametrize(
+    ("config", "generation", "found"),
+    [
+        ({"eos_token_id": 3}, None, {1, 3}),
+        ({"eos_token_id": [2, 3]}, None, {1, 2, 3}),
+        ({"text_config": {"eos_token_id": [0, 3]}}, None, {0, 1, 3}),
+        ({"eos_token_id": 0, "text_config": {"eos_token_id": 3}}, None, {0, 1}),
+        ({"eos_token_id": 3}, {"temperature": 1.0}, {1, 3}),
+        ({"eos_token_id": 3}, {"eos_token_id": [2]}, {1, 2}),  # the generation settings are the newer ones
+        ({"eos_token_id": 3}, {"eos_token_id": 0}, {0, 1}),
+        ({"eos_token_id": None, "text_config": None}, None, {1}),
+    ],
+)
+def test_end_tokens_are_those_that_the_model_names(folder: Path, tmp_path: Path, config, generation, found) -> None:
+    model = copy(folder, tmp_path / "model", "generation_config.json")
+    kept = {k: v for k, v in json.loads((model / "config.json").read_text()).items() if k != "eos_token_id"}
+    (model / "config.json").write_text(json.dumps(kept | config))
+    if generation is not None:
+        (model / "generation_config.json").write_text(json.dumps(generation))
+    assert load.end_tokens(str(model), load.load_tokenizer(str(model))) == found
+
+
+def test_an_end_token_that_is_none_is_refused(folder: Path, tmp_path: Path) -> None:
+    model = copy(folder, tmp_path / "model")
+    (model / "generation_config.json").write_text('{"eos_token_id": ["</s>"]}')
+    with pytest.raises(ConfigError, match=r'generation_config.json: eos_token_id is \["</s>"\]; write the number'):
+        load.end_tokens(str(model), load.load_tokenizer(str(model)))
+
+
 def test_the_tokenizer_is_loaded_without_torch(folder: Path) -> None:
     program = (
         "import sys; from tailrace.model.load import load_tokenizer;"
