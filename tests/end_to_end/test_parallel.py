@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 import trainer_cases
 from tailrace.config.tree import Config
@@ -92,11 +93,22 @@ def test_two_ranks_have_the_gradients_weights_and_checkpoints_of_one(tmp_path):
         )
     place = newest(tmp_path / "checkpoints")
     assert place is not None
+    _is_saved_as_one_rank_saves(place, alone, tmp_path / "of_one")
     together = Learner(everything(tmp_path / "model"))  # what two ranks saved, one rank goes on with
     restore(together, place)
     for (name, mine), (_, theirs) in zip(together.weights(), alone.weights(), strict=True):
         # where a gradient is next to nothing, Adam makes a share of the learning rate (0.01) of its rounding
         torch.testing.assert_close(mine, theirs, atol=1e-3, rtol=1e-3, msg=name)
+
+
+def _is_saved_as_one_rank_saves(place: Path, alone: Learner, folder: Path) -> None:
+    """The same tensors under the same names in every file: tied ones once."""
+    theirs = save(folder, alone)
+    for file in ("model.safetensors", "optimizer.safetensors", "critic.safetensors"):
+        assert load_file(place / file).keys() == load_file(theirs / file).keys(), file
+    assert "lm_head.weight" not in load_file(place / "model.safetensors")
+    loaded = AutoModelForCausalLM.from_pretrained(place)
+    assert loaded.get_output_embeddings().weight is loaded.get_input_embeddings().weight
 
 
 if __name__ == "__main__":

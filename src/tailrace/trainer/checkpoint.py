@@ -85,12 +85,21 @@ def restore(learner: Learner, folder: Path) -> None:
 def _gather(learner: Learner) -> dict[str, dict[str, Tensor]]:
     """The tensors of each file, whole, on the rank that writes."""
     files: dict[str, Iterable[tuple[str, Tensor]]] = {
-        "model": learner.model.state_dict().items(),
+        "model": _tied_once(learner.model.state_dict(keep_vars=True)),
         "optimizer": learner.optimiser.moments(),
     }
     if learner.critic is not None:
         files["critic"] = chain(learner.critic.state_dict().items(), learner.critic.optimiser.moments())
     return {file: _whole(learner, tensors) for file, tensors in files.items()}
+
+
+def _tied_once(tensors: Mapping[str, Tensor]) -> Iterable[tuple[str, Tensor]]:
+    """Gathered from several ranks, tied tensors would be copies that nobody knows to be tied."""
+    seen: set[int] = set()
+    for name, tensor in tensors.items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            yield name, tensor
 
 
 def _whole(learner: Learner, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
