@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,15 @@ def group(seed: int, size: int = 4, longest: int = 30) -> list[Trajectory]:
         Trajectory(seed * 100 + i, seed, seed, (prompt, *_turns(rng, longest)), "stop", float(rng.random()))
         for i in range(size)
     ]
+
+
+def poisoned(seed: int) -> list[Trajectory]:
+    """The same with log-probs that are none in one sample, so that neither loss nor gradient is finite."""
+    first, *rest = group(seed)
+    segments = [
+        s if s.version is None else Segment(s.version, s.tokens, (math.nan,) * len(s.tokens)) for s in first.segments
+    ]
+    return [Trajectory(first.id, first.group, first.prompt, tuple(segments), first.finish, first.reward), *rest]
 
 
 def _turns(rng: np.random.Generator, longest: int) -> list[Segment]:

@@ -19,7 +19,7 @@ from tailrace.trainer.batch import mini_batch
 from tailrace.trainer.checkpoint import CheckpointError, newest, restore, save
 from tailrace.trainer.parallel import Ranks, join
 from tailrace.trainer.step import Learner
-from trainer_cases import group, settings, tiny_folder
+from trainer_cases import group, poisoned, settings, tiny_folder
 
 DEADLINE_S = 300
 GROUPS = [group(1), group(2), group(3, size=3)]
@@ -59,6 +59,10 @@ def be_a_rank(rank: int, size: int, meeting: str, folder: Path) -> None:
     restore(again, place)
     for (name, mine), (_, theirs) in zip(again.weights(), learner.weights(), strict=True):
         assert torch.equal(mine, theirs), name
+    before = [tensor.clone() for _, tensor in learner.weights()]
+    measured = learner.train_part(1, 0, [poisoned(4)])  # one rank alone has the sample that is not finite
+    assert (measured["skipped"], measured["nonfinite_weights"]) == (1, 0)
+    assert all(torch.equal(mine, old) for (_, mine), old in zip(learner.weights(), before, strict=True))
     (folder / "full").touch()  # a file where the next checkpoint's folder should be
     with pytest.raises(CheckpointError, match="could not be written"):  # on every rank, though only one writes
         save(folder / "full", learner)

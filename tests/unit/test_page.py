@@ -403,9 +403,12 @@ def test_a_run_is_followed_while_it_goes_on_and_beyond(tmp_path: Path, config: C
     assert shown(follower)["about"]["state"] == "interrupted"
     with RunStore.reopen(tmp_path / "run") as store:
         store.meta.set("accuracy_before", "0.25")
+        store.meta.set("reward_before", "no number")
         store.close(complete=True)
     follower.look()
-    assert (shown(follower)["about"]["state"], shown(follower)["about"]["accuracy"]["before"]) == ("finished", 0.25)
+    about = shown(follower)["about"]
+    assert (about["state"], about["accuracy"]["before"], about["mean_reward"]["before"]) == ("finished", 0.25, None)
+    assert about["right_above"] == 0.5
 
 
 def test_looking_does_not_stand_in_the_way_of_who_resumes(tmp_path: Path, config: Config) -> None:

@@ -62,9 +62,30 @@ def test_samples_without_advantage_cost_no_pass_and_still_count_in_the_mean(fold
     mixed, alone = (learner.train_part(0, 0, groups) for groups in ([GROUPS[0], same], [same]))
     assert mixed["passed_tokens"] == sum(t.sampled_tokens for t in GROUPS[0])
     assert mixed["sequences"] == 8
-    assert alone["passed_tokens"] == alone["grad_norm"] == 0
+    assert mixed["without_advantage"] == 0
+    assert alone.keys() == {
+        *("reward", "reward_std", "tokens", "sequences", "seconds", "lr"),
+        *("passed_tokens", "without_advantage", "nonfinite_weights"),
+    }  # what was not computed is not said to be 0
+    assert (alone["passed_tokens"], alone["without_advantage"], alone["sequences"]) == (0, 1, 4)
     half, whole = (learner._lessons(1, 0, mini_batch(g, learner.settings))[0] for g in ([GROUPS[0], same], [GROUPS[0]]))
     torch.testing.assert_close(half.weight * 2, whole.weight)
+
+
+def test_an_update_without_advantage_is_that_of_a_gradient_of_zero(folder):
+    same = [Trajectory(t.id, 9, 9, t.segments, "stop", 0.1) for t in group(9)]
+    learner = Learner(settings(folder, loss="grpo", mini_batches=2))
+    learner.train_part(0, 0, GROUPS)
+    names = [name for name, _ in learner.model.named_parameters()]
+    copies = {name: torch.nn.Parameter(p.detach().clone()) for name, p in learner.model.named_parameters()}
+    optimiser = Optimiser(copies.items(), learner.settings.learning_rate, learner.settings, 8)
+    optimiser.load(1, {name: tensor.clone() for name, tensor in learner.optimiser.moments()})
+    for parameter in copies.values():
+        parameter.grad = torch.zeros_like(parameter)
+    optimiser.update()
+    learner.train_part(0, 1, [same])
+    assert all(torch.equal(learner.model.get_parameter(name), copies[name]) for name in names)
+    assert learner.optimiser.updates == 2
 
 
 @pytest.mark.parametrize(("tolerance", "passes"), [(1e-6, False), (0.0, True)])

@@ -29,7 +29,11 @@ from tailrace.runtime.parts import Tie
 from tailrace.store.journal import Journal
 from tailrace.store.run import RunStore
 
-BEFORE, AFTER = "accuracy_before", "accuracy_after"
+BEFORE, AFTER = "before", "after"
+DIVERGED = (
+    "tailrace: the loss or gradient of the last updates was not finite; the newest checkpoint is from before them, "
+    "later ones are called diverged-...; try again with a lower trainer.learning_rate"
+)
 
 
 def train(config: Config, folder: Path, resume: bool, keeper: Keeper) -> bool:
@@ -45,13 +49,13 @@ def train(config: Config, folder: Path, resume: bool, keeper: Keeper) -> bool:
     store = open_store(folder, config, resume or keeper.begun)
     keeper.begin()
     try:
-        if _evaluates(config) and store.meta.get(BEFORE) is None:
-            store.meta.set(BEFORE, str(_accuracy(config, None, "accuracy before training")))
+        if _evaluates(config) and store.meta.get(f"accuracy_{BEFORE}") is None:
+            _evaluate(store, config, None, BEFORE)
             store.commit()
         reason, complete = asyncio.run(_drive(store, config, source, tie, keeper))
         clear_abandoned()  # of relays that were killed and did not come back before the end
         if complete and _evaluates(config):
-            store.meta.set(AFTER, str(_accuracy(config, _newest(folder), "accuracy after training")))
+            _evaluate(store, config, _newest(folder), AFTER)
     except BaseException:
         store.close(complete=False)
         raise
@@ -73,9 +77,12 @@ def _evaluates(config: Config) -> bool:
     return config.run.evaluate and config.rollout.engine == "native" and has_rows
 
 
-def _accuracy(config: Config, weights: Path | None, title: str) -> float:
-    with Progress(title) as progress:
-        return measure(config, weights, lambda done, total: progress(done, total, "prompts")).accuracy
+def _evaluate(store: RunStore, config: Config, weights: Path | None, when: str) -> None:
+    """Note what the held-out prompts come to; on disk with the next commit."""
+    with Progress(f"accuracy {when} training") as progress:
+        found = measure(config, weights, lambda done, total: progress(done, total, "prompts"))
+    store.meta.set(f"accuracy_{when}", str(found.accuracy))
+    store.meta.set(f"reward_{when}", str(found.mean_reward))
 
 
 def _newest(folder: Path) -> Path | None:
@@ -104,4 +111,6 @@ async def _drive(store: RunStore, config: Config, source: Source, tie: Tie, keep
         with suppress(asyncio.CancelledError):
             await showing
         withdraw(store.folder)
+    if view.live.diverging and reason != INTERRUPTED:
+        print(DIVERGED, file=sys.stderr, flush=True)
     return reason, reason != INTERRUPTED

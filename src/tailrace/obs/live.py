@@ -43,6 +43,8 @@ from tailrace.types import ReplicaId, Version, label
 RECENT = 10  # steps over which figures are smoothed
 HAPPENINGS = 50  # kept to be shown
 STALL = "publish/stall_s"
+IDLE = "without_advantage"
+NOT_FINITE = "its loss or gradient is not finite; after three in a row the run ends"
 
 
 Weight = Literal["small", "notable", "alarming"]  # small: only where there is room for it
@@ -93,7 +95,9 @@ class RunView(msgspec.Struct, frozen=True, kw_only=True):
     ledger: Tally
     eta_s: float | None
     happenings: tuple[Happening, ...]
-    measured: Mapping[str, float]  # the trainer's newest figures
+    measured: Mapping[str, float]  # the trainer's newest figures, each from the last mini-batch that has it
+    mini_batches: int  # of which the trainer has said so
+    without_advantage: int  # those of them in which there was nothing to learn
     stopped: str  # why the run is over
 
 
@@ -105,10 +109,12 @@ class LiveRun:
         self.happenings: deque[Happening] = deque(maxlen=HAPPENINGS)
         self.happened = 0  # ever, so that a reader knows which are new
         self.measured: dict[str, float] = {}
+        self.diverging = False  # the last update that had anything to learn from was not finite
         self.version: Version = -1
         self.stopped = ""
         self.seconds = 0.0
         self._last_now: float | None = None
+        self._mini_batches = self._without_advantage = 0
         self._stalls = 0
         self._stall_s = 0.0
         self._recent: deque[StepRecord] = deque(maxlen=RECENT + 1)
@@ -141,6 +147,11 @@ class LiveRun:
             self._stall_s += values[STALL]
         if source == "trainer":
             self.measured.update(values)
+            self._mini_batches += IDLE in values
+            self._without_advantage += bool(values.get(IDLE))
+            self.diverging = bool(values.get("skipped", self.diverging))
+            if values.get("skipped"):
+                self._tell(f"an update of step {step + 1} is left out: {NOT_FINITE}", "alarming")
 
     def _advance(self, now: float, event: Event) -> None:
         if self._last_now is not None and not isinstance(event, ControllerRestarted):
@@ -212,6 +223,8 @@ class LiveRun:
             eta_s=self._eta(seconds),
             happenings=tuple(self.happenings),
             measured=self.measured,
+            mini_batches=self._mini_batches,
+            without_advantage=self._without_advantage,
             stopped=self.stopped,
         )
 

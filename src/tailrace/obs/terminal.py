@@ -223,6 +223,8 @@ def _trainer(view: RunView) -> Text:
         value = next((v for key, v in view.measured.items() if key.rpartition("/")[2] == name), None)
         if value is not None:
             _say(line, name.replace("_", " "), f"{value:.3g}")
+    if view.without_advantage:
+        _say(line, "without advantage", f"{view.without_advantage:,}", f"of {view.mini_batches:,} mini-batches")
     return line
 
 

@@ -42,6 +42,16 @@ def mini_batch(groups: Sequence[Sequence[Trajectory]], settings: Trainer, rules:
     return MiniBatch([read(t) for t in trajectories], np.array(rewards), np.array(advantages))
 
 
+def figures(rewards: Floats, counts: NDArray[np.int64]) -> dict[str, float]:
+    """Of the samples with a sampled token, and how many of those each has."""
+    return {
+        "reward": float(rewards.mean()),
+        "reward_std": float(rewards.std()),
+        "tokens": float(counts.sum()),
+        "sequences": float(len(counts)),
+    }
+
+
 def invented_group(config: Config, budget: int) -> list[Trajectory]:
     """Samples to try passes out with: as many as fill a pack or are in a mini-batch, none so long that a pack without
     memory could not be cut finer."""

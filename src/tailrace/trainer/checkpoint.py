@@ -58,9 +58,12 @@ def newest(folder: Path, at_most_step: int | None = None) -> Path | None:
     return None
 
 
-def prune(folder: Path, keep: int, archive_every: int = 0) -> None:
-    """Delete all but the newest and those to be kept for good, and what an interrupted save has left."""
-    old = [place for place in found_in(folder)[:-keep] if not archive_every or step_of(place) % archive_every]
+def prune(folder: Path, keep: int, archive_every: int = 0, good: int = -1) -> None:
+    """Delete all but the newest, those to be kept for good and the newest up to step `good`, and what an interrupted
+    save has left."""
+    found = found_in(folder)
+    kept = [*found[-keep:], *[place for place in found if step_of(place) <= good][-1:]]
+    old = [place for place in found if place not in kept and (not archive_every or step_of(place) % archive_every)]
     for place in [*old, *folder.glob(f".{PREFIX}*")]:
         shutil.rmtree(place, ignore_errors=True)
 

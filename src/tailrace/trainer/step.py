@@ -27,7 +27,15 @@ from tailrace.config.tree import Config
 from tailrace.model.load import load_model, precision_on
 from tailrace.model.memory import DoesNotFitError, free_memory, ran_out
 from tailrace.model.packed import Layout, layout, reads_rows
-from tailrace.trainer.batch import MiniBatch, invented_group, mini_batch, rank_packs, token_credits, worth_a_pass
+from tailrace.trainer.batch import (
+    MiniBatch,
+    figures,
+    invented_group,
+    mini_batch,
+    rank_packs,
+    token_credits,
+    worth_a_pass,
+)
 from tailrace.trainer.compiled import Blocks, padded
 from tailrace.trainer.critic import Critic
 from tailrace.trainer.half import Half
@@ -35,10 +43,10 @@ from tailrace.trainer.head import Grade, chunk_that_fits
 from tailrace.trainer.logprobs import Policy, Scores
 from tailrace.trainer.losses import NEEDS_PROXIMAL, Outcome, TokenBatch, policy_loss, token_weights, value_loss
 from tailrace.trainer.memory import TokenBudget
-from tailrace.trainer.optim import Optimiser, Update
+from tailrace.trainer.optim import Optimiser
 from tailrace.trainer.packing import Pack
 from tailrace.trainer.parallel import Alone, Ranks, pick_device
-from tailrace.trainer.policies import Proximal, Snapshot
+from tailrace.trainer.policies import Proximal, Snapshot, local
 from tailrace.types import Trajectory
 
 Stats = dict[str, Tensor]
@@ -130,11 +138,25 @@ class Learner:
         """Train on one mini-batch. Returns what to plot."""
         began = time.perf_counter()
         batch = mini_batch(groups, self.settings, self.config.groups)
-        sums, furthest = self._gradients(step, part, batch)
-        update = self._update()
+        learn = self._learn_from if worth_a_pass(batch, self.settings) else self._coast
+        measured = learn(step, part, batch)
         self.step = step + 1
-        more = {"ratio_max": math.exp(furthest), "seconds": time.perf_counter() - began}
-        return _of_tokens(sums) | _of_batch(batch) | _of_update(update) | more
+        return measured | figures(batch.rewards, batch.counts) | {"seconds": time.perf_counter() - began}
+
+    def _learn_from(self, step: int, part: int, batch: MiniBatch) -> dict[str, float]:
+        sums, furthest = self._gradients(step, part, batch)
+        sound = all(math.isfinite(sums[name]) for name in ("loss", "value_loss") if name in sums)
+        update = self._update(sound)
+        return _of_tokens(sums) | update | {"ratio_max": float(np.exp(furthest)), "without_advantage": 0.0}
+
+    def _coast(self, step: int, part: int, batch: MiniBatch) -> dict[str, float]:
+        """Nobody did better than the rest of its group: nothing goes through the model, so there is nothing to say of
+        its loss, entropy or ratios."""
+        self._proximal.at(step, part)
+        self.optimiser.set_zero_gradients()
+        update = self._update(sound=True)
+        kept = {name: update[name] for name in ("lr", "nonfinite_weights")}
+        return kept | {"passed_tokens": 0.0, "without_advantage": 1.0}
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter once and whole, under the name the model gives it. With several ranks all must go through."""
@@ -298,11 +320,11 @@ class Learner:
 
     # --------------------------------------------------------------------------------------------------------- updates
 
-    def _update(self) -> Update:
+    def _update(self, sound: bool) -> dict[str, float]:
         if self.optimiser.updates == 0:
             free_memory()  # the moments are made now and stay for good: not between what passes have left
         try:
-            return self._update_all()
+            return self._update_all(sound) | self._state_of_weights()
         except torch.OutOfMemoryError:
             size = sum(p.nbytes for p in self.model.parameters()) / 1e9
             raise DoesNotFitError(
@@ -310,13 +332,25 @@ class Learner:
                 "with more memory, or several (trainer.ranks)"
             ) from None
 
-    def _update_all(self) -> Update:
+    def _update_all(self, sound: bool) -> dict[str, float]:
+        """Policy and critic, or neither: if the loss or a gradient is not finite, the weights stay as they are."""
+        optimisers = {"": self.optimiser}
         if self.critic is not None:
+            optimisers["critic_"] = self.critic.optimiser
             for parameter in self.critic.parameters():
                 assert parameter.grad is not None
                 self.ranks.add_up(parameter.grad)
-            self.critic.optimiser.update()
-        return self.optimiser.update()
+        norms = {f"{name}grad_norm": optimiser.clip() for name, optimiser in optimisers.items()}
+        sound = sound and all(map(math.isfinite, norms.values()))
+        updates = [each.finish(norm, sound) for each, norm in zip(optimisers.values(), norms.values(), strict=True)]
+        return norms | {"lr": updates[0].learning_rate, "skipped": float(updates[0].skipped)}
+
+    def _state_of_weights(self) -> dict[str, float]:
+        """Also a finite gradient can leave weights that are not finite, at a learning rate that is far too high."""
+        kept = [*self.model.parameters(), *(self.critic.parameters() if self.critic is not None else ())]
+        mine = [shard for p in kept if (shard := local(p).detach()).numel()]
+        largest = torch.stack(torch._foreach_norm(mine, math.inf)) if mine else torch.zeros(1, device=self.device)
+        return {"nonfinite_weights": float(self.ranks.largest((~largest.isfinite()).any().float()))}
 
     def _make_critic(self, updates: int) -> Critic | None:
         if self.settings.advantage != "gae":
@@ -352,16 +386,3 @@ def _of_tokens(sums: dict[str, float]) -> dict[str, float]:
     means = {name: total / max(1.0, passed["passed_tokens"]) for name, total in sums.items()}
     spread = math.sqrt(max(0.0, means.pop("ratio_squared") - means["ratio"] ** 2))
     return means | passed | {"ratio_std": spread}
-
-
-def _of_batch(batch: MiniBatch) -> dict[str, float]:
-    return {
-        "reward": float(batch.rewards.mean()),
-        "reward_std": float(batch.rewards.std()),
-        "tokens": float(batch.counts.sum()),
-        "sequences": float(len(batch.samples)),
-    }
-
-
-def _of_update(update: Update) -> dict[str, float]:
-    return {"grad_norm": update.grad_norm, "lr": update.learning_rate, "skipped": float(update.skipped)}

@@ -7,15 +7,18 @@ buffer: the stream to the master relay runs beside the next step.
 
 from __future__ import annotations
 
+import sys
 import time
+from collections.abc import Mapping
 from math import lcm
 from pathlib import Path
 
 from tailrace.protocol import Alive, Checkpointed, Publish, PublishFailed, Train, Trained, TrainerJoined
 from tailrace.trainer.crew import Crew, build_crew
+from tailrace.trainer.divergence import DivergedError, Divergence, put_aside_after, way_back
 from tailrace.types import Version
 from tailrace.wire.link import Link
-from tailrace.wire.messages import Ended, Introduce, Ordered, Spec
+from tailrace.wire.messages import Collapsed, Ended, Introduce, Ordered, Spec
 
 PATIENCE_S = 1.0  # orders wake the loop; this only bounds how long it sleeps
 
@@ -41,6 +44,7 @@ class Worker:
         self.step = crew.restore(self.checkpoints, spec.step)
         self.saved: Version = self.step
         self.part = 0
+        self.divergence = Divergence()
         self.link = Link(spec, lambda: Alive("trainer", 0, self.link.incarnation))
 
     def run(self) -> None:
@@ -50,6 +54,9 @@ class Worker:
         try:
             while all(self._obey(message) for message in self.link.receive(PATIENCE_S)):
                 pass
+        except DivergedError as error:  # said before the other ranks leave: their end would count as a loss
+            self.link.send(Collapsed(str(error), expected=True))
+            raise
         finally:
             self.link.close()
 
@@ -59,8 +66,8 @@ class Worker:
 
     def _obey(self, message: Ordered | Introduce | Ended) -> bool:
         if isinstance(message, Ended):
-            if message.complete and self.part == 0 and self.step > self.saved:
-                self._save()
+            if message.complete:
+                self._finish()
             return False
         if isinstance(message, Introduce):
             self._join()
@@ -74,6 +81,13 @@ class Worker:
                 raise AssertionError(f"not for a trainer: {other}")
         return True
 
+    def _finish(self) -> None:
+        """The newest checkpoint of a run that is complete is the one that people use."""
+        if self.divergence.in_a_row:
+            put_aside_after(self.checkpoints, self.divergence.good)
+        elif self.part == 0 and self.step > self.saved:
+            self._save()
+
     def _train(self, order: Ordered, command: Train) -> None:
         began, cpu = time.monotonic(), time.process_time()
         measured = self.crew.train(command.step, command.part, order.groups)
@@ -83,13 +97,24 @@ class Worker:
             "trainer/tokens": float(_tokens(order)),
         }
         self.link.measure(command.step, measured)
+        self._watch(command, measured)
         self.part = 0 if command.last else command.part + 1
         self.step = command.step + 1 if command.last else command.step
         if command.last:
             self._snapshot()
         self.link.report(Trained(self.link.incarnation, command.step, command.part))
-        if command.last and self.step % self.every == 0:
+        if command.last and self.step % self.every == 0 and not measured.get("skipped"):
             self._save()
+
+    def _watch(self, command: Train, measured: Mapping[str, float]) -> None:
+        """Weights that have diverged are neither published nor saved, and training them again would change nothing."""
+        trouble = self.divergence.see(command.step, measured)
+        if not trouble:
+            return
+        print(trouble, file=sys.stderr, flush=True)
+        if self.divergence.is_final:
+            rate = self.spec.config.trainer.learning_rate
+            raise DivergedError(f"{trouble}; {way_back(self.checkpoints, self.divergence.good, self.every, rate)}")
 
     def _snapshot(self) -> None:
         """Keep this version as it is: it may have to be published, now or again, while training goes on."""
@@ -105,7 +130,7 @@ class Worker:
 
     def _save(self) -> None:
         began = time.monotonic()
-        self.crew.save(self.checkpoints, self.step)
+        self.crew.save(self.checkpoints, self.step, self.divergence.good)
         self.saved = self.step
         self.link.measure(self.step, {"checkpoint/stall_s": time.monotonic() - began})
         self.link.report(Checkpointed(self.link.incarnation, self.step))
