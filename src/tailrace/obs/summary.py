@@ -1,8 +1,8 @@
 """What a run came to: a table, `summary.json` and `summary.png`, all folded from its `run.db`.
 
 `summarise(folder)` needs nothing but the file, so the summary of a resumed run covers all of it, and can be made again
-at any time. What it says of held-out rows is what the run noted about itself: `accuracy_before`, `reward_before` and the
-same with `_after` in `meta`.
+at any time. What it says of held-out rows is what the run noted about itself in `meta`: `accuracy_before`,
+`reward_before`, and the same with `_after`.
 """
 
 from __future__ import annotations

@@ -349,7 +349,7 @@ class Learner:
         """Also a finite gradient can leave weights that are not finite, at a learning rate that is far too high."""
         kept = [*self.model.parameters(), *(self.critic.parameters() if self.critic is not None else ())]
         mine = [shard for p in kept if (shard := local(p).detach()).numel()]
-        largest = torch.stack(torch._foreach_norm(mine, math.inf)) if mine else torch.zeros(1, device=self.device)
+        largest = torch.stack(torch._foreach_norm(mine, math.inf))  # pyright: ignore[reportPrivateImportUsage]
         return {"nonfinite_weights": float(self.ranks.largest((~largest.isfinite()).any().float()))}
 
     def _make_critic(self, updates: int) -> Critic | None:
