@@ -12,8 +12,10 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
+from tailrace.config import Config, with_values
 from tailrace.config.errors import ConfigError
 from tailrace.model import load
+from tailrace.model.advice import advice
 
 
 @pytest.fixture(scope="module")
@@ -150,3 +152,26 @@ def test_a_gguf_file_is_converted_once_even_by_two_at_a_time(
     assert load.model_folder(str(file)) == converted
     assert len(made) == 2
     assert list(converted.parent.iterdir()) == [converted]
+
+
+@pytest.mark.parametrize(
+    ("settings", "config", "words"),
+    [
+        ({}, {}, []),
+        ({"sampling.top_p": 0.9}, {}, ["sampling.top_p is 0.9: tokens are drawn from a part"]),
+        ({"sampling.top_p": 0.9, "sampling.top_k": 50}, {}, ["sampling.top_p is 0.9 and sampling.top_k is 50:"]),
+        ({"sampling.temperature": 0, "sampling.top_k": 1}, {}, ["sampling.temperature is 0: all samples"]),
+        ({"sampling.temperature": 0.7}, {}, []),
+        ({}, {"router_aux_loss_coef": 0.001}, ["(router_aux_loss_coef = 0.001 in config.json)"]),
+        ({}, {"text_config": {"router_aux_loss_coef": 0.01}}, ["(router_aux_loss_coef = 0.01 in config.json)"]),
+        ({}, {"router_aux_loss_coef": 0.0}, []),
+        ({"rollout.engine": "emulated", "trainer.engine": "emulated", "sampling.top_k": 5}, {}, []),
+    ],
+)
+def test_what_training_does_that_one_may_not_expect_is_said(folder: Path, tmp_path: Path, settings, config, words):
+    model = copy(folder, tmp_path / "model")
+    (model / "config.json").write_text(json.dumps(json.loads((model / "config.json").read_text()) | config))
+    shape = {"model.preset": "qwen2.5-7b", "model.path": str(model)}
+    found = list(advice(with_values(Config(), shape | settings)))
+    assert len(found) == len(words)
+    assert all(expected in sentence for expected, sentence in zip(words, found, strict=True))

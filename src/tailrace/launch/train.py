@@ -19,6 +19,7 @@ from tailrace.launch.keeper import Keeper
 from tailrace.launch.machines import invite, withdraw
 from tailrace.launch.sources import Later, open_source
 from tailrace.launch.view import View
+from tailrace.model.advice import advice
 from tailrace.model.device import check_devices
 from tailrace.obs.progress import Progress
 from tailrace.obs.summary import write_summary
@@ -41,9 +42,9 @@ def train(config: Config, folder: Path, resume: bool, keeper: Keeper) -> bool:
     if keeper.begun and Journal(folder).complete:
         return _complete(folder, "the run was over already")
     source = Later(config) if keeper.begun else open_source(config)
-    note = "" if keeper.begun else check_devices(config)
-    if note:
-        print(note, file=sys.stderr, flush=True)
+    for note in () if keeper.begun else (check_devices(config), *advice(config)):
+        if note:
+            print(note, file=sys.stderr, flush=True)
     clear_abandoned()
     tie = Tie(keeper.token, keeper.lifeline, keeper.door, read_traces(folder) if keeper.begun else None)
     store = open_store(folder, config, resume or keeper.begun)

@@ -94,7 +94,7 @@ def _on(device: str, model: Any) -> PreTrainedModel:
 
 def context_length(path: str) -> int:
     """The most tokens that the model was made for, prompt included."""
-    settings = _settings(model_folder(path))
+    settings = read_config(model_folder(path))
     settings = settings.get("text_config") or settings
     for name in ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"):
         if settings.get(name):
@@ -145,7 +145,8 @@ def _refuse_shards_elsewhere(folder: Path) -> None:
         raise ConfigError(f"model.path: {folder / INDEX} names files that are not beside it, so it is refused")
 
 
-def _settings(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json as it stands there."""
     return _read(folder / "config.json")
 
 
