@@ -56,14 +56,15 @@ class EagerExecutor:
         ready = [chunk.sequence for chunk in chunks if chunk.samples]
         last = np.cumsum([chunk.length for chunk in chunks]) - 1
         kept = torch.from_numpy(last[[chunk.samples for chunk in chunks]]).to(self._model.device)
-        logits = self._logits(chunks, kept)
+        logits = self.logits(chunks, kept)
         if not ready:
             return []
         ids, places = [s.id for s in ready], [len(s.tokens) for s in ready]
         drawn = sample(logits, self._seed, ids, places, self._sampling)
         return [Grown(s, [token], [logprob]) for s, token, logprob in zip(ready, *drawn, strict=True)]
 
-    def _logits(self, chunks: list[scheduler.Chunk], kept: torch.Tensor) -> torch.Tensor:
+    def logits(self, chunks: list[scheduler.Chunk], kept: torch.Tensor) -> torch.Tensor:
+        """Of some of the chunks' tokens, those at the places `kept` of the row that they make."""
         device = self._model.device
         tokens = torch.tensor([token for c in chunks for token in c.sequence.tokens[c.start : c.end]], device=device)
         places = torch.from_numpy(np.concatenate([np.arange(c.start, c.end) for c in chunks])).to(device)

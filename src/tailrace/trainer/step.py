@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from tailrace.config.tree import Config
@@ -47,6 +47,7 @@ from tailrace.trainer.optim import Optimiser
 from tailrace.trainer.packing import Pack
 from tailrace.trainer.parallel import Alone, Ranks, pick_device
 from tailrace.trainer.policies import Proximal, Snapshot, local
+from tailrace.trainer.recompute import recompute_layers
 from tailrace.types import Trajectory
 
 Stats = dict[str, Tensor]
@@ -99,7 +100,9 @@ class Learner:
         self.device = pick_device(self.settings.device, self.ranks.rank)
         self.step = 0
         model = model if model is not None else load_model(config.model.path, "float32", self.device)
-        self.model = _trainable(model, self.settings.recompute)
+        self.model = model.eval()  # without dropout: a log-prob must be a function of the weights alone
+        if self.settings.recompute:
+            recompute_layers(self.model)
         self.policy = Policy(self.model, config.sampling.temperature, self._logit_tokens())
         self.budget = TokenBudget(self.settings.tokens_per_batch, self.settings.recompute)
         self._prepare_passes()
@@ -366,18 +369,6 @@ class Learner:
 
     def _tensor(self, numbers: np.ndarray) -> Tensor:
         return torch.from_numpy(numbers).to(self.device, torch.float32)
-
-
-def _trainable(model: PreTrainedModel, recompute: bool) -> PreTrainedModel:
-    """Without dropout: a log-prob must be a function of the weights alone."""
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-    if recompute:
-        model.gradient_checkpointing_enable(
-            gradient_checkpointing_kwargs={"use_reentrant": False, "preserve_rng_state": False}
-        )
-    return model.train(recompute)  # transformers recomputes in training mode only
 
 
 def _of_tokens(sums: dict[str, float]) -> dict[str, float]:
