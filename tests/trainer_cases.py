@@ -28,6 +28,15 @@ SHAPE = {
 }
 
 
+def long_rope(limit: int, head_dim: int = 8) -> dict[str, Any]:
+    """Rotary frequencies that are others for sequences of more than so many tokens."""
+    factors = {"long_factor": [5.0, 2.0, 9.0, 4.0], "short_factor": [1.0, 1.1, 1.2, 1.3]}
+    factors = {name: values * (head_dim // 8) for name, values in factors.items()}
+    scales = {"short_mscale": 1.1, "long_mscale": 1.4}  # PhiMoE's
+    rope = {"rope_type": "longrope", "rope_theta": 100.0, "original_max_position_embeddings": limit} | factors | scales
+    return {"max_position_embeddings": 96, "original_max_position_embeddings": limit, "rope_parameters": rope}
+
+
 def tiny_model(family: str = "llama", **changes: Any) -> PreTrainedModel:
     """Weights large enough that attention and logits are far from uniform."""
     config = AutoConfig.for_model(family, **(SHAPE | {"initializer_range": 0.3} | changes))

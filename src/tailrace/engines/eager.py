@@ -19,6 +19,7 @@ from tailrace.engines.kv import KVCache
 from tailrace.engines.lean import LeanDecoder
 from tailrace.engines.plain import PlainOperations
 from tailrace.engines.sampling import sample
+from tailrace.model.longrope import FAR
 
 
 class Grown(NamedTuple):
@@ -67,7 +68,7 @@ class EagerExecutor:
         """Of some of the chunks' tokens, those at the places `kept` of the row that they make."""
         device = self._model.device
         tokens = torch.tensor([token for c in chunks for token in c.sequence.tokens[c.start : c.end]], device=device)
-        places = torch.from_numpy(np.concatenate([np.arange(c.start, c.end) for c in chunks])).to(device)
+        places = torch.from_numpy(np.concatenate([_places(chunk) for chunk in chunks])).to(device)
         if self._lean is not None and self._rotations is not None:
             attention = self._operations.attention(self._cache, chunks, self._rotations, places)
             hidden = self._lean.hidden(tokens, attention)
@@ -77,3 +78,8 @@ class EagerExecutor:
             input_ids=tokens[None], position_ids=places[None], use_cache=False, logits_to_keep=kept, paged=batch
         )
         return found.logits[0]
+
+
+def _places(chunk: scheduler.Chunk) -> np.ndarray:
+    """Of the chunk's tokens in their sequence, as the model wants to have them (`model/longrope.py`)."""
+    return np.arange(chunk.start, chunk.end) + (FAR if chunk.sequence.far else 0)

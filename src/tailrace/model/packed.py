@@ -25,6 +25,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, PreTrainedModel
 
+from tailrace.model.longrope import FAR, rotate_by_sequence, switch_of
 from tailrace.model.support import check_call, check_layers, refuse, trunk_of, trying
 from tailrace.model.varlen import attend_row
 
@@ -44,6 +45,7 @@ class Layout:
     """
 
     positions: Tensor  # of each token in its own sequence
+    reach: Tensor  # how long the sequence of each token is
     batches: tuple[tuple[int, int], ...] = ()  # sequences of each, and the longest, to which they are padded
     spread: Tensor | None = None  # token for each place of the padded batches; None: nothing is padded or shared
     gather: Tensor | None = None  # place in the padded batches of each token
@@ -65,19 +67,21 @@ def layout(
     sizes = torch.tensor(lengths, dtype=torch.int64)
     bounds = pad(sizes.cumsum(0), (1, 0))
     positions = torch.arange(int(bounds[-1])) - bounds[:-1].repeat_interleave(sizes)
+    reach = sizes.repeat_interleave(sizes)
     if room is not None:
         assert paths is None
-        return _row(lengths, positions, bounds, room, device)
+        return _row(lengths, positions, reach, bounds, room, device)
     batches = tuple(_similar(lengths))
     if paths is None and len(set(lengths)) == 1:
-        return Layout(positions.to(device), batches)
+        return Layout(positions.to(device), reach.to(device), batches)
     path = torch.arange(len(positions)) if paths is None else torch.from_numpy(paths)
     widths = torch.tensor([longest for sequences, longest in batches for _ in range(sequences)])
     starts = pad(widths.cumsum(0), (1, 0))
     place = starts[:-1].repeat_interleave(sizes) + positions
     spread = path.new_zeros(int(starts[-1])).index_copy_(0, place, path)
     new = path > pad(path.cummax(0).values[:-1], (1, 0), value=-1)
-    return Layout(positions[new].to(device), batches, spread.to(device), place[new].to(device))
+    kept = positions[new].to(device), reach[new].to(device)
+    return Layout(*kept, batches, spread.to(device), place[new].to(device))
 
 
 def _similar(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -92,16 +96,20 @@ def _similar(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
     yield sequences, longest
 
 
-def _row(lengths: Sequence[int], positions: Tensor, bounds: Tensor, room: int, device: torch.device | str) -> Layout:
+def _row(
+    lengths: Sequence[int], positions: Tensor, reach: Tensor, bounds: Tensor, room: int, device: torch.device | str
+) -> Layout:
     tokens = len(positions)
     assert tokens <= room, f"{tokens} tokens in a row of {room}"
     sizes = torch.tensor([max(lengths), tokens])
-    return Layout(pad(positions, (0, room - tokens)).to(device), bounds=bounds.to(device, torch.int32), sizes=sizes)
+    padded = (pad(each, (0, room - tokens)).to(device) for each in (positions, reach))
+    return Layout(*padded, bounds=bounds.to(device, torch.int32), sizes=sizes)
 
 
 def install(model: PreTrainedModel) -> PreTrainedModel:
     """Give the model this attention, or say why it cannot have it."""
     check_layers(model)
+    rotate_by_sequence(model)
     AttentionInterface.register(NAME, attention)
     with trying(model):
         before = _try_out(model, "eager", packed=False)
@@ -141,8 +149,11 @@ def _say_without_rows(why: str) -> bool:
 
 def hidden_states(model: PreTrainedModel, tokens: Tensor, where: Layout) -> Tensor:
     """The last hidden state of every token of the row: (tokens, width)."""
+    switch, positions = switch_of(model), where.positions
+    if switch is not None:
+        positions = positions + FAR * (where.reach > switch)
     return trunk_of(model)(
-        input_ids=tokens[None], position_ids=where.positions[None], use_cache=False, packed=where
+        input_ids=tokens[None], position_ids=positions[None], use_cache=False, packed=where
     ).last_hidden_state.squeeze(0)
 
 

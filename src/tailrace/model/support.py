@@ -46,6 +46,8 @@ def check_layers(model: PreTrainedModel) -> None:
         refuse(config.model_type, f"it has layers of the kind {', '.join(sorted(kinds))}")
     if getattr(config, "attention_chunk_size", None):
         refuse(config.model_type, "it attends in chunks")
+    if getattr(config, "attn_temperature_tuning", None):
+        refuse(config.model_type, "it scales scores by the place of a token in its row, not in its sequence")
 
 
 def check_call(module: torch.nn.Module, reached: bool, mask: Tensor | None, rest: Mapping[str, Any]) -> None:

@@ -33,13 +33,18 @@ class MiniBatch(NamedTuple):
         return np.array([len(s.targets) for s in self.samples])
 
 
-def mini_batch(groups: Sequence[Sequence[Trajectory]], settings: Trainer, rules: Groups = DEFAULT_RULES) -> MiniBatch:
+def mini_batch(
+    groups: Sequence[Sequence[Trajectory]],
+    settings: Trainer,
+    rules: Groups = DEFAULT_RULES,
+    switch: int | None = None,
+) -> MiniBatch:
     """A sample that never got to its first token has a reward for its group's mean, but nothing to train on."""
     kept = [entry for group in groups for entry in _group(group, settings, rules) if entry[0].sampled_tokens]
     if not kept:
         raise ValueError("none of the groups to train on has a sampled token")
     trajectories, rewards, advantages = zip(*kept, strict=True)
-    return MiniBatch([read(t) for t in trajectories], np.array(rewards), np.array(advantages))
+    return MiniBatch([read(t, switch) for t in trajectories], np.array(rewards), np.array(advantages))
 
 
 def figures(rewards: Floats, counts: NDArray[np.int64]) -> dict[str, float]:
@@ -69,11 +74,17 @@ def worth_a_pass(batch: MiniBatch, settings: Trainer) -> list[int]:
 
 
 def rank_packs(
-    samples: Sequence[Sample], chosen: Sequence[int], budget: int, rank: int, ranks: int, fold: bool = True
+    samples: Sequence[Sample],
+    chosen: Sequence[int],
+    budget: int,
+    rank: int,
+    ranks: int,
+    fold: bool = True,
+    switch: int | None = None,
 ) -> list[Pack]:
     """The packs of one rank's share of the chosen samples; all ranks have the same number of them, at least one."""
     hands = deal([len(samples[i].inputs) for i in chosen], ranks)
-    packs = [fill(samples, [chosen[i] for i in hand], budget, fold) for hand in hands]
+    packs = [fill(samples, [chosen[i] for i in hand], budget, fold, switch) for hand in hands]
     return packs[rank] + [filler()] * (max(1, *map(len, packs)) - len(packs[rank]))
 
 

@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 
 from tailrace.config.tree import Config
 from tailrace.model.load import load_model, precision_on
+from tailrace.model.longrope import switch_of
 from tailrace.model.memory import DoesNotFitError, free_memory, ran_out
 from tailrace.model.packed import Layout, layout, reads_rows
 from tailrace.trainer.batch import (
@@ -104,6 +105,7 @@ class Learner:
         if self.settings.recompute:
             recompute_layers(self.model)
         self.policy = Policy(self.model, config.sampling.temperature, self._logit_tokens())
+        self.switch = switch_of(self.model)
         self.budget = TokenBudget(self.settings.tokens_per_batch, self.settings.recompute)
         self._prepare_passes()
         updates = config.run.steps * self.settings.mini_batches
@@ -140,7 +142,7 @@ class Learner:
     def train_part(self, step: int, part: int, groups: Sequence[Sequence[Trajectory]]) -> dict[str, float]:
         """Train on one mini-batch. Returns what to plot."""
         began = time.perf_counter()
-        batch = mini_batch(groups, self.settings, self.config.groups)
+        batch = mini_batch(groups, self.settings, self.config.groups, self.switch)
         learn = self._learn_from if worth_a_pass(batch, self.settings) else self._coast
         measured = learn(step, part, batch)
         self.step = step + 1
@@ -203,7 +205,8 @@ class Learner:
 
     def _lessons(self, step: int, part: int, batch: MiniBatch) -> list[Lesson]:
         chosen, budget = worth_a_pass(batch, self.settings), self.budget.tokens
-        packs = rank_packs(batch.samples, chosen, budget, self.ranks.rank, self.ranks.size, fold=not self._rows)
+        mine = self.ranks.rank, self.ranks.size
+        packs = rank_packs(batch.samples, chosen, budget, *mine, fold=not self._rows, switch=self.switch)
         placed = [self._place(pack) for pack in packs]
         weights = token_weights(self.settings.loss, batch.counts, self.config.workload.max_completion_tokens)
         before, reference = self._before(step, part, placed), self._logprobs_under(self._reference, placed)
