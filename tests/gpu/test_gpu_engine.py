@@ -158,7 +158,8 @@ def test_a_withdrawn_sequence_goes_on_elsewhere_with_the_same_tokens():
 def test_sequences_of_a_long_rope_model_go_by_their_own_length_on_a_gpu(dtype: torch.dtype) -> None:
     shape = {"hidden_size": 256, "head_dim": 64, "initializer_range": 0.1, "tie_word_embeddings": False}
     ends = {"bos_token_id": None, "eos_token_id": None}
-    model: Any = tiny_model("phi3", **shape, **ends, **long_rope(20, 64)).to("cuda", dtype)
+    model: Any = tiny_model("phi3", **shape, **ends, **long_rope(20, 64))
+    model = model.to("cuda", dtype)
     draw = torch.Generator().manual_seed(3)
     prompts = [tuple(torch.randint(1, 48, (n,), generator=draw).tolist()) for n in (3, 12, 19, 25)]
     work = [Job(n, n, prompt, len(prompt), 16) for n, prompt in enumerate(prompts)]

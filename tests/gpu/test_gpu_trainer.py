@@ -61,7 +61,7 @@ def test_everything_at_once_in_bfloat16_stays_near_float32(tmp_path):
         learner.warm_up()
         found[device, precision] = [learner.train_part(0, part, GROUPS) for part in range(2)]
     exact = found["cpu", "float32"]
-    for there, close in ((found["cuda", "float32"], 1e-3), (found["cuda", "bfloat16"], 0.1)):
+    for there, close in ((found["cuda", "float32"], 1e-3), (found["cuda", "bfloat16"], 0.2)):
         for mine, theirs in zip(there, exact, strict=True):
             assert (mine["skipped"], mine["nonfinite_weights"]) == (0, 0)
             for name in ("entropy", "grad_norm", "critic_grad_norm", "value_loss", "mismatch_kl"):

@@ -9,6 +9,7 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -117,7 +118,7 @@ def engine(model: PreTrainedModel, temperature: float = 0.0, **rollout: int) -> 
         (),
         Config(
             sampling=Sampling(temperature=temperature),
-            rollout=Rollout(**chosen),
+            rollout=msgspec.convert(chosen, Rollout),
             workload=Workload(prompt_tokens=40, max_completion_tokens=40),
         ),
         7,

@@ -102,8 +102,8 @@ def _row(
     tokens = len(positions)
     assert tokens <= room, f"{tokens} tokens in a row of {room}"
     sizes = torch.tensor([max(lengths), tokens])
-    padded = (pad(each, (0, room - tokens)).to(device) for each in (positions, reach))
-    return Layout(*padded, bounds=bounds.to(device, torch.int32), sizes=sizes)
+    positions, reach = (pad(each, (0, room - tokens)).to(device) for each in (positions, reach))
+    return Layout(positions, reach, bounds=bounds.to(device, torch.int32), sizes=sizes)
 
 
 def install(model: PreTrainedModel) -> PreTrainedModel:
