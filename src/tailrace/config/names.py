@@ -123,6 +123,9 @@ PEERS: dict[str, PeerName] = {
     "max_num_seqs": PeerName("vLLM", "rollout.max_running"),
     "max_running_requests": PeerName("SGLang", "rollout.max_running"),
     "sglang_server_concurrency": PeerName("slime", "rollout.max_running"),
+    # the loss
+    "clip_ratio_c": PeerName("verl", "trainer.dual_clip"),
+    "c_clip": PeerName("AReaL", "trainer.dual_clip"),
     # the run
     "total_training_steps": PeerName("verl", "run.steps"),
     "total_train_steps": PeerName("AReaL", "run.steps"),
