@@ -14,7 +14,7 @@ import json
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import fmean, median, pstdev, quantiles
+from statistics import fmean, median, quantiles, stdev
 from typing import Any
 
 import torch
@@ -112,10 +112,11 @@ def score(samples: list[Sample], task: RunningTotal, tokenizer: Any) -> None:
 
 
 def set_advantages(group: list[Sample]) -> None:
-    """How much better than the rest of its group, in standard deviations."""
+    """How much better than the rest of its group, in standard deviations (those of a sample: n - 1)."""
     rewards = [sample.reward for sample in group]
+    spread = stdev(rewards) if len(rewards) > 1 else 0.0
     for sample in group:
-        sample.advantage = (sample.reward - fmean(rewards)) / (pstdev(rewards) + 1e-6)
+        sample.advantage = (sample.reward - fmean(rewards)) / (spread + 1e-6)
 
 
 def train_step(model: Any, optimizer: Any, groups: list[list[Sample]], options: argparse.Namespace) -> None:

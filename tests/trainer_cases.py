@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,15 @@ SHAPE = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+
+
+def long_rope(limit: int, head_dim: int = 8) -> dict[str, Any]:
+    """Rotary frequencies that are others for sequences of more than so many tokens."""
+    factors = {"long_factor": [5.0, 2.0, 9.0, 4.0], "short_factor": [1.0, 1.1, 1.2, 1.3]}
+    factors = {name: values * (head_dim // 8) for name, values in factors.items()}
+    scales = {"short_mscale": 1.1, "long_mscale": 1.4}  # PhiMoE's
+    rope = {"rope_type": "longrope", "rope_theta": 100.0, "original_max_position_embeddings": limit} | factors | scales
+    return {"max_position_embeddings": 96, "original_max_position_embeddings": limit, "rope_parameters": rope}
 
 
 def tiny_model(family: str = "llama", **changes: Any) -> PreTrainedModel:
@@ -60,6 +70,15 @@ def group(seed: int, size: int = 4, longest: int = 30) -> list[Trajectory]:
         Trajectory(seed * 100 + i, seed, seed, (prompt, *_turns(rng, longest)), "stop", float(rng.random()))
         for i in range(size)
     ]
+
+
+def poisoned(seed: int) -> list[Trajectory]:
+    """The same with log-probs that are none in one sample, so that neither loss nor gradient is finite."""
+    first, *rest = group(seed)
+    segments = [
+        s if s.version is None else Segment(s.version, s.tokens, (math.nan,) * len(s.tokens)) for s in first.segments
+    ]
+    return [Trajectory(first.id, first.group, first.prompt, tuple(segments), first.finish, first.reward), *rest]
 
 
 def _turns(rng: np.random.Generator, longest: int) -> list[Segment]:

@@ -323,8 +323,10 @@ def _verdict(config: Config, kind: str) -> str:
 
 def _warnings(config: Config) -> Iterator[str]:
     from tailrace.lengths import LengthLaw
+    from tailrace.model.advice import advice
     from tailrace.sim.measured import costs_of
 
+    yield from advice(config)
     costs, workload = costs_of(config), config.workload
     law = LengthLaw(workload, config.run.seed)
     group = workload.prompt_tokens + workload.group_size * law.mean

@@ -22,6 +22,8 @@ Version = int
 # What msgspec raises for bytes that nobody of ours wrote. Nesting is bounded by Python's own limit, about 1,000 levels.
 MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
+RIGHT_ABOVE = 0.5  # an answer with a reward above this counts as right, where an accuracy is asked for
+
 KINDS = {"p": "prompt", "g": "group", "t": "trajectory", "r": "replica", "h": "relay", "v": "version"}
 
 

@@ -94,7 +94,7 @@ def test_killed_again_and_again_it_makes_the_same_run(tmp_path):
     assert tokens(disturbed) == tokens(undisturbed)
     rewards = "SELECT id, finish, reward, step FROM trajectories WHERE step IS NOT NULL ORDER BY id"
     assert query(disturbed, rewards) == query(undisturbed, rewards)
-    measured = "SELECT step, count(*) FROM metrics WHERE name = 'reward/mean' GROUP BY step ORDER BY step"
+    measured = "SELECT step, count(*) FROM metrics WHERE name = 'reward' GROUP BY step ORDER BY step"
     assert query(disturbed, measured) == query(undisturbed, measured)
 
 

@@ -102,6 +102,25 @@ def test_two_trainer_ranks_train_publish_save_and_resume_together(tmp_path):
     assert (run.folder / "checkpoints" / "step-00000003" / "model.safetensors").exists()
 
 
+def test_a_run_that_diverges_ends_with_a_sentence_and_goes_on_at_a_lower_rate(tmp_path):
+    options = ("--schedule.kind", "sync", "--workload.prompts_per_step", "16", "--trainer.mini_batches", "4")
+    run = Run(tmp_path, NATIVE, *options, "--run.steps", "2")
+    status, out, err = run.start("--trainer.learning_rate", "1e8").wait()
+    assert status == 2, f"{out}\n{err}\n{run.logs()}"
+    assert "an update of step 1 is left out: its loss or gradient is not finite" in out
+    assert "the trainer cannot go on: the loss or gradient of an update of step 1 is not finite" in err
+    assert "the last good weights are those that the run started from" in err
+    assert "so it is left out" in (run.folder / "logs" / "trainer0.log").read_text()
+    assert run.events("TrainerJoined") == 1
+    assert not Journal(run.folder).complete
+    run.finish("--resume", "--trainer.learning_rate", "3e-4")
+    assert len(run.trained_prompts()) == 8
+    with closing(sqlite3.connect(run.folder / "run.db")) as database:
+        skipped = database.execute("SELECT value FROM metrics WHERE name = 'skipped' ORDER BY rowid").fetchall()
+    assert [value for (value,) in skipped][:4] == [0, 1, 1, 1]
+    assert not any(value for (value,) in skipped[4:])
+
+
 @pytest.mark.parametrize("kind", ["trajectory", "partial"])
 def test_an_asynchronous_run_trains_every_sample_within_the_bound_and_its_weights_can_be_used(tmp_path, kind):
     run = Run(tmp_path, NATIVE, "--schedule.kind", kind, "--local.replicas", "2", "--run.steps", "4")

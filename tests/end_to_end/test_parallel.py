@@ -7,10 +7,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 import trainer_cases
 from tailrace.config.tree import Config
@@ -18,7 +20,7 @@ from tailrace.trainer.batch import mini_batch
 from tailrace.trainer.checkpoint import CheckpointError, newest, restore, save
 from tailrace.trainer.parallel import Ranks, join
 from tailrace.trainer.step import Learner
-from trainer_cases import group, settings, tiny_folder
+from trainer_cases import group, poisoned, settings, tiny_folder
 
 DEADLINE_S = 300
 GROUPS = [group(1), group(2), group(3, size=3)]
@@ -58,6 +60,10 @@ def be_a_rank(rank: int, size: int, meeting: str, folder: Path) -> None:
     restore(again, place)
     for (name, mine), (_, theirs) in zip(again.weights(), learner.weights(), strict=True):
         assert torch.equal(mine, theirs), name
+    before = [tensor.clone() for _, tensor in learner.weights()]
+    measured = learner.train_part(1, 0, [poisoned(4)])  # one rank alone has the sample that is not finite
+    assert (measured["skipped"], measured["nonfinite_weights"]) == (1, 0)
+    assert all(torch.equal(mine, old) for (_, mine), old in zip(learner.weights(), before, strict=True))
     (folder / "full").touch()  # a file where the next checkpoint's folder should be
     with pytest.raises(CheckpointError, match="could not be written"):  # on every rank, though only one writes
         save(folder / "full", learner)
@@ -92,11 +98,22 @@ def test_two_ranks_have_the_gradients_weights_and_checkpoints_of_one(tmp_path):
         )
     place = newest(tmp_path / "checkpoints")
     assert place is not None
+    _is_saved_as_one_rank_saves(place, alone, tmp_path / "of_one")
     together = Learner(everything(tmp_path / "model"))  # what two ranks saved, one rank goes on with
     restore(together, place)
     for (name, mine), (_, theirs) in zip(together.weights(), alone.weights(), strict=True):
         # where a gradient is next to nothing, Adam makes a share of the learning rate (0.01) of its rounding
         torch.testing.assert_close(mine, theirs, atol=1e-3, rtol=1e-3, msg=name)
+
+
+def _is_saved_as_one_rank_saves(place: Path, alone: Learner, folder: Path) -> None:
+    """The same tensors under the same names in every file: tied ones once."""
+    theirs = save(folder, alone)
+    for file in ("model.safetensors", "optimizer.safetensors", "critic.safetensors"):
+        assert load_file(place / file).keys() == load_file(theirs / file).keys(), file
+    assert "lm_head.weight" not in load_file(place / "model.safetensors")
+    loaded: Any = AutoModelForCausalLM.from_pretrained(place)
+    assert loaded.get_output_embeddings().weight is loaded.get_input_embeddings().weight
 
 
 if __name__ == "__main__":

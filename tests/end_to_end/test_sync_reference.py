@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -19,6 +20,7 @@ from tailrace.engines import sampling
 from tailrace.envs.prompts import Prompts
 from tailrace.envs.running_total import LABELS, RunningTotal
 from tailrace.envs.tasks import build_task
+from tailrace.trainer.advantages import grpo
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL = ["--threads", "1", "--prompts-per-step", "3", "--group-size", "4", "--mini-batches", "2", "--eval-rows", "0"]
@@ -105,6 +107,16 @@ def test_a_step_makes_what_was_rewarded_more_likely(program: ModuleType, model: 
 def _first_token_probability(model: Any, sample: Any) -> float:
     with torch.no_grad():
         return float(model(torch.tensor([sample.row.tokens])).logits[0, -1].softmax(-1)[sample.tokens[0]])
+
+
+def test_advantages_are_those_of_the_trainer(program: ModuleType, groups: list[list[Any]]):
+    rewards = [1.0, 0.0, 0.0, 0.5]
+    for sample, reward in zip(groups[0], rewards, strict=True):
+        sample.reward = reward
+    program.set_advantages(groups[0])
+    assert [sample.advantage for sample in groups[0]] == pytest.approx(grpo(np.array(rewards)).tolist())
+    program.set_advantages(groups[1][:1])
+    assert groups[1][0].advantage == 0.0
 
 
 def test_a_group_with_one_reward_teaches_nothing(program: ModuleType, groups: list[list[Any]]):

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config
 from tailrace.config.tree import Config, Rollout, Sampling, Workload
 from tailrace.engines.base import Job
 from tailrace.engines.native import NativeEngine
+from trainer_cases import long_rope, tiny_model
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -151,3 +152,24 @@ def test_a_withdrawn_sequence_goes_on_elsewhere_with_the_same_tokens():
         take(first, found)
     play(second, first.withdraw(found), found)
     assert sum(found[id][0] == whole[id][0] for id in whole) >= len(whole) - 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sequences_of_a_long_rope_model_go_by_their_own_length_on_a_gpu(dtype: torch.dtype) -> None:
+    shape = {"hidden_size": 256, "head_dim": 64, "initializer_range": 0.1, "tie_word_embeddings": False}
+    ends = {"bos_token_id": None, "eos_token_id": None}
+    model: Any = tiny_model("phi3", **shape, **ends, **long_rope(20, 64))
+    model = model.to("cuda", dtype)
+    draw = torch.Generator().manual_seed(3)
+    prompts = [tuple(torch.randint(1, 48, (n,), generator=draw).tolist()) for n in (3, 12, 19, 25)]
+    work = [Job(n, n, prompt, len(prompt), 16) for n, prompt in enumerate(prompts)]
+    found = play(engine(model, "cuda", dtype), work)
+    model.set_attn_implementation("eager")
+    for job in work:
+        tokens, logprobs = found[job.id]
+        row = [*job.tokens, *tokens]
+        for place, logprob in enumerate(logprobs, len(job.tokens)):
+            with torch.no_grad():
+                logits = model(torch.tensor([row[:place]], device="cuda"), use_cache=False).logits[0, -1]
+            wanted = float(logits.float().log_softmax(-1)[row[place]])
+            assert logprob == pytest.approx(wanted, abs=1e-3 if dtype is torch.float32 else 0.3)

@@ -10,7 +10,7 @@ from tailrace.config import load
 from tailrace.launch.bench import WITHOUT_REPACK, Measured, _plans, print_rows
 from tailrace.obs.account import Staleness
 from tailrace.obs.ending import Ending
-from tailrace.obs.summary import Accuracy, LedgerCounts, Summary
+from tailrace.obs.summary import HeldOut, LedgerCounts, Summary
 
 BLANK = dict.fromkeys(
     ("wall_s", "steps", "trained_groups", "trained_samples", "trained_tokens", "repacks", "moved", "publish_stall_s"), 0
@@ -19,8 +19,9 @@ BLANK = dict.fromkeys(
 
 def summary(tokens_per_s: float) -> Summary:
     nobody = {"trainer_idle": 0.0, "rollout_idle": 0.0, "ledger": LedgerCounts(0, 0, 0, 0, 0, 0)}
-    whole = {"ended": Ending("complete"), "accuracy": Accuracy(None, None), "staleness": Staleness()}
-    return Summary(**BLANK, **nobody, **whole, tokens_per_s=tokens_per_s)
+    whole = {"ended": Ending("complete"), "staleness": Staleness()}
+    unmeasured = dict.fromkeys(("accuracy", "mean_reward"), HeldOut(None, None))
+    return Summary(**BLANK, **nobody, **whole, **unmeasured, tokens_per_s=tokens_per_s)
 
 
 def test_a_schedule_that_cannot_run_with_these_settings_is_left_out_at_the_start(

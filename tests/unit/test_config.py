@@ -189,6 +189,7 @@ BAD_RULES = [
     ),
     ("--schedule.publish_every 6 --schedule.max_staleness 4", "too few until the next publish; write 5 or more"),
     ("--health.backoff_s 90 --health.backoff_max_s 60", "health.backoff_max_s is below"),
+    ("--trainer.dual_clip 0.9", "trainer.dual_clip is 0.9, so that bad tokens of fresh data would teach nothing"),
 ]
 
 

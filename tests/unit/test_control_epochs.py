@@ -1,5 +1,7 @@
 """Late, doubled and lost messages are harmless, and groups come to their end whatever happens to their samples."""
 
+import pytest
+
 from drive import Drive, config, only
 from tailrace.config.tree import Groups, Schedule
 from tailrace.protocol import (
@@ -106,6 +108,18 @@ def test_a_group_that_teaches_nothing_is_filtered_and_others_are_trained():
     drive.tell(Finished(0, TrajectoryMeta(third.trajectory, third.epoch, 5, 0, 0, "stop", 1.0)))
     drive.tell(Finished(0, TrajectoryMeta(fourth.trajectory, fourth.epoch, 5, 0, 0, "stop", 0.0)))
     assert (tally.filtered, len(drive.plane.state.ledger.ready)) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "filtered"),
+    [((0.3, 0.1 + 0.2), 1), ((1e6, 1e6 + 0.1), 1), ((-1e-7, 1e-7), 1), ((0.3, 0.301), 0), ((1e6, 1e6 + 10), 0)],
+)
+def test_rewards_that_differ_by_rounding_teach_nothing(rewards, filtered):
+    drive = driven(groups=Groups(min_survivors=1, filter="zero_advantage"))
+    for request, reward in zip(drive.running(0)[:2], rewards, strict=True):
+        drive.tell(Finished(0, TrajectoryMeta(request.trajectory, request.epoch, 5, 0, 0, "stop", reward)))
+    ledger = drive.plane.state.ledger
+    assert (ledger.tally.filtered, len(ledger.ready)) == (filtered, 1 - filtered)
 
 
 def test_past_its_deadline_a_group_goes_on_with_its_survivors():

@@ -12,8 +12,10 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
+from tailrace.config import Config, with_values
 from tailrace.config.errors import ConfigError
 from tailrace.model import load
+from tailrace.model.advice import advice
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +53,35 @@ def test_a_model_directory_is_loaded_as_it_is(folder: Path) -> None:
     assert tokenizer.encode("no yes") == [3, 2]
     assert load.context_length(path) == 77
     assert load.end_tokens(path, tokenizer) == {1, 3}
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "found"),
+    [
+        ({"eos_token_id": 3}, None, {1, 3}),
+        ({"eos_token_id": [2, 3]}, None, {1, 2, 3}),
+        ({"text_config": {"eos_token_id": [0, 3]}}, None, {0, 1, 3}),
+        ({"eos_token_id": 0, "text_config": {"eos_token_id": 3}}, None, {0, 1}),
+        ({"eos_token_id": 3}, {"temperature": 1.0}, {1, 3}),
+        ({"eos_token_id": 3}, {"eos_token_id": [2]}, {1, 2}),  # the generation settings are the newer ones
+        ({"eos_token_id": 3}, {"eos_token_id": 0}, {0, 1}),
+        ({"eos_token_id": None, "text_config": None}, None, {1}),
+    ],
+)
+def test_end_tokens_are_those_that_the_model_names(folder: Path, tmp_path: Path, config, generation, found) -> None:
+    model = copy(folder, tmp_path / "model", "generation_config.json")
+    kept = {k: v for k, v in json.loads((model / "config.json").read_text()).items() if k != "eos_token_id"}
+    (model / "config.json").write_text(json.dumps(kept | config))
+    if generation is not None:
+        (model / "generation_config.json").write_text(json.dumps(generation))
+    assert load.end_tokens(str(model), load.load_tokenizer(str(model))) == found
+
+
+def test_an_end_token_that_is_none_is_refused(folder: Path, tmp_path: Path) -> None:
+    model = copy(folder, tmp_path / "model")
+    (model / "generation_config.json").write_text('{"eos_token_id": ["</s>"]}')
+    with pytest.raises(ConfigError, match=r'generation_config.json: eos_token_id is \["</s>"\]; write the number'):
+        load.end_tokens(str(model), load.load_tokenizer(str(model)))
 
 
 def test_the_tokenizer_is_loaded_without_torch(folder: Path) -> None:
@@ -121,3 +152,26 @@ def test_a_gguf_file_is_converted_once_even_by_two_at_a_time(
     assert load.model_folder(str(file)) == converted
     assert len(made) == 2
     assert list(converted.parent.iterdir()) == [converted]
+
+
+@pytest.mark.parametrize(
+    ("settings", "config", "words"),
+    [
+        ({}, {}, []),
+        ({"sampling.top_p": 0.9}, {}, ["sampling.top_p is 0.9: tokens are drawn from a part"]),
+        ({"sampling.top_p": 0.9, "sampling.top_k": 50}, {}, ["sampling.top_p is 0.9 and sampling.top_k is 50:"]),
+        ({"sampling.temperature": 0, "sampling.top_k": 1}, {}, ["sampling.temperature is 0: all samples"]),
+        ({"sampling.temperature": 0.7}, {}, []),
+        ({}, {"router_aux_loss_coef": 0.001}, ["(router_aux_loss_coef = 0.001 in config.json)"]),
+        ({}, {"text_config": {"router_aux_loss_coef": 0.01}}, ["(router_aux_loss_coef = 0.01 in config.json)"]),
+        ({}, {"router_aux_loss_coef": 0.0}, []),
+        ({"rollout.engine": "emulated", "trainer.engine": "emulated", "sampling.top_k": 5}, {}, []),
+    ],
+)
+def test_what_training_does_that_one_may_not_expect_is_said(folder: Path, tmp_path: Path, settings, config, words):
+    model = copy(folder, tmp_path / "model")
+    (model / "config.json").write_text(json.dumps(json.loads((model / "config.json").read_text()) | config))
+    shape = {"model.preset": "qwen2.5-7b", "model.path": str(model)}
+    found = list(advice(with_values(Config(), shape | settings)))
+    assert len(found) == len(words)
+    assert all(expected in sentence for expected, sentence in zip(words, found, strict=True))

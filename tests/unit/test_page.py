@@ -410,13 +410,15 @@ def test_a_run_is_followed_while_it_goes_on_and_beyond(tmp_path: Path, config: C
         follower.look()
         assert shown(follower)["about"]["ended"]["state"] == "running"
         store.meta.set("accuracy_before", "0.25")
+        store.meta.set("reward_before", "no number")
         store.record(3.0, ReplicaJoined(0, 2, 0, -1, 1000, 8), [Generate(0, 2, (Sample(0, 1, 0, 0, 4),))])
         store.record(4.0, Alive("trainer", 0, 1), [Stop("all steps are done")])
         store.close(complete=True)
     follower.look()
     found = shown(follower)
-    assert found["about"]["ended"] == {"state": "complete", "reason": "all steps are done"}
-    assert found["about"]["accuracy"]["before"] == 0.25
+    about = found["about"]
+    assert about["ended"] == {"state": "complete", "reason": "all steps are done"}
+    assert (about["accuracy"]["before"], about["mean_reward"]["before"], about["right_above"]) == (0.25, None, 0.5)
     assert [one["state"] for one in found["run"]["replicas"]] == ["ended"]
     assert found["run"]["trainer"] == "ended"
 

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import pytest
+
 from tailrace.engines.base import Job, Load, Sampled
 from tailrace.envs.base import Answer, Faulted, Observed, Scored, Turn
+from tailrace.launch import models
 from tailrace.protocol import Request
 from tailrace.rollout.episode import Episode, merged
-from tailrace.rollout.runner import Key, Language, Runner
+from tailrace.rollout.evaluate import Evaluated, _summed_up
+from tailrace.rollout.runner import Key, Language, Outcome, Runner
 from tailrace.types import Row, Segment
 
 END = 99
+REWARDS = (0.5, 0.6, 3.0, -1.0, None)
 ROW = Row(5, (1, 2, 3), "a question", {"answer": "7"})
 LANGUAGE = Language(
     decode=lambda tokens: " ".join(map(str, tokens)),
@@ -176,3 +183,21 @@ def test_tokens_run_out_in_a_turn_or_between_two():
 def test_neighbours_of_one_origin_are_merged():
     parts = [Segment(1, (1,), (-1.0,)), Segment(1, (2,), (-2.0,)), Segment(None, (3,)), Segment(2, (4,), (-4.0,))]
     assert list(merged(parts)) == [Segment(1, (1, 2), (-1.0, -2.0)), Segment(None, (3,)), Segment(2, (4,), (-4.0,))]
+
+
+def test_an_evaluation_has_the_mean_reward_beside_the_share_of_right_answers():
+    """For rewards that are not 0 or 1 the share alone says little."""
+    ended = [Outcome(Episode(Request(id, 1, id, 5, 3), ROW, (), 0), reward) for id, reward in enumerate(REWARDS)]
+    found = _summed_up(ended, 9)
+    assert (found.done, found.total, found.failed) == (5, 9, 1)
+    assert found.accuracy == 2 / 5  # 0.5 itself is not above it, and who has no verdict is not right
+    assert found.mean_reward == pytest.approx((0.5 + 0.6 + 3.0 - 1.0) / 4)
+
+
+def test_what_an_accuracy_is_stands_beside_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(models, "Journal", lambda _: SimpleNamespace(config=None))
+    monkeypatch.setattr(models, "weights_of", lambda *_: tmp_path / "step-00000003")
+    monkeypatch.setattr(models, "measure", lambda *_: Evaluated(9, 9, 0.25, -1.5, 10.0, 2))
+    assert models.evaluate(tmp_path, None) == 0
+    said = "accuracy 0.250 (share of rewards above 0.5), mean reward -1.500, on 9 held-out prompts, 2 without a verdict"
+    assert capsys.readouterr().out == f"step-00000003: {said}\n"

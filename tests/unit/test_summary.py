@@ -83,6 +83,7 @@ def record(folder: Path, run: list[tuple[float, Event, list[Command]]]) -> Path:
         for now, event, commands in run:
             store.record(now, event, commands)
         store.meta.set("accuracy_before", "0.4")
+        store.meta.set("reward_before", "-0.25")
         store.metrics.measure(11.0, 0, "trainer", {"publish/stall_s": 0.02, "loss": 1.5})
         store.metrics.measure(18.0, 1, "trainer", {"publish/stall_s": 0.04, "loss": float("nan")})
     return folder
@@ -95,6 +96,7 @@ def test_a_small_run_by_hand(tmp_path: Path) -> None:
     assert json.loads((run / "summary.json").read_text()) == {
         "ended": {"state": "interrupted", "reason": ""},
         "accuracy": {"before": 0.4, "after": None},
+        "mean_reward": {"before": -0.25, "after": None},
         "wall_s": 16.0,  # the clock says 18
         "steps": 2,
         "trained_groups": 2,
@@ -110,7 +112,8 @@ def test_a_small_run_by_hand(tmp_path: Path) -> None:
         "ledger": {"started": 3, "trained": 2, "dropped_stale": 1, "filtered": 0, "failed": 0, "in_flight": 0},
     }
     assert (run / "summary.png").read_bytes().startswith(b"\x89PNG")
-    assert "held-out accuracy      0.400 before, - after" in table.getvalue()
+    assert "held-out accuracy      0.400 before, - after (share of rewards above 0.5)" in table.getvalue()
+    assert "held-out reward        -0.250 before, - after (mean)" in table.getvalue()
     assert "ended                  the run was interrupted, and can be resumed" in table.getvalue()
     assert "3 started = 2 trained + 1 stale + 0 filtered + 0 failed + 0 in flight" in table.getvalue()
 

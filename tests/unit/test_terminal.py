@@ -76,6 +76,25 @@ def test_what_is_alarming_is_told_at_once() -> None:
     assert out.getvalue() == "1:02  r0 lost: its process ended\n"
 
 
+def test_an_update_that_is_not_finite_is_told_at_once() -> None:
+    live, out = live_run(), StringIO()
+    show = Lines(live, out)
+    live.measure(62.0, 3, "trainer", {"skipped": 0.0, "loss": 0.5})
+    live.measure(63.0, 4, "trainer", {"skipped": 1.0, "loss": float("nan"), "grad_norm": float("nan")})
+    show(63.0)
+    told = "an update of step 5 is left out: its loss or gradient is not finite; after three in a row the run ends"
+    assert out.getvalue() == f"0:00  {told}\n"
+    assert drawn(live, 50)
+
+
+def test_a_mini_batch_without_advantage_leaves_the_figures_of_the_one_before_it() -> None:
+    live = live_run()
+    live.measure(1.0, 0, "trainer", {"without_advantage": 0.0, "entropy": 0.7, "grad_norm": 0.3, "reward": 0.5})
+    live.measure(2.0, 0, "trainer", {"without_advantage": 1.0, "reward": 1.0})
+    text = "\n".join(drawn(live, 50, width=200))
+    assert "entropy 0.7   grad norm 0.3   without advantage 1 of 2 mini-batches" in text
+
+
 def test_failures_are_told_ever_more_rarely() -> None:
     live = live_run()
     live.see(0.0, ReplicaJoined(0, 1, 0, 0, 100, 8), [])

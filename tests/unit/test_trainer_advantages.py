@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import statistics
+
 import numpy as np
 import pytest
+import torch
 
 from tailrace.trainer.advantages import GROUP_ADVANTAGES, dr_grpo, gae, grpo, rloo
 
@@ -10,9 +13,15 @@ REWARDS = np.array([1.0, 0.0, 0.0, 0.5])
 
 def test_group_advantages_by_hand():
     assert dr_grpo(REWARDS).tolist() == [0.625, -0.375, -0.375, 0.125]
-    assert grpo(REWARDS) == pytest.approx(dr_grpo(REWARDS) / np.sqrt(np.mean(dr_grpo(REWARDS) ** 2)), rel=1e-5)
     others = [REWARDS[np.arange(4) != i].mean() for i in range(4)]
     assert rloo(REWARDS) == pytest.approx(REWARDS - others)
+
+
+def test_grpo_divides_by_the_deviation_of_a_sample_as_trl_and_verl_do():
+    spread = torch.tensor(REWARDS).std()  # torch's own: one degree of freedom less
+    assert spread.item() == pytest.approx(statistics.stdev(REWARDS.tolist()))
+    assert grpo(REWARDS) == pytest.approx(((torch.tensor(REWARDS) - REWARDS.mean()) / (spread + 1e-6)).numpy())
+    assert grpo(np.array([1.0, 0.0])) == pytest.approx([0.5**0.5, -(0.5**0.5)], rel=1e-5)
 
 
 @pytest.mark.parametrize("name", GROUP_ADVANTAGES)

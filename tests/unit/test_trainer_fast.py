@@ -19,7 +19,7 @@ from tailrace.trainer.compiled import Blocks, padded
 from tailrace.trainer.head import chunk_that_fits
 from tailrace.trainer.memory import DoesNotFitError
 from tailrace.trainer.step import Learner
-from trainer_cases import VOCABULARY, group, settings, tiny_folder, tiny_model
+from trainer_cases import VOCABULARY, group, long_rope, settings, tiny_folder, tiny_model
 
 GROUPS = [group(1), group(2), group(3)]
 LENGTHS = (19, 7, 1, 12)
@@ -114,7 +114,9 @@ def test_a_chunk_of_logits_is_a_power_of_two_that_fits(vocabulary, tokens):
 # ------------------------------------------------------------------------------------------------------ rows and blocks
 
 
-@pytest.mark.parametrize(("family", "changes"), [("qwen2", {}), ("mistral", {"sliding_window": 5})])
+@pytest.mark.parametrize(
+    ("family", "changes"), [("qwen2", {}), ("mistral", {"sliding_window": 5}), ("phi3", long_rope(10))]
+)
 def test_a_padded_row_gives_the_hidden_states_and_gradients_of_a_pack(rows_on_the_cpu, family, changes):
     model = install(tiny_model(family, **changes))
     tokens = torch.randint(VOCABULARY, (sum(LENGTHS),), generator=torch.Generator().manual_seed(0))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tailrace.model.packed import UnsupportedModelError, layout
+from tailrace.model.packed import layout
+from tailrace.model.support import UnsupportedModelError
 from tailrace.trainer.logprobs import Policy
 from trainer_cases import VOCABULARY, tiny_model
 

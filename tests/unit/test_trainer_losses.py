@@ -37,7 +37,8 @@ def slow(loss: str, new: float, behaviour: float, proximal: float, advantage: fl
     """One token's loss, as it stands in the papers."""
 
     def clip(ratio: float) -> float:
-        return min(ratio * advantage, min(max(ratio, 1 - s.clip_low), 1 + s.clip_high) * advantage)
+        held = min(ratio * advantage, min(max(ratio, 1 - s.clip_low), 1 + s.clip_high) * advantage)
+        return max(held, s.dual_clip * advantage) if s.dual_clip and advantage < 0 else held
 
     if loss == "reinforce":
         return -advantage * new
@@ -50,9 +51,11 @@ def slow(loss: str, new: float, behaviour: float, proximal: float, advantage: fl
     return -clip(math.exp(new - behaviour))
 
 
+@pytest.mark.parametrize("dual_clip", [0.0, 1.4])  # 0: as TRL has it
 @pytest.mark.parametrize("loss", LOSSES)
-def test_each_loss_equals_its_formula_token_by_token(loss):
-    settings, batch = Trainer(loss=loss, clip_high=0.28, importance_cap=1.3), tokens(1, loss)
+def test_each_loss_equals_its_formula_token_by_token(loss, dual_clip):
+    settings = Trainer(loss=loss, clip_high=0.28, importance_cap=1.3, dual_clip=dual_clip)
+    batch = tokens(1, loss)
     columns = torch.stack([batch.new.detach(), batch.behaviour, batch.proximal, batch.advantages], dim=1).tolist()
     each = [slow(loss, new, behaviour, proximal, gain, settings) for new, behaviour, proximal, gain in columns]
     rows = np.split(np.array(each), np.cumsum(COUNTS)[:-1])
@@ -93,6 +96,33 @@ def test_clipping_stops_what_has_gone_far_enough_and_nothing_else():
     moved = gradient(batch, Trainer(loss="ppo")).bool().reshape(-1, 4)
     assert (moved == torch.tensor([False, True, True, False])).all()
     assert policy_loss(batch, Trainer(loss="ppo")).stats["clip_fraction"] == TOKENS / 2
+
+
+@pytest.mark.parametrize("loss", ["grpo", "dr_grpo", "dapo", "ppo", "decoupled_ppo"])
+def test_one_stale_token_does_not_take_over_the_gradient(loss):
+    base = tokens(5, loss)
+    behaviour, stale = base.behaviour.clone(), TOKENS // 2
+    behaviour[stale] -= 12.0  # the policy finds it e^12 times as likely by now
+    advantages = base.advantages.clone()
+    advantages[stale] = -1.0
+    fresh = {"advantages": advantages, "proximal": behaviour, "new": base.behaviour}
+    batch = tokens(5, loss, behaviour=behaviour, **fresh)
+    off, on = gradient(batch, Trainer(loss=loss, dual_clip=0.0)), gradient(batch, Trainer(loss=loss))
+    assert off.norm() > 1000 * on.norm()
+    assert on[stale] == 0
+    assert torch.equal(off[torch.arange(TOKENS) != stale], on[torch.arange(TOKENS) != stale])
+    assert policy_loss(batch, Trainer(loss=loss)).stats["dual_clip_fraction"] == 1
+
+
+def test_the_dual_clip_leaves_good_tokens_and_small_ratios_alone():
+    ratios = torch.tensor([2.9, 3.1, 40.0, 40.0], dtype=torch.float64).repeat(TOKENS // 4)
+    signs = torch.tensor([-1.0, -1.0, -1.0, 1.0], dtype=torch.float64).repeat(TOKENS // 4)
+    behaviour = tokens().behaviour
+    batch = tokens(5, advantages=signs, behaviour=behaviour, new=behaviour + ratios.log())
+    moved = gradient(batch, Trainer(loss="ppo")).bool().reshape(-1, 4)
+    assert (moved == torch.tensor([True, False, False, False])).all()  # the last one is past the ordinary clip
+    each = -policy_loss(batch, Trainer(loss="ppo")).loss.item()
+    assert each == pytest.approx((-2.9 - 3.0 - 3.0 + 1.2) / 4)
 
 
 def test_a_clip_around_the_proximal_policy_lets_old_samples_teach():

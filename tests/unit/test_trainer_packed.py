@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from tailrace.model.packed import UnsupportedModelError, hidden_states, install, layout
+from tailrace.model.packed import hidden_states, install, layout
+from tailrace.model.support import UnsupportedModelError
 from trainer_cases import VOCABULARY, tiny_model
 
 LENGTHS = (19, 19, 7, 1, 12)

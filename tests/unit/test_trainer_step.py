@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from tailrace.config.tree import Trainer
-from tailrace.trainer.batch import mini_batch
+from tailrace.config.tree import Groups, Trainer
+from tailrace.trainer.advantages import gae
+from tailrace.trainer.batch import mini_batch, worth_a_pass
+from tailrace.trainer.losses import value_loss
 from tailrace.trainer.optim import Optimiser, rate_factor
 from tailrace.trainer.packing import fill, read
 from tailrace.trainer.step import Learner
@@ -60,9 +62,40 @@ def test_samples_without_advantage_cost_no_pass_and_still_count_in_the_mean(fold
     mixed, alone = (learner.train_part(0, 0, groups) for groups in ([GROUPS[0], same], [same]))
     assert mixed["passed_tokens"] == sum(t.sampled_tokens for t in GROUPS[0])
     assert mixed["sequences"] == 8
-    assert alone["passed_tokens"] == alone["grad_norm"] == 0
+    assert mixed["without_advantage"] == 0
+    assert alone.keys() == {
+        *("reward", "reward_std", "tokens", "sequences", "seconds", "lr"),
+        *("passed_tokens", "without_advantage", "nonfinite_weights"),
+    }  # what was not computed is not said to be 0
+    assert (alone["passed_tokens"], alone["without_advantage"], alone["sequences"]) == (0, 1, 4)
     half, whole = (learner._lessons(1, 0, mini_batch(g, learner.settings))[0] for g in ([GROUPS[0], same], [GROUPS[0]]))
     torch.testing.assert_close(half.weight * 2, whole.weight)
+
+
+def test_an_update_without_advantage_is_that_of_a_gradient_of_zero(folder):
+    same = [Trajectory(t.id, 9, 9, t.segments, "stop", 0.1) for t in group(9)]
+    learner = Learner(settings(folder, loss="grpo", mini_batches=2))
+    learner.train_part(0, 0, GROUPS)
+    names = [name for name, _ in learner.model.named_parameters()]
+    copies = {name: torch.nn.Parameter(p.detach().clone()) for name, p in learner.model.named_parameters()}
+    optimiser = Optimiser(copies.items(), learner.settings.learning_rate, learner.settings, 8)
+    optimiser.load(1, {name: tensor.clone() for name, tensor in learner.optimiser.moments()})
+    for parameter in copies.values():
+        parameter.grad = torch.zeros_like(parameter)
+    optimiser.update()
+    learner.train_part(0, 1, [same])
+    assert all(torch.equal(learner.model.get_parameter(name), copies[name]) for name in names)
+    assert learner.optimiser.updates == 2
+
+
+@pytest.mark.parametrize(("tolerance", "passes"), [(1e-6, False), (0.0, True)])
+def test_rewards_that_differ_by_rounding_give_no_advantage(tolerance, passes):
+    rewards = [0.3, 0.1 + 0.2, 0.3, 0.3]
+    shaped = [Trajectory(t.id, 9, 9, t.segments, "stop", r) for t, r in zip(group(9), rewards, strict=True)]
+    for advantage in ("grpo", "dr_grpo", "rloo"):
+        chosen = Trainer(advantage=advantage)
+        batch = mini_batch([shaped], chosen, Groups(reward_tolerance=tolerance))
+        assert bool(worth_a_pass(batch, chosen)) == bool(batch.advantages.any()) == passes
 
 
 def test_a_likely_answer_becomes_likelier_when_it_is_rewarded(folder):
@@ -125,6 +158,40 @@ def test_a_critic_learns_the_reward_and_leaves_the_trunk_alone(folder):
     assert metrics[0]["advantage"] == pytest.approx(1.0)
     assert metrics[-1]["value"] == pytest.approx(1.0, abs=0.2)
     assert all((tensor - before[name]).abs().max() < 1e-6 for name, tensor in learner.weights())
+
+
+@pytest.mark.parametrize("loss", ["ppo", "decoupled_ppo"])
+def test_old_values_are_those_of_the_start_of_the_step_so_that_clipping_them_acts(folder, loss):
+    learner = Learner(settings(folder, loss=loss, advantage="gae", mini_batches=2, critic_learning_rate=0.3))
+    batch = mini_batch(GROUPS, learner.settings)
+    learner.train_part(0, 0, GROUPS)
+    lessons = learner._lessons(0, 1, batch)
+    now = torch.cat([_values(learner, lesson) for lesson in lessons])
+    assert now.abs().max() > learner.settings.clip_high  # one update has moved them further than they may
+    old = torch.cat([x.credit.values for x in lessons if x.credit.values is not None])
+    assert torch.equal(old, torch.zeros(int(batch.counts.sum())))  # a critic's start
+    slow = [
+        gae(reward, np.zeros(count), 1.0, 0.95)[0] for reward, count in zip(batch.rewards, batch.counts, strict=True)
+    ]
+    found = torch.cat([lesson.credit.advantages for lesson in lessons])
+    members = [i for lesson in lessons for i in lesson.pack.members]
+    assert found.numpy() == pytest.approx(np.concatenate([slow[i] for i in members]), abs=1e-5)
+    held = [value_loss(learner._tokens(x, slice(None), *_scored(learner, x)), 0.2).loss for x in lessons]
+    free = [value_loss(learner._tokens(x, slice(None), *_scored(learner, x)), 1e9).loss for x in lessons]
+    assert torch.stack(held).sum() > torch.stack(free).sum() + 1e-3
+    for lesson in learner._lessons(1, 0, batch):  # the next step starts here
+        torch.testing.assert_close(lesson.credit.values, _values(learner, lesson))
+
+
+def _scored(learner: Learner, lesson):
+    scores = learner.scores(lesson.pack)
+    return scores.logprobs, scores.entropy, _values(learner, lesson)
+
+
+def _values(learner: Learner, lesson) -> torch.Tensor:
+    assert learner.critic is not None
+    with torch.no_grad():
+        return learner.critic(learner.scores(lesson.pack).hidden)
 
 
 @pytest.mark.filterwarnings("ignore:TF32 acceleration")

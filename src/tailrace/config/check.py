@@ -112,6 +112,14 @@ def _batch_divides(config: Config) -> Iterator[str]:
         yield f"groups.min_survivors is {survivors}, more than workload.group_size; write {size} or less"
 
 
+def _dual_clip_is_above_the_ratio_of_fresh_data(config: Config) -> Iterator[str]:
+    if 0 < config.trainer.dual_clip <= 1:
+        yield (
+            f"trainer.dual_clip is {config.trainer.dual_clip:g}, so that bad tokens of fresh data would teach nothing; "
+            "write a value above 1, such as 3, or 0 for none"
+        )
+
+
 def _lengths_follow_a_law(config: Config) -> Iterator[str]:
     lengths = config.workload.lengths
     yield from LAWS[lengths.law](config.workload)
@@ -252,6 +260,7 @@ RULES: tuple[Rule, ...] = (
     _replica_fits,
     _trainer_divides,
     _batch_divides,
+    _dual_clip_is_above_the_ratio_of_fresh_data,
     _lengths_follow_a_law,
     _turns_fit,
     _some_data_is_fresh_enough,

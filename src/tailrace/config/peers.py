@@ -119,6 +119,8 @@ PEERS: dict[str, PeerName] = {
     "clip_ratio": PeerName("verl", "trainer.clip_low", _BOTH_CLIPS),
     "clip_ratio_low": PeerName("verl", "trainer.clip_low"),
     "clip_ratio_high": PeerName("verl", "trainer.clip_high"),
+    "clip_ratio_c": PeerName("verl", "trainer.dual_clip"),
+    "c_clip": PeerName("AReaL", "trainer.dual_clip"),
     "epsilon": PeerName("TRL", "trainer.clip_low", _BOTH_CLIPS),
     "epsilon_high": PeerName("TRL", "trainer.clip_high"),
     "eps_clip": PeerName("AReaL, OpenRLHF and slime", "trainer.clip_low", _BOTH_CLIPS),

@@ -6,6 +6,7 @@ the machine: a `Config` is a value. Derived figures are properties, so no field 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, dataclass_transform
 
 import msgspec
@@ -193,6 +194,14 @@ class Groups(Section):
     min_survivors: Count = 2
     attempts: Count = 3  # tries per sample before it counts as failed
     filter: Literal["none", "zero_advantage"] = "none"  # leave out groups whose samples all got the same reward
+    # rewards of a group that differ by no more than this (where some are above 1: by no more than this share of the
+    # largest) are the same reward, with rounding
+    reward_tolerance: Amount = 1e-6
+
+    def same(self, rewards: Sequence[float]) -> bool:
+        """Whether the samples with these rewards did equally well, so that none has an advantage."""
+        low, high = min(rewards), max(rewards)
+        return high - low <= self.reward_tolerance * max(1.0, abs(low), abs(high))
 
 
 class Relay(Section):
@@ -234,6 +243,8 @@ class Trainer(Section):
     loss: Literal["grpo", "dr_grpo", "dapo", "ppo", "decoupled_ppo", "aipo", "tis", "reinforce"] = "decoupled_ppo"
     clip_low: Amount = 0.2
     clip_high: Amount = 0.2  # DAPO: 0.28
+    # most that a bad token's ratio counts for, in losses with a clip (dual-clip PPO); above 1, 0: off
+    dual_clip: Amount = 3.0
     importance_cap: Annotated[float, Meta(gt=0)] = (
         2.0  # AIPO's rho, TIS's and decoupled PPO's cap on the behaviour ratio
     )

@@ -15,8 +15,15 @@ def close_if_complete(desk: Desk, group: Group) -> None:
         return
     if not desk.ledger.close(group, desk.config.groups.min_survivors):
         end(desk, group, "failed")
-    elif desk.config.groups.filter == "zero_advantage" and desk.ledger.has_one_reward(group):
+    elif desk.config.groups.filter == "zero_advantage" and _teaches_nothing(desk, group):
         end(desk, group, "filtered")
+
+
+def _teaches_nothing(desk: Desk, group: Group) -> bool:
+    """All survivors got the same reward, so none of them is better than the others."""
+    rewards = desk.ledger.rewards(group)
+    given = [reward for reward in rewards if reward is not None]
+    return len(given) == len(rewards) and desk.config.groups.same(given)
 
 
 def end(desk: Desk, group: Group, how: Ending) -> None:

@@ -207,10 +207,9 @@ class Ledger(msgspec.Struct):
         self.ready[group.id] = None
         return True
 
-    def has_one_reward(self, group: Group) -> bool:
-        """All survivors got the same reward, so none of them is better than the others."""
-        rewards = {self.samples[id].reward for id in self.survivors(group)}
-        return len(rewards) == 1 and None not in rewards
+    def rewards(self, group: Group) -> list[float | None]:
+        """Of its survivors; simulated samples have none."""
+        return [self.samples[id].reward for id in self.survivors(group)]
 
     def cut_short(self, group: Group) -> list[Assignment]:
         """End every unfinished sample of a group; returns the running ones, to be cancelled, as assignments."""

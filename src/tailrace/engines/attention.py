@@ -12,6 +12,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from transformers import AttentionInterface, PreTrainedModel
 
+from tailrace.model.support import check_call, refuse, trying
+
 NAME = "tailrace_paged"
 
 
@@ -55,9 +57,8 @@ def paged_attention(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """What transformers calls: [1, heads, tokens, dim] in, [1, tokens, heads, dim] out."""
-    assert paged is not None, "a model with paged attention is only run by the native engine"
-    if kwargs.get("s_aux") is not None:
-        raise NotImplementedError(f"{type(module).__name__} has attention sinks, which paged attention does not know")
+    check_call(module, paged is not None, attention_mask, kwargs)
+    assert paged is not None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     layer: Any = module.layer_idx
@@ -68,9 +69,9 @@ def use_paged_attention(model: PreTrainedModel) -> dict[int, LayerShape]:
     """Switch the model over and find out, with one token, what each layer puts into the cache."""
     AttentionInterface.register(NAME, paged_attention)
     model.set_attn_implementation(NAME)
-    probe = _Probe()
+    probe = _Probe(model.config.model_type)
     token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
-    with torch.inference_mode():
+    with torch.inference_mode(), trying(model):
         model(input_ids=token, position_ids=token, use_cache=False, paged=probe)
     return probe.shapes
 
@@ -78,12 +79,15 @@ def use_paged_attention(model: PreTrainedModel) -> dict[int, LayerShape]:
 class _Probe:
     """Sees shapes, computes nothing."""
 
-    def __init__(self) -> None:
+    def __init__(self, family: str) -> None:
         self.shapes: dict[int, LayerShape] = {}
+        self._family = family
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *how: Any
     ) -> torch.Tensor:
+        if layer in self.shapes:
+            refuse(self._family, f"its layer {layer} attends more than once")
         shape = query.shape[1], key.shape[1], key.shape[2], value.shape[2]
         self.shapes[layer] = LayerShape(*shape, *how)
         return query.new_zeros(*query.shape[:2], value.shape[2])

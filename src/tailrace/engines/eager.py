@@ -19,6 +19,7 @@ from tailrace.engines.kv import KVCache
 from tailrace.engines.lean import LeanDecoder
 from tailrace.engines.plain import PlainOperations
 from tailrace.engines.sampling import sample
+from tailrace.model.longrope import FAR
 
 
 class Grown(NamedTuple):
@@ -56,17 +57,18 @@ class EagerExecutor:
         ready = [chunk.sequence for chunk in chunks if chunk.samples]
         last = np.cumsum([chunk.length for chunk in chunks]) - 1
         kept = torch.from_numpy(last[[chunk.samples for chunk in chunks]]).to(self._model.device)
-        logits = self._logits(chunks, kept)
+        logits = self.logits(chunks, kept)
         if not ready:
             return []
         ids, places = [s.id for s in ready], [len(s.tokens) for s in ready]
         drawn = sample(logits, self._seed, ids, places, self._sampling)
         return [Grown(s, [token], [logprob]) for s, token, logprob in zip(ready, *drawn, strict=True)]
 
-    def _logits(self, chunks: list[scheduler.Chunk], kept: torch.Tensor) -> torch.Tensor:
+    def logits(self, chunks: list[scheduler.Chunk], kept: torch.Tensor) -> torch.Tensor:
+        """Of some of the chunks' tokens, those at the places `kept` of the row that they make."""
         device = self._model.device
         tokens = torch.tensor([token for c in chunks for token in c.sequence.tokens[c.start : c.end]], device=device)
-        places = torch.from_numpy(np.concatenate([np.arange(c.start, c.end) for c in chunks])).to(device)
+        places = torch.from_numpy(np.concatenate([_places(chunk) for chunk in chunks])).to(device)
         if self._lean is not None and self._rotations is not None:
             attention = self._operations.attention(self._cache, chunks, self._rotations, places)
             hidden = self._lean.hidden(tokens, attention)
@@ -76,3 +78,8 @@ class EagerExecutor:
             input_ids=tokens[None], position_ids=places[None], use_cache=False, logits_to_keep=kept, paged=batch
         )
         return found.logits[0]
+
+
+def _places(chunk: scheduler.Chunk) -> np.ndarray:
+    """Of the chunk's tokens in their sequence, as the model wants to have them (`model/longrope.py`)."""
+    return np.arange(chunk.start, chunk.end) + (FAR if chunk.sequence.far else 0)

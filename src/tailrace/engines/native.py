@@ -29,11 +29,14 @@ from tailrace.engines.layout import use_fast_layout
 from tailrace.engines.lean import is_known, lean_decoder
 from tailrace.engines.plain import PlainOperations
 from tailrace.engines.shortage import carry_out
+from tailrace.engines.trial import try_out
 from tailrace.engines.weights import Staged, replace_weights, staging_for
 from tailrace.kernels import cpu
 from tailrace.model.device import AMPERE, usable_device
 from tailrace.model.load import end_tokens, load_model, load_tokenizer, precision_on
+from tailrace.model.longrope import rotate_by_sequence, switch_of
 from tailrace.model.memory import TO_ITSELF, ran_out, share_of_replicas
+from tailrace.model.support import check_layers, refuse
 from tailrace.types import TrajectoryId, Version
 
 if TYPE_CHECKING:
@@ -72,7 +75,8 @@ class NativeEngine:
         self._cache = KVCache(shapes, blocks, rollout.block_tokens, model.dtype, model.device)
         self._executor = self._build_executor(shapes, operations, self._cache, config, seed)
         prefill = rollout.prefill_tokens or PREFILL.get(model.device.type, 512)
-        self._scheduler = scheduler.Scheduler(blocks, rollout.block_tokens, prefill, rollout.max_running)
+        switch = switch_of(model) or sys.maxsize
+        self._scheduler = scheduler.Scheduler(blocks, rollout.block_tokens, prefill, rollout.max_running, switch)
         self._counters = Counters()
         self._ended: list[Sampled] = []  # had no room for a single token when they came
         self.staging = staging_for(model)
@@ -241,12 +245,13 @@ def _context(model: PreTrainedModel) -> int:
 
 def _paged_layers(model: PreTrainedModel) -> dict[int, attention.LayerShape]:
     config = model.config.get_text_config()
+    check_layers(model)
+    rotate_by_sequence(model)
     shapes = attention.use_paged_attention(model)
-    if len(shapes) < config.num_hidden_layers or getattr(config, "attention_chunk_size", None):
-        raise ConfigError(
-            f"{type(model).__name__} has layers that the native engine cannot page; "
-            "model.path must name a model with full or sliding-window attention in every layer"
-        )
+    if len(shapes) < config.num_hidden_layers:
+        refuse(config.model_type, "it has layers without the attention that the native engine pages")
+    if not is_known(model):
+        try_out(model, shapes)
     return shapes
 
 

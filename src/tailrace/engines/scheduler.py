@@ -7,10 +7,14 @@ pool is full, caches that nobody needs go first, then the youngest running seque
 The first sample of a group to run leads: it prefills the prompt, all but the last token, and the others start from
 that. Whole blocks are shared; the block where the prompt ends is copied, so nobody ever writes into a shared block.
 Prompts of different groups share the whole blocks that they begin with, such as those of a system message.
+
+A model may have other keys for sequences beyond some length (`model/longrope.py`). One that grows beyond it loses its
+KV and begins anew; near and far sequences share nothing.
 """
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections import Counter, deque
 from collections.abc import Iterator
@@ -28,7 +32,7 @@ SEEN = 4096  # beginnings that are remembered, not kept
 class Sequence:
     """A submitted job while it waits or runs. `cached` tokens have their KV in `blocks`."""
 
-    __slots__ = ("blocks", "cached", "end", "group", "id", "prompt", "start", "tokens")
+    __slots__ = ("blocks", "cached", "end", "far", "group", "id", "prompt", "start", "tokens")
 
     def __init__(self, job: Job, end: int) -> None:
         self.id = job.id
@@ -39,6 +43,7 @@ class Sequence:
         self.end = end  # as long as it may become
         self.blocks: list[int] = []
         self.cached = 0
+        self.far = False  # its KV is that of a sequence beyond the switch
 
     @property
     def pending(self) -> int:
@@ -103,21 +108,29 @@ class Kept(NamedTuple):
 
     tokens: list[int]
     blocks: list[int]
+    far: bool
+
+
+Sharing = tuple[GroupId, bool]  # a group's near, or its far, sequences
 
 
 class Scheduler:
-    def __init__(self, blocks: int, block_tokens: int, prefill_tokens: int, max_running: int) -> None:
+    def __init__(
+        self, blocks: int, block_tokens: int, prefill_tokens: int, max_running: int, switch: int = sys.maxsize
+    ) -> None:
+        """`switch`: sequences of more tokens are far."""
         self.block_tokens = block_tokens
+        self.switch = switch
         self.prefill_tokens = prefill_tokens
         self.max_running = max_running
         self.pool = BlockPool(blocks)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # oldest first
         self.turns: dict[TrajectoryId, Kept] = {}  # of ended turns, least recently ended first
-        self.prompts: dict[GroupId, Kept] = {}
+        self.prompts: dict[Sharing, Kept] = {}
         self.beginnings: dict[bytes, int] = {}  # whole blocks that prompts begin with, least recently used first
         self._seen: dict[bytes, None] = {}  # digests of beginnings that some prompt had
-        self._leaders: dict[GroupId, Sequence] = {}  # who is prefilling a prompt that is not yet kept
+        self._leaders: dict[Sharing, Sequence] = {}  # who is prefilling a prompt that is not yet kept
         self._group_of: dict[TrajectoryId, GroupId] = {}
 
     # ------------------------------------------------------------------------------------------ what callers do
@@ -143,7 +156,8 @@ class Scheduler:
         if id in self._group_of and self._active(id) is None:
             group = self._group_of.pop(id)
             if group not in self._group_of.values():
-                self._drop_prompt(group)
+                self._drop_prompt((group, False))
+                self._drop_prompt((group, True))
 
     def drop_kv(self) -> None:
         """All KV is void: what runs waits again, in the same order, and nothing is kept."""
@@ -164,6 +178,8 @@ class Scheduler:
         is more to prefill than fits, it takes one step only: the others will soon come along for little more.
         """
         draft = Draft(self.prefill_tokens)
+        for sequence in reversed([one for one in self.running if one.far != self._is_far(one)]):
+            self._preempt(sequence)
         place = 0
         while place < len(self.running):  # it may get shorter meanwhile, from its end
             if self._grow(self.running[place]):
@@ -196,8 +212,8 @@ class Scheduler:
         """The chunk's KV is in the pool."""
         sequence = chunk.sequence
         sequence.cached = chunk.end
-        if self._leaders.get(sequence.group) is sequence and sequence.cached >= sequence.prompt - 1:
-            del self._leaders[sequence.group]
+        if self._leaders.get(self._sharing(sequence)) is sequence and sequence.cached >= sequence.prompt - 1:
+            del self._leaders[self._sharing(sequence)]
             self._keep_prompt(sequence)
 
     def finished(self, sequence: Sequence) -> None:
@@ -206,7 +222,7 @@ class Scheduler:
         self._lead_no_more(sequence)
         self.pool.keep(sequence.blocks)
         self.pool.release(sequence.blocks)
-        self.turns[sequence.id] = Kept(sequence.tokens[: sequence.cached], sequence.blocks)
+        self.turns[sequence.id] = Kept(sequence.tokens[: sequence.cached], sequence.blocks, sequence.far)
 
     # ------------------------------------------------------------------------------------------ who runs
 
@@ -246,9 +262,16 @@ class Scheduler:
         self.waiting.extendleft(reversed(passed))
 
     def _must_follow(self, sequence: Sequence) -> bool:
-        return sequence.group in self._leaders and sequence.id not in self.turns
+        return self._sharing(sequence) in self._leaders and sequence.id not in self.turns
+
+    def _is_far(self, sequence: Sequence) -> bool:
+        return len(sequence.tokens) > self.switch
+
+    def _sharing(self, sequence: Sequence) -> Sharing:
+        return sequence.group, self._is_far(sequence)
 
     def _admit(self, sequence: Sequence, copies: list[tuple[int, int]]) -> bool:
+        sequence.far = self._is_far(sequence)
         blocks, cached, copied = self._inherit(sequence)
         self.pool.need(blocks)
         spare = 1 if self.running else 0  # or the first token would at once preempt somebody
@@ -270,12 +293,13 @@ class Scheduler:
         turn = self.turns.get(sequence.id)
         if (
             turn is not None
+            and turn.far == sequence.far
             and turn.tokens == sequence.tokens[: len(turn.tokens)]
             and len(turn.tokens) >= sequence.prompt
         ):
             cached = min(len(turn.tokens), len(sequence.tokens) - 1)
             return turn.blocks[: self._blocks_for(cached)], cached, None
-        prompt = self.prompts.get(sequence.group)
+        prompt = self.prompts.get(self._sharing(sequence))
         if prompt is not None and prompt.tokens == sequence.shared_tokens():
             whole = len(prompt.tokens) // self.block_tokens
             return prompt.blocks[:whole], len(prompt.tokens), prompt.blocks[-1] if whole < len(prompt.blocks) else None
@@ -285,7 +309,7 @@ class Scheduler:
     def _known_beginning(self, sequence: Sequence) -> list[int]:
         """Blocks that other prompts began with in the same way: a system message, worked examples."""
         blocks: list[int] = []
-        for digest in self._digests(sequence.shared_tokens()):
+        for digest in self._digests(sequence.shared_tokens(), sequence.far):
             block = self.beginnings.pop(digest, None)
             if block is None:
                 break
@@ -293,9 +317,9 @@ class Scheduler:
             blocks.append(block)
         return blocks
 
-    def _digests(self, tokens: list[int]) -> Iterator[bytes]:
+    def _digests(self, tokens: list[int], far: bool) -> Iterator[bytes]:
         """Of everything up to the end of each whole block: the same digest is the same beginning."""
-        running = blake2b(digest_size=16)
+        running = blake2b(digest_size=16, person=b"far" if far else b"")
         for end in range(self.block_tokens, len(tokens) + 1, self.block_tokens):
             running.update(array("q", tokens[end - self.block_tokens : end]).tobytes())
             yield running.digest()
@@ -305,8 +329,8 @@ class Scheduler:
         turn = self.turns.pop(sequence.id, None)
         if turn is not None:
             self.pool.drop(turn.blocks)
-        if sequence.cached < sequence.prompt - 1 and sequence.group not in self.prompts:
-            self._leaders.setdefault(sequence.group, sequence)
+        if sequence.cached < sequence.prompt - 1 and self._sharing(sequence) not in self.prompts:
+            self._leaders.setdefault(self._sharing(sequence), sequence)
 
     # ------------------------------------------------------------------------------------------ who goes
 
@@ -325,23 +349,23 @@ class Scheduler:
         sequence.cached = 0
 
     def _lead_no_more(self, sequence: Sequence) -> None:
-        if self._leaders.get(sequence.group) is sequence:
-            del self._leaders[sequence.group]
+        if self._leaders.get(self._sharing(sequence)) is sequence:
+            del self._leaders[self._sharing(sequence)]
 
     def _evict(self) -> bool:
         """Give up one cache: one that nobody wants, or else any prompt."""
         if self._evict_unwanted():
             return True
-        group = next(iter(self.prompts), None)
-        if group is not None:
-            self._drop_prompt(group)
-        return group is not None
+        sharing = next(iter(self.prompts), None)
+        if sharing is not None:
+            self._drop_prompt(sharing)
+        return sharing is not None
 
     def _evict_unwanted(self) -> bool:
         """Give up a prompt that nobody waits for or runs on, or the oldest ended turn, or the oldest beginning."""
-        group = next(self._idle_prompts(), None)
-        if group is not None:
-            self._drop_prompt(group)
+        sharing = next(self._idle_prompts(), None)
+        if sharing is not None:
+            self._drop_prompt(sharing)
         elif self.turns:
             self.pool.drop(self.turns.pop(next(iter(self.turns))).blocks)
         elif self.beginnings:
@@ -350,22 +374,22 @@ class Scheduler:
             return False
         return True
 
-    def _idle_prompts(self) -> Iterator[GroupId]:
-        wanted = {sequence.group for sequence in self.waiting} if self.prompts else set()
-        for group, kept in self.prompts.items():
-            if group not in wanted and not self.pool.is_needed(kept.blocks[0]):
-                yield group
+    def _idle_prompts(self) -> Iterator[Sharing]:
+        wanted = {self._sharing(sequence) for sequence in self.waiting} if self.prompts else set()
+        for sharing, kept in self.prompts.items():
+            if sharing not in wanted and not self.pool.is_needed(kept.blocks[0]):
+                yield sharing
 
     def _keep_prompt(self, sequence: Sequence) -> None:
         tokens = sequence.shared_tokens()
-        kept = Kept(tokens, sequence.blocks[: self._blocks_for(len(tokens))])
+        kept = Kept(tokens, sequence.blocks[: self._blocks_for(len(tokens))], sequence.far)
         self.pool.keep(kept.blocks)
-        self.prompts[sequence.group] = kept
+        self.prompts[self._sharing(sequence)] = kept
         self._note_beginning(kept)
 
     def _note_beginning(self, prompt: Kept) -> None:
         """Keep the blocks that a second prompt begins with: those of one alone would only scatter the pool."""
-        for digest, block in zip(self._digests(prompt.tokens), prompt.blocks, strict=False):
+        for digest, block in zip(self._digests(prompt.tokens, prompt.far), prompt.blocks, strict=False):
             if digest in self._seen and digest not in self.beginnings:
                 self.beginnings[digest] = block
                 self.pool.keep([block])
@@ -373,8 +397,8 @@ class Scheduler:
         while len(self._seen) > SEEN:
             del self._seen[next(iter(self._seen))]
 
-    def _drop_prompt(self, group: GroupId) -> None:
-        kept = self.prompts.pop(group, None)
+    def _drop_prompt(self, sharing: Sharing) -> None:
+        kept = self.prompts.pop(sharing, None)
         if kept is not None:
             self.pool.drop(kept.blocks)
 

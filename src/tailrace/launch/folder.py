@@ -21,6 +21,9 @@ MAY_CHANGE = {
     "local.port",
     "local.listen",
     "local.start_s",
+    "trainer.learning_rate",  # that of a run that has diverged was too high
+    "trainer.critic_learning_rate",
+    "trainer.max_grad_norm",
 }
 CHECKPOINTS = "checkpoints"
 LONGEST_NAME = 200  # bytes; file systems take 255

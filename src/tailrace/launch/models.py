@@ -14,6 +14,7 @@ from tailrace.launch.folder import CHECKPOINTS
 from tailrace.obs.progress import Progress
 from tailrace.store.journal import Journal
 from tailrace.trainer.manifest import CheckpointError, check, found_in, step_of
+from tailrace.types import RIGHT_ABOVE
 
 INTERNAL = {"state.json", "optimizer.safetensors", "critic.safetensors"}  # of a checkpoint: for resumption alone
 
@@ -27,7 +28,10 @@ def evaluate(run: Path, version: int | None) -> int:
     if not found.total:
         raise ConfigError("no rows are held out, so there is no accuracy to measure; write task.eval_rows above 0")
     failed = f", {found.failed} without a verdict" if found.failed else ""
-    print(f"{weights.name}: accuracy {found.accuracy:.3f} on {found.total} held-out prompts{failed}")
+    print(
+        f"{weights.name}: accuracy {found.accuracy:.3f} (share of rewards above {RIGHT_ABOVE:g}), mean reward "
+        f"{found.mean_reward:.3f}, on {found.total} held-out prompts{failed}"
+    )
     return 0
 
 

@@ -19,18 +19,22 @@ from tailrace.launch.keeper import Keeper
 from tailrace.launch.machines import invite, withdraw
 from tailrace.launch.sources import Later, open_source, steps_short
 from tailrace.launch.view import View
+from tailrace.model.advice import advice
 from tailrace.model.device import check_devices
 from tailrace.obs.progress import Progress
 from tailrace.obs.summary import write_summary
 from tailrace.relay.arena import clear_abandoned
-from tailrace.rollout.evaluate import Evaluated
 from tailrace.runtime.controller import INTERRUPTED, Controller, RunError, Source
 from tailrace.runtime.local import read_traces
 from tailrace.runtime.parts import Tie
 from tailrace.store.journal import Journal
 from tailrace.store.run import RunStore
 
-BEFORE, AFTER = "accuracy_before", "accuracy_after"
+BEFORE, AFTER = "before", "after"
+DIVERGED = (
+    "tailrace: the loss or gradient of the last updates was not finite; the newest checkpoint is from before them, "
+    "later ones are called diverged-...; try again with a lower trainer.learning_rate"
+)
 
 
 def train(config: Config, folder: Path, resume: bool, keeper: Keeper) -> bool:
@@ -38,7 +42,8 @@ def train(config: Config, folder: Path, resume: bool, keeper: Keeper) -> bool:
     if keeper.begun and Journal(folder).complete:
         return _complete(folder, "the run was over already")
     source = Later(config) if keeper.begun else open_source(config)
-    for note in () if keeper.begun else (check_devices(config), steps_short(config, source)):
+    notes = () if keeper.begun else (check_devices(config), *advice(config), steps_short(config, source))
+    for note in notes:
         if note:
             print(note, file=sys.stderr, flush=True)
     clear_abandoned()
@@ -46,13 +51,13 @@ def train(config: Config, folder: Path, resume: bool, keeper: Keeper) -> bool:
     store = open_store(folder, config, resume or keeper.begun)
     keeper.begin()
     try:
-        if _evaluates(config) and store.meta.get(BEFORE) is None:
-            _note_accuracy(store, BEFORE, _accuracy(config, None, "accuracy before training"))
+        if _evaluates(config) and store.meta.get(f"accuracy_{BEFORE}") is None:
+            _evaluate(store, config, None, BEFORE)
             store.commit()
         reason, complete = asyncio.run(_drive(store, config, source, tie, keeper))
         clear_abandoned()  # of relays that were killed and did not come back before the end
         if complete and _evaluates(config):
-            _note_accuracy(store, AFTER, _accuracy(config, _newest(folder), "accuracy after training"))
+            _evaluate(store, config, _newest(folder), AFTER)
     except BaseException as error:
         store.close(complete=False, failed=_fatal(error))
         if isinstance(error, RunError):
@@ -85,14 +90,13 @@ def _evaluates(config: Config) -> bool:
     return config.run.evaluate and config.rollout.engine == "native" and has_rows
 
 
-def _accuracy(config: Config, weights: Path | None, title: str) -> Evaluated:
-    with Progress(title) as progress:
-        return measure(config, weights, lambda done, total: progress(done, total, "prompts"))
-
-
-def _note_accuracy(store: RunStore, key: str, found: Evaluated) -> None:
+def _evaluate(store: RunStore, config: Config, weights: Path | None, when: str) -> None:
+    """Note what the held-out prompts come to; on disk with the next commit."""
+    with Progress(f"accuracy {when} training") as progress:
+        found = measure(config, weights, lambda done, total: progress(done, total, "prompts"))
     if found.total:
-        store.meta.set(key, str(found.accuracy))
+        store.meta.set(f"accuracy_{when}", str(found.accuracy))
+        store.meta.set(f"reward_{when}", str(found.mean_reward))
 
 
 def _newest(folder: Path) -> Path | None:
@@ -121,4 +125,6 @@ async def _drive(store: RunStore, config: Config, source: Source, tie: Tie, keep
         with suppress(asyncio.CancelledError):
             await showing
         withdraw(store.folder)
+    if view.live.diverging and reason != INTERRUPTED:
+        print(DIVERGED, file=sys.stderr, flush=True)
     return reason, reason != INTERRUPTED

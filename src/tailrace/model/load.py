@@ -103,8 +103,8 @@ def _on(device: str, model: Any) -> PreTrainedModel:
 
 def context_length(path: str) -> int:
     """The most tokens that the model was made for, prompt included."""
-    settings = _settings(model_folder(path))
-    settings = settings.get("text_config", settings)
+    settings = read_config(model_folder(path))
+    settings = settings.get("text_config") or settings
     for name in ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"):
         if settings.get(name):
             return int(settings[name])
@@ -112,11 +112,25 @@ def context_length(path: str) -> int:
 
 
 def end_tokens(path: str, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Every token that ends an answer: the tokenizer's, and those that the model's generation settings add."""
-    given = _read(model_folder(path) / "generation_config.json").get("eos_token_id") or []
-    also = given if isinstance(given, list) else [given]
+    """Every token that ends an answer: the tokenizer's, and those that the model names, in its generation settings or,
+    where those name none, in its own."""
+    folder = model_folder(path)
     own: Any = tokenizer.eos_token_id
-    return frozenset([own, *also])
+    for name in ("generation_config.json", "config.json"):
+        table = _read(folder / name)
+        inner = table.get("text_config")
+        for place in (table, inner if isinstance(inner, dict) else {}):
+            if found := _token_ids(place.get("eos_token_id"), folder / name):
+                return frozenset([own, *found])
+    return frozenset([own])
+
+
+def _token_ids(given: Any, file: Path) -> list[int]:
+    """One, several or none."""
+    ids = given if isinstance(given, list) else [] if given is None else [given]
+    if any(not isinstance(id, int) for id in ids):
+        raise ConfigError(f"model.path: {file}: eos_token_id is {json.dumps(given)}; write the number of the token")
+    return ids
 
 
 # -------------------------------------------------------------------------------------------------------- directories
@@ -138,7 +152,8 @@ def _refuse_shards_elsewhere(folder: Path) -> None:
         raise ConfigError(f"model.path: {folder / INDEX} names files that are not beside it, so it is refused")
 
 
-def _settings(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json as it stands there."""
     return _read(folder / "config.json")
 
 

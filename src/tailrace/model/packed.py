@@ -25,18 +25,15 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, PreTrainedModel
 
+from tailrace.model.longrope import FAR, rotate_by_sequence, switch_of
+from tailrace.model.support import check_call, check_layers, refuse, trunk_of, trying
 from tailrace.model.varlen import attend_row
 
 NAME = "tailrace_packed"
 SLACK = 8  # tokens by which sequences that are padded together may differ, or a quarter of the longest
 QUERY_BLOCK = 256  # queries whose soft-capped scores exist at once
-LAYERS = {"full_attention", "sliding_attention"}
 HALF = (torch.float16, torch.bfloat16)
 ROW_ERROR = 0.05  # how far apart two ways to attend may be in half precision, relative to the hidden states
-
-
-class UnsupportedModelError(ValueError):
-    """A model whose attention cannot run on packs."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,6 +45,7 @@ class Layout:
     """
 
     positions: Tensor  # of each token in its own sequence
+    reach: Tensor  # how long the sequence of each token is
     batches: tuple[tuple[int, int], ...] = ()  # sequences of each, and the longest, to which they are padded
     spread: Tensor | None = None  # token for each place of the padded batches; None: nothing is padded or shared
     gather: Tensor | None = None  # place in the padded batches of each token
@@ -69,19 +67,21 @@ def layout(
     sizes = torch.tensor(lengths, dtype=torch.int64)
     bounds = pad(sizes.cumsum(0), (1, 0))
     positions = torch.arange(int(bounds[-1])) - bounds[:-1].repeat_interleave(sizes)
+    reach = sizes.repeat_interleave(sizes)
     if room is not None:
         assert paths is None
-        return _row(lengths, positions, bounds, room, device)
+        return _row(lengths, positions, reach, bounds, room, device)
     batches = tuple(_similar(lengths))
     if paths is None and len(set(lengths)) == 1:
-        return Layout(positions.to(device), batches)
+        return Layout(positions.to(device), reach.to(device), batches)
     path = torch.arange(len(positions)) if paths is None else torch.from_numpy(paths)
     widths = torch.tensor([longest for sequences, longest in batches for _ in range(sequences)])
     starts = pad(widths.cumsum(0), (1, 0))
     place = starts[:-1].repeat_interleave(sizes) + positions
     spread = path.new_zeros(int(starts[-1])).index_copy_(0, place, path)
     new = path > pad(path.cummax(0).values[:-1], (1, 0), value=-1)
-    return Layout(positions[new].to(device), batches, spread.to(device), place[new].to(device))
+    kept = positions[new].to(device), reach[new].to(device)
+    return Layout(*kept, batches, spread.to(device), place[new].to(device))
 
 
 def _similar(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -96,24 +96,25 @@ def _similar(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
     yield sequences, longest
 
 
-def _row(lengths: Sequence[int], positions: Tensor, bounds: Tensor, room: int, device: torch.device | str) -> Layout:
+def _row(
+    lengths: Sequence[int], positions: Tensor, reach: Tensor, bounds: Tensor, room: int, device: torch.device | str
+) -> Layout:
     tokens = len(positions)
     assert tokens <= room, f"{tokens} tokens in a row of {room}"
     sizes = torch.tensor([max(lengths), tokens])
-    return Layout(pad(positions, (0, room - tokens)).to(device), bounds=bounds.to(device, torch.int32), sizes=sizes)
+    positions, reach = (pad(each, (0, room - tokens)).to(device) for each in (positions, reach))
+    return Layout(positions, reach, bounds=bounds.to(device, torch.int32), sizes=sizes)
 
 
 def install(model: PreTrainedModel) -> PreTrainedModel:
     """Give the model this attention, or say why it cannot have it."""
-    kinds = set(getattr(model.config, "layer_types", None) or LAYERS)
-    if kinds - LAYERS:
-        _refuse(model.config.model_type, f"has layers of the kind {', '.join(sorted(kinds - LAYERS))}")
-    if getattr(model.config, "attention_chunk_size", None):
-        _refuse(model.config.model_type, "attends in chunks")
-    before = _try_out(model, "eager", packed=False)
+    check_layers(model)
+    rotate_by_sequence(model)
     AttentionInterface.register(NAME, attention)
-    if not torch.allclose(before, _try_out(model, NAME, packed=True), atol=1e-3, rtol=1e-2):
-        _refuse(model.config.model_type, "gives other hidden states for a pack than for single sequences")
+    with trying(model):
+        before = _try_out(model, "eager", packed=False)
+        if not torch.allclose(before, _try_out(model, NAME, packed=True), atol=1e-3, rtol=1e-2):
+            refuse(model.config.model_type, "a pack gives other hidden states than its sequences one by one")
     return model
 
 
@@ -148,9 +149,11 @@ def _say_without_rows(why: str) -> bool:
 
 def hidden_states(model: PreTrainedModel, tokens: Tensor, where: Layout) -> Tensor:
     """The last hidden state of every token of the row: (tokens, width)."""
-    trunk = model.base_model
-    return trunk(
-        input_ids=tokens[None], position_ids=where.positions[None], use_cache=False, packed=where
+    switch, positions = switch_of(model), where.positions
+    if switch is not None:
+        positions = positions + FAR * (where.reach > switch)
+    return trunk_of(model)(
+        input_ids=tokens[None], position_ids=positions[None], use_cache=False, packed=where
     ).last_hidden_state.squeeze(0)
 
 
@@ -167,7 +170,7 @@ def attention(
     **rest: Any,
 ) -> tuple[Tensor, None]:
     """What transformers calls in every layer: (1, heads, tokens, width) in, (1, tokens, heads, width) out."""
-    _check(module, attention_mask, packed, rest)
+    check_call(module, packed is not None, attention_mask, rest)
     assert packed is not None
     query, key, value = _in_arithmetic_precision(query, key, value)
     if packed.sizes is not None:
@@ -188,22 +191,8 @@ def _try_out(model: PreTrainedModel, implementation: str, *, packed: bool, room:
         if packed:
             row = pad(tokens, (0, (room or len(tokens)) - len(tokens)))
             return hidden_states(model, row, layout(lengths, device, room))[: len(tokens)].float()
-        rows = [model.base_model(input_ids=part[None], use_cache=False) for part in tokens.split(lengths)]
+        rows = [trunk_of(model)(input_ids=part[None], use_cache=False) for part in tokens.split(lengths)]
     return torch.cat([row.last_hidden_state[0] for row in rows]).float()
-
-
-def _check(module: torch.nn.Module, mask: Tensor | None, packed: Layout | None, rest: dict[str, Any]) -> None:
-    name = type(module).__name__
-    if packed is None:
-        _refuse(name, "does not hand its arguments through to attention")
-    if mask is not None or rest.get("position_bias") is not None or rest.get("s_aux") is not None:
-        _refuse(name, "has a mask, a position bias or sinks of its own")
-    if not (rest.get("is_causal", True) and getattr(module, "is_causal", True)):
-        _refuse(name, "is not causal")
-
-
-def _refuse(what: str, why: str) -> None:
-    raise UnsupportedModelError(f"{what} {why}, which training on packed sequences does not support; use another model")
 
 
 def _in_arithmetic_precision(*tensors: Tensor) -> list[Tensor]:

@@ -45,6 +45,8 @@ RECENT = 10  # steps over which figures are smoothed
 HAPPENINGS = 50  # kept to be shown
 STALL = "publish/stall_s"
 ENDED = "ended"  # what a part does once the run is over
+IDLE = "without_advantage"
+NOT_FINITE = "its loss or gradient is not finite; after three in a row the run ends"
 
 
 Weight = Literal["small", "notable", "alarming"]  # small: only where there is room for it
@@ -95,7 +97,9 @@ class RunView(msgspec.Struct, frozen=True, kw_only=True):
     ledger: Tally
     eta_s: float | None
     happenings: tuple[Happening, ...]
-    measured: Mapping[str, float]  # the trainer's newest figures
+    measured: Mapping[str, float]  # the trainer's newest figures, each from the last mini-batch that has it
+    mini_batches: int  # of which the trainer has said so
+    without_advantage: int  # those of them in which there was nothing to learn
     stopped: str  # why the run is over
 
     def over(self) -> RunView:
@@ -113,10 +117,12 @@ class LiveRun:
         self.happenings: deque[Happening] = deque(maxlen=HAPPENINGS)
         self.happened = 0  # ever, so that a reader knows which are new
         self.measured: dict[str, float] = {}
+        self.diverging = False  # the last update that had anything to learn from was not finite
         self.version: Version = -1
         self._ending = LastStop()
         self.seconds = 0.0
         self._last_now: float | None = None
+        self._mini_batches = self._without_advantage = 0
         self._stalls = 0
         self._stall_s = 0.0
         self._recent: deque[StepRecord] = deque(maxlen=RECENT + 1)
@@ -149,6 +155,11 @@ class LiveRun:
             self._stall_s += values[STALL]
         if source == "trainer":
             self.measured.update(values)
+            self._mini_batches += IDLE in values
+            self._without_advantage += bool(values.get(IDLE))
+            self.diverging = bool(values.get("skipped", self.diverging))
+            if values.get("skipped"):
+                self._tell(f"an update of step {step + 1} is left out: {NOT_FINITE}", "alarming")
 
     def _advance(self, now: float, event: Event) -> None:
         if self._last_now is not None and not isinstance(event, ControllerRestarted):
@@ -229,6 +240,8 @@ class LiveRun:
             eta_s=self._eta(seconds),
             happenings=tuple(self.happenings),
             measured=self.measured,
+            mini_batches=self._mini_batches,
+            without_advantage=self._without_advantage,
             stopped=self.stopped,
         )
 

@@ -19,6 +19,7 @@ from matplotlib.patches import Rectangle
 
 from tailrace.obs.activity import BRIEF, Span, coarse
 from tailrace.obs.plots_picture import REPLICAS, STATE_COLOURS, ticks
+from tailrace.types import RIGHT_ABOVE
 
 if TYPE_CHECKING:
     from tailrace.obs.account import StepRecord
@@ -99,7 +100,7 @@ def _subtitle(history: History, summary: Summary) -> str:
     before, after = summary.accuracy.before, summary.accuracy.after
     words = [f"schedule {history.schedule}", f"{summary.steps:,} steps in {_duration(summary.wall_s)}"]
     if before is not None and after is not None:
-        words.append(f"held-out accuracy {before:.2f} → {after:.2f}")
+        words.append(f"held-out accuracy (rewards above {RIGHT_ABOVE:g}) {before:.2f} → {after:.2f}")
     words.append(f"{summary.trained_samples:,} samples trained")
     words.append(f"{summary.moved:,} moved in {summary.repacks:,} repacks")
     return "   ·   ".join(words)

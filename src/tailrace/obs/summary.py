@@ -1,13 +1,15 @@
 """What a run came to: a table, `summary.json` and `summary.png`, all folded from its `run.db`.
 
 `summarise(folder)` needs nothing but the file, so the summary of a resumed run covers all of it, and can be made again
-at any time. The accuracies are what the run noted about itself (`accuracy_before`, `accuracy_after` in `meta`).
+at any time. What it says of held-out rows is what the run noted about itself in `meta`: `accuracy_before`,
+`reward_before`, and the same with `_after`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import msgspec
 
@@ -18,13 +20,14 @@ from tailrace.obs.ending import Ending, ending_of
 from tailrace.obs.live import LiveRun
 from tailrace.store.journal import Journal
 from tailrace.store.metrics import measurements
-from tailrace.types import ReplicaId
+from tailrace.types import RIGHT_ABOVE, ReplicaId
 
 JSON, PICTURE = "summary.json", "summary.png"
+UNMEASURED = "- before, - after"
 
 
-class Accuracy(msgspec.Struct, frozen=True):
-    """On the held-out rows; None where it was not measured."""
+class HeldOut(msgspec.Struct, frozen=True):
+    """A figure of the held-out rows; None where it was not measured."""
 
     before: float | None
     after: float | None
@@ -45,7 +48,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """`summary.json`, field by field. Shares lie between 0 and 1, times are seconds."""
 
     ended: Ending
-    accuracy: Accuracy
+    accuracy: HeldOut  # share of rewards above `RIGHT_ABOVE`
+    mean_reward: HeldOut
     wall_s: float  # in which the run was running
     steps: int
     trained_groups: int
@@ -89,9 +93,10 @@ def summarise(run: Path) -> Report:
     for one in measurements(run):
         if one.value is not None:
             live.measure(one.now, one.step, one.source, {one.name: one.value})
-    accuracy = Accuracy(_noted(journal, "accuracy_before"), _noted(journal, "accuracy_after"))
+    accuracy, reward = (held_out(journal.meta, name) for name in ("accuracy", "reward"))
     ended = ending_of(journal.meta, journal.path.parent, live.stop)
-    return Report(_summary(live, ended, accuracy), _history(live, config, config.run.name or journal.path.parent.name))
+    name = config.run.name or journal.path.parent.name
+    return Report(_summary(live, ended, accuracy, reward), _history(live, config, name))
 
 
 def write_summary(run: Path, stream: TextIO | None = None) -> Summary:
@@ -120,18 +125,26 @@ def draw(report: Report, path: Path) -> str:
     return ""
 
 
-def _noted(journal: Journal, key: str) -> float | None:
-    value = journal.meta.get(key)
-    return float(value) if value else None
+def held_out(meta: Mapping[str, Any], name: str) -> HeldOut:
+    """What the run noted about itself; whoever edits the file may write what is no number."""
+    return HeldOut(_number(meta.get(f"{name}_before")), _number(meta.get(f"{name}_after")))
 
 
-def _summary(live: LiveRun, ended: Ending, accuracy: Accuracy) -> Summary:
+def _number(value: Any) -> float | None:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return None
+
+
+def _summary(live: LiveRun, ended: Ending, accuracy: HeldOut, reward: HeldOut) -> Summary:
     account = live.account
     tally = account.tally
     counts = (tally.started, tally.trained, tally.dropped_stale, tally.filtered, tally.failed, tally.in_flight)
     return Summary(
         ended=ended,
         accuracy=accuracy,
+        mean_reward=reward,
         wall_s=live.seconds,
         steps=len(account.steps),
         trained_groups=tally.trained,
@@ -183,10 +196,10 @@ def print_summary(summary: Summary, name: str, stream: TextIO) -> None:
 def summary_rows(summary: Summary) -> list[tuple[str, str]]:
     ages, ledger, accuracy = summary.staleness, summary.ledger, summary.accuracy
     ends = f"{ledger.trained:,} trained + {ledger.dropped_stale:,} stale + {ledger.filtered:,} filtered"
-    accuracies = [] if accuracy == Accuracy(None, None) else [_accuracies(accuracy)]
-    return [
+    rows = [
         ("ended", str(summary.ended)),
-        *accuracies,
+        ("held-out accuracy", f"{_before_and_after(accuracy)} (share of rewards above {RIGHT_ABOVE:g})"),
+        ("held-out reward", f"{_before_and_after(summary.mean_reward)} (mean)"),
         ("steps", f"{summary.steps:,} in {summary.wall_s:,.1f} s"),
         ("trained", f"{summary.trained_samples:,} samples, {summary.trained_tokens:,} tokens (prompts included)"),
         ("trained tokens/s", f"{summary.tokens_per_s:,.0f}"),
@@ -196,10 +209,11 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
         ("idle", f"trainer {100 * summary.trainer_idle:.0f} %, replicas {100 * summary.rollout_idle:.0f} %"),
         ("groups", f"{ledger.started:,} started = {ends} + {ledger.failed:,} failed + {ledger.in_flight:,} in flight"),
     ]
+    return [row for row in rows if UNMEASURED not in row[1]]
 
 
-def _accuracies(accuracy: Accuracy) -> tuple[str, str]:
-    return "held-out accuracy", f"{_figure(accuracy.before)} before, {_figure(accuracy.after)} after"
+def _before_and_after(figure: HeldOut) -> str:
+    return f"{_figure(figure.before)} before, {_figure(figure.after)} after"
 
 
 def _figure(value: float | None) -> str:

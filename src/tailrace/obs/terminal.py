@@ -252,6 +252,9 @@ def _trainer(view: RunView, width: int) -> Text:
         value = next((v for key, v in view.measured.items() if key.rpartition("/")[2] == name), None)
         if value is not None:
             items.append(Item(name.replace("_", " "), f"{value:.3g}"))
+    if view.without_advantage:
+        idle = f"{view.without_advantage:,}"
+        items.append(Item("without advantage", idle, f"of {view.mini_batches:,} mini-batches"))
     items.append(Item("stall per publication", f"{view.publish_stall_s:.3f} s"))
     return _row(items, width, _line("trainer  ", "dim").append_text(_state(view.trainer)))
 

@@ -7,8 +7,6 @@ sentences. It adds what a browser needs and a terminal does not: curves and lane
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
-from typing import Any
 
 import msgspec
 
@@ -18,7 +16,7 @@ from tailrace.obs.activity import Lane, coarse
 from tailrace.obs.chronicle import Chronicle, Told
 from tailrace.obs.ending import Ending
 from tailrace.obs.live import LiveRun, RunView
-from tailrace.obs.summary import Accuracy, LedgerCounts
+from tailrace.obs.summary import HeldOut, LedgerCounts
 from tailrace.protocol import Forget
 from tailrace.store.journal import Entry
 from tailrace.store.metrics import Measurement
@@ -119,7 +117,9 @@ class RunState(msgspec.Struct, frozen=True):
     name: str
     created: str
     ended: Ending
-    accuracy: Accuracy
+    accuracy: HeldOut
+    mean_reward: HeldOut
+    right_above: float  # the reward from which on an answer counts as right in the accuracy
     behind: bool  # a long history is still being gone through
     trouble: str = ""  # why it cannot be read any further
 
@@ -156,13 +156,18 @@ class Figures:
         self.read = entry.seq
         for step in live.account.steps[steps:]:
             self._curve.add(step, live.began)
-        new = min(live.happened - happened, len(live.happenings))
-        self.faults += sum(live.happenings[-1 - place].weight == "alarming" for place in range(new))
+        self._count_faults(happened)
         self._tell(entry)
 
     def measure(self, one: Measurement) -> None:
+        happened = self.live.happened
         if one.value is not None:
             self.live.measure(one.now, one.step, one.source, {one.name: one.value})
+        self._count_faults(happened)
+
+    def _count_faults(self, before: int) -> None:
+        new = min(self.live.happened - before, len(self.live.happenings))
+        self.faults += sum(self.live.happenings[-1 - place].weight == "alarming" for place in range(new))
 
     def _tell(self, entry: Entry) -> None:
         self._list(self._chronicle.hear(entry.event))
@@ -236,11 +241,3 @@ def _thin(lane: Lane, now: float) -> None:
 
 def _round(seconds: float) -> float:
     return round(seconds, 2)
-
-
-def noted(meta: Mapping[str, Any], key: str) -> float | None:
-    """A number that the run noted about itself; whoever edits the file may write what is none."""
-    try:
-        return float(meta[key])
-    except (KeyError, ValueError):
-        return None

@@ -18,11 +18,12 @@ from typing import NamedTuple
 import msgspec
 
 from tailrace.obs.ending import ending_of
-from tailrace.obs.summary import Accuracy
-from tailrace.page.figures import Figures, RunState, noted
+from tailrace.obs.summary import held_out
+from tailrace.page.figures import Figures, RunState
 from tailrace.store.database import JournalError
 from tailrace.store.journal import Journal
 from tailrace.store.metrics import measurements
+from tailrace.types import RIGHT_ABOVE
 
 LOOK_S = 1.0
 SLICE = 1000  # events that are folded at once; a reader of the page waits for no more
@@ -106,7 +107,9 @@ class Follower:
             name=config.run.name or os.fsencode(folder.resolve().name).decode(errors="replace"),
             created=meta.get("created", ""),
             ended=ending_of(meta, folder, self._figures.live.stop),
-            accuracy=Accuracy(noted(meta, "accuracy_before"), noted(meta, "accuracy_after")),
+            accuracy=held_out(meta, "accuracy"),
+            mean_reward=held_out(meta, "reward"),
+            right_above=RIGHT_ABOVE,
             behind=behind,
             trouble=self._trouble,
         )

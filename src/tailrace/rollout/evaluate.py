@@ -15,10 +15,9 @@ from tailrace.config.tree import Config
 from tailrace.protocol import Request
 from tailrace.rollout.episode import Episode
 from tailrace.rollout.runner import Outcome, Runner
-from tailrace.types import Struct
+from tailrace.types import RIGHT_ABOVE, Struct
 
 FIRST_TRAJECTORY = 1 << 40  # held-out samples have random numbers of their own, far from those of training
-RIGHT = 0.5  # a reward above this counts as a right answer
 
 
 class Evaluated(Struct):
@@ -26,7 +25,8 @@ class Evaluated(Struct):
 
     done: int
     total: int
-    accuracy: float = 0.0
+    accuracy: float = 0.0  # share of rewards above `RIGHT_ABOVE`; a sample without a verdict counts as wrong
+    mean_reward: float = 0.0  # of those with a verdict
     mean_tokens: float = 0.0
     failed: int = 0
     error: str = ""
@@ -73,11 +73,12 @@ def _play(runner: Runner, total: int) -> Iterator[Evaluated]:
 
 
 def _summed_up(outcomes: list[Outcome], total: int) -> Evaluated:
-    right = sum(outcome.reward is not None and outcome.reward > RIGHT for outcome in outcomes)
+    rewards = [outcome.reward for outcome in outcomes if outcome.reward is not None]
+    right = sum(reward > RIGHT_ABOVE for reward in rewards)
     tokens = sum(outcome.episode.completion_tokens for outcome in outcomes)
-    failed = sum(outcome.reward is None for outcome in outcomes)
     count = len(outcomes)
-    return Evaluated(count, total, right / count, tokens / count, failed)
+    mean = sum(rewards) / max(1, len(rewards))
+    return Evaluated(count, total, right / count, mean, tokens / count, count - len(rewards))
 
 
 def _print(progress: Evaluated) -> None:

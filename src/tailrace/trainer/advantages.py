@@ -12,12 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
-SPREAD_FLOOR = 1e-6  # keeps a group whose rewards differ by rounding only from being blown up
+SPREAD_FLOOR = 1e-6  # keeps a group whose rewards differ by next to nothing from being blown up
 
 
 def grpo(rewards: Floats) -> Floats:
-    """Distance from the group's mean in units of its (population) standard deviation."""
-    return dr_grpo(rewards) / (rewards.std() + SPREAD_FLOOR)
+    """Distance from the group's mean in units of its standard deviation, that of a sample: TRL and verl divide by it
+    too."""
+    return dr_grpo(rewards) / (rewards.std(ddof=1) + SPREAD_FLOOR) if len(rewards) > 1 else np.zeros(1)
 
 
 def dr_grpo(rewards: Floats) -> Floats:

@@ -11,13 +11,14 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tailrace.config.tree import Config, Trainer
+from tailrace.config.tree import Config, Groups, Trainer
 from tailrace.trainer.advantages import GROUP_ADVANTAGES, gae
 from tailrace.trainer.packing import Pack, Sample, deal, fill, filler, read
 from tailrace.types import Segment, Trajectory
 
 Floats = NDArray[np.float64]
 INVENTED = 512  # tokens, at most, of an invented sample
+DEFAULT_RULES = Groups()
 
 
 class MiniBatch(NamedTuple):
@@ -32,13 +33,28 @@ class MiniBatch(NamedTuple):
         return np.array([len(s.targets) for s in self.samples])
 
 
-def mini_batch(groups: Sequence[Sequence[Trajectory]], settings: Trainer) -> MiniBatch:
+def mini_batch(
+    groups: Sequence[Sequence[Trajectory]],
+    settings: Trainer,
+    rules: Groups = DEFAULT_RULES,
+    switch: int | None = None,
+) -> MiniBatch:
     """A sample that never got to its first token has a reward for its group's mean, but nothing to train on."""
-    kept = [entry for group in groups for entry in _group(group, settings) if entry[0].sampled_tokens]
+    kept = [entry for group in groups for entry in _group(group, settings, rules) if entry[0].sampled_tokens]
     if not kept:
         raise ValueError("none of the groups to train on has a sampled token")
     trajectories, rewards, advantages = zip(*kept, strict=True)
-    return MiniBatch([read(t) for t in trajectories], np.array(rewards), np.array(advantages))
+    return MiniBatch([read(t, switch) for t in trajectories], np.array(rewards), np.array(advantages))
+
+
+def figures(rewards: Floats, counts: NDArray[np.int64]) -> dict[str, float]:
+    """Of the samples with a sampled token, and how many of those each has."""
+    return {
+        "reward": float(rewards.mean()),
+        "reward_std": float(rewards.std()),
+        "tokens": float(counts.sum()),
+        "sequences": float(len(counts)),
+    }
 
 
 def invented_group(config: Config, budget: int) -> list[Trajectory]:
@@ -58,11 +74,17 @@ def worth_a_pass(batch: MiniBatch, settings: Trainer) -> list[int]:
 
 
 def rank_packs(
-    samples: Sequence[Sample], chosen: Sequence[int], budget: int, rank: int, ranks: int, fold: bool = True
+    samples: Sequence[Sample],
+    chosen: Sequence[int],
+    budget: int,
+    rank: int,
+    ranks: int,
+    fold: bool = True,
+    switch: int | None = None,
 ) -> list[Pack]:
     """The packs of one rank's share of the chosen samples; all ranks have the same number of them, at least one."""
     hands = deal([len(samples[i].inputs) for i in chosen], ranks)
-    packs = [fill(samples, [chosen[i] for i in hand], budget, fold) for hand in hands]
+    packs = [fill(samples, [chosen[i] for i in hand], budget, fold, switch) for hand in hands]
     return packs[rank] + [filler()] * (max(1, *map(len, packs)) - len(packs[rank]))
 
 
@@ -77,10 +99,11 @@ def token_credits(members: Sequence[int], batch: MiniBatch, values: Floats, sett
     return np.concatenate([a for a, _ in credits] or nothing), np.concatenate([r for _, r in credits] or nothing)
 
 
-def _group(group: Sequence[Trajectory], settings: Trainer) -> Iterator[tuple[Trajectory, float, float]]:
+def _group(group: Sequence[Trajectory], settings: Trainer, rules: Groups) -> Iterator[tuple[Trajectory, float, float]]:
     rewards = np.array([_reward(t) for t in group])
     estimate = GROUP_ADVANTAGES.get(settings.advantage, np.zeros_like)
-    yield from zip(group, rewards, estimate(rewards), strict=True)
+    advantages = np.zeros_like(rewards) if rules.same(rewards.tolist()) else estimate(rewards)
+    yield from zip(group, rewards, advantages, strict=True)
 
 
 def _reward(trajectory: Trajectory) -> float:

@@ -58,9 +58,12 @@ def newest(folder: Path, at_most_step: int | None = None) -> Path | None:
     return None
 
 
-def prune(folder: Path, keep: int, archive_every: int = 0) -> None:
-    """Delete all but the newest and those to be kept for good, and what an interrupted save has left."""
-    old = [place for place in found_in(folder)[:-keep] if not archive_every or step_of(place) % archive_every]
+def prune(folder: Path, keep: int, archive_every: int = 0, good: int = -1) -> None:
+    """Delete all but the newest, those to be kept for good and the newest up to step `good`, and what an interrupted
+    save has left."""
+    found = found_in(folder)
+    kept = [*found[-keep:], *[place for place in found if step_of(place) <= good][-1:]]
+    old = [place for place in found if place not in kept and (not archive_every or step_of(place) % archive_every)]
     for place in [*old, *folder.glob(f".{PREFIX}*")]:
         shutil.rmtree(place, ignore_errors=True)
 
@@ -85,12 +88,21 @@ def restore(learner: Learner, folder: Path) -> None:
 def _gather(learner: Learner) -> dict[str, dict[str, Tensor]]:
     """The tensors of each file, whole, on the rank that writes."""
     files: dict[str, Iterable[tuple[str, Tensor]]] = {
-        "model": learner.model.state_dict().items(),
+        "model": _tied_once(learner.model.state_dict(keep_vars=True)),
         "optimizer": learner.optimiser.moments(),
     }
     if learner.critic is not None:
         files["critic"] = chain(learner.critic.state_dict().items(), learner.critic.optimiser.moments())
     return {file: _whole(learner, tensors) for file, tensors in files.items()}
+
+
+def _tied_once(tensors: Mapping[str, Tensor]) -> Iterable[tuple[str, Tensor]]:
+    """Gathered from several ranks, tied tensors would be copies that nobody knows to be tied."""
+    seen: set[int] = set()
+    for name, tensor in tensors.items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            yield name, tensor
 
 
 def _whole(learner: Learner, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:

@@ -38,7 +38,9 @@ class Crew(Protocol):
 
     def train(self, step: int, part: int, groups: Groups) -> dict[str, float]: ...
 
-    def save(self, checkpoints: Path, step: int) -> None: ...
+    def save(self, checkpoints: Path, step: int, good: Version) -> None:
+        """Write a checkpoint, and delete old ones, but not the newest up to version `good`."""
+        ...
 
     def snapshot(self, version: Version) -> float:
         """Copy the weights for publication; returns how long training stood still for it."""
@@ -126,7 +128,7 @@ class EmulatedCrew:
     def train(self, step: int, part: int, groups: Groups) -> dict[str, float]:
         return self.learner.train_part(step, part, groups)
 
-    def save(self, checkpoints: Path, step: int) -> None:
+    def save(self, checkpoints: Path, step: int, good: Version) -> None:
         self.learner.save(checkpoints)
 
     def snapshot(self, version: Version) -> float:
@@ -218,12 +220,12 @@ class NativeCrew:
         self._tell(TrainTogether(step, part, groups))
         return self.learner.train_part(step, part, groups)
 
-    def save(self, checkpoints: Path, step: int) -> None:
+    def save(self, checkpoints: Path, step: int, good: Version) -> None:
         from tailrace.trainer import checkpoint
 
         self._tell(SaveTogether(str(checkpoints)))
         checkpoint.save(checkpoints, self.learner)
-        checkpoint.prune(checkpoints, self.settings.keep_checkpoints, self.settings.archive_every)
+        checkpoint.prune(checkpoints, self.settings.keep_checkpoints, self.settings.archive_every, good)
 
     def snapshot(self, version: Version) -> float:
         assert self.courier is not None, "only the first rank publishes"

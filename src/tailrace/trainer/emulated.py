@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 
 from tailrace.config.tree import Config
+from tailrace.trainer.batch import figures
 from tailrace.trainer.manifest import CheckpointError
 from tailrace.types import MALFORMED, Trajectory
 
@@ -36,19 +37,15 @@ class EmulatedLearner:
         self._sleep = sleep
 
     def train_part(self, step: int, part: int, groups: Sequence[Sequence[Trajectory]]) -> dict[str, float]:
-        """Take as long as this part of a step would; returns what a trainer measures of itself."""
+        """Take as long as this part of a step would; returns what a learner with a model can say of it as well."""
         trajectories = [trajectory for group in groups for trajectory in group]
         tokens = sum(len(segment.tokens) for trajectory in trajectories for segment in trajectory.segments)
         seconds = self._costs.train_part + self._costs.train_token * tokens
         self._sleep(seconds)
         self.state = State(step + 1, self.state.tokens + tokens)
-        rewards = [trajectory.reward or 0.0 for trajectory in trajectories]
-        return {
-            "trainer/seconds": seconds,
-            "trainer/tokens": float(tokens),
-            "trainer/sequences": float(len(trajectories)),
-            "reward/mean": float(np.mean(rewards)) if rewards else 0.0,
-        }
+        trained = [(one.reward or 0.0, one.sampled_tokens) for one in trajectories if one.sampled_tokens]
+        rewards, counts = np.array(trained, dtype=float).reshape(-1, 2).T
+        return figures(rewards, counts.astype(int)) | {"seconds": seconds}
 
     def snapshot(self) -> dict[str, np.ndarray]:
         """The weights as they are now, for a publication; takes the time of the trainer's stall."""

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from tailrace.model.support import trunk_of
+
 
 class Half:
     """`model` is the copy. Its parameters have no gradients of their own."""
@@ -55,7 +57,7 @@ def _hand_over(master: nn.Parameter, narrow: Tensor) -> None:
 
 
 def _rotate_in_float32(model: PreTrainedModel) -> None:
-    rotary = getattr(model.base_model, "rotary_emb", None)
+    rotary = getattr(trunk_of(model), "rotary_emb", None)
     if isinstance(rotary, nn.Module):
         rotary.register_forward_pre_hook(_ask_for_float32)
 

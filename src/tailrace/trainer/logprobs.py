@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from tailrace.model.packed import Layout, UnsupportedModelError, hidden_states, install
+from tailrace.model.packed import Layout, hidden_states, install
+from tailrace.model.support import check_layers, refuse, trunk_of, trying
 from tailrace.trainer.head import Grade, Head, graded, scored
 
 
@@ -41,7 +42,9 @@ class Policy(nn.Module):
         self.temperature = temperature or 1.0  # greedy sampling: the model's own distribution
         self.chunk = chunk
         self.at_once = False  # forward and backward of the head in one go
-        self._check_head()
+        check_layers(model)
+        with trying(model):
+            self._check_head()
         install(model)
 
     def forward(
@@ -97,13 +100,10 @@ class Policy(nn.Module):
         """The head as written here must be the model's own."""
         tokens = torch.arange(4, device=self.model.device)[None]
         self.model.set_attn_implementation("eager")
-        hidden = self.model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+        hidden = trunk_of(self.model)(input_ids=tokens, use_cache=False).last_hidden_state
         theirs = self.model(input_ids=tokens, use_cache=False).logits.float()
         if not torch.allclose(self.logits(hidden), theirs, atol=1e-3, rtol=1e-2):
-            kind = self.model.config.model_type
-            raise UnsupportedModelError(
-                f"{kind} changes its logits in a way that the trainer does not know; use another model"
-            )
+            refuse(self.model.config.model_type, "it changes its logits in a way that the trainer does not know")
 
 
 def _times(logits: Tensor, factor: float) -> Tensor:

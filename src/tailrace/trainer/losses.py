@@ -37,7 +37,7 @@ class TokenBatch:
     entropy: Tensor | None = None  # of the distribution it was drawn from, under the weights being trained
     reference: Tensor | None = None  # log-prob under the starting weights
     values: Tensor | None = None  # the critic's, being trained
-    old_values: Tensor | None = None  # the critic's, when advantages were computed
+    old_values: Tensor | None = None  # the critic's at the start of the training step; advantages come from these
     returns: Tensor | None = None
 
 
@@ -57,14 +57,14 @@ def reinforce(tokens: TokenBatch, settings: Trainer) -> Outcome:
 def ppo(tokens: TokenBatch, settings: Trainer) -> Outcome:
     """The clipped ratio to the behaviour policy. GRPO, Dr.GRPO and DAPO differ from it in their weights and limits."""
     surrogate, clipped = _clipped(tokens.new, tokens.behaviour, tokens.advantages, settings)
-    return Outcome(_total(tokens, -surrogate), {"clip_fraction": clipped})
+    return Outcome(_total(tokens, -surrogate), clipped)
 
 
 def decoupled_ppo(tokens: TokenBatch, settings: Trainer) -> Outcome:
     """The clip is around the proximal policy, so old samples still teach; their age is paid for by a capped weight."""
     surrogate, clipped = _clipped(tokens.new, tokens.proximal, tokens.advantages, settings)
     weight, capped = _importance(tokens.proximal, tokens, settings)
-    return Outcome(_total(tokens, -weight * surrogate), {"clip_fraction": clipped, "cap_fraction": capped})
+    return Outcome(_total(tokens, -weight * surrogate), clipped | {"cap_fraction": capped})
 
 
 def aipo(tokens: TokenBatch, settings: Trainer) -> Outcome:
@@ -104,7 +104,7 @@ def policy_loss(tokens: TokenBatch, settings: Trainer) -> Outcome:
 
 
 def value_loss(tokens: TokenBatch, reach: float) -> Outcome:
-    """Squared error of the critic; a value that moved further than `reach` in one go gains nothing by it."""
+    """Squared error of the critic; a value that moved further than `reach` in one step gains nothing by it."""
     assert tokens.values is not None
     assert tokens.old_values is not None
     assert tokens.returns is not None
@@ -153,10 +153,16 @@ def token_weights(loss: str, counts: NDArray[np.int64], longest: int) -> NDArray
     return special.get(loss, token_mean)(counts, longest)
 
 
-def _clipped(new: Tensor, old: Tensor, advantages: Tensor, settings: Trainer) -> tuple[Tensor, Tensor]:
+def _clipped(new: Tensor, old: Tensor, advantages: Tensor, settings: Trainer) -> tuple[Tensor, dict[str, Tensor]]:
+    """PPO's surrogate. The minimum has no floor for a bad token whose ratio has grown large, as that of an old one may
+    have: one such token would outweigh all others. The dual clip is that floor."""
     ratio = _ratio(new, old)
     free, held = ratio * advantages, ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high) * advantages
-    return torch.minimum(free, held), _sum((held < free).to(new.dtype))
+    surrogate, stats = torch.minimum(free, held), {"clip_fraction": _count(held < free)}
+    if not settings.dual_clip:
+        return surrogate, stats
+    floor = torch.where(advantages < 0, settings.dual_clip * advantages, -torch.inf)
+    return torch.maximum(surrogate, floor), stats | {"dual_clip_fraction": _count(surrogate < floor)}
 
 
 def _importance_weighted(tokens: TokenBatch, policy: Tensor, settings: Trainer) -> Outcome:
@@ -166,7 +172,7 @@ def _importance_weighted(tokens: TokenBatch, policy: Tensor, settings: Trainer) 
 
 def _importance(policy: Tensor, tokens: TokenBatch, settings: Trainer) -> tuple[Tensor, Tensor]:
     ratio = _ratio(policy, tokens.behaviour).detach()
-    return ratio.clamp(max=settings.importance_cap), _sum((ratio > settings.importance_cap).to(ratio.dtype))
+    return ratio.clamp(max=settings.importance_cap), _count(ratio > settings.importance_cap)
 
 
 def _ratio(new: Tensor, old: Tensor) -> Tensor:
@@ -179,3 +185,7 @@ def _total(tokens: TokenBatch, each: Tensor) -> Tensor:
 
 def _sum(each: Tensor) -> Tensor:
     return each.detach().sum()
+
+
+def _count(which: Tensor) -> Tensor:
+    return which.sum(dtype=torch.float32)

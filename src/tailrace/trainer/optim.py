@@ -1,6 +1,7 @@
 """AdamW with warm-up, decay and clipping, and its moments as named tensors.
 
-One `Optimiser` for the policy and one for the critic. A gradient that is not finite changes nothing but the count.
+One `Optimiser` for the policy and one for the critic. A gradient that is not finite changes nothing but the count. One
+that is zero everywhere still lets the moments fade and the weights follow them, as in any loop.
 """
 
 from __future__ import annotations
@@ -53,15 +54,29 @@ class Optimiser:
 
     def update(self) -> Update:
         """Use the gradients and drop them."""
+        norm = self.clip()
+        return self.finish(norm, math.isfinite(norm))
+
+    def clip(self) -> float:
+        """Clip the gradients; returns their norm before that."""
+        norm = nn.utils.clip_grad_norm_(self._parameters.values(), self._settings.max_grad_norm)
+        whole = getattr(norm, "full_tensor", None)  # of sharded gradients
+        return float(whole() if whole is not None else norm)
+
+    def finish(self, norm: float, sound: bool) -> Update:
+        """Use the clipped gradients, whose norm was this, if they are sound; drop them in any case."""
         rate = self._rate * rate_factor(self._settings, self.updates, self._total)
-        norm = self._clip()
-        if math.isfinite(norm):
+        if sound:
             for group in self._adam.param_groups:
                 group["lr"] = rate
             self._adam.step()
         self._adam.zero_grad(set_to_none=True)
         self.updates += 1
-        return Update(norm, rate, not math.isfinite(norm))
+        return Update(norm, rate, not sound)
+
+    def set_zero_gradients(self) -> None:
+        for parameter in self._parameters.values():
+            parameter.grad = torch.zeros_like(parameter)
 
     def moments(self) -> Iterator[tuple[str, Tensor]]:
         """`MOMENT/NAME` and the tensor (a shard of it, where parameters are sharded)."""
@@ -79,8 +94,3 @@ class Optimiser:
                 state = {moment: moments[f"{moment}/{name}"] for moment in MOMENTS}
                 state["step"] = state["step"].to(parameter.device)  # the fused kernel counts where it works
                 self._adam.state[parameter] = state
-
-    def _clip(self) -> float:
-        norm = nn.utils.clip_grad_norm_(self._parameters.values(), self._settings.max_grad_norm)
-        whole = getattr(norm, "full_tensor", None)  # of sharded gradients
-        return float(whole() if whole is not None else norm)

@@ -27,7 +27,8 @@ Floats = NDArray[np.float32]
 class Sample(NamedTuple):
     """One trajectory as arrays."""
 
-    inputs: Ints  # what the model reads
+    inputs: Ints  # what the model reads: one sequence, or two end to end
+    lengths: tuple[int, ...]  # of these
     places: Ints  # in `inputs`, of the token before each sampled one
     targets: Ints  # the sampled tokens
     behaviour: Floats  # their log-probs when they were sampled
@@ -39,7 +40,7 @@ class Pack(NamedTuple):
     per sampled token."""
 
     members: tuple[int, ...]  # which samples these are
-    lengths: tuple[int, ...]
+    lengths: tuple[int, ...]  # of the sequences, of which a sample may have two
     inputs: Ints
     paths: Ints | None  # of a folded pack: where in `inputs` the tokens of each sequence are
     places: Ints
@@ -49,17 +50,30 @@ class Pack(NamedTuple):
     sequence: Ints  # which sample each belongs to
 
 
-def read(trajectory: Trajectory) -> Sample:
-    """The arrays of a trajectory."""
+def read(trajectory: Trajectory, switch: int | None = None) -> Sample:
+    """The arrays of a trajectory. `switch`: where the model goes over to other rotary frequencies (`longrope.py`)."""
     segments = _trained_part(trajectory)
     tokens = np.concatenate([np.asarray(s.tokens, np.int64) for s in segments])
     versions = np.concatenate([np.full(len(s.tokens), -1 if s.version is None else s.version) for s in segments])
     behaviour = np.concatenate([_logprobs(trajectory, s) for s in segments])
     sampled = np.flatnonzero(versions >= 0)
-    return Sample(tokens[:-1], sampled - 1, tokens[sampled], behaviour[sampled], versions[sampled])
+    read_as = _as_it_grew(tokens[:-1], sampled - 1, switch)
+    return Sample(*read_as, tokens[sampled], behaviour[sampled], versions[sampled])
 
 
-def fill(samples: Sequence[Sample], chosen: Sequence[int], budget: int, fold: bool = True) -> list[Pack]:
+def _as_it_grew(inputs: Ints, places: Ints, switch: int | None) -> tuple[Ints, tuple[int, ...], Ints]:
+    """Inputs, lengths and places. What was sampled before its sequence crossed the switch is predicted by the sequence
+    as it was then, what was sampled later by the whole of it."""
+    before = places < (len(inputs) if switch is None else switch)
+    if switch is None or len(inputs) <= switch or not before.any():
+        return inputs, (len(inputs),), places
+    both = np.concatenate([inputs[:switch], inputs])
+    return both, (switch, len(inputs)), np.where(before, places, places + switch)
+
+
+def fill(
+    samples: Sequence[Sample], chosen: Sequence[int], budget: int, fold: bool = True, switch: int | None = None
+) -> list[Pack]:
     """The `chosen` samples in few packs, nearly all of them full: each goes, the longest first, where there is room."""
     packs: list[list[int]] = []
     rooms: list[int] = []
@@ -71,7 +85,7 @@ def fill(samples: Sequence[Sample], chosen: Sequence[int], budget: int, fold: bo
             rooms.append(budget)
         packs[at].append(i)
         rooms[at] -= size
-    return [_lay_out(samples, members, fold) for members in packs]
+    return [_lay_out(samples, members, fold, switch) for members in packs]
 
 
 def deal(lengths: Sequence[int], ranks: int) -> list[list[int]]:
@@ -109,14 +123,14 @@ def _logprobs(trajectory: Trajectory, segment: Segment) -> Floats:
     return np.asarray(segment.logprobs, np.float32)
 
 
-def _lay_out(samples: Sequence[Sample], members: list[int], fold: bool) -> Pack:
+def _lay_out(samples: Sequence[Sample], members: list[int], fold: bool, switch: int | None) -> Pack:
     mine = [samples[i] for i in members]
-    lengths = tuple(len(s.inputs) for s in mine)
-    starts = np.cumsum((0, *lengths[:-1]))
+    lengths = tuple(length for s in mine for length in s.lengths)
+    starts = np.cumsum([0, *(len(s.inputs) for s in mine[:-1])])
     inputs, paths = np.concatenate([s.inputs for s in mine]), None
     places = np.concatenate([s.places + start for s, start in zip(mine, starts, strict=True)])
     if fold:
-        inputs, paths = _folded([s.inputs for s in mine])
+        inputs, paths = _folded(np.split(inputs, np.cumsum(lengths)[:-1]), switch)
         places = paths[places]
     return Pack(
         members=tuple(members),
@@ -131,12 +145,13 @@ def _lay_out(samples: Sequence[Sample], members: list[int], fold: bool) -> Pack:
     )
 
 
-def _folded(sequences: list[Ints]) -> tuple[Ints, Ints]:
-    """The tokens of a tree whose branches are the sequences, and the place in it of every token of each."""
+def _folded(sequences: list[Ints], switch: int | None) -> tuple[Ints, Ints]:
+    """The tokens of a tree whose branches are the sequences, and the place in it of every token of each. What is
+    rotated otherwise has a root of its own."""
     tree: dict[tuple[int, int], int] = {}  # from the place of the token before and the token itself to its own place
     paths: list[int] = []
     for sequence in sequences:
-        at = -1
+        at = -2 if switch is not None and len(sequence) > switch else -1
         for token in sequence.tolist():
             at = tree.setdefault((at, token), len(tree))
             paths.append(at)

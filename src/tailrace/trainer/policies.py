@@ -18,14 +18,14 @@ class Snapshot:
 
     def __init__(self, parameters: Iterable[nn.Parameter]):
         self._live = list(parameters)
-        self._kept = [_local(p).detach().clone() for p in self._live]
+        self._kept = [local(p).detach().clone() for p in self._live]
         largest = max(self._kept, key=lambda each: each.numel())
         self._between = torch.empty_like(largest).flatten()  # made now, so that a swap back never runs out of memory
 
     @torch.no_grad()
     def refresh(self) -> None:
         for live, kept in zip(self._live, self._kept, strict=True):
-            kept.copy_(_local(live))
+            kept.copy_(local(live))
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -40,8 +40,8 @@ class Snapshot:
     def _swap(self) -> None:
         for live, kept in zip(self._live, self._kept, strict=True):
             now = self._between[: kept.numel()].view(kept.shape)
-            now.copy_(_local(live))
-            _local(live).copy_(kept)
+            now.copy_(local(live))
+            local(live).copy_(kept)
             kept.copy_(now)
 
 
@@ -66,6 +66,7 @@ class Proximal:
         return None
 
 
-def _local(parameter: nn.Parameter) -> Tensor:
-    whole = getattr(parameter, "to_local", None)  # this rank's shard
-    return whole() if whole is not None else parameter
+def local(parameter: nn.Parameter) -> Tensor:
+    """This rank's shard of it."""
+    shard = getattr(parameter, "to_local", None)
+    return shard() if shard is not None else parameter

@@ -20,14 +20,23 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from tailrace.config.tree import Config
 from tailrace.model.load import load_model, precision_on
+from tailrace.model.longrope import switch_of
 from tailrace.model.memory import DoesNotFitError, free_memory, ran_out
 from tailrace.model.packed import Layout, layout, reads_rows
-from tailrace.trainer.batch import MiniBatch, invented_group, mini_batch, rank_packs, token_credits, worth_a_pass
+from tailrace.trainer.batch import (
+    MiniBatch,
+    figures,
+    invented_group,
+    mini_batch,
+    rank_packs,
+    token_credits,
+    worth_a_pass,
+)
 from tailrace.trainer.compiled import Blocks, padded
 from tailrace.trainer.critic import Critic
 from tailrace.trainer.half import Half
@@ -35,10 +44,11 @@ from tailrace.trainer.head import Grade, chunk_that_fits
 from tailrace.trainer.logprobs import Policy, Scores
 from tailrace.trainer.losses import NEEDS_PROXIMAL, Outcome, TokenBatch, policy_loss, token_weights, value_loss
 from tailrace.trainer.memory import TokenBudget
-from tailrace.trainer.optim import Optimiser, Update
+from tailrace.trainer.optim import Optimiser
 from tailrace.trainer.packing import Pack
 from tailrace.trainer.parallel import Alone, Ranks, pick_device
-from tailrace.trainer.policies import Proximal, Snapshot
+from tailrace.trainer.policies import Proximal, Snapshot, local
+from tailrace.trainer.recompute import recompute_layers
 from tailrace.types import Trajectory
 
 Stats = dict[str, Tensor]
@@ -64,6 +74,13 @@ class Credit(NamedTuple):
     returns: Tensor | None = None
 
 
+class Before(NamedTuple):
+    """What the weights at the start of the step say of a pack's sampled tokens."""
+
+    logprobs: Tensor | None = None  # None: the weights being trained are still those
+    values: Tensor | None = None  # with a critic
+
+
 class Lesson(NamedTuple):
     """A pack and all that is known of its sampled tokens before the weights change."""
 
@@ -71,7 +88,7 @@ class Lesson(NamedTuple):
     placed: Placed
     weight: Tensor
     credit: Credit
-    proximal: Tensor | None  # None: the weights being trained are still the proximal ones
+    proximal: Tensor | None  # as in `Before`
     reference: Tensor | None
 
 
@@ -84,16 +101,18 @@ class Learner:
         self.device = pick_device(self.settings.device, self.ranks.rank)
         self.step = 0
         model = model if model is not None else load_model(config.model.path, "float32", self.device)
-        self.model = _trainable(model, self.settings.recompute)
+        self.model = model.eval()  # without dropout: a log-prob must be a function of the weights alone
+        if self.settings.recompute:
+            recompute_layers(self.model)
         self.policy = Policy(self.model, config.sampling.temperature, self._logit_tokens())
+        self.switch = switch_of(self.model)
         self.budget = TokenBudget(self.settings.tokens_per_batch, self.settings.recompute)
         self._prepare_passes()
         updates = config.run.steps * self.settings.mini_batches
         self.optimiser = Optimiser(self.model.named_parameters(), self.settings.learning_rate, self.settings, updates)
         self.critic = self._make_critic(updates)
         self._reference = Snapshot(self.model.parameters()) if self.settings.kl else None
-        several = self.settings.mini_batches > 1
-        self._proximal = Proximal(self.model.parameters(), several and self.settings.loss in NEEDS_PROXIMAL)
+        self._proximal = self._make_proximal()
 
     def _prepare_passes(self) -> None:
         """The model's arithmetic: in which precision, sharded or not, with which kernels."""
@@ -123,12 +142,26 @@ class Learner:
     def train_part(self, step: int, part: int, groups: Sequence[Sequence[Trajectory]]) -> dict[str, float]:
         """Train on one mini-batch. Returns what to plot."""
         began = time.perf_counter()
-        batch = mini_batch(groups, self.settings)
-        sums, furthest = self._gradients(step, part, batch)
-        update = self._update()
+        batch = mini_batch(groups, self.settings, self.config.groups, self.switch)
+        learn = self._learn_from if worth_a_pass(batch, self.settings) else self._coast
+        measured = learn(step, part, batch)
         self.step = step + 1
-        more = {"ratio_max": math.exp(furthest), "seconds": time.perf_counter() - began}
-        return _of_tokens(sums) | _of_batch(batch) | _of_update(update) | more
+        return measured | figures(batch.rewards, batch.counts) | {"seconds": time.perf_counter() - began}
+
+    def _learn_from(self, step: int, part: int, batch: MiniBatch) -> dict[str, float]:
+        sums, furthest = self._gradients(step, part, batch)
+        sound = all(math.isfinite(sums[name]) for name in ("loss", "value_loss") if name in sums)
+        update = self._update(sound)
+        return _of_tokens(sums) | update | {"ratio_max": float(np.exp(furthest)), "without_advantage": 0.0}
+
+    def _coast(self, step: int, part: int, batch: MiniBatch) -> dict[str, float]:
+        """Nobody did better than the rest of its group: nothing goes through the model, so there is nothing to say of
+        its loss, entropy or ratios."""
+        self._proximal.at(step, part)
+        self.optimiser.set_zero_gradients()
+        update = self._update(sound=True)
+        kept = {name: update[name] for name in ("lr", "nonfinite_weights")}
+        return kept | {"passed_tokens": 0.0, "without_advantage": 1.0}
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter once and whole, under the name the model gives it. With several ranks all must go through."""
@@ -172,19 +205,30 @@ class Learner:
 
     def _lessons(self, step: int, part: int, batch: MiniBatch) -> list[Lesson]:
         chosen, budget = worth_a_pass(batch, self.settings), self.budget.tokens
-        packs = rank_packs(batch.samples, chosen, budget, self.ranks.rank, self.ranks.size, fold=not self._rows)
+        mine = self.ranks.rank, self.ranks.size
+        packs = rank_packs(batch.samples, chosen, budget, *mine, fold=not self._rows, switch=self.switch)
         placed = [self._place(pack) for pack in packs]
         weights = token_weights(self.settings.loss, batch.counts, self.config.workload.max_completion_tokens)
+        before, reference = self._before(step, part, placed), self._logprobs_under(self._reference, placed)
         return [
-            Lesson(pack, spot, self._tensor(weights[pack.sequence]), self._credit(pack, spot, batch), *under)
-            for pack, spot, *under in zip(
-                packs,
-                placed,
-                self._logprobs_under(self._proximal.at(step, part), placed),
-                self._logprobs_under(self._reference, placed),
-                strict=True,
+            Lesson(
+                pack, spot, self._tensor(weights[pack.sequence]), self._credit(pack, old, batch), old.logprobs, other
             )
+            for pack, spot, old, other in zip(packs, placed, before, reference, strict=True)
         ]
+
+    @torch.no_grad()
+    def _before(self, step: int, part: int, packs: list[Placed]) -> list[Before]:
+        snapshot = self._proximal.at(step, part)
+        if snapshot is not None:
+            with snapshot.in_place():
+                return [Before(scores.logprobs, self._values(scores)) for scores in map(self._forward, packs)]
+        if self.critic is None:
+            return [Before()] * len(packs)
+        return [Before(None, self._values(scores)) for scores in map(self._forward, packs)]
+
+    def _values(self, scores: Scores) -> Tensor | None:
+        return None if self.critic is None else self.critic(scores.hidden)
 
     @torch.no_grad()
     def _logprobs_under(self, snapshot: Snapshot | None, packs: list[Placed]) -> list[Tensor | None]:
@@ -193,13 +237,11 @@ class Learner:
         with snapshot.in_place():
             return [self._forward(pack).logprobs for pack in packs]
 
-    def _credit(self, pack: Pack, placed: Placed, batch: MiniBatch) -> Credit:
-        if self.critic is None:
+    def _credit(self, pack: Pack, before: Before, batch: MiniBatch) -> Credit:
+        if before.values is None:
             return Credit(self._tensor(batch.advantages[pack.sequence]))
-        with torch.no_grad():
-            values = self.critic(self._forward(placed).hidden)
-        advantages, returns = token_credits(pack.members, batch, values.double().cpu().numpy(), self.settings)
-        return Credit(self._tensor(advantages), values, self._tensor(returns))
+        advantages, returns = token_credits(pack.members, batch, before.values.double().cpu().numpy(), self.settings)
+        return Credit(self._tensor(advantages), before.values, self._tensor(returns))
 
     def _backward(self, lessons: list[Lesson]) -> tuple[dict[str, float], float]:
         """Gradients of all lessons. Returns the statistics' sums over all tokens, and the largest log-ratio."""
@@ -284,11 +326,11 @@ class Learner:
 
     # --------------------------------------------------------------------------------------------------------- updates
 
-    def _update(self) -> Update:
+    def _update(self, sound: bool) -> dict[str, float]:
         if self.optimiser.updates == 0:
             free_memory()  # the moments are made now and stay for good: not between what passes have left
         try:
-            return self._update_all()
+            return self._update_all(sound) | self._state_of_weights()
         except torch.OutOfMemoryError:
             size = sum(p.nbytes for p in self.model.parameters()) / 1e9
             raise DoesNotFitError(
@@ -296,13 +338,25 @@ class Learner:
                 "with more memory, or several (trainer.ranks)"
             ) from None
 
-    def _update_all(self) -> Update:
+    def _update_all(self, sound: bool) -> dict[str, float]:
+        """Policy and critic, or neither: if the loss or a gradient is not finite, the weights stay as they are."""
+        optimisers = {"": self.optimiser}
         if self.critic is not None:
+            optimisers["critic_"] = self.critic.optimiser
             for parameter in self.critic.parameters():
                 assert parameter.grad is not None
                 self.ranks.add_up(parameter.grad)
-            self.critic.optimiser.update()
-        return self.optimiser.update()
+        norms = {f"{name}grad_norm": optimiser.clip() for name, optimiser in optimisers.items()}
+        sound = sound and all(map(math.isfinite, norms.values()))
+        updates = [each.finish(norm, sound) for each, norm in zip(optimisers.values(), norms.values(), strict=True)]
+        return norms | {"lr": updates[0].learning_rate, "skipped": float(updates[0].skipped)}
+
+    def _state_of_weights(self) -> dict[str, float]:
+        """Also a finite gradient can leave weights that are not finite, at a learning rate that is far too high."""
+        kept = [*self.model.parameters(), *(self.critic.parameters() if self.critic is not None else ())]
+        mine = [shard for p in kept if (shard := local(p).detach()).numel()]
+        largest = torch.stack(torch._foreach_norm(mine, math.inf))  # pyright: ignore[reportPrivateImportUsage]
+        return {"nonfinite_weights": float(self.ranks.largest((~largest.isfinite()).any().float()))}
 
     def _make_critic(self, updates: int) -> Critic | None:
         if self.settings.advantage != "gae":
@@ -310,20 +364,14 @@ class Learner:
         width = self.model.config.get_text_config().hidden_size
         return Critic(width, self.config.run.seed, self.settings, updates, self.device)
 
+    def _make_proximal(self) -> Proximal:
+        """The policy at the start of a step, and the critic, whose values of then its move is measured from."""
+        parameters = [*self.model.parameters(), *(self.critic.parameters() if self.critic is not None else ())]
+        looks_back = self.settings.loss in NEEDS_PROXIMAL or self.critic is not None
+        return Proximal(parameters, looks_back and self.settings.mini_batches > 1)
+
     def _tensor(self, numbers: np.ndarray) -> Tensor:
         return torch.from_numpy(numbers).to(self.device, torch.float32)
-
-
-def _trainable(model: PreTrainedModel, recompute: bool) -> PreTrainedModel:
-    """Without dropout: a log-prob must be a function of the weights alone."""
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-    if recompute:
-        model.gradient_checkpointing_enable(
-            gradient_checkpointing_kwargs={"use_reentrant": False, "preserve_rng_state": False}
-        )
-    return model.train(recompute)  # transformers recomputes in training mode only
 
 
 def _of_tokens(sums: dict[str, float]) -> dict[str, float]:
@@ -332,16 +380,3 @@ def _of_tokens(sums: dict[str, float]) -> dict[str, float]:
     means = {name: total / max(1.0, passed["passed_tokens"]) for name, total in sums.items()}
     spread = math.sqrt(max(0.0, means.pop("ratio_squared") - means["ratio"] ** 2))
     return means | passed | {"ratio_std": spread}
-
-
-def _of_batch(batch: MiniBatch) -> dict[str, float]:
-    return {
-        "reward": float(batch.rewards.mean()),
-        "reward_std": float(batch.rewards.std()),
-        "tokens": float(batch.counts.sum()),
-        "sequences": float(len(batch.samples)),
-    }
-
-
-def _of_update(update: Update) -> dict[str, float]:
-    return {"grad_norm": update.grad_norm, "lr": update.learning_rate, "skipped": float(update.skipped)}

@@ -7,15 +7,18 @@ buffer: the stream to the master relay runs beside the next step.
 
 from __future__ import annotations
 
+import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from tailrace.protocol import Alive, Checkpointed, Publish, PublishFailed, Train, Trained, TrainerJoined
 from tailrace.trainer.crew import Crew, build_crew
+from tailrace.trainer.divergence import DivergedError, Divergence, put_aside_after, way_back
 from tailrace.trainer.pace import CheckpointPace
 from tailrace.types import Version
 from tailrace.wire.link import Link
-from tailrace.wire.messages import Ended, Introduce, Ordered, Spec
+from tailrace.wire.messages import Collapsed, Ended, Introduce, Ordered, Spec
 
 PATIENCE_S = 1.0  # orders wake the loop; this only bounds how long it sleeps
 
@@ -37,10 +40,12 @@ class Worker:
         self.checkpoints = Path(spec.folder) / "checkpoints"
         self.crew = crew
         self.step = crew.restore(self.checkpoints, spec.step)
+        self.began_at: Version = self.step
         self.saved: Version = self.step
         every, publish_every = spec.config.trainer.checkpoint_every, spec.config.schedule.publish_every
         self.pace = CheckpointPace(every, publish_every, crew.checkpoint_bytes, time.monotonic())
         self.part = 0
+        self.divergence = Divergence()
         self.link = Link(spec, lambda: Alive("trainer", 0, self.link.incarnation))
 
     def run(self) -> None:
@@ -50,6 +55,9 @@ class Worker:
         try:
             while all(self._obey(message) for message in self.link.receive(PATIENCE_S)):
                 pass
+        except DivergedError as error:  # said before the other ranks leave: their end would count as a loss
+            self.link.send(Collapsed(str(error), expected=True))
+            raise
         finally:
             self.link.close()
 
@@ -59,8 +67,7 @@ class Worker:
 
     def _obey(self, message: Ordered | Introduce | Ended) -> bool:
         if isinstance(message, Ended):
-            if self.part == 0 and self.step > self.saved and (message.complete or self.pace.may_save(self.step)):
-                self._save()
+            self._finish(message.complete)
             return False
         if isinstance(message, Introduce):
             self._join()
@@ -74,6 +81,14 @@ class Worker:
                 raise AssertionError(f"not for a trainer: {other}")
         return True
 
+    def _finish(self, complete: bool) -> None:
+        """The newest checkpoint of a run that is complete is the one that people use; others are resumed from it."""
+        if self.divergence.in_a_row:
+            if complete:
+                put_aside_after(self.checkpoints, self.divergence.good)
+        elif self.part == 0 and self.step > self.saved and (complete or self.pace.may_save(self.step)):
+            self._save()
+
     def _train(self, order: Ordered, command: Train) -> None:
         began, cpu = time.monotonic(), time.process_time()
         measured = self.crew.train(command.step, command.part, order.groups)
@@ -83,14 +98,26 @@ class Worker:
             "trainer/tokens": float(_tokens(order)),
         }
         self.link.measure(command.step, measured)
+        self._watch(command, measured)
         self.part = 0 if command.last else command.part + 1
         self.step = command.step + 1 if command.last else command.step
         if command.last:
             self._snapshot()
         self.link.report(Trained(self.link.incarnation, command.step, command.part))
         self.pace.trained(sum(len(group) for group in order.groups), _tokens(order))
-        if command.last and self.pace.is_due(self.step, time.monotonic()):
+        if command.last and not measured.get("skipped") and self.pace.is_due(self.step, time.monotonic()):
             self._save()
+
+    def _watch(self, command: Train, measured: Mapping[str, float]) -> None:
+        """Weights that have diverged are neither published nor saved, and training them again would change nothing."""
+        trouble = self.divergence.see(command.step, measured)
+        if not trouble:
+            return
+        print(trouble, file=sys.stderr, flush=True)
+        if self.divergence.is_final:
+            rate = self.spec.config.trainer.learning_rate
+            advice = way_back(self.checkpoints, self.divergence.good, self.began_at == 0, rate)
+            raise DivergedError(f"{trouble}; {advice}")
 
     def _snapshot(self) -> None:
         """Keep this version as it is: it may have to be published, now or again, while training goes on."""
@@ -106,7 +133,7 @@ class Worker:
 
     def _save(self) -> None:
         began = time.monotonic()
-        self.crew.save(self.checkpoints, self.step)
+        self.crew.save(self.checkpoints, self.step, self.divergence.good)
         self.saved = self.step
         ended = time.monotonic()
         self.pace.saved(ended, ended - began)

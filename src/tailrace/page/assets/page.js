@@ -225,11 +225,13 @@ function head(data) {
 }
 
 function tiles(data) {
-  const { run, about } = data, { before, after } = about.accuracy;
+  const { run, about } = data, { before, after } = about.accuracy, mean = about.mean_reward;
   say("reward", figure(run.smooth_reward, 3));
   say("reward-more", run.reward === null ? "no step yet" : `last step ${figure(run.reward, 3)}`);
-  say("accuracy", before === null && after === null ? "–" : `${figure(before, 2)} → ${after === null ? "…" : figure(after, 2)}`);
-  say("accuracy-more", before === null ? "not measured" : after === null ? "after: at the end" : "before and after");
+  const change = (from, to) => `${figure(from, 2)} → ${to === null ? "…" : figure(to, 2)}`;
+  say("accuracy", before === null && after === null ? "–" : change(before, after));
+  const rewards = mean.before === null && mean.after === null ? "" : `, mean reward ${change(mean.before, mean.after)}`;
+  say("accuracy-more", before === null ? "not measured" : `share of rewards above ${about.right_above}${rewards}`);
   say("rate", whole(run.tokens_per_s));
   say("rate-more", `${short(run.trained_tokens)} in all`);
   say("staleness", figure(run.staleness.mean, 2));
@@ -286,6 +288,7 @@ function facts(data) {
   for (const name of ["loss", "entropy", "kl", "grad_norm"]) {
     if (typeof measured[name] === "number") rows.push([name.replace("_", " "), String(Number(measured[name].toPrecision(3)))]);
   }
+  if (run.without_advantage) rows.push(["without advantage", `${whole(run.without_advantage)} of ${whole(run.mini_batches)} mini-batches`]);
   byId("facts").replaceChildren(...rows.map(([name, value]) => {
     const pair = element("div");
     pair.append(element("dt", "", name), element("dd", "", value));

@@ -1,0 +1,57 @@
+"""What a training run with these settings and this model does that its owner may not expect. Nothing here is wrong
+enough to be refused: `tailrace train` says it before anything starts, `tailrace doctor` among what is worth a look."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from tailrace.config.tree import Config
+from tailrace.model.load import read_config
+
+ROUTER_LOSSES = ("router_aux_loss_coef", "router_z_loss_coef", "aux_loss_coef", "aux_loss_alpha")
+
+
+def advice(config: Config) -> Iterator[str]:
+    if config.trainer.engine == "native" and config.model.path:
+        yield from _about_sampling(config)
+        yield from _about_experts(Path(config.model.path).expanduser())
+
+
+def _about_sampling(config: Config) -> Iterator[str]:
+    """The trainer's log-probs are of all tokens, at the temperature: what sampling leaves out has no gradient."""
+    sampling = config.sampling
+    if sampling.temperature == 0:
+        yield (
+            "sampling.temperature is 0: all samples of a prompt come out the same, so none has an advantage, and the "
+            "trainer's log-probs are those at temperature 1; write 1 for training"
+        )
+        return
+    cuts = [f"{name} is {value:g}" for name, value, off in _cuts(config) if value != off]
+    if cuts:
+        yield (
+            f"{' and '.join(cuts)}: tokens are drawn from a part of the vocabulary, but the trainer's log-probs are of "
+            "all of it, so the ratios between them are off from the start; write sampling.top_p = 1 and "
+            "sampling.top_k = 0 for training"
+        )
+
+
+def _cuts(config: Config) -> Iterator[tuple[str, float, float]]:
+    yield "sampling.top_p", config.sampling.top_p, 1
+    yield "sampling.top_k", config.sampling.top_k, 0
+
+
+def _about_experts(folder: Path) -> Iterator[str]:
+    if not (folder / "config.json").is_file():
+        return
+    table = read_config(folder)
+    inner = table.get("text_config")
+    for name in ROUTER_LOSSES:
+        value = (inner if isinstance(inner, dict) else {}).get(name) or table.get(name)
+        if isinstance(value, int | float) and value:
+            yield (
+                f"model.path: this mixture of experts was trained with a loss that keeps its experts equally busy "
+                f"({name} = {value:g} in config.json); the training loss here has no such part, so routing may become "
+                "uneven over a long run: keep the learning rate low"
+            )
+            return
