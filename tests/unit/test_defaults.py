@@ -26,6 +26,9 @@ MEANINGLESS = {  # whatever the others are
     ("workload.lengths.tail_alpha", 0.01): "no finite mean",
     ("workload.lengths.tail_alpha", 0.97): "no finite mean",
     ("workload.lengths.tail_alpha", 1.0): "no finite mean",
+    ("trainer.dual_clip", 0.01): "write a value above 1",
+    ("trainer.dual_clip", 0.97): "write a value above 1",
+    ("trainer.dual_clip", 1.0): "write a value above 1",
 }
 
 

@@ -14,6 +14,7 @@ from tailrace.config.tree import Config, Trainer
 from tailrace.protocol import Train
 from tailrace.trainer.checkpoint import newest, prune, save
 from tailrace.trainer.divergence import DivergedError, Divergence, way_back
+from tailrace.trainer.pace import CheckpointPace
 from tailrace.trainer.manifest import found_in
 from tailrace.trainer.step import Learner
 from tailrace.trainer.worker import Worker
@@ -158,7 +159,8 @@ def worker(folder: Path, *updates: dict[str, float]) -> Any:
     one.spec = SimpleNamespace(config=Config(trainer=Trainer(mini_batches=1, learning_rate=0.5)))
     one.crew, one.checkpoints, one.divergence = Scripted(*updates), folder, Divergence()
     one.link = SimpleNamespace(incarnation=1, measure=lambda *_: None, report=said.append)
-    one.every, one.step, one.saved, one.part = 1, 0, 0, 0
+    one.pace = CheckpointPace(1, 1, 0, 0.0)
+    one.began_at, one.step, one.saved, one.part = 0, 0, 0, 0
     for step in range(len(updates)):
         one._obey(Ordered(Train(1, step, 0, True, ())))
     return one
