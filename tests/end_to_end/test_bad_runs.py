@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sqlite3
 import subprocess
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -124,6 +126,24 @@ def test_a_reward_that_raises_hangs_or_answers_nonsense(tmp_path, body, words):
     assert "in a row could not be judged" in complaint
     assert words in complaint
     assert not Journal(run.folder).complete
+
+
+EXTREME = """
+import numpy
+REWARDS = [-0.0, 1e308, -1e308, 5e-324, True, numpy.float32(0.1), numpy.array(2), numpy.bool_(True)]
+seen = iter(REWARDS * 1000)
+def judge(completion, answer):
+    return next(seen)
+"""
+
+
+def test_rewards_at_the_ends_of_what_a_float_holds_are_trained_on(tmp_path):
+    run = make(tmp_path, reward=EXTREME)
+    run.finish()
+    with closing(sqlite3.connect(run.folder / "run.db")) as database:
+        failed = database.execute("SELECT reason FROM trajectories WHERE state = 'failed'").fetchall()
+        trained = database.execute("SELECT count(*) FROM trajectories WHERE state = 'trained'").fetchone()[0]
+    assert (failed, trained) == ([], 2 * 2 * 2)
 
 
 def test_a_reward_with_a_typo_is_found_before_anything_starts(tmp_path):

@@ -17,7 +17,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from math import inf
+from math import inf, isfinite
 from typing import Any, Protocol
 
 from tailrace.config.tree import Config
@@ -285,7 +285,7 @@ class Controller:
             case Reported(event):
                 if isinstance(event, ReplicaJoined | RelayJoined | TrainerJoined):
                     process.joined, process.incarnation = True, event.incarnation
-                self._events.append(event)
+                self._events.append(with_a_reward(event))
             case Grown(growths):
                 for growth in growths:
                     self.store.vault.append(growth.trajectory, growth.epoch, growth.segments)
@@ -390,6 +390,14 @@ class Controller:
             self.fail(command.reason)
         else:
             self.stopped = command.reason
+
+
+def with_a_reward(event: Event) -> Event:
+    """A finished sample has a finite reward, or it counts as failed: whoever reports it, nothing else is trained on."""
+    if isinstance(event, Finished) and (event.meta.reward is None or not isfinite(event.meta.reward)):
+        reason = f"its replica reported a reward of {event.meta.reward}; a reward is a finite number"
+        return SampleFailed(event.replica, event.meta.id, event.meta.epoch, reason)
+    return event
 
 
 def _restored(store: RunStore, config: Config) -> tuple[ControlPlane, bool]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,12 @@ def _complaint(error: Exception) -> str:
     if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL:
         return "the disk is full; what was committed before is kept, so make room and go on from there"
     return str(error)
+
+
+def as_stored(number: float) -> float:
+    """A number as SQLite gives it back, for what has a checksum: REAL has no minus zero, and NULL for a NaN."""
+    assert isfinite(number), f"{number} cannot be stored"
+    return float(number) or 0.0
 
 
 # --------------------------------------------------------------------------------------------------------- reading

@@ -32,6 +32,7 @@ from tailrace.store.database import (
     FILE,
     Database,
     JournalError,
+    as_stored,
     file_of,
     reading,
     reason,
@@ -99,10 +100,10 @@ class JournalTable:
         self._encode = msgspec.json.Encoder().encode
 
     def record(self, now: float, event: Event, commands: Sequence[Command]) -> int:
-        self.last, self.now = self.last + 1, now
+        self.last, self.now = self.last + 1, as_stored(now)
         encode = self._encode
         text = encode(commands).decode() if commands else "[]"
-        row = (self.last, now, type(event).__name__, encode(event).decode(), text)
+        row = (self.last, self.now, type(event).__name__, encode(event).decode(), text)
         self._crc = chained(self._crc, *row)
         self._database.execute("INSERT INTO journal VALUES (?, ?, ?, ?, ?, ?)", (*row, self._crc))
         return self.last
@@ -155,8 +156,7 @@ class JournalWriter:
 
 def chained(crc: int, seq: int, now: float, kind: str, event: str, commands: str) -> int:
     """The checksum of a row that follows another: no row can change, vanish or come from elsewhere unnoticed."""
-    time = float(now) if isinstance(now, int) else now  # as SQLite gives it back
-    return zlib.crc32(f"{seq} {time!r} {kind} {event} {commands}".encode(), crc)
+    return zlib.crc32(f"{seq} {now!r} {kind} {event} {commands}".encode(), crc)
 
 
 def _frozen(config: Config) -> str:
