@@ -5,7 +5,10 @@ import os
 import random
 import signal
 import socket
+import sqlite3
+import time
 from collections import Counter
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -52,9 +55,11 @@ def test_killed_and_interrupted_at_random_moments_it_trains_the_same_prompts_onc
             disturbed.kill()
         else:
             assert disturbed.interrupt()[0] == 130
+            assert not list(disturbed.folder.glob("run.db-*"))
         disturbed.start("--resume")
     status, _, err = disturbed.wait()
     assert status == 0, err
+    assert not list(disturbed.folder.glob("run.db-*"))
     replayed(disturbed)
     assert disturbed.trained_prompts() == undisturbed.trained_prompts()
     prompts = Counter(prompt for part in disturbed.trained_prompts() for prompt in part)
@@ -71,6 +76,28 @@ def test_the_death_of_a_part_does_not_stop_the_run(tmp_path, part):
     tally = replayed(run).state.ledger.tally
     assert tally.trained == 16 * 4
     assert run.events("%Lost") >= 1
+
+
+def test_a_foreign_write_lock_is_waited_for_and_nobody_is_lost(tmp_path):
+    run = Run(tmp_path, EMULATED, "--run.steps", "20").start()
+    run.until(lambda: run.events("Trained") >= 2, "a step")
+    with closing(sqlite3.connect(run.folder / "run.db", isolation_level=None)) as shell:
+        shell.execute("BEGIN IMMEDIATE")
+        before = run.events()
+        time.sleep(8)  # silence counts after 3
+        assert run.events() == before
+        shell.execute("ROLLBACK")
+        run.until(lambda: run.events("Trained") >= 8, "more steps")
+        assert run.events("%Lost") == 0
+        shell.execute("BEGIN IMMEDIATE")
+        status, _, err = run.interrupt()  # while it waits again
+    assert status == 130
+    assert f"run.db is locked by process {os.getpid()} (" in err
+    assert "run.db is free again after" in err
+    assert "is locked by process" in (run.folder / "logs" / "controller.log").read_text()
+    run.finish("--resume")
+    replayed(run)
+    assert not list(run.folder.glob("run.db-*"))
 
 
 def test_a_port_in_use_and_a_name_in_use_are_refused(tmp_path):

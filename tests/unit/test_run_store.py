@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import sqlite3
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tailrace.config import Config, load
+from tailrace.launch.view import View
 from tailrace.protocol import Alive
 from tailrace.store.journal import Journal, JournalError, JournalWriter
 from tailrace.store.metrics import Measurement, measurements
@@ -113,6 +118,81 @@ def test_one_process_at_a_time(folder: Path, config: Config) -> None:
         with pytest.raises(JournalError, match="already has a run"):
             RunStore.create(folder, config)
     RunStore.reopen(folder).close(complete=False)
+
+
+@pytest.fixture
+def shell(folder: Path, config: Config) -> Iterator[sqlite3.Connection]:
+    """Another program, with a transaction in the run's database."""
+    RunStore.create(folder, config).close(complete=False)
+    with closing(sqlite3.connect(folder / "run.db", isolation_level=None, check_same_thread=False)) as shell:
+        yield shell
+
+
+def test_a_foreign_lock_is_waited_for_and_told(folder: Path, shell: sqlite3.Connection, capfd: Any) -> None:
+    with RunStore.reopen(folder) as store:
+        shell.execute("BEGIN IMMEDIATE")
+        assert not store.begin()
+        threading.Timer(1.5, lambda: shell.execute("ROLLBACK")).start()
+        record(store, 3)
+        store.commit()
+    assert len(list(Journal(folder).entries())) == 3
+    told = capfd.readouterr().err
+    assert f"run.db is locked by process {os.getpid()} (" in told
+    assert "waits until it is free, for up to 10 min" in told
+    assert "is free again after 1" in told
+
+
+def test_a_lock_that_does_not_end_stops_the_run_in_a_sentence(folder: Path, shell: sqlite3.Connection) -> None:
+    with RunStore.reopen(folder) as store:
+        record(store, 1)
+        store.commit()
+        store._database.patience_s = 0.1
+        shell.execute("BEGIN IMMEDIATE")
+        with pytest.raises(JournalError, match=r"has been locked by process \d+ .* for 0\.\d s; .* with --resume$"):
+            record(store, 1)
+    shell.execute("ROLLBACK")
+    with RunStore.reopen(folder) as again:
+        assert again.last_seq == 1
+
+
+def test_what_waits_for_a_lock_holds_nobody_up_when_it_is_closed(folder: Path, shell: sqlite3.Connection) -> None:
+    store = RunStore.reopen(folder)
+    shell.execute("BEGIN IMMEDIATE")
+    store.hear("replica-0/1", 3)
+    store.close(complete=False)
+    shell.execute("ROLLBACK")
+    with RunStore.reopen(folder) as again:
+        assert again.heard == {}
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(file.name for file in folder.iterdir())
+
+
+def test_a_run_that_ends_leaves_one_file_though_somebody_reads_it(folder: Path, config: Config) -> None:
+    store = RunStore.create(folder, config)
+    record(store, 2000)
+    store.commit()
+    entries = Journal(folder).entries()
+    next(entries)
+    store.close(complete=False)
+    assert files(folder) != ["run.db"], "this reader is in the way"
+    assert len(list(entries)) == 1999
+    assert files(folder) == ["run.db"]
+    assert len(list(Journal(folder).entries())) == 2000
+
+
+def test_the_history_that_is_looked_through_keeps_no_log_from_being_merged(folder: Path, config: Config) -> None:
+    with RunStore.create(folder, config) as store:
+        record(store, 2500)
+    store = RunStore.reopen(folder)
+    view = View(store, config)
+    record(store, 10)  # by the controller of now
+    store.commit()
+    asyncio.run(view._look_back(lambda: None))
+    assert store._database.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone() == (0, 0, 0)
+    store.close(complete=False)
+    assert files(folder) == ["run.db"]
 
 
 def test_a_full_disk_is_one_sentence_and_loses_nothing_committed(folder: Path, config: Config) -> None:

@@ -20,9 +20,9 @@ import msgspec
 from tailrace.obs.summary import Accuracy
 from tailrace.page.figures import Figures, RunState, noted
 from tailrace.store.database import JournalError
+from tailrace.store.folder import is_being_written
 from tailrace.store.journal import Journal
 from tailrace.store.metrics import measurements
-from tailrace.store.run import is_being_written
 
 LOOK_S = 1.0
 SLICE = 1000  # events that are folded at once; a reader of the page waits for no more

@@ -60,6 +60,11 @@ class Overseer(Protocol):
     @property
     def stopped(self) -> str: ...
 
+    @property
+    def held_up(self) -> bool:
+        """What has been reported is not taken in yet."""
+        ...
+
     def tell(self, event: Event) -> None:
         """Something that control has to hear."""
         ...
@@ -81,6 +86,7 @@ class Parts:
         self.overseer = overseer
         self._folder = folder
         self._hosts = Hosts()
+        self._reassure_at = 0.0
         self._local = Local(folder, hub.port, self._ended)
 
     @property
@@ -186,7 +192,9 @@ class Parts:
             asyncio.get_running_loop().call_later(wait_s, self._look_after, process, stopped)
 
     def _overdue(self, process: Process) -> None:
-        if self._is_starting(process):
+        if self.overseer.held_up:  # it may have joined in the meantime
+            asyncio.get_running_loop().call_later(self.config.health.heartbeat_s, self._overdue, process)
+        elif self._is_starting(process):
             process.kill()
             self._not_up(process, f"is not up after {self.config.local.start_s:g} s (local.start_s); see {process.log}")
 
@@ -334,6 +342,14 @@ class Parts:
         now, patience = self.overseer.now, self.config.health.strikes * max(self.config.health.heartbeat_s, OFFER_S)
         for host in self._hosts.silent(now - patience):
             self._host_left(host, f"nothing was heard of its host for {now - host.seen:.1f} s")
+
+    async def reassure_hosts(self) -> None:
+        """They give up a controller that is not heard of: while their offers cannot be taken in, they hear from time to
+        time what they have been told before."""
+        if self.overseer.now >= self._reassure_at:
+            self._reassure_at = self.overseer.now + OFFER_S
+            for host in self._hosts.present.values():
+                await self.hub.send(host.name, Wanted(host.wanted))
 
     def _send_away(self, host: Host, reason: str) -> None:
         self._post(host.name, Dismissed(reason))
