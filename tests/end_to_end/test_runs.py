@@ -100,6 +100,26 @@ def test_a_foreign_write_lock_is_waited_for_and_nobody_is_lost(tmp_path):
     assert not list(run.folder.glob("run.db-*"))
 
 
+def test_a_folder_that_is_renamed_stops_the_run_and_is_resumed_where_it_is(tmp_path):
+    run = Run(tmp_path, EMULATED, "--run.steps", "30", "--local.listen", "127.0.0.1").start()
+    run.until(lambda: run.events("Checkpointed"), "a checkpoint")
+    first, second = run.folder, run.folder.with_name("renamed")
+    first.rename(second)
+    first.mkdir()  # another run, perhaps
+    status, out, err = run.wait()
+    assert status == 2, f"{out}\n{err}"
+    assert f"{first} is no longer the directory of this run" in err
+    assert f"it is at {second}, and --resume goes on" in err
+    assert not list(first.iterdir())
+    assert {file.name for file in second.iterdir()} == {"run.db", "logs", "checkpoints"}
+    run.folder = second
+    run.finish("--resume", "--run.name", "renamed")
+    replayed(run)
+    modes = {file: file.stat().st_mode & 0o777 for file in (second, *second.rglob("*"))}
+    assert {file.name for file in modes} >= {"run.db", "summary.json", "summary.png", "trainer0.log", "state.json"}
+    assert modes == {file: 0o700 if file.is_dir() else 0o600 for file in modes}
+
+
 def test_a_port_in_use_and_a_name_in_use_are_refused(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])

@@ -50,6 +50,7 @@ def train(config: Config, folder: Path, resume: bool, keeper: Keeper) -> bool:
             store.commit()
         reason, complete = asyncio.run(_drive(store, config, source, tie, keeper))
         clear_abandoned()  # of relays that were killed and did not come back before the end
+        store.place.refuse_moved()
         if complete and _evaluates(config):
             store.meta.set(AFTER, str(_accuracy(config, _newest(folder), "accuracy after training")))
     except BaseException:
@@ -87,7 +88,7 @@ def _newest(folder: Path) -> Path | None:
 async def _drive(store: RunStore, config: Config, source: Source, tie: Tie, keeper: Keeper) -> tuple[str, bool]:
     view = View(store, config)
     controller = Controller(store, config, source, tie, view)
-    invitation = invite(controller, store.folder)
+    invitation = invite(controller, store.place)
     if invitation and tie.left is None:
         print(invitation, file=sys.stderr, flush=True)
     loop = asyncio.get_running_loop()
@@ -103,5 +104,5 @@ async def _drive(store: RunStore, config: Config, source: Source, tie: Tie, keep
         showing.cancel()
         with suppress(asyncio.CancelledError):
             await showing
-        withdraw(store.folder)
+        withdraw(store.place)
     return reason, reason != INTERRUPTED

@@ -55,6 +55,7 @@ from tailrace.protocol import (
     TrainerJoined,
 )
 from tailrace.runtime.parts import Parts, Tie
+from tailrace.store.folder import PRIVATE, PRIVATE_FOLDER
 from tailrace.store.run import RunStore
 from tailrace.store.waiting import PAUSE_S, Locked, to_terminal
 from tailrace.types import Prompt, Row
@@ -111,7 +112,7 @@ class Controller:
         if tie.left is None:
             store.hear_anew()
         self.hub = self._hub(store.heard)
-        self.parts = Parts(config, tie, store.folder, self.hub, self)
+        self.parts = Parts(config, tie, store.place, self.hub, self)
         self.plane, self.resumed = _restored(store, config)
         self.stopped = ""
         self.error: RunError | None = None
@@ -201,15 +202,17 @@ class Controller:
             self._wake.set()
 
     async def _until_stopped(self) -> None:
-        logs = self.store.folder / "logs"
-        logs.mkdir(parents=True, exist_ok=True)
-        with (logs / "controller.log").open("a") as log, Watchdog("the controller", _say, log) as dog:
+        path = self.store.folder / "logs" / "controller.log"
+        path.parent.mkdir(mode=PRIVATE_FOLDER, exist_ok=True)
+        path.touch(PRIVATE)
+        with path.open("a") as log, Watchdog("the controller", _say, log) as dog:
             self._log = log
             await self._turn_over(dog)
 
     async def _turn_over(self, watchdog: Watchdog) -> None:
         while await self._begin(watchdog):
             watchdog.expect("handling events and writing them to run.db", STUCK_S, "look at the disk of the run")
+            self.store.place.refuse_moved()
             while self._arrived:
                 self._arrived.popleft()()
             self._handle_events()

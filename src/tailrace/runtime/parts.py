@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from tailrace import __version__
@@ -29,6 +28,7 @@ from tailrace.protocol import (
 )
 from tailrace.runtime.hosts import Host, Hosts
 from tailrace.runtime.local import Local, Process, Trace, Traces, last_lines
+from tailrace.store.folder import RunFolder
 from tailrace.types import RelayId
 from tailrace.watchdog import ask_for_stacks, is_stopped, look_at
 from tailrace.wire.door import JoinKey, public_key
@@ -79,7 +79,7 @@ class Overseer(Protocol):
 
 
 class Parts:
-    def __init__(self, config: Config, tie: Tie, folder: Path, hub: Hub, overseer: Overseer) -> None:
+    def __init__(self, config: Config, tie: Tie, folder: RunFolder, hub: Hub, overseer: Overseer) -> None:
         self.config = config
         self.tie = tie
         self.hub = hub
@@ -151,7 +151,8 @@ class Parts:
             incarnation=incarnation,
             endpoint=self.hub.endpoint,
             token=self.tie.token,
-            folder=str(self._folder.resolve()),
+            folder=str(self._folder.path),
+            folder_id=self._folder.identity,
             config=self.config,
             lifeline=self.tie.lifeline,
             door=key.door if key else "",

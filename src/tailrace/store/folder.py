@@ -2,7 +2,7 @@
 
 The process that writes a run holds its directory open and locked (`RunFolder`), so there is one writer at a time; the
 lock ends with the process, however that ends. A directory is known by its inode, not by its name: if it is renamed or
-replaced while the run goes on, nothing is written to the old name any more. What a run leaves is for its owner alone.
+replaced while the run goes on, nothing more is written under the old name. What a run leaves is for its owner alone.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import fcntl
 import os
 import time
 from pathlib import Path
-from typing import IO, Any
 
 from tailrace.store.errors import JournalError
 
@@ -39,17 +38,16 @@ class RunFolder:
         return found.st_dev, found.st_ino
 
     @property
-    def in_place(self) -> bool:
-        return identity_of(self.path) == self.identity
+    def now(self) -> Path:
+        """Where it is now, whatever it was called at first."""
+        return Path(os.readlink(f"/proc/self/fd/{self._handle}"))
 
     def refuse_moved(self) -> None:
-        if not self.in_place:
-            raise JournalError(f"{_moved(self.path)}. It is now {self._now()}, and --resume goes on from there")
-
-    def _now(self) -> str:
-        """Where it is, as far as the kernel knows."""
-        place = os.readlink(f"/proc/self/fd/{self._handle}")
-        return "removed" if place.endswith(" (deleted)") else place
+        try:
+            refuse_moved(self.path, self.identity)
+        except JournalError as error:
+            place = f"it is at {self.now}" if identity_of(self.now) == self.identity else "it is gone"
+            raise JournalError(f"{error}; {place}, and --resume goes on where a run lies") from None
 
     def _lock(self, path: Path) -> None:
         for _ in range(LOCK_TRIES):
@@ -94,8 +92,3 @@ def refuse_moved(path: Path, identity: Identity) -> None:
 
 def _moved(path: Path) -> str:
     return f"{path} is no longer the directory of this run: it was renamed, moved or replaced while the run went on"
-
-
-def open_private(path: Path, mode: str) -> IO[Any]:
-    """As `open`; a file that is made by it is for its owner alone."""
-    return open(path, mode, opener=lambda name, flags: os.open(name, flags, PRIVATE))

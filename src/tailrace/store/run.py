@@ -19,7 +19,7 @@ from zlib import crc32
 from tailrace.config import Config
 from tailrace.protocol import Command, Event
 from tailrace.store import journal, metrics, vault
-from tailrace.store.database import Database, file_of
+from tailrace.store.database import FILE, Database, file_of, has_log, merge_log
 from tailrace.store.errors import JournalError
 from tailrace.store.folder import RunFolder
 from tailrace.store.journal import Entry, Journal, JournalTable, Meta
@@ -153,6 +153,8 @@ class RunStore:
                 self._end(complete)
         finally:
             self._database.close()
+            if has_log(moved := self.place.now / FILE):  # SQLite does not merge what lies elsewhere by now
+                merge_log(moved)
             self.place.close()
 
     def _end(self, complete: bool) -> None:

@@ -26,6 +26,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tailrace.model.load import load_model, model_folder
+from tailrace.store.folder import PRIVATE, PRIVATE_FOLDER
 from tailrace.trainer.manifest import PREFIX, CheckpointError, State, check, described, found_in, read_state, step_of
 from tailrace.trainer.optim import Optimiser
 from tailrace.trainer.step import Learner
@@ -104,7 +105,7 @@ def _try_to_write(place: Path, learner: Learner, files: dict[str, dict[str, Tens
     try:
         _check_room(place.parent, sum(t.nbytes for tensors in files.values() for t in tensors.values()))
         shutil.rmtree(draft, ignore_errors=True)
-        draft.mkdir(parents=True)
+        draft.mkdir(PRIVATE_FOLDER)
         _write(draft, learner, files)
         _put_in_place(draft, place)
     except (OSError, SafetensorError) as error:
@@ -114,7 +115,7 @@ def _try_to_write(place: Path, learner: Learner, files: dict[str, dict[str, Tens
 
 
 def _check_room(folder: Path, needed: int) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(PRIVATE_FOLDER, exist_ok=True)
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise OSError(f"it takes {needed / 1e6:.0f} MB and {free / 1e6:.0f} MB are free")
@@ -133,8 +134,10 @@ def _write(draft: Path, learner: Learner, files: dict[str, dict[str, Tensor]]) -
 
 
 def _put_in_place(draft: Path, place: Path) -> None:
-    for path in (*draft.iterdir(), draft):
+    for path in draft.iterdir():
+        path.chmod(PRIVATE)
         _flush(path)
+    _flush(draft)
     replaced = place.with_name(f".{place.name}.old")
     if place.exists():  # of a step that is trained for the second time
         place.rename(replaced)

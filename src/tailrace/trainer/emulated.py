@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 
 from tailrace.config.tree import Config
+from tailrace.store.folder import PRIVATE, PRIVATE_FOLDER
 from tailrace.trainer.manifest import CheckpointError
 from tailrace.types import MALFORMED, Trajectory
 
@@ -60,8 +61,9 @@ class EmulatedLearner:
 
     def save(self, folder: Path) -> None:
         """Whole or not at all, and beside the one before it."""
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(PRIVATE_FOLDER, exist_ok=True)
         written, newest = folder / f"{FILE}.new", _read(folder / FILE)
+        written.touch(PRIVATE)
         written.write_bytes(msgspec.json.encode(self.state))
         if newest is not None and newest.step < self.state.step:
             os.replace(folder / FILE, folder / EARLIER)

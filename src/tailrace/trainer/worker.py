@@ -12,6 +12,7 @@ from math import lcm
 from pathlib import Path
 
 from tailrace.protocol import Alive, Checkpointed, Publish, PublishFailed, Train, Trained, TrainerJoined
+from tailrace.store.folder import refuse_moved
 from tailrace.trainer.crew import Crew, build_crew
 from tailrace.types import Version
 from tailrace.wire.link import Link
@@ -38,6 +39,7 @@ class Worker:
         self.every = lcm(spec.config.trainer.checkpoint_every, spec.config.schedule.publish_every)
         self.checkpoints = Path(spec.folder) / "checkpoints"
         self.crew = crew
+        self._refuse_moved()
         self.step = crew.restore(self.checkpoints, spec.step)
         self.saved: Version = self.step
         self.part = 0
@@ -103,7 +105,12 @@ class Worker:
 
         self.crew.publish(command.version, order.addresses[command.relay], give_up)
 
+    def _refuse_moved(self) -> None:
+        """Checkpoints are read and written by name: there may be another run of that name by now."""
+        refuse_moved(Path(self.spec.folder), self.spec.folder_id)
+
     def _save(self) -> None:
+        self._refuse_moved()
         began = time.monotonic()
         self.crew.save(self.checkpoints, self.step)
         self.saved = self.step
