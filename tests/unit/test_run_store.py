@@ -16,9 +16,11 @@ import pytest
 from tailrace.config import Config, load
 from tailrace.launch.view import View
 from tailrace.protocol import Alive
+from tailrace.store.database import reading
 from tailrace.store.journal import Journal, JournalError, JournalWriter
 from tailrace.store.metrics import Measurement, measurements
 from tailrace.store.run import RunStore
+from tailrace.types import Segment
 
 
 @pytest.fixture
@@ -173,13 +175,38 @@ def test_a_run_that_ends_leaves_one_file_though_somebody_reads_it(folder: Path, 
     store = RunStore.create(folder, config)
     record(store, 2000)
     store.commit()
-    entries = Journal(folder).entries()
-    next(entries)
-    store.close(complete=False)
-    assert files(folder) != ["run.db"], "this reader is in the way"
-    assert len(list(entries)) == 1999
+    with reading(folder / "run.db") as reader:
+        reader.execute("BEGIN")
+        assert reader.execute("SELECT count(*) FROM journal").fetchone() == (2000,)
+        store.close(complete=False)
+        assert files(folder) != ["run.db"], "this reader is in the way"
     assert files(folder) == ["run.db"]
     assert len(list(Journal(folder).entries())) == 2000
+
+
+def test_who_stops_reading_in_the_middle_keeps_nothing_open(folder: Path, config: Config) -> None:
+    store = RunStore.create(folder, config)
+    record(store, 10)
+    store.metrics.measure(0.0, 0, "trainer", {"loss": 1.0, "kl": 0.0})
+    store.commit()
+    entries, numbers = Journal(folder).entries(), measurements(folder)
+    assert (next(entries).seq, next(numbers).name) == (1, "loss")
+    store.close(complete=False)
+    assert files(folder) == ["run.db"]
+    assert (len(list(entries)), len(list(numbers))) == (9, 1)
+
+
+def test_so_does_a_run_that_ends_because_its_file_is_damaged(folder: Path, config: Config) -> None:
+    store = RunStore.create(folder, config)
+    store.vault.assign(0, 1, 0, 0, resume=False)
+    store.vault.append(0, 1, [Segment(0, (1, 2), (-0.5, -0.5)), Segment(1, (3,), (-0.5,))])
+    store._database.execute("UPDATE segments SET crc = 0")
+    store.commit()
+    try:
+        store.vault.prefix(0)
+    except JournalError:
+        store.close(complete=False)  # while the error is on its way
+    assert files(folder) == ["run.db"]
 
 
 def test_the_history_that_is_looked_through_keeps_no_log_from_being_merged(folder: Path, config: Config) -> None:
@@ -190,14 +217,14 @@ def test_the_history_that_is_looked_through_keeps_no_log_from_being_merged(folde
     record(store, 10)  # by the controller of now
     store.commit()
     asyncio.run(view._look_back(lambda: None))
-    assert store._database.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone() == (0, 0, 0)
+    assert store._database.execute("PRAGMA wal_checkpoint(TRUNCATE)") == [(0, 0, 0)]
     store.close(complete=False)
     assert files(folder) == ["run.db"]
 
 
 def test_a_full_disk_is_one_sentence_and_loses_nothing_committed(folder: Path, config: Config) -> None:
     store = RunStore.create(folder, config)
-    pages = store._database.execute("PRAGMA page_count").fetchone()[0]
+    pages = store._database.execute("PRAGMA page_count")[0][0]
     store._database.execute(f"PRAGMA max_page_count = {pages + 4}")
     with pytest.raises(JournalError, match=r"^\S+ cannot be written any further: the disk is full; [^\n]+$"):
         record_without_end(store)

@@ -30,6 +30,7 @@ FILE = "run.db"
 MAGIC = b"SQLite format 3\0"
 LONGEST_VALUE = 256 << 20  # bytes; SQLite's own limit is 1 GB, a snapshot of a large fleet has a few MB
 LONGEST_LOG = 64 << 20  # bytes that the log keeps on disk once it has been merged
+SLICE = 5000  # rows that are read at once
 READERS_S = 3.0  # that a closing writer waits for those who read at this moment
 WRITERS = "'tailrace train' or 'tailrace simulate --record'"
 
@@ -87,8 +88,9 @@ class Database:
             raise JournalError(f"{path} is damaged, so nothing can go on from it: {' '.join(found.split())}")
         return cls(path, connection)
 
-    def execute(self, statement: str, values: Values = ()) -> sqlite3.Cursor:
-        return self._try(lambda: self._connection.execute(statement, values))
+    def execute(self, statement: str, values: Values = ()) -> list[Any]:
+        """Returns all rows at once: one that is not fetched would keep the file open, whoever closes it."""
+        return self._try(lambda: self._connection.execute(statement, values).fetchall())
 
     def executemany(self, statement: str, rows: Iterable[Values]) -> None:
         rows = list(rows)
@@ -232,6 +234,19 @@ def merge_log(path: Path) -> None:
     """SQLite does it when the last connection is closed, unless that one can only read."""
     with suppress(*DAMAGE), closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=rw", uri=True)) as last:
         last.execute("PRAGMA schema_version")
+
+
+def slices(path: Path, query: str, after: int, most: int | None = None) -> Iterator[list[Values]]:
+    """The rows of a query that has the two parameters "after this number" and "at most so many", and a number first.
+    Between two slices nothing is open: a reader that is slow, or leaves in the middle, holds nobody up."""
+    while most is None or most > 0:
+        limit = SLICE if most is None else min(SLICE, most)
+        with reading(path) as connection:
+            rows: list[Values] = connection.execute(query, (after, limit)).fetchall()
+        yield rows
+        if len(rows) < limit:
+            return
+        after, most = rows[-1][0], None if most is None else most - len(rows)
 
 
 def refuse_foreign_schema(path: Path, connection: sqlite3.Connection) -> None:

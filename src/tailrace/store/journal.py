@@ -39,6 +39,7 @@ from tailrace.store.database import (
     refuse_cut,
     refuse_existing,
     refuse_foreign_schema,
+    slices,
 )
 from tailrace.types import MALFORMED
 
@@ -73,8 +74,8 @@ class Meta:
         self._database = database
 
     def get(self, key: str) -> str | None:
-        row = self._database.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
-        return None if row is None else row[0]
+        found = self._database.execute("SELECT value FROM meta WHERE key = ?", (key,))
+        return found[0][0] if found else None
 
     def set(self, key: str, value: str) -> None:
         self._database.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, value))
@@ -94,8 +95,8 @@ class JournalTable:
     """Adds to the journal of an open database; somebody else commits."""
 
     def __init__(self, database: Database) -> None:
-        newest = database.execute("SELECT seq, now, crc FROM journal ORDER BY seq DESC LIMIT 1").fetchone()
-        self.last, self.now, self._crc = newest or (0, 0.0, 0)  # seq and time of the last event
+        newest = database.execute("SELECT seq, now, crc FROM journal ORDER BY seq DESC LIMIT 1")
+        self.last, self.now, self._crc = newest[0] if newest else (0, 0.0, 0)  # seq and time of the last event
         self._database = database
         self._encode = msgspec.json.Encoder().encode
 
@@ -225,8 +226,8 @@ class Journal:
     def _rows(self, after: int, most: int | None = None) -> Iterator[Row]:
         query = "SELECT seq, now, kind, event, commands, crc FROM journal WHERE seq > ? ORDER BY seq LIMIT ?"
         try:
-            with reading(self.path) as database:
-                yield from database.execute(query, (after, -1 if most is None else most))
+            for rows in slices(self.path, query, after, most):
+                yield from rows  # type: ignore[misc]
         except DAMAGE as error:
             raise JournalError(f"{self.path} is damaged: {reason(error)}") from error
 

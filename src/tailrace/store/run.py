@@ -131,7 +131,7 @@ class RunStore:
 
     def newest_snapshot(self) -> Snapshot | None:
         """The newest that is as it was written. None is no loss: the journal has everything from the first event on."""
-        rows = self._database.execute("SELECT seq, state, crc FROM snapshots ORDER BY seq DESC").fetchall()
+        rows = self._database.execute("SELECT seq, state, crc FROM snapshots ORDER BY seq DESC")
         whole = (Snapshot(seq, state) for seq, state, crc in rows if isinstance(state, bytes) and crc32(state) == crc)
         return next(whole, None)
 

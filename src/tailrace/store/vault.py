@@ -212,10 +212,10 @@ class Vault:
 
     def row(self, id: PromptId) -> StoredPrompt:
         query = "SELECT id, tokens, prompt, columns, crc FROM prompts WHERE id = ?"
-        found = self._database.execute(query, (id,)).fetchone()
-        if found is None:
+        found = self._database.execute(query, (id,))
+        if not found:
             raise self._damaged(f"p{id} is missing")
-        _, tokens, prompt, columns = self._whole(found, f"p{id}")
+        _, tokens, prompt, columns = self._whole(found[0], f"p{id}")
         return StoredPrompt(id, _tokens(tokens), msgspec.json.decode(prompt), msgspec.json.decode(columns))
 
     # --------------------------------------------------------------------------------------------------- endings

@@ -2,7 +2,8 @@
 
     FOLDER/step-00000012/   config.json, tokenizer, model.safetensors    what transformers loads
                             optimizer.safetensors [critic.safetensors]   moments; the critic and its moments
-                            state.json                 step, number of updates, and of every file its size and checksum
+                            state.json                 step, number of updates, of every file its size and checksum,
+                                                       and its own checksum
 
 `worker.py` calls `save` after a step and `restore` at its start. A checkpoint is written beside its place, flushed, and
 renamed: what has the name is whole. `newest` still looks, since disks and copies fail: one that is cut short or changed
@@ -19,7 +20,6 @@ from collections.abc import Iterable, Mapping
 from itertools import chain
 from pathlib import Path
 
-import msgspec
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -29,6 +29,7 @@ from tailrace.model.load import load_model, model_folder
 from tailrace.store.folder import PRIVATE, PRIVATE_FOLDER
 from tailrace.trainer.manifest import PREFIX, CheckpointError, State, check, described, found_in, read_state, step_of
 from tailrace.trainer.optim import Optimiser
+from tailrace.trainer.sealed import sealed
 from tailrace.trainer.step import Learner
 
 WEIGHTS = {".safetensors", ".bin", ".gguf", ".pt", ".pth", ".h5", ".msgpack"}
@@ -130,7 +131,7 @@ def _write(draft: Path, learner: Learner, files: dict[str, dict[str, Tensor]]) -
         save_file(files[name], draft / f"{name}.safetensors")
     sums = {file.name: described(file) for file in sorted(draft.iterdir())}
     state = State(learner.step, learner.optimiser.updates, files=sums)
-    (draft / "state.json").write_bytes(msgspec.json.encode(state))
+    (draft / "state.json").write_bytes(sealed(state))
 
 
 def _put_in_place(draft: Path, place: Path) -> None:
