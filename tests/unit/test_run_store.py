@@ -20,6 +20,7 @@ from tailrace.store.database import reading
 from tailrace.store.journal import Journal, JournalError, JournalWriter
 from tailrace.store.metrics import Measurement, measurements
 from tailrace.store.run import RunStore
+from tailrace.store.vault import StoredPrompt
 from tailrace.types import Segment
 
 
@@ -198,15 +199,16 @@ def test_who_stops_reading_in_the_middle_keeps_nothing_open(folder: Path, config
 
 def test_so_does_a_run_that_ends_because_its_file_is_damaged(folder: Path, config: Config) -> None:
     store = RunStore.create(folder, config)
-    store.vault.assign(0, 1, 0, 0, resume=False)
-    store.vault.append(0, 1, [Segment(0, (1, 2), (-0.5, -0.5)), Segment(1, (3,), (-0.5,))])
-    store._database.execute("UPDATE segments SET crc = 0")
+    store.vault.add_prompts([StoredPrompt(0, (1,), "p", {})])
+    for trajectory in range(40):
+        store.vault.assign(trajectory, 1, 0, 0, resume=False)
+        store.vault.append(trajectory, 1, [Segment(0, (1, 2), (-0.5, -0.5))])
+    store._database.execute("UPDATE segments SET crc = 0 WHERE trajectory_id = 7")
     store.commit()
-    try:
-        store.vault.prefix(0)
-    except JournalError:
-        store.close(complete=False)  # while the error is on its way
-    assert files(folder) == ["run.db"]
+    with pytest.raises(JournalError, match="what t7 holds") as caught:
+        store.vault.read(range(40))
+    store.close(complete=False)
+    assert files(folder) == ["run.db"], f"the error and all that it refers to are still there: {caught}"
 
 
 def test_the_history_that_is_looked_through_keeps_no_log_from_being_merged(folder: Path, config: Config) -> None:
