@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tailrace import __version__
 from tailrace.config.errors import ConfigError
 from tailrace.config.fields import fields, read
 from tailrace.config.tree import Config
+from tailrace.launch import inputs
+from tailrace.launch.inputs import Pins
 from tailrace.store.run import RunStore
+from tailrace.store.waiting import to_terminal
 
 # What a resumed run may be given anew: nothing that control decides by, because its decisions so far are replayed.
 MAY_CHANGE = {
@@ -21,6 +25,7 @@ MAY_CHANGE = {
     "local.start_s",
 }
 CHECKPOINTS = "checkpoints"
+RELEASE, RELEASES = "tailrace", "releases"  # in the run's meta table
 LONGEST_NAME = 200  # bytes; file systems take 255
 
 
@@ -32,19 +37,37 @@ def run_folder(config: Config, files: list[str]) -> Path:
     return Path(config.run.folder) / name
 
 
-def open_store(folder: Path, config: Config, resume: bool) -> RunStore:
-    """A new run, or one that was interrupted."""
+def open_store(folder: Path, config: Config, resume: bool, pins: Pins | None = None, accept: bool = False) -> RunStore:
+    """A new run, or one that was interrupted. `pins`: of its inputs as they are now, unless the run is only taken over;
+    `accept`: they may be other ones than before."""
     if not resume:
         _refuse_taken(folder)
-        return RunStore.create(folder, config)
+        store = RunStore.create(folder, config)
+        inputs.record(store.meta, pins or {})
+        store.commit()
+        return store
     store = RunStore.reopen(folder)
     try:
         _refuse_other(store.config, config, folder)
-    except ConfigError:
+        if pins is not None:
+            inputs.settle(store.meta, store.last_seq, pins, accept, to_terminal)
+    except ValueError:
         store.close(complete=False)
         raise
+    _note_release(store)
     store.meta.configure(config)
+    store.commit()
     return store
+
+
+def _note_release(store: RunStore) -> None:
+    """Another release may decide otherwise: what a run did is explained by those that ran it."""
+    writer = store.meta.get(RELEASE)
+    if writer != __version__:
+        to_terminal(f"this run was written by tailrace {writer} until now, and goes on with tailrace {__version__}")
+        before = store.meta.get(RELEASES) or f"{writer} from event 1"
+        store.meta.set(RELEASES, f"{before}, {__version__} from event {store.last_seq + 1}")
+        store.meta.set(RELEASE, __version__)
 
 
 def _refuse_taken(folder: Path) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from tailrace.config.tree import Config
 from tailrace.launch.evaluation import measure
 from tailrace.launch.folder import CHECKPOINTS, open_store
+from tailrace.launch.inputs import pinned, recorded
 from tailrace.launch.keeper import Keeper
 from tailrace.launch.machines import invite, withdraw
 from tailrace.launch.sources import Later, open_source
@@ -26,23 +27,28 @@ from tailrace.relay.arena import clear_abandoned
 from tailrace.runtime.controller import INTERRUPTED, Controller, Source
 from tailrace.runtime.local import read_traces
 from tailrace.runtime.parts import Tie
+from tailrace.store.database import has_log
 from tailrace.store.journal import Journal
 from tailrace.store.run import RunStore
+from tailrace.store.waiting import to_terminal
 
 BEFORE, AFTER = "accuracy_before", "accuracy_after"
 
 
-def train(config: Config, folder: Path, resume: bool, keeper: Keeper) -> bool:
-    """Run until it is over (True) or interrupted (False). The folder has everything that came of it."""
+def train(config: Config, folder: Path, resume: bool, keeper: Keeper, accept: bool = False) -> bool:
+    """Run until it is over (True) or interrupted (False). The folder has everything that came of it. `accept`: a run
+    that is resumed may have other inputs than before."""
     if keeper.begun and Journal(folder).complete:
         return _complete(folder, "the run was over already")
-    source = Later(config) if keeper.begun else open_source(config)
+    source = None if keeper.begun else open_source(config)
     note = "" if keeper.begun else check_devices(config)
     if note:
         print(note, file=sys.stderr, flush=True)
     clear_abandoned()
     tie = Tie(keeper.token, keeper.lifeline, keeper.door, read_traces(folder) if keeper.begun else None)
-    store = open_store(folder, config, resume or keeper.begun)
+    pins = None if keeper.begun else pinned(config)
+    store = open_store(folder, config, resume or keeper.begun, pins, accept)
+    source = source or Later(config, recorded(store.meta))
     keeper.begin()
     try:
         if _evaluates(config) and store.meta.get(BEFORE) is None:
@@ -54,13 +60,22 @@ def train(config: Config, folder: Path, resume: bool, keeper: Keeper) -> bool:
         if complete and _evaluates(config):
             store.meta.set(AFTER, str(_accuracy(config, _newest(folder), "accuracy after training")))
     except BaseException:
-        store.close(complete=False)
+        _close(store, complete=False)
         raise
-    store.close(complete=complete)
+    _close(store, complete)
     if complete:
         return _complete(folder, reason)
     print(f"interrupted; the same command with --resume goes on from here ({folder})")
     return False
+
+
+def _close(store: RunStore, complete: bool) -> None:
+    store.close(complete)
+    if has_log(store.file):
+        to_terminal(
+            f"another program has {store.file} open, so run.db-wal and run.db-shm stay beside it until that is closed; "
+            "whoever copies the run before then has to copy all three"
+        )
 
 
 def _complete(folder: Path, reason: str) -> bool:

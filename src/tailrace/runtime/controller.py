@@ -18,6 +18,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
 from math import inf, isfinite
@@ -58,7 +59,7 @@ from tailrace.runtime.parts import Parts, Tie
 from tailrace.store.folder import PRIVATE, PRIVATE_FOLDER
 from tailrace.store.run import RunStore
 from tailrace.store.waiting import PAUSE_S, Locked, to_terminal
-from tailrace.types import Prompt, Row
+from tailrace.types import MALFORMED, Prompt, Row
 from tailrace.watchdog import Watchdog
 from tailrace.wire.door import Door
 from tailrace.wire.hub import Hub
@@ -450,11 +451,19 @@ def _restored(store: RunStore, config: Config) -> tuple[ControlPlane, bool]:
     """The control plane where the journal left it; a fresh one if there is no journal yet."""
     if store.last_seq == 0:
         return ControlPlane(config), False
-    snapshot = store.newest_snapshot()
-    plane = ControlPlane.restore(config, snapshot.state) if snapshot else ControlPlane(config)
-    for entry in store.entries(snapshot.seq if snapshot else 0):
+    plane, seq = _from_snapshot(store, config)
+    for entry in store.entries(seq):
         plane.handle(entry.now, entry.event)
     return plane, True
+
+
+def _from_snapshot(store: RunStore, config: Config) -> tuple[ControlPlane, int]:
+    """With the event after which it was taken. One of another release may not fit: the journal has everything."""
+    snapshot = store.newest_snapshot()
+    with suppress(*MALFORMED):
+        if snapshot is not None:
+            return ControlPlane.restore(config, snapshot.state), snapshot.seq
+    return ControlPlane(config), 0
 
 
 def _say(sentence: str) -> None:
