@@ -8,7 +8,6 @@ other inputs would mix both without a word, so it is refused, unless a person sa
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
@@ -18,7 +17,7 @@ from tailrace.config.errors import ConfigError
 from tailrace.config.tree import Config
 from tailrace.store.database import FILE
 from tailrace.store.errors import JournalError
-from tailrace.store.journal import Meta
+from tailrace.store.journal import Meta, date
 from tailrace.types import MALFORMED, Struct
 
 KEY, ACCEPTED = "inputs", "accepted_inputs"  # in the run's meta table
@@ -170,7 +169,7 @@ def settle(meta: Meta, last_seq: int, now: Pins, accept: bool, say: Callable[[st
     found = changes(before, now) if before is not None else []
     if found:
         say(f"the run goes on with changed inputs: {'; '.join(found)}")
-        _remember(meta, Acceptance(last_seq, datetime.now(UTC).isoformat(timespec="seconds"), found))
+        _remember(meta, Acceptance(last_seq, date(), found))
     record(meta, now)
 
 

@@ -19,7 +19,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
-from datetime import UTC, datetime
 from functools import partial
 from math import inf, isfinite
 from typing import Any, Protocol, TextIO
@@ -253,7 +252,7 @@ class Controller:
     def _report(self, sentence: str) -> None:
         """To the terminal and to the log."""
         to_terminal(sentence)
-        print(f"{datetime.now(UTC).isoformat(timespec='seconds')} {sentence}", file=self._log, flush=True)
+        print(f"{self.now:.1f} s: {sentence}", file=self._log, flush=True)
 
     async def _listen(self) -> None:
         while True:

@@ -76,10 +76,10 @@ def is_being_written(folder: Path) -> bool:
 
 
 def identity_of(path: Path) -> Identity | None:
-    """None if there is nothing of this name."""
+    """None if there is nothing of this name. A disk that cannot answer is another matter."""
     try:
         found = path.stat()
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     return found.st_dev, found.st_ino
 

@@ -85,8 +85,7 @@ class Meta:
 
     def begin(self, config: Config, driver: str) -> None:
         """What every run says of itself."""
-        created = datetime.now(UTC).isoformat(timespec="seconds")
-        values = {"format": str(FORMAT), "tailrace": __version__, "driver": driver, "created": created}
+        values = {"format": str(FORMAT), "tailrace": __version__, "driver": driver, "created": date()}
         for key, value in (values | {"config": _frozen(config)}).items():
             self.set(key, value)
 
@@ -153,6 +152,11 @@ class JournalWriter:
             self._database.close()  # it has been said why
         else:
             self.close(complete=kind is None)
+
+
+def date() -> str:
+    """For people to read; nothing is ever decided by it."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def chained(crc: int, seq: int, now: float, kind: str, event: str, commands: str) -> int:
