@@ -16,8 +16,7 @@ import pytest
 
 from runs import EMULATED, Run
 from tailrace.config import load
-from tailrace.launch.folder import open_store
-from tailrace.launch.inputs import pinned
+from tailrace.launch.folder import begin_store
 from tailrace.store.journal import Journal
 
 START = Path(__file__).parents[2] / "examples" / "running_total" / "start"
@@ -153,8 +152,7 @@ def test_rewards_at_the_ends_of_what_a_float_holds_are_trained_on(tmp_path):
 
 def test_a_run_is_not_resumed_with_other_data_unless_that_is_accepted(tmp_path):
     run = make(tmp_path)
-    config = load([run.file])
-    open_store(run.folder, config, resume=False, pins=pinned(config)).close(complete=False)  # one that was stopped
+    begin_store(run.folder, load([run.file])).close(complete=False)  # one that was stopped
     rows = tmp_path / "rows.jsonl"
     rows.write_text(rows.read_text().replace("a 1 b 2", "b 2 a 1"))
     complaint = refusal(run, "--resume")

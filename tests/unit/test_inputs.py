@@ -14,7 +14,7 @@ from tailrace import __version__
 from tailrace.config import Config, load
 from tailrace.config.errors import ConfigError
 from tailrace.launch import inputs
-from tailrace.launch.folder import open_store
+from tailrace.launch.folder import begin_store, resume_store
 from tailrace.launch.inputs import Pins, changes, pinned, refuse_changed
 from tailrace.launch.models import export
 from tailrace.launch.sources import Later
@@ -145,12 +145,12 @@ def test_large_weights_are_pinned_by_header_size_and_blocks(tmp_path: Path, monk
 
 def begin(folder: Path, config: Config) -> Path:
     run = folder / "run"
-    open_store(run, config, resume=False, pins=pinned(config)).close(complete=False)
+    begin_store(run, config).close(complete=False)
     return run
 
 
 def resume(run: Path, config: Config, accept: bool = False) -> None:
-    open_store(run, config, resume=True, pins=pinned(config), accept=accept).close(complete=False)
+    resume_store(run, config, accept).close(complete=False)
 
 
 def test_a_run_with_other_inputs_is_refused_until_somebody_accepts_them(folder: Path, capfd: Any) -> None:
@@ -158,9 +158,10 @@ def test_a_run_with_other_inputs_is_refused_until_somebody_accepts_them(folder: 
     run = begin(folder, config)
     resume(run, config)
     appended(folder / "rows.jsonl")
-    for _ in range(2):
+    for steps in ("10", "20"):
         with pytest.raises(ConfigError, match=r"rows.jsonl has changed \(it had 105 bytes and has 106\) since"):
-            resume(run, config)
+            resume(run, settings(folder, "--run.steps", steps))
+    assert Journal(run).config == config, "what is refused changes nothing"
     resume(run, config, accept=True)
     assert "goes on with changed inputs: " in capfd.readouterr().err
     resume(run, config)

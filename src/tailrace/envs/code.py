@@ -13,6 +13,8 @@ from pathlib import Path
 
 from tailrace.envs.imports import Place, find
 
+INSTALLED = {"site-packages", "dist-packages"}
+
 
 def code_files(path: str, folders: Sequence[Path], setting: str) -> list[Path]:
     """Of `module:name` or `file.py:name`, in the order in which they are met; nothing if there is no such module."""
@@ -29,12 +31,12 @@ def code_files(path: str, folders: Sequence[Path], setting: str) -> list[Path]:
 
 def _found(place: Place) -> tuple[list[Path], list[Path]]:
     """The folders in which its modules are looked for, and its own files."""
+    roots = list(place.folders)
     if place.file is not None:
-        return [place.file.parent, *place.folders], [place.file]
-    for root in (*place.folders, *map(Path, sys.path)):
-        files = _module(root, place.module.split("."))
-        if files:
-            return [root], files
+        return roots, [place.file]
+    for root in (*roots, *map(Path, sys.path)):
+        if files := _module(root, place.module.split(".")):
+            return (roots if INSTALLED & set(root.parts) else [*roots, root]), files
     return [], []
 
 

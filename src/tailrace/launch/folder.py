@@ -9,7 +9,6 @@ from tailrace.config.errors import ConfigError
 from tailrace.config.fields import fields, read
 from tailrace.config.tree import Config
 from tailrace.launch import inputs
-from tailrace.launch.inputs import Pins
 from tailrace.store.run import RunStore
 from tailrace.store.waiting import to_terminal
 
@@ -37,24 +36,47 @@ def run_folder(config: Config, files: list[str]) -> Path:
     return Path(config.run.folder) / name
 
 
-def open_store(folder: Path, config: Config, resume: bool, pins: Pins | None = None, accept: bool = False) -> RunStore:
-    """A new run, or one that was interrupted. `pins`: of its inputs as they are now, unless the run is only taken over;
-    `accept`: they may be other ones than before."""
-    if not resume:
-        _refuse_taken(folder)
-        store = RunStore.create(folder, config)
-        inputs.record(store.meta, pins or {})
-        store.commit()
-        return store
-    store = RunStore.reopen(folder)
+def begin_store(folder: Path, config: Config) -> RunStore:
+    """A new run."""
+    if (folder / "run.db").exists():
+        raise ConfigError(
+            f"{folder} already has a run; go on with it by --resume, or begin another with --run.name NAME"
+        )
+    pins = inputs.pinned(config)
+    store = RunStore.create(folder, config)
+    inputs.record(store.meta, pins)
+    store.commit()
+    return store
+
+
+def resume_store(folder: Path, config: Config, accept: bool) -> RunStore:
+    """One that was interrupted. `accept`: its inputs may be other ones than before."""
+    store = _reopened(folder, config)
     try:
-        _refuse_other(store.config, config, folder)
-        if pins is not None:
-            inputs.settle(store.meta, store.last_seq, pins, accept, to_terminal)
+        inputs.settle(store.meta, store.last_seq, inputs.pinned(config), accept, to_terminal)
     except ValueError:
         store.close(complete=False)
         raise
     _note_release(store)
+    return _configured(store, config)
+
+
+def take_over_store(folder: Path, config: Config) -> RunStore:
+    """One that goes on, with another controller."""
+    return _configured(_reopened(folder, config), config)
+
+
+def _reopened(folder: Path, config: Config) -> RunStore:
+    store = RunStore.reopen(folder)
+    try:
+        _refuse_other(store.config, config, folder)
+    except ConfigError:
+        store.close(complete=False)
+        raise
+    return store
+
+
+def _configured(store: RunStore, config: Config) -> RunStore:
     store.meta.configure(config)
     store.commit()
     return store
@@ -68,13 +90,6 @@ def _note_release(store: RunStore) -> None:
         before = store.meta.get(RELEASES) or f"{writer} from event 1"
         store.meta.set(RELEASES, f"{before}, {__version__} from event {store.last_seq + 1}")
         store.meta.set(RELEASE, __version__)
-
-
-def _refuse_taken(folder: Path) -> None:
-    if (folder / "run.db").exists():
-        raise ConfigError(
-            f"{folder} already has a run; go on with it by --resume, or begin another with --run.name NAME"
-        )
 
 
 def _refuse_other(before: Config, now: Config, folder: Path) -> None:

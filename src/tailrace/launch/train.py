@@ -14,8 +14,8 @@ from pathlib import Path
 
 from tailrace.config.tree import Config
 from tailrace.launch.evaluation import measure
-from tailrace.launch.folder import CHECKPOINTS, open_store
-from tailrace.launch.inputs import pinned, recorded
+from tailrace.launch.folder import CHECKPOINTS, begin_store, resume_store, take_over_store
+from tailrace.launch.inputs import recorded
 from tailrace.launch.keeper import Keeper
 from tailrace.launch.machines import invite, withdraw
 from tailrace.launch.sources import Later, open_source
@@ -46,8 +46,7 @@ def train(config: Config, folder: Path, resume: bool, keeper: Keeper, accept: bo
         print(note, file=sys.stderr, flush=True)
     clear_abandoned()
     tie = Tie(keeper.token, keeper.lifeline, keeper.door, read_traces(folder) if keeper.begun else None)
-    pins = None if keeper.begun else pinned(config)
-    store = open_store(folder, config, resume or keeper.begun, pins, accept)
+    store = _opened(folder, config, resume, keeper, accept)
     source = source or Later(config, recorded(store.meta))
     keeper.begin()
     try:
@@ -67,6 +66,12 @@ def train(config: Config, folder: Path, resume: bool, keeper: Keeper, accept: bo
         return _complete(folder, reason)
     print(f"interrupted; the same command with --resume goes on from here ({folder})")
     return False
+
+
+def _opened(folder: Path, config: Config, resume: bool, keeper: Keeper, accept: bool) -> RunStore:
+    if keeper.begun:
+        return take_over_store(folder, config)
+    return resume_store(folder, config, accept) if resume else begin_store(folder, config)
 
 
 def _close(store: RunStore, complete: bool) -> None:
