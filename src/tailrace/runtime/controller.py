@@ -174,6 +174,7 @@ class Controller:
             await self._until_stopped()
             if self.store.begin():  # else whoever resumes goes through more of the journal
                 self.store.snapshot(self.store.last_seq, self.plane.snapshot())
+                self.store.commit()
         finally:
             listening.cancel()
             await self.parts.end(self.complete, ENDING_S if not self.error else 2.0)

@@ -13,7 +13,6 @@ descriptor that is closed.
 
 from __future__ import annotations
 
-import os
 import sqlite3
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -66,9 +65,7 @@ class Database:
         path = folder / FILE
         try:
             folder.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
-            os.close(
-                os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE)
-            )  # SQLite's other files are made alike
+            path.touch(PRIVATE, exist_ok=False)  # SQLite's other files are made alike
             connection = _connect_to_write(path)
             connection.executescript(schema)
         except (OSError, *DAMAGE) as error:
