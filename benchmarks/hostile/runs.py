@@ -137,6 +137,7 @@ def snapshots(_: Path) -> tuple[list[bytes], Decode]:
 
 def checkpoint_state(folder: Path) -> tuple[list[bytes], Decode]:
     from tailrace.trainer.manifest import State, check, described
+    from tailrace.trainer.sealed import sealed
 
     place = folder / "step-00000001"
     place.mkdir(exist_ok=True)
@@ -147,7 +148,7 @@ def checkpoint_state(folder: Path) -> tuple[list[bytes], Decode]:
         (place / "state.json").write_bytes(data)
         check(place)
 
-    return [msgspec.json.encode(state)], decode
+    return [sealed(state)], decode
 
 
 def checkpoint_tensors(folder: Path) -> tuple[list[bytes], Decode]:

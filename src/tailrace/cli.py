@@ -148,23 +148,32 @@ def _train(arguments: argparse.Namespace) -> int:
 def _control(arguments: argparse.Namespace, keeper: Keeper) -> int:
     """What the controller's process does."""
     from tailrace.config import load
+    from tailrace.launch.limits import allow_files, needed_files
+
+    config = load(arguments.files, arguments.settings)
+    allow_files(needed_files(config))
     from tailrace.launch.folder import run_folder
     from tailrace.launch.train import train
 
-    config = load(arguments.files, arguments.settings)
-    complete = train(config, run_folder(config, arguments.files), arguments.resume, keeper)
+    folder = run_folder(config, arguments.files)
+    complete = train(config, folder, arguments.resume, keeper, arguments.accept_changed_inputs)
     return 0 if complete else 130
 
 
 def _worker(arguments: argparse.Namespace) -> int:
+    from tailrace.launch.limits import BASE, EACH, STRANGERS, allow_files
+
+    allow_files(BASE + EACH * arguments.replicas + STRANGERS)
     from tailrace.launch.machines import work
 
     return work(arguments.join, arguments.replicas, arguments.key)
 
 
 def _eval(arguments: argparse.Namespace) -> int:
+    from tailrace.launch.limits import allow_files
     from tailrace.launch.models import evaluate
 
+    allow_files()
     return evaluate(arguments.journal, arguments.version)
 
 
@@ -292,6 +301,8 @@ def _add_simulating(add: Add) -> None:
 def _add_training(add: Add) -> None:
     train = _of_files(add("train", _train, "train a model with real processes on this machine", SETTINGS))
     train.add_argument("--resume", action="store_true", help="go on exactly where the run of this name stopped")
+    accept = "with --resume: go on though data, reward or model are not what the run was begun with"
+    train.add_argument("--accept-changed-inputs", action="store_true", help=accept)
 
     worker = add("worker", _worker, "let this machine generate for a run elsewhere, until Ctrl-C or its end")
     worker.add_argument("--join", required=True, metavar="HOST:PORT", help="where the run listens (local.listen)")

@@ -12,6 +12,7 @@ import random
 import shutil
 import signal
 import socket
+import sqlite3
 import subprocess
 import tempfile
 import time
@@ -164,6 +165,18 @@ def copied_while_in_use(run: Victim, draw: random.Random) -> str:
         return f"{len(told)} events"
 
 
+def locked_by_another_program(run: Victim, draw: random.Random) -> str:
+    """Somebody begins to write in `run.db`, and takes a while."""
+    seconds = draw.uniform(*LONG_S)
+    try:
+        shell = sqlite3.connect(f"file:{run.folder / 'run.db'}?mode=rw", uri=True, isolation_level=None)
+        shell.execute("BEGIN IMMEDIATE")
+    except sqlite3.OperationalError:
+        return ""  # there is no run yet
+    run.later(seconds, shell.close)
+    return f"for {seconds:.1f} s"
+
+
 # --------------------------------------------------------------------------------------------------------- strangers
 
 
@@ -304,10 +317,13 @@ KINDS: dict[str, Strike] = {
     "reward raises": reward("raises"),
     "reward answers nonsense": reward("nonsense"),
     "reward's process dies": reward("dies"),
+    "reward is not a number": reward("nan"),
+    "reward at the end of what a float holds": reward("extreme"),
     "version damaged in memory": version_damaged,
     "version truncated in memory": version_truncated,
     "checkpoint cut short": checkpoint_damaged,
     "run.db copied while in use": copied_while_in_use,
+    "run.db locked by another program": locked_by_another_program,
     "strangers talk": strangers_talk,
     "strangers keep silent": strangers_keep_silent,
     "controller killed": killed("controller"),

@@ -33,7 +33,8 @@ from tailrace.launch.models import export
 from tailrace.protocol import Alive
 from tailrace.store.journal import Journal, JournalError
 from tailrace.store.run import RunStore
-from tailrace.trainer.manifest import CheckpointError, State, check, described, found_in
+from tailrace.trainer.manifest import CheckpointError, State, check, described, found_in, read_state
+from tailrace.trainer.sealed import sealed
 from tailrace.types import MALFORMED, Row, Segment
 
 ROOT = Path(__file__).parents[2]
@@ -231,8 +232,20 @@ def checkpoint(folder: Path, step: int) -> Path:
     (place / "config.json").write_text("{}")
     (place / "model.safetensors").write_bytes(bytes(range(256)) * 100)
     files = {file.name: described(file) for file in place.iterdir()}
-    (place / "state.json").write_bytes(msgspec.json.encode(State(step, step, files=files)))
+    (place / "state.json").write_bytes(sealed(State(step, 100 * step, files=files)))
     return place
+
+
+def changed(file: Path, old: bytes, new: bytes) -> None:
+    assert old in file.read_bytes()
+    file.write_bytes(file.read_bytes().replace(old, new))
+
+
+def test_the_state_of_an_earlier_release_has_no_checksum_and_is_read(tmp_path: Path) -> None:
+    place = checkpoint(tmp_path, 1)
+    state = msgspec.structs.replace(read_state(place), layout=1, sum="")
+    (place / "state.json").write_bytes(msgspec.json.encode(state))
+    check(place)
 
 
 @pytest.mark.parametrize(
@@ -244,6 +257,13 @@ def checkpoint(folder: Path, step: int) -> Path:
         (lambda file: (file.rename(file.with_name("x")), file.symlink_to("x")), "is missing"),
         (lambda file: (file.parent / "state.json").write_text("{"), "is not a checkpoint"),
         (lambda file: (file.parent / "state.json").unlink(), "is not a checkpoint"),
+        (
+            lambda file: changed(file.parent / "state.json", b'"updates":200', b'"updates":4'),
+            "'state.json' is not as it",
+        ),
+        (lambda file: changed(file.parent / "state.json", b'"layout":2', b'"layout":1'), "'state.json' is not as it"),
+        (lambda file: changed(file.parent / "state.json", b'"layout":2', b'"layout":3'), "written by a later release"),
+        (lambda file: file.parent.rename(file.parent.with_name("step-00000003")), "of step 2 under another name"),
     ],
 )
 def test_a_damaged_checkpoint_is_never_the_newest(tmp_path: Path, damage, sentence: str, capsys) -> None:
@@ -254,7 +274,7 @@ def test_a_damaged_checkpoint_is_never_the_newest(tmp_path: Path, damage, senten
     assert newest(tmp_path) == place
     damage(place / "model.safetensors")
     with pytest.raises(CheckpointError, match=sentence):
-        check(place)
+        check(found_in(tmp_path)[-1])
     assert newest(tmp_path) == older
     assert sentence in capsys.readouterr().err
 
@@ -290,7 +310,7 @@ def test_the_manifest_of_a_checkpoint_names_files_of_its_own(tmp_path: Path) -> 
         place = tmp_path / "step-00000001"
         place.mkdir(exist_ok=True)
         state = State(1, 1, files={name: described(tmp_path / "secret")})
-        (place / "state.json").write_bytes(msgspec.json.encode(state))
+        (place / "state.json").write_bytes(sealed(state))
         with pytest.raises(CheckpointError, match="is damaged"):
             check(place)
 

@@ -61,6 +61,7 @@ def last_answer(judges, key):
         ("raises", "this reward was told to raise"),
         ("nonsense", "instead of Scored or Observed"),
         ("dies", "SIGABRT"),
+        ("nan", "the task scored nan"),
     ],
 )
 def test_one_sample_pays_for_a_reward_in_trouble_and_the_next_is_judged(judges, tmp_path, log, trouble, reason):

@@ -7,15 +7,19 @@ and is in trouble, once.
 from __future__ import annotations
 
 import os
+import random
 import time
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from tailrace.envs.base import Row, Scored, Turn
 from tailrace.envs.running_total import RunningTotal
 
 TROUBLE = "TAILRACE_TROUBLE"
-KINDS = ("stuck", "raises", "nonsense", "dies")
+KINDS = ("stuck", "raises", "nonsense", "dies", "nan", "extreme")
+EXTREMES = (-0.0, 1e308, -1e308, 5e-324, True, np.float32(0.1), np.array(2.0), np.bool_(True))
 
 
 class Troubled(RunningTotal):
@@ -47,4 +51,8 @@ def _trouble(kind: str) -> Scored:
         raise RuntimeError("this reward was told to raise")
     if kind == "dies":
         os.abort()
+    if kind == "nan":
+        return Scored(float("nan"))
+    if kind == "extreme":
+        return Scored(random.choice(EXTREMES))  # type: ignore[arg-type]
     return "nonsense"  # type: ignore[return-value]

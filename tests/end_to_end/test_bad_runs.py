@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
+import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from runs import EMULATED, Run
+from tailrace.config import load
+from tailrace.launch.folder import begin_store
 from tailrace.page.follow import Follower
 from tailrace.store.journal import Journal
 
@@ -142,6 +147,47 @@ def test_a_reward_that_raises_hangs_or_answers_nonsense(tmp_path, body, words):
         [sys.executable, "-m", "tailrace", "story", str(run.folder), "r0"], capture_output=True, text=True, check=True
     )
     assert f"the run failed: {ended['reason']}" in told.stdout
+
+
+EXTREME = """
+import numpy
+REWARDS = [-0.0, 1e308, -1e308, 5e-324, True, numpy.float32(0.1), numpy.array(2), numpy.bool_(True)]
+seen = iter(REWARDS * 1000)
+def judge(completion, answer):
+    return next(seen)
+"""
+
+
+def test_rewards_at_the_ends_of_what_a_float_holds_are_trained_on(tmp_path):
+    run = make(tmp_path, reward=EXTREME)
+    run.finish()
+    with closing(sqlite3.connect(run.folder / "run.db")) as database:
+        failed = database.execute("SELECT reason FROM trajectories WHERE state = 'failed'").fetchall()
+        trained = database.execute("SELECT count(*) FROM trajectories WHERE state = 'trained'").fetchone()[0]
+    assert (failed, trained) == ([], 2 * 2 * 2)
+
+
+def test_a_run_is_not_resumed_with_other_data_unless_that_is_accepted(tmp_path):
+    run = make(tmp_path)
+    begin_store(run.folder, load([run.file])).close(complete=False)  # one that was stopped
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(rows.read_text().replace("a 1 b 2", "b 2 a 1"))
+    complaint = refusal(run, "--resume")
+    assert f"{rows} has changed (it is as long as it was, but not the same) since the run was begun" in complaint
+    assert complaint.strip().endswith("by --accept-changed-inputs")
+    run.finish("--resume", "--accept-changed-inputs")
+
+
+@pytest.mark.parametrize("words", [["train", "run.toml"], ["worker", "--join", "localhost:1"]])
+def test_a_limit_of_open_files_that_is_too_low_is_named(tmp_path, words):
+    (tmp_path / "run.toml").write_text(EMULATED)
+    command = ["sh", "-c", 'ulimit -n 24; exec "$@"', "sh", sys.executable, "-m", "tailrace", *words]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    sentence = r"tailrace: this takes up to \d+ open files in one process, and the limit here is 24; raise it with"
+    assert re.match(sentence, done.stderr)
+    assert done.stderr.count("\n") == 1
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_reward_with_a_typo_is_found_before_anything_starts(tmp_path):

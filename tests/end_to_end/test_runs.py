@@ -5,7 +5,10 @@ import os
 import random
 import signal
 import socket
+import sqlite3
+import time
 from collections import Counter
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -52,9 +55,11 @@ def test_killed_and_interrupted_at_random_moments_it_trains_the_same_prompts_onc
             disturbed.kill()
         else:
             assert disturbed.interrupt()[0] == 130
+            assert not list(disturbed.folder.glob("run.db-*"))
         disturbed.start("--resume")
     status, _, err = disturbed.wait()
     assert status == 0, err
+    assert not list(disturbed.folder.glob("run.db-*"))
     replayed(disturbed)
     assert disturbed.trained_prompts() == undisturbed.trained_prompts()
     prompts = Counter(prompt for part in disturbed.trained_prompts() for prompt in part)
@@ -71,6 +76,48 @@ def test_the_death_of_a_part_does_not_stop_the_run(tmp_path, part):
     tally = replayed(run).state.ledger.tally
     assert tally.trained == 16 * 4
     assert run.events("%Lost") >= 1
+
+
+def test_a_foreign_write_lock_is_waited_for_and_nobody_is_lost(tmp_path):
+    run = Run(tmp_path, EMULATED, "--run.steps", "20").start()
+    run.until(lambda: run.events("Trained") >= 2, "a step")
+    with closing(sqlite3.connect(run.folder / "run.db", isolation_level=None)) as shell:
+        shell.execute("BEGIN IMMEDIATE")
+        before = run.events()
+        time.sleep(8)  # silence counts after 3
+        assert run.events() == before
+        shell.execute("ROLLBACK")
+        run.until(lambda: run.events("Trained") >= 8, "more steps")
+        assert run.events("%Lost") == 0
+        shell.execute("BEGIN IMMEDIATE")
+        status, _, err = run.interrupt()  # while it waits again
+    assert status == 130
+    assert f"run.db is locked by process {os.getpid()} (" in err
+    assert "run.db is free again after" in err
+    assert "is locked by process" in (run.folder / "logs" / "controller.log").read_text()
+    run.finish("--resume")
+    replayed(run)
+    assert not list(run.folder.glob("run.db-*"))
+
+
+def test_a_folder_that_is_renamed_stops_the_run_and_is_resumed_where_it_is(tmp_path):
+    run = Run(tmp_path, EMULATED, "--run.steps", "30", "--local.listen", "127.0.0.1").start()
+    run.until(lambda: run.events("Checkpointed"), "a checkpoint")
+    first, second = run.folder, run.folder.with_name("renamed")
+    first.rename(second)
+    first.mkdir()  # another run, perhaps
+    status, out, err = run.wait()
+    assert status == 2, f"{out}\n{err}"
+    assert f"{first} is no longer the directory of this run" in err
+    assert f"it is at {second}, and --resume goes on" in err
+    assert not list(first.iterdir())
+    assert {file.name for file in second.iterdir()} == {"run.db", "logs", "checkpoints"}
+    run.folder = second
+    run.finish("--resume", "--run.name", "renamed")
+    replayed(run)
+    modes = {file: file.stat().st_mode & 0o777 for file in (second, *second.rglob("*"))}
+    assert {file.name for file in modes} >= {"run.db", "summary.json", "summary.png", "trainer0.log", "state.json"}
+    assert modes == {file: 0o700 if file.is_dir() else 0o600 for file in modes}
 
 
 def test_a_port_in_use_and_a_name_in_use_are_refused(tmp_path):

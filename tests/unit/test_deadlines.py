@@ -82,7 +82,7 @@ def test_an_error_of_the_view_ends_the_run_at_once(monkeypatch: Any) -> None:
     monkeypatch.setattr(train, "View", Broken)
     monkeypatch.setattr(train, "invite", lambda *_: "")
     keeper: Any = SimpleNamespace(beat=lambda: None, rest=lambda: None)
-    nothing: Any = SimpleNamespace(folder=None)
+    nothing: Any = SimpleNamespace(place=None)
 
     async def driven() -> None:
         async with asyncio.timeout(10.0):

@@ -278,3 +278,8 @@ def test_the_learner_takes_time_by_tokens_and_comes_back_from_its_checkpoint(tmp
     assert time.now - 100.0 == pytest.approx(0.95)
     learner.save(tmp_path)
     assert EmulatedLearner(config).restore(tmp_path) == 7
+    learner.train_part(7, 0, groups)
+    learner.save(tmp_path)
+    newest = tmp_path / "state.json"
+    newest.write_bytes(newest.read_bytes().replace(b'"step":8', b'"step":2'))
+    assert EmulatedLearner(config).restore(tmp_path) == 7, "the newest was changed: the one before it counts"

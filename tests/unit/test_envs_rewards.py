@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from fractions import Fraction
 from pathlib import Path
 
@@ -135,6 +136,16 @@ def test_only_finite_numbers_are_rewards() -> None:
     good = [1, True, 0.25, Fraction(1, 2), numpy.float32(0.5), numpy.array(2.0), {"score": 1}]
     assert [as_reward(value, "f") for value in good] == [1.0, 1.0, 0.25, 0.5, 0.5, 2.0, 1.0]
     assert as_reward(numpy.array([0.5]), "f", one_of_a_list=True) == 0.5
+    assert math.copysign(1.0, as_reward(-0.0, "f")) == 1.0, "SQLite has no minus zero"
+    assert [as_reward(value, "f") for value in (1e308, 5e-324, numpy.bool_(True), numpy.array(-0.0))] == [
+        1e308,
+        5e-324,
+        1.0,
+        0.0,
+    ]
+    for bad in (10**400, 10**5000, Fraction(10**400), numpy.longdouble("1e400"), numpy.float32("nan")):
+        with pytest.raises(RewardError, match="a reward is a finite number"):
+            as_reward(bad, "f")
     for bad in (None, "1", float("nan"), float("-inf"), [1.0], {"value": 1}, numpy.array([1.0]), 1j):
         with pytest.raises(RewardError):
             as_reward(bad, "f")

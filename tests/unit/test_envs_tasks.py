@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tailrace import doctor
 from tailrace.config.errors import ConfigError
 from tailrace.config.tree import Config, Run, Sampling, Task
 from tailrace.envs import sandbox
-from tailrace.envs.base import Observed, Row, Scored, Turn
+from tailrace.envs.base import Faulted, Observed, Row, Scored, Turn
+from tailrace.envs.judge import answer_to
+from tailrace.envs.judge_wire import HEAD, FrameError, Judged, frame, reply_in
 from tailrace.envs.sandbox import run_python
 from tailrace.envs.tasks import build_task
 from tailrace.envs.tools import calculate, make_tool, stop_strings
@@ -63,6 +66,44 @@ def test_own_data_is_not_read_until_a_row_is_wanted(tmp_path: Path) -> None:
     assert answered(task, {"prompt": "", "answer": "3"}, "it is 3") == Scored(1.0)
     (tmp_path / "not_written_yet.jsonl").write_text('{"prompt": "a", "answer": 1}\n{"prompt": "b", "answer": 2}\n')
     assert (len(task), task.row(0)["prompt"], task.held_out()[0]["prompt"]) == (1, "a", "b")
+
+
+class Answering:
+    """A class of the user's that answers this."""
+
+    def __init__(self, answer) -> None:
+        self.answer = answer
+
+    def respond(self, row: Row, transcript: tuple[Turn, ...]):
+        return self.answer
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        (Scored(-0.0), Scored(0.0)),
+        (Scored(True), Scored(1.0)),
+        (Scored(np.float32(0.5)), Scored(0.5)),  # type: ignore[arg-type]
+        (Scored(np.array(2)), Scored(2.0)),  # type: ignore[arg-type]
+        (Scored(1e308), Scored(1e308)),
+        (Scored(float("nan")), "the task scored nan; a reward is a finite number"),
+        (Scored(float("-inf")), "the task scored -inf; a reward is a finite number"),
+        (Scored(10**400), "the task scored a number that no float holds; a reward is a finite number"),
+        (Scored("1"), "the task scored '1', which is not a number"),  # type: ignore[arg-type]
+        (Observed(5), "the task answered Observed with int instead of text"),  # type: ignore[arg-type]
+        (1.0, "the task answered float instead of Scored or Observed"),
+    ],
+)
+def test_what_a_task_of_the_users_own_answers_is_checked(answer, expected) -> None:
+    given = answer_to(Answering(answer), Row(0, (1,), "", {}), (Turn("policy", ""),))  # type: ignore[arg-type]
+    assert repr(given) == repr(Faulted(expected) if isinstance(expected, str) else expected), "a plain float"
+    assert reply_in(frame(Judged(0, given, 0.0))[HEAD:]) == Judged(0, given, 0.0)
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf")])
+def test_a_judge_process_that_sends_no_number_is_broken(reward: float) -> None:
+    with pytest.raises(FrameError, match=f"a reward of {reward}, which is not a finite number"):
+        reply_in(frame(Judged(0, Scored(reward), 0.0))[HEAD:])
 
 
 DOCUMENTED = Path(__file__).parents[2] / "docs" / "tasks.md"

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import sqlite3
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tailrace.config import Config, load
+from tailrace.launch.view import View
 from tailrace.protocol import Alive
+from tailrace.store.database import reading
 from tailrace.store.journal import Journal, JournalError, JournalWriter
 from tailrace.store.metrics import Measurement, measurements
 from tailrace.store.run import RunStore
+from tailrace.store.vault import StoredPrompt
+from tailrace.types import Segment
 
 
 @pytest.fixture
@@ -115,9 +123,110 @@ def test_one_process_at_a_time(folder: Path, config: Config) -> None:
     RunStore.reopen(folder).close(complete=False)
 
 
+@pytest.fixture
+def shell(folder: Path, config: Config) -> Iterator[sqlite3.Connection]:
+    """Another program, with a transaction in the run's database."""
+    RunStore.create(folder, config).close(complete=False)
+    with closing(sqlite3.connect(folder / "run.db", isolation_level=None, check_same_thread=False)) as shell:
+        yield shell
+
+
+def test_a_foreign_lock_is_waited_for_and_told(folder: Path, shell: sqlite3.Connection, capfd: Any) -> None:
+    with RunStore.reopen(folder) as store:
+        shell.execute("BEGIN IMMEDIATE")
+        assert not store.begin()
+        threading.Timer(1.5, lambda: shell.execute("ROLLBACK")).start()
+        record(store, 3)
+        store.commit()
+    assert len(list(Journal(folder).entries())) == 3
+    told = capfd.readouterr().err
+    assert f"run.db is locked by process {os.getpid()} (" in told
+    assert "waits until it is free, for up to 10 min" in told
+    assert "is free again after 1" in told
+
+
+def test_a_lock_that_does_not_end_stops_the_run_in_a_sentence(folder: Path, shell: sqlite3.Connection) -> None:
+    with RunStore.reopen(folder) as store:
+        record(store, 1)
+        store.commit()
+        store._database.patience_s = 0.1
+        shell.execute("BEGIN IMMEDIATE")
+        with pytest.raises(JournalError, match=r"has been locked by process \d+ .* for 0\.\d s; .* with --resume$"):
+            record(store, 1)
+    shell.execute("ROLLBACK")
+    with RunStore.reopen(folder) as again:
+        assert again.last_seq == 1
+
+
+def test_what_waits_for_a_lock_holds_nobody_up_when_it_is_closed(folder: Path, shell: sqlite3.Connection) -> None:
+    store = RunStore.reopen(folder)
+    shell.execute("BEGIN IMMEDIATE")
+    store.hear("replica-0/1", 3)
+    store.close(complete=False)
+    shell.execute("ROLLBACK")
+    with RunStore.reopen(folder) as again:
+        assert again.heard == {}
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(file.name for file in folder.iterdir())
+
+
+def test_a_run_that_ends_leaves_one_file_though_somebody_reads_it(folder: Path, config: Config) -> None:
+    store = RunStore.create(folder, config)
+    record(store, 2000)
+    store.commit()
+    with reading(folder / "run.db") as reader:
+        reader.execute("BEGIN")
+        assert reader.execute("SELECT count(*) FROM journal").fetchone() == (2000,)
+        store.close(complete=False)
+        assert files(folder) != ["run.db"], "this reader is in the way"
+    assert files(folder) == ["run.db"]
+    assert len(list(Journal(folder).entries())) == 2000
+
+
+def test_who_stops_reading_in_the_middle_keeps_nothing_open(folder: Path, config: Config) -> None:
+    store = RunStore.create(folder, config)
+    record(store, 10)
+    store.metrics.measure(0.0, 0, "trainer", {"loss": 1.0, "kl": 0.0})
+    store.commit()
+    entries, numbers = Journal(folder).entries(), measurements(folder)
+    assert (next(entries).seq, next(numbers).name) == (1, "loss")
+    store.close(complete=False)
+    assert files(folder) == ["run.db"]
+    assert (len(list(entries)), len(list(numbers))) == (9, 1)
+
+
+def test_so_does_a_run_that_ends_because_its_file_is_damaged(folder: Path, config: Config) -> None:
+    store = RunStore.create(folder, config)
+    store.vault.add_prompts([StoredPrompt(0, (1,), "p", {})])
+    for trajectory in range(40):
+        store.vault.assign(trajectory, 1, 0, 0, resume=False)
+        store.vault.append(trajectory, 1, [Segment(0, (1, 2), (-0.5, -0.5))])
+    store._database.execute("UPDATE segments SET crc = 0 WHERE trajectory_id = 7")
+    store.commit()
+    with pytest.raises(JournalError, match="what t7 holds") as caught:
+        store.vault.read(range(40))
+    store.close(complete=False)
+    assert files(folder) == ["run.db"], f"the error and all that it refers to are still there: {caught}"
+
+
+def test_the_history_that_is_looked_through_keeps_no_log_from_being_merged(folder: Path, config: Config) -> None:
+    with RunStore.create(folder, config) as store:
+        record(store, 2500)
+    store = RunStore.reopen(folder)
+    view = View(store, config)
+    record(store, 10)  # by the controller of now
+    store.commit()
+    asyncio.run(view._look_back(lambda: None))
+    assert store._database.execute("PRAGMA wal_checkpoint(TRUNCATE)") == [(0, 0, 0)]
+    store.close(complete=False)
+    assert files(folder) == ["run.db"]
+
+
 def test_a_full_disk_is_one_sentence_and_loses_nothing_committed(folder: Path, config: Config) -> None:
     store = RunStore.create(folder, config)
-    pages = store._database.execute("PRAGMA page_count").fetchone()[0]
+    pages = store._database.execute("PRAGMA page_count")[0][0]
     store._database.execute(f"PRAGMA max_page_count = {pages + 4}")
     with pytest.raises(JournalError, match=r"^\S+ cannot be written any further: the disk is full; [^\n]+$"):
         record_without_end(store)

@@ -9,8 +9,10 @@ from typing import Any
 
 import msgspec
 import pytest
+from rich.console import Console
 
 from tailrace.config import Config, load, with_values
+from tailrace.obs import terminal
 from tailrace.obs.live import LiveRun
 from tailrace.obs.summary import summarise, write_summary
 from tailrace.protocol import (
@@ -132,6 +134,25 @@ def test_a_run_that_trained_nothing_has_a_summary_too(tmp_path: Path) -> None:
     assert (begun.steps, begun.tokens_per_s, begun.ledger.in_flight) == (0, 0.0, 3)
     nothing = write_summary(record(tmp_path / "nothing", []))
     assert (nothing.wall_s, nothing.ledger.started) == (0.0, 0)
+
+
+def scored(event: Event, reward: float) -> Event:
+    if not isinstance(event, Finished):
+        return event
+    return msgspec.structs.replace(event, meta=msgspec.structs.replace(event.meta, reward=reward))
+
+
+@pytest.mark.parametrize("reward", [1e308, -1.7e308, 5e-324])
+def test_rewards_and_metrics_of_any_size_can_be_shown(tmp_path: Path, reward: float) -> None:
+    live = LiveRun(load([], ["--model.preset", "qwen2.5-7b", "--workload.group_size", "2"]))
+    run = [(now, scored(event, reward), commands) for now, event, commands in RUN]
+    for now, event, commands in run:
+        live.see(now, event, commands)
+    live.measure(18.0, 1, "trainer", {"loss": float("inf"), "grad_norm": float("nan"), "entropy": -0.0})
+    picture = StringIO()
+    Console(file=picture, width=100).print(terminal.picture(live.view(18.0), "run", 30, 100))
+    write_summary(record(tmp_path / "run", run))
+    assert f"reward {terminal.number(max(-1e100, min(1e100, reward)))}" in picture.getvalue()
 
 
 def test_the_timeline(tmp_path: Path) -> None:

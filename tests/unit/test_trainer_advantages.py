@@ -6,7 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from tailrace.config.tree import Trainer
 from tailrace.trainer.advantages import GROUP_ADVANTAGES, dr_grpo, gae, grpo, rloo
+from tailrace.trainer.batch import mini_batch
+from tailrace.types import Segment, Trajectory
 
 REWARDS = np.array([1.0, 0.0, 0.0, 0.5])
 
@@ -28,6 +31,20 @@ def test_grpo_divides_by_the_deviation_of_a_sample_as_trl_and_verl_do():
 def test_nothing_is_learned_from_equal_rewards_or_from_a_sample_alone(name):
     assert not GROUP_ADVANTAGES[name](np.full(3, 0.1)).any()
     assert not GROUP_ADVANTAGES[name](np.array([0.7])).any()
+
+
+@pytest.mark.parametrize("advantage", [*GROUP_ADVANTAGES, "gae"])
+@pytest.mark.parametrize("rewards", [(1e308, 1e308, 0.0, -1e308), (1.7e308, 5e-324), (-1e308, -1e308, -1e308)])
+def test_rewards_of_any_size_have_finite_advantages(advantage, rewards):
+    sampled = (Segment(None, (1,)), Segment(0, (2,), (-1.0,)))
+    group = [Trajectory(id, 0, 0, sampled, "stop", reward) for id, reward in enumerate(rewards)]
+    batch = mini_batch([group], Trainer(advantage=advantage))
+    assert np.isfinite(np.float32(batch.advantages) ** 2).all()
+    assert np.isfinite(np.float32(batch.rewards) ** 2).all()
+    if advantage != "gae":
+        order = np.argsort(rewards, kind="stable")
+        assert (np.diff(batch.advantages[order]) >= 0).all()
+        assert batch.advantages.any() == (len(set(rewards)) > 1)
 
 
 def test_gae_is_the_discounted_sum_of_surprises():

@@ -57,6 +57,14 @@ def test_a_checkpoint_is_a_folder_that_transformers_loads(model, tmp_path):
     assert names >= {"config.json", "tokenizer.json", "model.safetensors", "optimizer.safetensors", "state.json"}
 
 
+def test_nobody_else_can_read_a_checkpoint(model, tmp_path):
+    place = save(tmp_path / "checkpoints", Learner(settings(model)))
+    modes = {file.name: file.stat().st_mode & 0o777 for file in (place.parent, place, *place.iterdir())}
+    assert len(modes) > 5
+    assert set(modes.values()) == {0o600, 0o700}
+    assert {name for name, mode in modes.items() if mode == 0o700} == {"checkpoints", place.name}
+
+
 def test_the_newest_is_found_and_old_ones_go(model, tmp_path):
     learner = Learner(settings(model))
     for step in (1, 2, 9, 10):

@@ -14,8 +14,8 @@ from tailrace.config.tree import Config, Trainer
 from tailrace.protocol import Train
 from tailrace.trainer.checkpoint import newest, prune, save
 from tailrace.trainer.divergence import DivergedError, Divergence, way_back
-from tailrace.trainer.pace import CheckpointPace
 from tailrace.trainer.manifest import found_in
+from tailrace.trainer.pace import CheckpointPace
 from tailrace.trainer.step import Learner
 from tailrace.trainer.worker import Worker
 from tailrace.wire.messages import Ended, Ordered

@@ -6,13 +6,14 @@ import struct
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tailrace.config import load
 from tailrace.obs.story import render_held
-from tailrace.store.journal import JournalWriter
+from tailrace.store.journal import JournalError, JournalWriter
 from tailrace.store.run import RunStore
-from tailrace.store.vault import StoredPrompt, Vault, held
+from tailrace.store.vault import StoredPrompt, Vault, _crc, held
 from tailrace.types import Segment, Trajectory
 
 PROMPTS = [
@@ -55,6 +56,43 @@ def test_a_trajectory_comes_back_as_it_went_in(vault: Vault) -> None:
     assert vault.finish(3, 1, "stop", 0.1)
     assert vault.prefix(3) == tuple(pieces)
     assert vault.read([3]) == [Trajectory(3, 1, 0, (Segment(None, (5, 6, 7)), *pieces), "stop", 0.1)]
+
+
+@pytest.mark.parametrize("reward", [-0.0, 1e308, -1e308, 5e-324, -5e-324, True, 3, np.float32(0.1), np.float64(-0.0)])
+def test_any_finite_reward_comes_back(store: RunStore, reward: float) -> None:
+    begin(store.vault)
+    assert store.vault.finish(3, 1, "stop", reward)
+    store.close(complete=False)
+    with RunStore.reopen(store.folder) as again:
+        assert repr(again.vault.read([3])[0].reward) == repr(float(reward) or 0.0)
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), float("-inf")])
+def test_a_reward_that_is_not_finite_is_refused(store: RunStore, reward: float) -> None:
+    begin(store.vault)
+    with pytest.raises(JournalError, match=r"t3 cannot be stored with a reward of -?(nan|inf)"):
+        store.vault.finish(3, 1, "stop", reward)
+    assert store.vault.finish(3, 1, "stop", 1.0)
+
+
+def written_by_an_earlier_release(store: RunStore, reward: float) -> None:
+    """Its checksum was of the number as Python had it, whatever SQLite made of it."""
+    begin(store.vault)
+    store.vault.finish(3, 1, "stop", 0.0)
+    values = (reward, _crc(3, "stop", reward))
+    store._database.execute("UPDATE trajectories SET reward = ?, crc = ? WHERE id = 3", values)
+
+
+def test_a_minus_zero_of_an_earlier_release_is_read(store: RunStore) -> None:
+    written_by_an_earlier_release(store, -0.0)
+    assert store.vault.read([3])[0].reward == 0.0
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf")])
+def test_what_an_earlier_release_stored_without_a_number_is_refused_in_a_sentence(store: RunStore, reward) -> None:
+    written_by_an_earlier_release(store, reward)
+    with pytest.raises(JournalError, match=r"the reward of t3 is not a finite number, .* begin a new run"):
+        store.vault.read([3])
 
 
 def test_neighbours_of_one_version_are_one_segment(vault: Vault) -> None:

@@ -88,14 +88,21 @@ def _json(line: bytes, where: str) -> Any:
 
 
 def _directory(path: Path) -> Iterator[tuple[str, Any]]:
-    """What `save_to_disk` leaves behind, with splits or without, or a folder of parquet files."""
+    files = files_of(path)
+    return _tables((_arrow if files[0].suffix == ".arrow" else _parquet)(files))
+
+
+def files_of(path: Path) -> list[Path]:
+    """The files that hold the rows: of a directory what `save_to_disk` leaves behind, with splits or without, or
+    parquet files."""
+    if not path.is_dir():
+        return [path]
     if (path / "dataset_dict.json").is_file():
-        return _directory(_chosen_split(path))
-    if files := sorted(path.glob("*.arrow")):
-        return _tables(_arrow(files))
-    if files := sorted(path.glob("*.parquet")):
-        return _tables(_parquet(files))
-    raise ConfigError(f"{path} holds no dataset; name a directory made by save_to_disk, or a JSONL or parquet file")
+        return files_of(_chosen_split(path))
+    files = sorted(path.glob("*.arrow")) or sorted(path.glob("*.parquet"))
+    if not files:
+        raise ConfigError(f"{path} holds no dataset; name a directory made by save_to_disk, or a JSONL or parquet file")
+    return files
 
 
 def _chosen_split(path: Path) -> Path:

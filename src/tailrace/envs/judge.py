@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from queue import SimpleQueue
 from threading import Thread
+from typing import Any
 
 import msgspec
 
@@ -20,7 +21,7 @@ from tailrace.config.errors import ConfigError
 from tailrace.envs.base import Answer, Faulted, Observed, Row, Scored, Task, Turn
 from tailrace.envs.imports import described
 from tailrace.envs.judge_wire import Frames, Judged, Question, Ready, Refused, Setup, frame
-from tailrace.envs.rewards import RewardError
+from tailrace.envs.rewards import RewardError, finite
 from tailrace.envs.tasks import build_task, prepare
 from tailrace.watchdog import show_stacks_when_asked
 
@@ -46,13 +47,21 @@ def main() -> None:
 def answer_to(task: Task, row: Row, transcript: tuple[Turn, ...]) -> Answer:
     """What the task says, or the reason why it says nothing."""
     try:
-        answer = task.respond(row, transcript)
+        return _checked(task.respond(row, transcript))
     except RewardError as error:
         return Faulted(str(error))
     except (Exception, SystemExit) as error:  # the border to the user's code
         return Faulted(f"the reward raised {described(error)}")
-    if not isinstance(answer, Scored | Observed):
-        return Faulted(f"the task answered {type(answer).__name__} instead of Scored or Observed")
+
+
+def _checked(answer: Any) -> Scored | Observed:
+    """A class of the user's may answer anything, with any kind of number in it."""
+    if isinstance(answer, Scored):
+        return Scored(finite(answer.reward, "the task scored", answer.reward))
+    if not isinstance(answer, Observed):
+        raise RewardError(f"the task answered {type(answer).__name__} instead of Scored or Observed")
+    if not isinstance(answer.text, str):
+        raise RewardError(f"the task answered Observed with {type(answer.text).__name__} instead of text")
     return answer
 
 

@@ -6,6 +6,7 @@ A frame is four bytes of length, at most `LONGEST`, and msgpack. Down go one `Se
 
 from __future__ import annotations
 
+from math import isfinite
 from typing import Any
 
 import msgspec
@@ -90,6 +91,9 @@ class Frames:
 
 def reply_in(frame: bytes) -> Reply:
     try:
-        return _replies.decode(frame)
+        reply = _replies.decode(frame)
     except MALFORMED as error:
         raise FrameError(f"a frame is not an answer: {error}") from None
+    if isinstance(reply, Judged) and isinstance(reply.answer, Scored) and not isfinite(reply.answer.reward):
+        raise FrameError(f"a frame has a reward of {reply.answer.reward}, which is not a finite number")
+    return reply

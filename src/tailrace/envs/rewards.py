@@ -158,13 +158,23 @@ def as_reward(result: Any, path: str, one_of_a_list: bool = False) -> float:
     value = _only(result, path) if one_of_a_list else result
     if isinstance(value, dict):
         value = cast("dict[str, Any]", value).get("score")
+    return finite(value, f"reward '{path}' returned", result)
+
+
+def finite(value: Any, says: str, result: Any) -> float:
+    """The value as a plain float, whatever kind of number it is; RewardError if it is none or not finite. `result` is
+    what to show of it."""
     if not isinstance(value, numbers.Real) and getattr(value, "shape", None) == ():
-        value = cast("Any", value).item()  # a tensor or array without dimensions
+        value = value.item()  # a tensor or array without dimensions
     if not isinstance(value, numbers.Real):
-        raise RewardError(f"reward '{path}' returned {_shown(result)}, which is not a number")
-    if not math.isfinite(value):
-        raise RewardError(f"reward '{path}' returned {float(value)}; a reward is a finite number")
-    return float(value)
+        raise RewardError(f"{says} {_shown(result)}, which is not a number")
+    try:
+        number = float(value)
+    except OverflowError:
+        raise RewardError(f"{says} a number that no float holds; a reward is a finite number") from None
+    if not math.isfinite(number):
+        raise RewardError(f"{says} {number}; a reward is a finite number")
+    return number or 0.0  # no minus zero: SQLite and JSON do not agree on it
 
 
 def _only(result: Any, path: str) -> Any:

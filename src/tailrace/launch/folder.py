@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tailrace import __version__
 from tailrace.config.errors import ConfigError
 from tailrace.config.fields import fields, read
 from tailrace.config.tree import Config
+from tailrace.launch import inputs
 from tailrace.obs.summary import JSON as SUMMARY
+from tailrace.store.folder import is_being_written
 from tailrace.store.journal import Journal
-from tailrace.store.run import RunStore, is_being_written
+from tailrace.store.run import FAILED, RunStore
+from tailrace.store.waiting import to_terminal
 
 # What a resumed run may be given anew: nothing that control decides by, because its decisions so far are replayed.
 MAY_CHANGE = {
@@ -26,6 +30,7 @@ MAY_CHANGE = {
     "trainer.max_grad_norm",
 }
 CHECKPOINTS = "checkpoints"
+RELEASE, RELEASES = "tailrace", "releases"  # in the run's meta table
 LONGEST_NAME = 200  # bytes; file systems take 255
 
 
@@ -37,19 +42,49 @@ def run_folder(config: Config, files: list[str]) -> Path:
     return Path(config.run.folder) / name
 
 
-def open_store(folder: Path, config: Config, resume: bool) -> RunStore:
-    """A new run, or one that was interrupted."""
-    if not resume:
-        _refuse_taken(folder)
-        return RunStore.create(folder, config)
+def begin_store(folder: Path, config: Config) -> RunStore:
+    """A new run."""
+    _refuse_taken(folder)
+    pins = inputs.pinned(config)
+    store = RunStore.create(folder, config)
+    inputs.record(store.meta, pins)
+    store.commit()
+    return store
+
+
+def resume_store(folder: Path, config: Config, accept: bool) -> RunStore:
+    """One that was interrupted. `accept`: its inputs may be other ones than before."""
+    store = _reopened(folder, config)
+    try:
+        inputs.settle(store.meta, store.last_seq, inputs.pinned(config), accept, to_terminal)
+    except ValueError:
+        store.close(complete=False)
+        raise
+    _note_release(store)
+    return _configured(store, config)
+
+
+def take_over_store(folder: Path, config: Config) -> RunStore:
+    """One that goes on, with another controller."""
+    return _configured(_reopened(folder, config), config)
+
+
+def _reopened(folder: Path, config: Config) -> RunStore:
     store = RunStore.reopen(folder)
     try:
         _refuse_other(store.config, config, folder)
     except ConfigError:
         store.close(complete=False)
         raise
+    return store
+
+
+def _configured(store: RunStore, config: Config) -> RunStore:
+    """It goes on now, also if it had failed."""
     store.meta.configure(config)
-    (folder / SUMMARY).unlink(missing_ok=True)  # of a run that failed: it goes on now
+    store.meta.set(FAILED, "")
+    store.commit()
+    (store.folder / SUMMARY).unlink(missing_ok=True)
     return store
 
 
@@ -62,6 +97,16 @@ def _refuse_taken(folder: Path) -> None:
     if Journal(folder).complete:
         raise ConfigError(f"{folder} has a complete run; look at it with tailrace page {folder}, or {another}")
     raise ConfigError(f"{folder} already has a run; go on with it by --resume, or {another}")
+
+
+def _note_release(store: RunStore) -> None:
+    """Another release may decide otherwise: what a run did is explained by those that ran it."""
+    writer = store.meta.get(RELEASE)
+    if writer != __version__:
+        to_terminal(f"this run was written by tailrace {writer} until now, and goes on with tailrace {__version__}")
+        before = store.meta.get(RELEASES) or f"{writer} from event 1"
+        store.meta.set(RELEASES, f"{before}, {__version__} from event {store.last_seq + 1}")
+        store.meta.set(RELEASE, __version__)
 
 
 def _refuse_other(before: Config, now: Config, folder: Path) -> None:

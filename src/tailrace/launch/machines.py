@@ -16,6 +16,7 @@ from pathlib import Path
 from tailrace.relay.arena import clear_abandoned
 from tailrace.runtime.agent import Agent
 from tailrace.runtime.controller import Controller
+from tailrace.store.folder import PRIVATE, RunFolder
 from tailrace.wire.door import JoinKey
 from tailrace.wire.messages import WireError
 
@@ -23,22 +24,23 @@ FILE = "join.key"
 VARIABLE = "TAILRACE_JOIN_KEY"
 
 
-def invite(controller: Controller, folder: Path) -> str:
+def invite(controller: Controller, folder: RunFolder) -> str:
     """Write the key, and say how to join; nothing if nobody may."""
     key = controller.parts.join_key
     if key is None:
         return ""
-    path = folder / FILE
+    folder.refuse_moved()
+    path = folder.path / FILE
     written = path.with_suffix(".new")
-    with open(os.open(written, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-        file.write(f"{key}\n")
+    written.touch(PRIVATE)
+    written.write_text(f"{key}\n")
     os.replace(written, path)
     where = controller.hub.endpoint.removeprefix("tcp://")
     return f"other machines may join: tailrace worker --join {where} --key {path}"
 
 
-def withdraw(folder: Path) -> None:
-    (folder / FILE).unlink(missing_ok=True)
+def withdraw(folder: RunFolder) -> None:
+    (folder.now / FILE).unlink(missing_ok=True)
 
 
 def work(join: str, replicas: int, file: Path | None) -> int:

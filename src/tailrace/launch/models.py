@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 
 from tailrace.config.errors import ConfigError
-from tailrace.config.tree import Config
+from tailrace.launch import inputs
 from tailrace.launch.evaluation import measure
 from tailrace.launch.folder import CHECKPOINTS
 from tailrace.obs.progress import Progress
@@ -21,8 +22,11 @@ INTERNAL = {"state.json", "optimizer.safetensors", "critic.safetensors"}  # of a
 
 def evaluate(run: Path, version: int | None) -> int:
     """Print the held-out accuracy of a version: the newest, unless one is named."""
-    config = Journal(run).config
-    weights = weights_of(run, config, version)
+    journal = Journal(run)
+    config = journal.config
+    weights = weights_of(journal, version)
+    for change in inputs.changed(journal.meta, inputs.task_files(config)):
+        print(f"note: {change} since the run was begun", file=sys.stderr)
     with Progress("held-out accuracy") as progress:
         found = measure(config, weights, lambda done, total: progress(done, total, "prompts"))
     if not found.total:
@@ -37,7 +41,7 @@ def evaluate(run: Path, version: int | None) -> int:
 
 def export(run: Path, version: int | None, out: Path) -> int:
     """Copy a version into a directory that transformers loads."""
-    weights = weights_of(run, Journal(run).config, version)
+    weights = weights_of(Journal(run), version)
     out = Path(os.path.abspath(out))
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} exists and is not empty; name a new directory")
@@ -61,15 +65,19 @@ def _copy(weights: Path, into: Path) -> None:
             shutil.copyfile(file, into / file.name)
 
 
-def weights_of(run: Path, config: Config, version: int | None) -> Path:
+def weights_of(journal: Journal, version: int | None) -> Path:
     """The directory of a version; 0 is what the run started from."""
+    run = journal.path.parent
     saved = {step_of(place): place for place in found_in(run / CHECKPOINTS)}
     if version is None and saved:
         version = max(saved)
     if not version:
         from tailrace.model.load import model_folder
 
-        return model_folder(config.model.path)
+        start = model_folder(journal.config.model.path)
+        if changed := inputs.changed(journal.meta, inputs.model_files(journal.config)):
+            raise ConfigError(f"{changed[0]} since the run was begun, so it is not what the run started from")
+        return start
     if version not in saved:
         known = ", ".join(f"v{each}" for each in (0, *saved))
         raise ConfigError(

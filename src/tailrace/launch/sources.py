@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from tailrace.config.errors import ConfigError
 from tailrace.config.tree import Config
+from tailrace.launch.inputs import Pins, pinned, refuse_changed
 from tailrace.runtime.controller import Source
 from tailrace.types import Row
 
@@ -71,13 +72,16 @@ class Limited:
 
 
 class Later:
-    """Opened when prompts are first needed: a controller that takes over a run must be back at once."""
+    """Opened when prompts are first needed: a controller that takes over a run must be back at once. It has to be the
+    source that the run began with: `pins` are of its inputs."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, pins: Pins | None) -> None:
         self._config = config
+        self._pins = pins
 
     @cached_property
     def _source(self) -> Source:
+        refuse_changed(self._pins, pinned(self._config))
         return open_source(self._config)
 
     @property

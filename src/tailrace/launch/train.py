@@ -14,7 +14,8 @@ from pathlib import Path
 
 from tailrace.config.tree import Config
 from tailrace.launch.evaluation import measure
-from tailrace.launch.folder import CHECKPOINTS, open_store
+from tailrace.launch.folder import CHECKPOINTS, begin_store, resume_store, take_over_store
+from tailrace.launch.inputs import recorded
 from tailrace.launch.keeper import Keeper
 from tailrace.launch.machines import invite, withdraw
 from tailrace.launch.sources import Later, open_source, steps_short
@@ -27,8 +28,10 @@ from tailrace.relay.arena import clear_abandoned
 from tailrace.runtime.controller import INTERRUPTED, Controller, RunError, Source
 from tailrace.runtime.local import read_traces
 from tailrace.runtime.parts import Tie
+from tailrace.store.database import has_log
 from tailrace.store.journal import Journal
 from tailrace.store.run import RunStore
+from tailrace.store.waiting import to_terminal
 
 BEFORE, AFTER = "before", "after"
 DIVERGED = (
@@ -37,18 +40,20 @@ DIVERGED = (
 )
 
 
-def train(config: Config, folder: Path, resume: bool, keeper: Keeper) -> bool:
-    """Run until it is over (True) or interrupted (False). The folder has everything that came of it."""
+def train(config: Config, folder: Path, resume: bool, keeper: Keeper, accept: bool = False) -> bool:
+    """Run until it is over (True) or interrupted (False). The folder has everything that came of it. `accept`: a run
+    that is resumed may have other inputs than before."""
     if keeper.begun and Journal(folder).complete:
         return _complete(folder, "the run was over already")
-    source = Later(config) if keeper.begun else open_source(config)
-    notes = () if keeper.begun else (check_devices(config), *advice(config), steps_short(config, source))
+    source = None if keeper.begun else open_source(config)
+    notes = () if source is None else (check_devices(config), *advice(config), steps_short(config, source))
     for note in notes:
         if note:
             print(note, file=sys.stderr, flush=True)
     clear_abandoned()
     tie = Tie(keeper.token, keeper.lifeline, keeper.door, read_traces(folder) if keeper.begun else None)
-    store = open_store(folder, config, resume or keeper.begun)
+    store = _opened(folder, config, resume, keeper, accept)
+    source = source or Later(config, recorded(store.meta))
     keeper.begin()
     try:
         if _evaluates(config) and store.meta.get(f"accuracy_{BEFORE}") is None:
@@ -56,19 +61,35 @@ def train(config: Config, folder: Path, resume: bool, keeper: Keeper) -> bool:
             store.commit()
         reason, complete = asyncio.run(_drive(store, config, source, tie, keeper))
         clear_abandoned()  # of relays that were killed and did not come back before the end
+        store.place.refuse_moved()
         if complete and _evaluates(config):
             _evaluate(store, config, _newest(folder), AFTER)
     except BaseException as error:
-        store.close(complete=False, failed=_fatal(error))
+        _close(store, complete=False, failed=_fatal(error))
         if isinstance(error, RunError):
             with suppress(OSError):  # the sentence that ended the run matters more
                 write_summary(folder)
         raise
-    store.close(complete=complete)
+    _close(store, complete)
     if complete:
         return _complete(folder, reason)
     print(f"interrupted; the same command with --resume goes on from here ({folder})")
     return False
+
+
+def _opened(folder: Path, config: Config, resume: bool, keeper: Keeper, accept: bool) -> RunStore:
+    if keeper.begun:
+        return take_over_store(folder, config)
+    return resume_store(folder, config, accept) if resume else begin_store(folder, config)
+
+
+def _close(store: RunStore, complete: bool, failed: str = "") -> None:
+    store.close(complete, failed)
+    if has_log(store.file):
+        to_terminal(
+            f"another program has {store.file} open, so run.db-wal and run.db-shm stay beside it until that is closed; "
+            "whoever copies the run before then has to copy all three"
+        )
 
 
 def _fatal(error: BaseException) -> str:
@@ -108,7 +129,7 @@ def _newest(folder: Path) -> Path | None:
 async def _drive(store: RunStore, config: Config, source: Source, tie: Tie, keeper: Keeper) -> tuple[str, bool]:
     view = View(store, config)
     controller = Controller(store, config, source, tie, view)
-    invitation = invite(controller, store.folder)
+    invitation = invite(controller, store.place)
     if invitation and tie.left is None:
         print(invitation, file=sys.stderr, flush=True)
     loop = asyncio.get_running_loop()
@@ -124,7 +145,7 @@ async def _drive(store: RunStore, config: Config, source: Source, tie: Tie, keep
         showing.cancel()
         with suppress(asyncio.CancelledError):
             await showing
-        withdraw(store.folder)
+        withdraw(store.place)
     if view.live.diverging and reason != INTERRUPTED:
         print(DIVERGED, file=sys.stderr, flush=True)
     return reason, reason != INTERRUPTED

@@ -23,7 +23,7 @@ SLICE = 1000  # events of the history between two turns of the controller
 class View:
     def __init__(self, store: RunStore, config: Config) -> None:
         self.live = LiveRun(config, name=store.folder.name)
-        self._history = store.entries()
+        self._history = store.entries
         self._until = store.last_seq
         self._waiting: list[Callable[[], None]] | None = []  # None: the history has been gone through
 
@@ -50,13 +50,13 @@ class View:
                 await asyncio.sleep(SHOW_S)
 
     async def _look_back(self, beat: Callable[[], None]) -> None:
-        for entry in self._history:
-            if entry.seq > self._until:
-                break  # it was written by the controller of now, and waits
-            self.live.see(entry.now, entry.event, entry.commands)
-            if entry.seq % SLICE == 0:
-                beat()
-                await asyncio.sleep(0)
+        """A slice is read and let go: while somebody reads, the log of the database only grows. What comes after the
+        history is written by the controller of now, and waits."""
+        for first in range(0, self._until, SLICE):
+            for entry in self._history(first, min(SLICE, self._until - first)):
+                self.live.see(entry.now, entry.event, entry.commands)
+            beat()
+            await asyncio.sleep(0)
 
     def _catch_up(self) -> None:
         waiting, self._waiting = self._waiting or [], None

@@ -30,12 +30,16 @@ INDEX = "model.safetensors.index.json"
 
 def model_folder(path: str) -> Path:
     """The model directory that `path` stands for. The first call for a GGUF file converts it, in about a minute."""
+    packed = gguf_file(path)
+    return _converted(packed) if packed is not None else _checked(Path(path).expanduser())
+
+
+def gguf_file(path: str) -> Path | None:
+    """The GGUF file that `path` stands for; None if it is to be a directory."""
     if path.startswith(PACKAGE):
-        return _converted(_package_file(path.removeprefix(PACKAGE)))
+        return _package_file(path.removeprefix(PACKAGE))
     place = Path(path).expanduser()
-    if place.is_file() and place.suffix == ".gguf":
-        return _converted(place)
-    return _checked(place)
+    return place if place.is_file() and place.suffix == ".gguf" else None
 
 
 def check_path(path: str) -> None:

@@ -34,6 +34,7 @@ from tailrace.protocol import (
 from tailrace.types import GroupId, ReplicaId, TrajectoryId, Version
 
 Place = tuple[int, int]  # step and part
+LARGEST = 1e100  # a larger reward counts as this in the means that are shown: their sums stay finite
 
 
 class Sample(msgspec.Struct, gc=False):
@@ -229,7 +230,7 @@ class Account:
             batch.tokens += sample.prompt_tokens + sample.tokens
             batch.ages[step - sample.oldest] += 1
             if sample.reward is not None:
-                batch.rewards += sample.reward
+                batch.rewards += max(-LARGEST, min(LARGEST, sample.reward))
                 batch.rewarded += 1
         return batch
 

@@ -9,8 +9,9 @@ from typing import Literal
 import msgspec
 
 from tailrace.protocol import Command, ControllerRestarted, Event, Stop
+from tailrace.store.folder import is_being_written
 from tailrace.store.journal import Entry
-from tailrace.store.run import FAILED, is_being_written
+from tailrace.store.run import FAILED
 
 State = Literal["running", "complete", "failed", "interrupted"]
 WORDS = {

@@ -18,6 +18,7 @@ from tailrace.obs.account import Staleness, StepRecord, staleness
 from tailrace.obs.activity import Span
 from tailrace.obs.ending import Ending, ending_of
 from tailrace.obs.live import LiveRun
+from tailrace.store.folder import PRIVATE
 from tailrace.store.journal import Journal
 from tailrace.store.metrics import measurements
 from tailrace.types import RIGHT_ABOVE, ReplicaId
@@ -104,6 +105,7 @@ def write_summary(run: Path, stream: TextIO | None = None) -> Summary:
     report = summarise(run)
     folder = run if run.is_dir() else run.parent
     text = msgspec.json.format(msgspec.json.encode(report.summary), indent=1)
+    (folder / JSON).touch(PRIVATE)
     (folder / JSON).write_bytes(text + b"\n")
     if stream is not None:
         print_summary(report.summary, report.history.name, stream)
@@ -121,6 +123,7 @@ def draw(report: Report, path: Path) -> str:
         if (error.name or "").partition(".")[0] != "matplotlib":
             raise
         return f"{path.name} is not drawn, because matplotlib is not installed; install tailrace[plot]"
+    path.touch(PRIVATE)
     save(report.history, report.summary, path)
     return ""
 

@@ -303,4 +303,6 @@ def percent(share: float) -> str:
 
 
 def number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
+    if value is None:
+        return "-"
+    return f"{value:.3f}" if abs(value) < 1e6 else f"{value:.3g}"

@@ -25,6 +25,7 @@ from msgspec.structs import replace
 from tailrace import __version__
 from tailrace.config.tree import Config
 from tailrace.runtime.local import Local, Process, last_lines
+from tailrace.store.folder import RunFolder
 from tailrace.wire.door import JoinKey, knock
 from tailrace.wire.link import Link
 from tailrace.wire.messages import OFFER_S, Dismissed, Ended, FromController, Hello, Offer, Spec, Wanted
@@ -46,7 +47,7 @@ class Agent:
         self._say = say
         self._own, self._held = os.pipe()
         self._folder = Path(tempfile.mkdtemp(prefix="tailrace-worker-"))
-        self._local = Local(self._folder, 0, self._ended)
+        self._local = Local(RunFolder(self._folder), 0, self._ended)
         self._parts: dict[str, str] = {}  # by name; of those that ended, how
         self._spec = Spec("host", secrets.randbits(48), 1, endpoint, key.token, "", Config(), door=key.door)
         self._link = Link(self._spec)

@@ -2,7 +2,8 @@
 
 One asyncio loop. Whatever arrives is handled in batches: events go through the control plane, payloads into the vault,
 everything is committed to `run.db` in one transaction, and only then are the commands sent. So a crash at any moment
-leaves a journal from which the run goes on, and nobody has ever been told what the journal does not know.
+leaves a journal from which the run goes on, and nobody has ever been told what the journal does not know. While another
+program has `run.db` locked, whatever arrives waits, and the loop goes on listening.
 
 Parts outlive a controller that is killed. The next one, started by the same keeper, adopts them and asks each to join
 again; what they report is counted exactly once (see `wire`), so they go on with the work that they have in hand.
@@ -17,8 +18,10 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from math import inf
-from typing import Any, Protocol
+from contextlib import suppress
+from functools import partial
+from math import inf, isfinite
+from typing import Any, Protocol, TextIO
 
 from tailrace.config.tree import Config
 from tailrace.control.plane import ControlPlane
@@ -52,9 +55,11 @@ from tailrace.protocol import (
     TrainerJoined,
 )
 from tailrace.runtime.parts import Parts, Tie
+from tailrace.store.folder import PRIVATE, PRIVATE_FOLDER
 from tailrace.store.run import RunStore
+from tailrace.store.waiting import PAUSE_S, Locked, to_terminal
 from tailrace.trainer.pace import BYTES_PER_PARAMETER
-from tailrace.types import Prompt, Row
+from tailrace.types import MALFORMED, Prompt, Row
 from tailrace.watchdog import Watchdog
 from tailrace.wire.door import Door
 from tailrace.wire.hub import Hub
@@ -109,18 +114,21 @@ class Controller:
         if tie.left is None:
             store.hear_anew()
         self.hub = self._hub(store.heard)
-        self.parts = Parts(config, tie, store.folder, self.hub, self)
+        self.parts = Parts(config, tie, store.place, self.hub, self)
         self.plane, self.resumed = _restored(store, config)
         self.stopped = ""
         self.error: RunError | None = None
         self._began = time.monotonic() - store.last_now
+        self._arrived: deque[Callable[[], None]] = deque()  # what is to be taken in with the next transaction
         self._events: deque[Event] = deque()
+        self.held_up = False  # by another program that has run.db locked
         self._outbox: list[Coroutine[Any, Any, None]] = []
         self._wake = asyncio.Event()
         self._since_snapshot = 0
         self._unacknowledged: dict[str, int] = {}  # the last committed report of each part
         self._acknowledge_at = 0.0
         self._crash: BaseException | None = None
+        self._log: TextIO = sys.stderr
         self._failures = 0  # samples in a row that could not be judged
         self._fetching: asyncio.Task[None] | None = None
         self._actions: dict[type[Command], Callable[[Any], None]] = {
@@ -166,7 +174,9 @@ class Controller:
             if self.resumed and self.tie.left is None:
                 self.parts.start_everybody()
             await self._until_stopped()
-            self.store.snapshot(self.store.last_seq, self.plane.snapshot())
+            if self.store.begin():  # else whoever resumes goes through more of the journal
+                self.store.snapshot(self.store.last_seq, self.plane.snapshot())
+                self.store.commit()
         finally:
             listening.cancel()
             await self.parts.end(self.complete, 2.0 if self.error else self._ending_s)
@@ -199,14 +209,19 @@ class Controller:
             self._wake.set()
 
     async def _until_stopped(self) -> None:
-        logs = self.store.folder / "logs"
-        logs.mkdir(parents=True, exist_ok=True)
-        with (logs / "controller.log").open("a") as log, Watchdog("the controller", _say, log) as dog:
+        path = self.store.folder / "logs" / "controller.log"
+        path.parent.mkdir(mode=PRIVATE_FOLDER, exist_ok=True)
+        path.touch(PRIVATE)
+        with path.open("a") as log, Watchdog("the controller", _say, log) as dog:
+            self._log = log
             await self._turn_over(dog)
 
     async def _turn_over(self, watchdog: Watchdog) -> None:
-        while not self.stopped and not self.error:
+        while await self._begin(watchdog):
             watchdog.expect("handling events and writing them to run.db", STUCK_S, "look at the disk of the run")
+            self.store.place.refuse_moved()
+            while self._arrived:
+                self._arrived.popleft()()
             self._handle_events()
             self._unacknowledged |= self.store.commit()
             outbox, self._outbox = self._outbox, []
@@ -214,20 +229,48 @@ class Controller:
             for sending in outbox:
                 await sending
             await self._acknowledge()
-            if not self._events:
+            if not self._events and not self._arrived:
                 self._wake.clear()
-                watchdog.expect("waiting for reports, or writing what they bring to the vault", STUCK_S)
+                watchdog.expect("waiting for reports", STUCK_S)
                 await self._wake.wait()
             if self._crash:
                 raise self._crash
 
+    async def _begin(self, watchdog: Watchdog) -> bool:
+        """A transaction, once nobody else has one; False if the run stops before that. Until then nothing is handled,
+        so nobody is told or found to be silent; but everybody is heard."""
+        locked: Locked | None = None
+        while not self.stopped and not self.error:
+            if self.store.begin():
+                if locked is not None:
+                    locked.over()
+                self.held_up = False
+                return True
+            if self._crash:
+                raise self._crash
+            self.held_up = True
+            locked = locked or Locked(self.store.file, self._report)
+            locked.still()
+            watchdog.expect("waiting for run.db, which another program has locked", STUCK_S)
+            await self.parts.reassure_hosts()
+            await asyncio.sleep(PAUSE_S)
+        return False
+
+    def _report(self, sentence: str) -> None:
+        """To the terminal and to the log."""
+        to_terminal(sentence)
+        print(f"{self.now:.1f} s: {sentence}", file=self._log, flush=True)
+
     async def _listen(self) -> None:
         while True:
             for sender, number, message in await self.hub.receive():
-                self.store.hear(sender, number)
-                self._hear(sender, message)
+                self._arrived.append(partial(self._take_in, sender, number, message))
             self._wake.set()
             await asyncio.sleep(0)
+
+    def _take_in(self, sender: str, number: int, message: FromPart) -> None:
+        self.store.hear(sender, number)
+        self._hear(sender, message)
 
     async def _acknowledge(self) -> None:
         """Parts keep their reports until they are known to be safe."""
@@ -291,7 +334,7 @@ class Controller:
             case Reported(event):
                 if isinstance(event, ReplicaJoined | RelayJoined | TrainerJoined):
                     process.joined, process.incarnation = True, event.incarnation
-                self._events.append(event)
+                self._events.append(with_a_reward(event))
             case Grown(growths):
                 for growth in growths:
                     self.store.vault.append(growth.trajectory, growth.epoch, growth.segments)
@@ -330,10 +373,13 @@ class Controller:
 
     async def _fetch(self, command: FetchPrompts) -> None:
         rows, last = await asyncio.to_thread(self._read, command)
+        self._arrived.append(partial(self._add_prompts, command.start, rows, last))
+        self._wake.set()
+
+    def _add_prompts(self, start: int, rows: list[Row], last: bool) -> None:
         self.store.vault.add_prompts(rows)
         prompts = tuple([Prompt(row.id, len(row.tokens)) for row in rows])
-        self._events.append(PromptsAdded(command.start, prompts, last))
-        self._wake.set()
+        self._events.append(PromptsAdded(start, prompts, last))
 
     def _read(self, command: FetchPrompts) -> tuple[list[Row], bool]:
         total = self.source.total
@@ -381,9 +427,10 @@ class Controller:
         loop.call_later(max(0.0, command.at - self.now), self._fire, command.timer, command.at)
 
     def _fire(self, timer: str, at: float) -> None:
-        """A controller that stood still, stopped or waiting for its disk, first hears what was said meanwhile."""
+        """A controller that stood still, stopped or waiting for its disk, first hears what was said meanwhile. So does
+        one that is held up."""
         pause = self.config.health.heartbeat_s
-        if self.now - at > pause:
+        if self.held_up or self.now - at > pause:
             asyncio.get_running_loop().call_later(pause, self._fire, timer, inf)
             return
         if timer == "health":
@@ -398,15 +445,31 @@ class Controller:
             self.stopped = command.reason
 
 
+def with_a_reward(event: Event) -> Event:
+    """A finished sample has a finite reward, or it counts as failed: whoever reports it, nothing else is trained on."""
+    if isinstance(event, Finished) and (event.meta.reward is None or not isfinite(event.meta.reward)):
+        reason = f"its replica reported a reward of {event.meta.reward}; a reward is a finite number"
+        return SampleFailed(event.replica, event.meta.id, event.meta.epoch, reason)
+    return event
+
+
 def _restored(store: RunStore, config: Config) -> tuple[ControlPlane, bool]:
     """The control plane where the journal left it; a fresh one if there is no journal yet."""
     if store.last_seq == 0:
         return ControlPlane(config), False
-    snapshot = store.newest_snapshot()
-    plane = ControlPlane.restore(config, snapshot.state) if snapshot else ControlPlane(config)
-    for entry in store.entries(snapshot.seq if snapshot else 0):
+    plane, seq = _from_snapshot(store, config)
+    for entry in store.entries(seq):
         plane.handle(entry.now, entry.event)
     return plane, True
+
+
+def _from_snapshot(store: RunStore, config: Config) -> tuple[ControlPlane, int]:
+    """With the event after which it was taken. One of another release may not fit: the journal has everything."""
+    snapshot = store.newest_snapshot()
+    with suppress(*MALFORMED):
+        if snapshot is not None:
+            return ControlPlane.restore(config, snapshot.state), snapshot.seq
+    return ControlPlane(config), 0
 
 
 def _say(sentence: str) -> None:

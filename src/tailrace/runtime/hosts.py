@@ -67,8 +67,13 @@ class Host:
             if parts.get(name) or (name not in parts and not distant.wanted):
                 distant.end(parts.get(name, "ended"))
                 del self.distant[name]
-        wanted = {name: distant.spec for name, distant in self.distant.items() if distant.wanted}
-        return Wanted(tuple(wanted), tuple([spec for name, spec in wanted.items() if name not in parts]))
+        missing = tuple([self.distant[name].spec for name in self.wanted if name not in parts])
+        return Wanted(self.wanted, missing)
+
+    @property
+    def wanted(self) -> tuple[str, ...]:
+        """The names of the parts that are to be there."""
+        return tuple([name for name, distant in self.distant.items() if distant.wanted])
 
     def leave(self, reason: str) -> None:
         for distant in self.distant.values():

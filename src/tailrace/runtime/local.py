@@ -21,6 +21,7 @@ from typing import Protocol
 
 import msgspec
 
+from tailrace.store.folder import PRIVATE, PRIVATE_FOLDER, RunFolder
 from tailrace.types import HostId, ReplicaId, Struct
 from tailrace.wire.messages import LOOPBACK, Spec, WireError
 
@@ -124,7 +125,7 @@ class Process:
 
 
 class Local:
-    def __init__(self, folder: Path, port: int, on_exit: Callable[[Process, str], None]) -> None:
+    def __init__(self, folder: RunFolder, port: int, on_exit: Callable[[Process, str], None]) -> None:
         self.processes: dict[tuple[str, int], Process] = {}
         self.hosts: tuple[HostTrace, ...] = ()
         self._folder = folder
@@ -148,7 +149,8 @@ class Local:
 
     def _begin(self, process: Process) -> None:
         spec = process.spec
-        process.log.parent.mkdir(parents=True, exist_ok=True)
+        process.log.parent.mkdir(mode=PRIVATE_FOLDER, exist_ok=True)
+        process.log.touch(PRIVATE)
         ranks = spec.config.trainer.ranks if spec.role == "trainer" else 1
         meeting = f"tcp://{LOOPBACK}:{_free_port()}" if ranks > 1 else ""
         for rank in range(ranks):
@@ -166,18 +168,19 @@ class Local:
         return process
 
     def _enter(self, spec: Spec) -> Process:
-        process = Process(spec, self._folder / "logs" / f"{spec.role}{spec.id}.log")
+        process = Process(spec, self._folder.path / "logs" / f"{spec.role}{spec.id}.log")
         self.processes[spec.role, spec.id] = process
         return process
 
     def write(self) -> None:
         """Whole or not at all, and for nobody else's eyes."""
+        self._folder.refuse_moved()
         traces = Traces(self._port, tuple([process.trace for process in self.processes.values()]), self.hosts)
-        written = self._folder / f"{FILE}.new"
+        written = self._folder.path / f"{FILE}.new"
         try:
-            with open(os.open(written, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-                file.write(msgspec.json.encode(traces))
-            os.replace(written, self._folder / FILE)
+            written.touch(PRIVATE)
+            written.write_bytes(msgspec.json.encode(traces))
+            os.replace(written, self._folder.path / FILE)
         except OSError as error:
             raise WireError(f"{written} cannot be written ({error.strerror}); make room, then --resume") from None
 
@@ -207,7 +210,7 @@ class Local:
             await asyncio.wait([asyncio.create_task(child.ended.wait()) for child in left], timeout=wait_s)
             for child in left:
                 child.send(force)
-        (self._folder / FILE).unlink(missing_ok=True)
+        (self._folder.now / FILE).unlink(missing_ok=True)
 
 
 def read_traces(folder: Path) -> Traces:

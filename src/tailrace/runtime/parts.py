@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from tailrace import __version__
@@ -29,6 +28,7 @@ from tailrace.protocol import (
 )
 from tailrace.runtime.hosts import Host, Hosts
 from tailrace.runtime.local import Local, Process, Trace, Traces, last_lines
+from tailrace.store.folder import RunFolder
 from tailrace.types import RelayId
 from tailrace.watchdog import ask_for_stacks, is_stopped, look_at
 from tailrace.wire.door import JoinKey, public_key
@@ -60,6 +60,11 @@ class Overseer(Protocol):
     @property
     def stopped(self) -> str: ...
 
+    @property
+    def held_up(self) -> bool:
+        """What has been reported is not taken in yet."""
+        ...
+
     def tell(self, event: Event) -> None:
         """Something that control has to hear."""
         ...
@@ -74,13 +79,14 @@ class Overseer(Protocol):
 
 
 class Parts:
-    def __init__(self, config: Config, tie: Tie, folder: Path, hub: Hub, overseer: Overseer) -> None:
+    def __init__(self, config: Config, tie: Tie, folder: RunFolder, hub: Hub, overseer: Overseer) -> None:
         self.config = config
         self.tie = tie
         self.hub = hub
         self.overseer = overseer
         self._folder = folder
         self._hosts = Hosts()
+        self._reassure_at = 0.0
         self._local = Local(folder, hub.port, self._ended)
 
     @property
@@ -145,7 +151,8 @@ class Parts:
             incarnation=incarnation,
             endpoint=self.hub.endpoint,
             token=self.tie.token,
-            folder=str(self._folder.resolve()),
+            folder=str(self._folder.path),
+            folder_id=self._folder.identity,
             config=self.config,
             lifeline=self.tie.lifeline,
             door=key.door if key else "",
@@ -186,7 +193,9 @@ class Parts:
             asyncio.get_running_loop().call_later(wait_s, self._look_after, process, stopped)
 
     def _overdue(self, process: Process) -> None:
-        if self._is_starting(process):
+        if self.overseer.held_up:  # it may have joined in the meantime
+            asyncio.get_running_loop().call_later(self.config.health.heartbeat_s, self._overdue, process)
+        elif self._is_starting(process):
             process.kill()
             self._not_up(process, f"is not up after {self.config.local.start_s:g} s (local.start_s); see {process.log}")
 
@@ -334,6 +343,14 @@ class Parts:
         now, patience = self.overseer.now, self.config.health.strikes * max(self.config.health.heartbeat_s, OFFER_S)
         for host in self._hosts.silent(now - patience):
             self._host_left(host, f"nothing was heard of its host for {now - host.seen:.1f} s")
+
+    async def reassure_hosts(self) -> None:
+        """They give up a controller that is not heard of: while their offers cannot be taken in, they hear from time to
+        time what they have been told before."""
+        if self.overseer.now >= self._reassure_at:
+            self._reassure_at = self.overseer.now + OFFER_S
+            for host in self._hosts.present.values():
+                await self.hub.send(host.name, Wanted(host.wanted))
 
     def _send_away(self, host: Host, reason: str) -> None:
         self._post(host.name, Dismissed(reason))

@@ -2,7 +2,10 @@
 
 `Database` is the one connection through which a run is written: `journal`, `vault` and `metrics` write rows through it
 and `commit` makes them permanent together, so an event is never there without what it brought. The promise: what was
-committed survives a killed process and a full disk; whatever goes wrong is a `JournalError` with one sentence.
+committed survives a killed process and a full disk; whatever goes wrong is a `JournalError` with one sentence. Another
+program that has the file locked is waited for (`waiting`): here by standing still, or by a loop that asks `begin`.
+
+Whoever closes a run last, its writer or a reader, leaves one file.
 
 Never open the file by other means in the process that writes it: POSIX drops the locks of a file with the first
 descriptor that is closed.
@@ -11,22 +14,28 @@ descriptor that is closed.
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterable, Iterator
-from contextlib import closing, contextmanager
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing, contextmanager, suppress
+from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from tailrace.store.errors import JournalError
+from tailrace.store.folder import PRIVATE, PRIVATE_FOLDER, is_being_written
+from tailrace.store.waiting import LOCKED_S, PAUSE_S, Locked
 
 FILE = "run.db"
 MAGIC = b"SQLite format 3\0"
 LONGEST_VALUE = 256 << 20  # bytes; SQLite's own limit is 1 GB, a snapshot of a large fleet has a few MB
+LONGEST_LOG = 64 << 20  # bytes that the log keeps on disk once it has been merged
+SLICE = 5000  # rows that are read at once
+READERS_S = 3.0  # that a closing writer waits for those who read at this moment
 WRITERS = "'tailrace train' or 'tailrace simulate --record'"
 
 Values = tuple[Any, ...]
+T = TypeVar("T")
 DAMAGE = (sqlite3.Error, UnicodeDecodeError)  # what reading a damaged file raises; its own complaint may be no text
-
-
-class JournalError(ValueError):
-    """Why a run cannot be read or written, for the person who named it."""
 
 
 # --------------------------------------------------------------------------------------------------------- writing
@@ -47,6 +56,7 @@ class Database:
     def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
         self.path = path
         self.broken = ""  # the sentence of the first error
+        self.patience_s = LOCKED_S
         self._connection = connection
 
     @classmethod
@@ -54,7 +64,8 @@ class Database:
         refuse_existing(folder)
         path = folder / FILE
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
+            path.touch(PRIVATE, exist_ok=False)  # SQLite's other files are made alike
             connection = _connect_to_write(path)
             connection.executescript(schema)
         except (OSError, *DAMAGE) as error:
@@ -65,7 +76,7 @@ class Database:
     def reopen(cls, path: Path) -> Database:
         """To go on with it; nothing is written to a file that is not whole."""
         try:
-            connection = _connect_to_write(path)
+            connection = _patiently(path, lambda: _connect_to_write(path))
             found = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
         except DAMAGE as error:
             raise JournalError(f"{path} cannot be opened to go on with it: {reason(error)}") from error
@@ -74,30 +85,50 @@ class Database:
             raise JournalError(f"{path} is damaged, so nothing can go on from it: {' '.join(found.split())}")
         return cls(path, connection)
 
-    def execute(self, statement: str, values: Values = ()) -> sqlite3.Cursor:
-        self._refuse_broken()
-        try:
-            return self._connection.execute(statement, values)
-        except DAMAGE as error:
-            raise self._break(error) from error
+    def execute(self, statement: str, values: Values = ()) -> list[Any]:
+        """Returns all rows at once: one that is not fetched would keep the file open, whoever closes it."""
+        return self._try(lambda: self._connection.execute(statement, values).fetchall())
 
     def executemany(self, statement: str, rows: Iterable[Values]) -> None:
+        rows = list(rows)
+        self._try(lambda: self._connection.executemany(statement, rows))
+
+    def begin(self) -> bool:
+        """Begin a transaction without waiting: from here on nobody else can write. False while somebody else does."""
         self._refuse_broken()
         try:
-            self._connection.executemany(statement, rows)
+            if not self._connection.in_transaction:
+                self._connection.execute("BEGIN IMMEDIATE")
         except DAMAGE as error:
-            raise self._break(error) from error
+            if not is_locked(error):
+                raise self._break(error) from error
+            return False
+        return True
 
     def commit(self) -> None:
-        self._refuse_broken()
-        try:
-            self._connection.commit()
-        except DAMAGE as error:
-            raise self._break(error) from error
+        self._try(self._connection.commit)
 
     def close(self) -> None:
-        """What is not committed is lost."""
+        """What is not committed is lost. One file is left, unless somebody goes on reading it."""
+        with suppress(*DAMAGE):
+            self._connection.rollback()
+            self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # then it has everything, whoever reads it
         self._connection.close()
+        until = time.monotonic() + (0.0 if self.broken else READERS_S)
+        while has_log(self.path) and time.monotonic() < until:
+            time.sleep(PAUSE_S)
+            merge_log(self.path)
+
+    def _try(self, action: Callable[[], T]) -> T:
+        """Wait for whoever has the file locked. Nobody can once a transaction is begun, so nothing is done twice."""
+        self._refuse_broken()
+        try:
+            return _patiently(self.path, action, self.patience_s)
+        except JournalError as error:
+            self.broken = str(error)
+            raise
+        except DAMAGE as error:
+            raise self._break(error) from error
 
     def _refuse_broken(self) -> None:
         if self.broken:
@@ -111,17 +142,47 @@ class Database:
 
 
 def _connect_to_write(path: Path) -> sqlite3.Connection:
-    """WAL with `NORMAL`: a killed process loses only what it had not committed, and a commit waits for no disk."""
-    connection = _bounded(sqlite3.connect(path))
+    """WAL with `NORMAL`: a killed process loses only what it had not committed, and a commit waits for no disk. Locks
+    are met at the first write of a transaction or not at all, and SQLite does not wait for them: we do."""
+    connection = _bounded(sqlite3.connect(path, timeout=0.0, isolation_level="IMMEDIATE"))
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("PRAGMA synchronous = NORMAL")
+    connection.execute(f"PRAGMA journal_size_limit = {LONGEST_LOG}")
     return connection
+
+
+def _patiently(path: Path, action: Callable[[], T], patience_s: float = LOCKED_S) -> T:
+    """Again and again while another program has the file locked; JournalError after so long."""
+    locked: Locked | None = None
+    while True:
+        try:
+            done = action()
+        except DAMAGE as error:
+            if not is_locked(error):
+                raise
+            locked = locked or Locked(path, patience_s=patience_s)
+        else:
+            if locked is not None:
+                locked.over()
+            return done
+        locked.still()
+        time.sleep(PAUSE_S)
+
+
+def is_locked(error: Exception) -> bool:
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_BUSY
 
 
 def _complaint(error: Exception) -> str:
     if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL:
         return "the disk is full; what was committed before is kept, so make room and go on from there"
     return str(error)
+
+
+def as_stored(number: float) -> float:
+    """A number as SQLite gives it back, for what has a checksum: REAL has no minus zero, and NULL for a NaN."""
+    assert isfinite(number), f"{number} cannot be stored"
+    return float(number) or 0.0
 
 
 # --------------------------------------------------------------------------------------------------------- reading
@@ -149,15 +210,40 @@ def refuse_cut(path: Path) -> None:
         raise JournalError(f"{path} is not the journal of a run: it is not a SQLite file")
     page = int.from_bytes(header[16:18], "big")
     whole = int.from_bytes(header[28:32], "big") * (65536 if page == 1 else page)
-    if len(header) < 100 or (size < whole and not _log_of(path).exists()):
+    if len(header) < 100 or (size < whole and not has_log(path)):
         raise JournalError(f"{path} is cut in the middle: it has {size:,} of {max(whole, 512):,} bytes")
 
 
 @contextmanager
 def reading(path: Path) -> Iterator[sqlite3.Connection]:
-    """A connection that can only read; sqlite3's errors are left to who knows what was being read."""
-    with closing(_connect_to_read(path)) as connection:
-        yield connection
+    """A connection that can only read; sqlite3's errors are left to who knows what was being read. A run that has ended
+    in the meantime could not merge its log, because of this very reader: then that is done here."""
+    try:
+        with closing(_connect_to_read(path)) as connection:
+            yield connection
+    finally:
+        with suppress(OSError):
+            if has_log(path) and not is_being_written(path.parent):
+                merge_log(path)
+
+
+def merge_log(path: Path) -> None:
+    """SQLite does it when the last connection is closed, unless that one can only read."""
+    with suppress(*DAMAGE), closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=rw", uri=True)) as last:
+        last.execute("PRAGMA schema_version")
+
+
+def slices(path: Path, query: str, after: int, most: int | None = None) -> Iterator[list[Values]]:
+    """The rows of a query that has the two parameters "after this number" and "at most so many", and a number first.
+    Between two slices nothing is open: a reader that is slow, or leaves in the middle, holds nobody up."""
+    while most is None or most > 0:
+        limit = SLICE if most is None else min(SLICE, most)
+        with reading(path) as connection:
+            rows: list[Values] = connection.execute(query, (after, limit)).fetchall()
+        yield rows
+        if len(rows) < limit:
+            return
+        after, most = rows[-1][0], None if most is None else most - len(rows)
 
 
 def refuse_foreign_schema(path: Path, connection: sqlite3.Connection) -> None:
@@ -178,7 +264,7 @@ def has_table(connection: sqlite3.Connection, name: str) -> bool:
 def _connect_to_read(path: Path) -> sqlite3.Connection:
     """Read-only, and without a trace: SQLite needs files beside this one only while its log is not merged."""
     uri = f"{path.resolve().as_uri()}?mode=ro"
-    return _bounded(sqlite3.connect(uri if _log_of(path).exists() else f"{uri}&immutable=1", uri=True))
+    return _bounded(sqlite3.connect(uri if has_log(path) else f"{uri}&immutable=1", uri=True))
 
 
 def _bounded(connection: sqlite3.Connection) -> sqlite3.Connection:
@@ -189,8 +275,9 @@ def _bounded(connection: sqlite3.Connection) -> sqlite3.Connection:
     return connection
 
 
-def _log_of(path: Path) -> Path:
-    return path.with_name(f"{path.name}-wal")
+def has_log(path: Path) -> bool:
+    """Somebody has it open, or it was not closed: beside the file lies what is not merged into it."""
+    return path.with_name(f"{path.name}-wal").exists()
 
 
 def reason(error: Exception) -> str:

@@ -32,12 +32,14 @@ from tailrace.store.database import (
     FILE,
     Database,
     JournalError,
+    as_stored,
     file_of,
     reading,
     reason,
     refuse_cut,
     refuse_existing,
     refuse_foreign_schema,
+    slices,
 )
 from tailrace.types import MALFORMED
 
@@ -72,8 +74,8 @@ class Meta:
         self._database = database
 
     def get(self, key: str) -> str | None:
-        row = self._database.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
-        return None if row is None else row[0]
+        found = self._database.execute("SELECT value FROM meta WHERE key = ?", (key,))
+        return found[0][0] if found else None
 
     def set(self, key: str, value: str) -> None:
         self._database.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, value))
@@ -83,8 +85,7 @@ class Meta:
 
     def begin(self, config: Config, driver: str) -> None:
         """What every run says of itself."""
-        created = datetime.now(UTC).isoformat(timespec="seconds")
-        values = {"format": str(FORMAT), "tailrace": __version__, "driver": driver, "created": created}
+        values = {"format": str(FORMAT), "tailrace": __version__, "driver": driver, "created": date()}
         for key, value in (values | {"config": _frozen(config)}).items():
             self.set(key, value)
 
@@ -93,16 +94,16 @@ class JournalTable:
     """Adds to the journal of an open database; somebody else commits."""
 
     def __init__(self, database: Database) -> None:
-        newest = database.execute("SELECT seq, now, crc FROM journal ORDER BY seq DESC LIMIT 1").fetchone()
-        self.last, self.now, self._crc = newest or (0, 0.0, 0)  # seq and time of the last event
+        newest = database.execute("SELECT seq, now, crc FROM journal ORDER BY seq DESC LIMIT 1")
+        self.last, self.now, self._crc = newest[0] if newest else (0, 0.0, 0)  # seq and time of the last event
         self._database = database
         self._encode = msgspec.json.Encoder().encode
 
     def record(self, now: float, event: Event, commands: Sequence[Command]) -> int:
-        self.last, self.now = self.last + 1, now
+        self.last, self.now = self.last + 1, as_stored(now)
         encode = self._encode
         text = encode(commands).decode() if commands else "[]"
-        row = (self.last, now, type(event).__name__, encode(event).decode(), text)
+        row = (self.last, self.now, type(event).__name__, encode(event).decode(), text)
         self._crc = chained(self._crc, *row)
         self._database.execute("INSERT INTO journal VALUES (?, ?, ?, ?, ?, ?)", (*row, self._crc))
         return self.last
@@ -153,10 +154,14 @@ class JournalWriter:
             self.close(complete=kind is None)
 
 
+def date() -> str:
+    """For people to read; nothing is ever decided by it."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
 def chained(crc: int, seq: int, now: float, kind: str, event: str, commands: str) -> int:
     """The checksum of a row that follows another: no row can change, vanish or come from elsewhere unnoticed."""
-    time = float(now) if isinstance(now, int) else now  # as SQLite gives it back
-    return zlib.crc32(f"{seq} {time!r} {kind} {event} {commands}".encode(), crc)
+    return zlib.crc32(f"{seq} {now!r} {kind} {event} {commands}".encode(), crc)
 
 
 def _frozen(config: Config) -> str:
@@ -225,8 +230,8 @@ class Journal:
     def _rows(self, after: int, most: int | None = None) -> Iterator[Row]:
         query = "SELECT seq, now, kind, event, commands, crc FROM journal WHERE seq > ? ORDER BY seq LIMIT ?"
         try:
-            with reading(self.path) as database:
-                yield from database.execute(query, (after, -1 if most is None else most))
+            for rows in slices(self.path, query, after, most):
+                yield from rows  # type: ignore[misc]
         except DAMAGE as error:
             raise JournalError(f"{self.path} is damaged: {reason(error)}") from error
 

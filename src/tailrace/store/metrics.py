@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from tailrace.store.database import DAMAGE, Database, JournalError, file_of, has_table, reading, reason
+from tailrace.store.database import DAMAGE, Database, JournalError, file_of, has_table, reading, reason, slices
 
 SCHEMA = "CREATE TABLE metrics (now REAL, step INTEGER, source TEXT, name TEXT, value REAL);"
 
@@ -38,8 +38,10 @@ def measurements(run: Path, after: int = 0) -> Iterator[Measurement]:
     path = file_of(run)
     try:
         with reading(path) as connection:
-            if has_table(connection, "metrics"):
-                query = "SELECT now, step, source, name, value FROM metrics WHERE rowid > ? ORDER BY rowid"
-                yield from map(Measurement._make, connection.execute(query, (after,)))
+            if not has_table(connection, "metrics"):
+                return
+        query = "SELECT rowid, now, step, source, name, value FROM metrics WHERE rowid > ? ORDER BY rowid LIMIT ?"
+        for rows in slices(path, query, after):
+            yield from [Measurement(*row[1:]) for row in rows]
     except DAMAGE as error:
         raise JournalError(f"{path} is damaged: {reason(error)}") from error

@@ -10,9 +10,6 @@ may be acted on. After a crash `reopen` gives the state back: `newest_snapshot`,
 
 from __future__ import annotations
 
-import fcntl
-import os
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -22,7 +19,9 @@ from zlib import crc32
 from tailrace.config import Config
 from tailrace.protocol import Command, Event
 from tailrace.store import journal, metrics, vault
-from tailrace.store.database import Database, JournalError
+from tailrace.store.database import FILE, Database, file_of, has_log, merge_log
+from tailrace.store.errors import JournalError
+from tailrace.store.folder import RunFolder
 from tailrace.store.journal import Entry, Journal, JournalTable, Meta
 from tailrace.store.metrics import Metrics
 from tailrace.store.vault import Vault
@@ -30,7 +29,6 @@ from tailrace.store.vault import Vault
 SNAPSHOTS = "CREATE TABLE snapshots (seq INTEGER PRIMARY KEY, state BLOB NOT NULL, crc INTEGER NOT NULL);"
 SCHEMA = journal.SCHEMA + vault.SCHEMA + metrics.SCHEMA + SNAPSHOTS
 HEARD = "CREATE TABLE IF NOT EXISTS heard (name TEXT PRIMARY KEY, number INTEGER NOT NULL)"
-LOCK_TRIES, LOCK_PAUSE_S = 10, 0.02
 FAILED = "failed"  # in `meta`: why the run could not go on; empty once it has been resumed
 KEPT_SNAPSHOTS = 2  # the older one in case that the newest is damaged
 
@@ -44,8 +42,8 @@ class RunStore:
     """`RunStore.create(folder, config)` for a new run, `RunStore.reopen(folder)` to go on with one. In a `with` block
     the run stays open to be resumed; `close(complete=True)` says that it came to its end."""
 
-    def __init__(self, folder: Path, config: Config, database: Database, found: Journal | None = None) -> None:
-        self.folder = folder
+    def __init__(self, folder: RunFolder, config: Config, database: Database, found: Journal | None = None) -> None:
+        self.place = folder
         self.config = config  # that the run was begun with
         self.meta = Meta(database)
         self.vault = Vault(database)
@@ -54,28 +52,39 @@ class RunStore:
         database.execute(HEARD)
         self.heard: dict[str, int] = dict(database.execute("SELECT name, number FROM heard"))
         self._hearing: dict[str, int] = {}  # since the last commit
-        self._lock = _lock(folder)
         self._found = found
         self._journal = JournalTable(database)
         self._closed = False
 
     @classmethod
     def create(cls, folder: Path, config: Config, driver: str = "local") -> Self:
-        store = cls(folder, config, Database.create(folder, SCHEMA))
+        database = Database.create(folder, SCHEMA)
+        store = cls(RunFolder(folder), config, database)
         store.meta.begin(config, driver)
         store.commit()
         return store
 
     @classmethod
     def reopen(cls, folder: Path) -> Self:
-        found = Journal(folder)
-        _refuse_ended(folder, found)
-        found.check()
-        store = cls(folder, found.config, Database.reopen(found.path), found)
-        store.meta.set(FAILED, "")
-        return store
+        place = RunFolder(file_of(folder).parent)
+        try:
+            found = Journal(folder)
+            _refuse_ended(folder, found)
+            found.check()
+            return cls(place, found.config, Database.reopen(found.path), found)
+        except BaseException:
+            place.close()
+            raise
+
+    @property
+    def folder(self) -> Path:
+        return self.place.path
 
     # --------------------------------------------------------------------------------------------------- writing
+
+    @property
+    def file(self) -> Path:
+        return self._database.path
 
     @property
     def last_seq(self) -> int:
@@ -106,6 +115,11 @@ class RunStore:
         if number:
             self._hearing[name] = number
 
+    def begin(self) -> bool:
+        """Make sure that nobody else writes until the next commit; False while somebody does. Who writes without asking
+        waits for that."""
+        return self._database.begin()
+
     def commit(self) -> dict[str, int]:
         """Returns whose reports are safe now, and up to which number."""
         heard, self._hearing = self._hearing, {}
@@ -122,14 +136,16 @@ class RunStore:
         whole = (Snapshot(seq, state) for seq, state, crc in rows if isinstance(state, bytes) and crc32(state) == crc)
         return next(whole, None)
 
-    def entries(self, after: int = 0) -> Iterator[Entry]:
-        """What a reopened run had recorded after event `after`."""
-        return self._found.entries(after) if self._found else iter(())
+    def entries(self, after: int = 0, most: int | None = None) -> Iterator[Entry]:
+        """What a reopened run had recorded after event `after`; at most so many. Take all that you ask for: until then
+        the log of the database cannot be merged."""
+        return self._found.entries(after, most) if self._found else iter(())
 
     # ----------------------------------------------------------------------------------------------------- ending
 
     def close(self, complete: bool, failed: str = "") -> None:
-        """Commit and close; a complete run cannot be reopened. Closing twice, or after an error, does no harm.
+        """Commit and close; a complete run cannot be reopened. Closing twice, or after an error, does no harm. What is
+        not complete does not wait for another program that has the database locked.
 
         `failed`: why it could not go on, if that is so.
         """
@@ -137,11 +153,13 @@ class RunStore:
             return
         self._closed = True
         try:
-            if not self._database.broken:
+            if not self._database.broken and (complete or self.begin()):
                 self._end(complete, failed)
         finally:
             self._database.close()
-            os.close(self._lock)
+            if has_log(moved := self.place.now / FILE):  # SQLite does not merge what lies elsewhere by now
+                merge_log(moved)
+            self.place.close()
 
     def _end(self, complete: bool, failed: str) -> None:
         if complete:
@@ -167,29 +185,3 @@ def _refuse_ended(folder: Path, found: Journal) -> None:
             f"{folder} is complete, so there is nothing to resume; to train it further, begin another run "
             f"with --run.name NAME and --model.path at one of its checkpoints ({folder / 'checkpoints'})"
         )
-
-
-def is_being_written(folder: Path) -> bool:
-    """Whether some process has the run open to write it."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(handle)
-    return False
-
-
-def _lock(folder: Path) -> int:
-    """Held on the directory by the process that writes the run; it ends with the process, however that ends."""
-    handle = os.open(folder, os.O_RDONLY)
-    for _ in range(LOCK_TRIES):
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            time.sleep(LOCK_PAUSE_S)  # it may be only somebody who asks whether the run is being written
-        else:
-            return handle
-    os.close(handle)
-    raise JournalError(f"{folder} is a run that another process is writing; wait for its end, or stop it")

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
+from math import inf, isfinite, nan
 from pathlib import Path
 from typing import Any, Protocol
 from zlib import crc32
@@ -23,7 +24,17 @@ import msgspec
 import numpy as np
 
 from tailrace.protocol import Ending
-from tailrace.store.database import DAMAGE, Database, JournalError, Values, file_of, has_table, reading, reason
+from tailrace.store.database import (
+    DAMAGE,
+    Database,
+    JournalError,
+    Values,
+    as_stored,
+    file_of,
+    has_table,
+    reading,
+    reason,
+)
 from tailrace.types import GroupId, PromptId, Segment, Struct, Trajectory, TrajectoryId, Version
 
 SCHEMA = """
@@ -117,7 +128,11 @@ class Vault:
         return True
 
     def finish(self, trajectory: TrajectoryId, epoch: int, finish: str, reward: float | None) -> bool:
-        crc = _crc(trajectory, finish, None if reward is None else float(reward))
+        if reward is not None:
+            if not isfinite(reward):
+                raise JournalError(f"t{trajectory} cannot be stored with a reward of {reward}: it is not finite")
+            reward = as_stored(reward)
+        crc = _crc(trajectory, finish, reward)
         return self._end(trajectory, epoch, ("finished", finish, reward, "", crc, trajectory))
 
     def fail(self, trajectory: TrajectoryId, epoch: int, reason: str) -> bool:
@@ -162,9 +177,18 @@ class Vault:
 
     def _is_judged_so(self, row: Values) -> bool:
         id, _, _, finish, reward, crc = row
-        if (finish, reward, crc) != ("", None, None):  # else it is not finished yet
+        if (finish, reward, crc) == ("", None, None):
+            return True  # it is not finished yet
+        self._refuse_infinite(id, finish, reward, crc)
+        if (reward, crc) != (0.0, _crc(id, finish, -0.0)):  # the checksum that earlier releases gave to minus zero
             self._whole((id, finish, reward, crc), f"how t{id} ended")
         return True
+
+    def _refuse_infinite(self, id: TrajectoryId, finish: str, reward: float | None, crc: int) -> None:
+        """Earlier releases stored whatever a task scored; SQLite made NULL of a NaN."""
+        if reward in (inf, -inf) or (reward is None and crc == _crc(id, finish, nan)):
+            written = f"{self._database.path}: the reward of t{id} is not a finite number"
+            raise JournalError(f"{written}, and it cannot be trained on; mend the reward, and begin a new run")
 
     def _damaged(self, how: str) -> JournalError:
         """Nobody asks for what was never written down: what is missing was lost with a part of the file."""
@@ -188,10 +212,10 @@ class Vault:
 
     def row(self, id: PromptId) -> StoredPrompt:
         query = "SELECT id, tokens, prompt, columns, crc FROM prompts WHERE id = ?"
-        found = self._database.execute(query, (id,)).fetchone()
-        if found is None:
+        found = self._database.execute(query, (id,))
+        if not found:
             raise self._damaged(f"p{id} is missing")
-        _, tokens, prompt, columns = self._whole(found, f"p{id}")
+        _, tokens, prompt, columns = self._whole(found[0], f"p{id}")
         return StoredPrompt(id, _tokens(tokens), msgspec.json.decode(prompt), msgspec.json.decode(columns))
 
     # --------------------------------------------------------------------------------------------------- endings

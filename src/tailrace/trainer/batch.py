@@ -17,6 +17,7 @@ from tailrace.trainer.packing import Pack, Sample, deal, fill, filler, read
 from tailrace.types import Segment, Trajectory
 
 Floats = NDArray[np.float64]
+LARGEST = 1e12  # reward; squared and summed over all parameters it still is a number in float32
 INVENTED = 512  # tokens, at most, of an invented sample
 DEFAULT_RULES = Groups()
 
@@ -100,10 +101,16 @@ def token_credits(members: Sequence[int], batch: MiniBatch, values: Floats, sett
 
 
 def _group(group: Sequence[Trajectory], settings: Trainer, rules: Groups) -> Iterator[tuple[Trajectory, float, float]]:
-    rewards = np.array([_reward(t) for t in group])
+    rewards = _within_reach(np.array([_reward(t) for t in group]))
     estimate = GROUP_ADVANTAGES.get(settings.advantage, np.zeros_like)
     advantages = np.zeros_like(rewards) if rules.same(rewards.tolist()) else estimate(rewards)
     yield from zip(group, rewards, advantages, strict=True)
+
+
+def _within_reach(rewards: Floats) -> Floats:
+    """Scaled down as a group where one is too large: the advantages keep their order and stay finite."""
+    largest = np.abs(rewards).max()
+    return rewards * (LARGEST / largest) if largest > LARGEST else rewards
 
 
 def _reward(trajectory: Trajectory) -> float:

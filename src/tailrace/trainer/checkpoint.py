@@ -2,7 +2,8 @@
 
     FOLDER/step-00000012/   config.json, tokenizer, model.safetensors    what transformers loads
                             optimizer.safetensors [critic.safetensors]   moments; the critic and its moments
-                            state.json                 step, number of updates, and of every file its size and checksum
+                            state.json                 step, number of updates, of every file its size and checksum,
+                                                       and its own checksum
 
 `worker.py` calls `save` after a step and `restore` at its start. A checkpoint is written beside its place, flushed, and
 renamed: what has the name is whole. `newest` still looks, since disks and copies fail: one that is cut short or changed
@@ -19,15 +20,16 @@ from collections.abc import Iterable, Mapping
 from itertools import chain
 from pathlib import Path
 
-import msgspec
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tailrace.model.load import load_model, model_folder
+from tailrace.store.folder import PRIVATE, PRIVATE_FOLDER
 from tailrace.trainer.manifest import PREFIX, CheckpointError, State, check, described, found_in, read_state, step_of
 from tailrace.trainer.optim import Optimiser
+from tailrace.trainer.sealed import sealed
 from tailrace.trainer.step import Learner
 
 WEIGHTS = {".safetensors", ".bin", ".gguf", ".pt", ".pth", ".h5", ".msgpack"}
@@ -116,7 +118,7 @@ def _try_to_write(place: Path, learner: Learner, files: dict[str, dict[str, Tens
     try:
         _check_room(place.parent, sum(t.nbytes for tensors in files.values() for t in tensors.values()))
         shutil.rmtree(draft, ignore_errors=True)
-        draft.mkdir(parents=True)
+        draft.mkdir(PRIVATE_FOLDER)
         _write(draft, learner, files)
         _put_in_place(draft, place)
     except (OSError, SafetensorError) as error:
@@ -126,7 +128,7 @@ def _try_to_write(place: Path, learner: Learner, files: dict[str, dict[str, Tens
 
 
 def _check_room(folder: Path, needed: int) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(PRIVATE_FOLDER, exist_ok=True)
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise OSError(f"it takes {needed / 1e6:.0f} MB and {free / 1e6:.0f} MB are free")
@@ -141,12 +143,14 @@ def _write(draft: Path, learner: Learner, files: dict[str, dict[str, Tensor]]) -
         save_file(files[name], draft / f"{name}.safetensors")
     sums = {file.name: described(file) for file in sorted(draft.iterdir())}
     state = State(learner.step, learner.optimiser.updates, files=sums)
-    (draft / "state.json").write_bytes(msgspec.json.encode(state))
+    (draft / "state.json").write_bytes(sealed(state))
 
 
 def _put_in_place(draft: Path, place: Path) -> None:
-    for path in (*draft.iterdir(), draft):
+    for path in draft.iterdir():
+        path.chmod(PRIVATE)
         _flush(path)
+    _flush(draft)
     replaced = place.with_name(f".{place.name}.old")
     if place.exists():  # of a step that is trained for the second time
         place.rename(replaced)

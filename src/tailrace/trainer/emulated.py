@@ -16,14 +16,16 @@ import msgspec
 import numpy as np
 
 from tailrace.config.tree import Config
+from tailrace.store.folder import PRIVATE, PRIVATE_FOLDER
 from tailrace.trainer.batch import figures
 from tailrace.trainer.manifest import CheckpointError
+from tailrace.trainer.sealed import Sealed, is_as_written, sealed
 from tailrace.types import MALFORMED, Trajectory
 
 FILE, EARLIER = "state.json", "state.earlier.json"
 
 
-class State(msgspec.Struct):
+class State(Sealed):
     """All that it knows."""
 
     step: int = 0  # steps in its weights, the one that it is at counted as done: nobody looks in between
@@ -57,9 +59,10 @@ class EmulatedLearner:
 
     def save(self, folder: Path) -> None:
         """Whole or not at all, and beside the one before it."""
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(PRIVATE_FOLDER, exist_ok=True)
         written, newest = folder / f"{FILE}.new", _read(folder / FILE)
-        written.write_bytes(msgspec.json.encode(self.state))
+        written.touch(PRIVATE)
+        written.write_bytes(sealed(self.state))
         if newest is not None and newest.step < self.state.step:
             os.replace(folder / FILE, folder / EARLIER)
         os.replace(written, folder / FILE)
@@ -77,6 +80,7 @@ class EmulatedLearner:
 def _read(path: Path) -> State | None:
     """What the file says; None if it is not there, or damaged."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=State)
+        state = msgspec.json.decode(path.read_bytes(), type=State)
     except (FileNotFoundError, *MALFORMED):
         return None
+    return state if is_as_written(state) else None

@@ -9,9 +9,11 @@ from pathlib import Path
 import msgspec
 
 from tailrace.relay.checksum import checksum
+from tailrace.trainer.sealed import Sealed, is_as_written
 from tailrace.types import MALFORMED
 
 PREFIX = "step-"
+LAYOUT = 2
 LONGEST_STATE = 1 << 20  # bytes of state.json: a few hundred, and a hundred more for every file
 NAME = re.compile(rf"{PREFIX}[0-9]{{8,12}}")
 
@@ -25,13 +27,13 @@ class File(msgspec.Struct, frozen=True):
     checksum: str
 
 
-class State(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class State(Sealed, forbid_unknown_fields=True):
     """What is not a tensor."""
 
     step: int
     updates: int
-    layout: int = 1  # of the folder
-    files: dict[str, File] = {}
+    layout: int = LAYOUT  # of the folder; the first had no checksum of this file
+    files: dict[str, File] = msgspec.field(default_factory=dict[str, File])
 
 
 def found_in(folder: Path) -> list[Path]:
@@ -45,7 +47,10 @@ def step_of(place: Path) -> int:
 
 def check(place: Path) -> None:
     """CheckpointError unless every file is as it was written."""
-    for name, expected in read_state(place).files.items():
+    state = read_state(place)
+    if state.step != step_of(place):
+        raise CheckpointError(f"{place} is the checkpoint of step {state.step} under another name")
+    for name, expected in state.files.items():
         try:
             _check(place, name, expected)
         except (OSError, ValueError) as error:
@@ -65,9 +70,16 @@ def _check(place: Path, name: str, expected: File) -> None:
 def read_state(folder: Path) -> State:
     try:
         with (folder / "state.json").open("rb") as file:
-            return msgspec.json.decode(file.read(LONGEST_STATE), type=State)
+            state = msgspec.json.decode(file.read(LONGEST_STATE), type=State)
     except (OSError, *MALFORMED) as error:
         raise CheckpointError(f"{folder} is not a checkpoint that training can go on from ({error})") from None
+    if state.layout > LAYOUT:
+        raise CheckpointError(
+            f"{folder} was written by a later release (layout {state.layout}; this one reads {LAYOUT})"
+        )
+    if not is_as_written(state) or (state.layout == LAYOUT and not state.sum):
+        raise CheckpointError(f"{folder} is damaged: 'state.json' is not as it was written")
+    return state
 
 
 def described(file: Path) -> File:

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tailrace.protocol import Alive, Checkpointed, Publish, PublishFailed, Train, Trained, TrainerJoined
+from tailrace.store.folder import refuse_moved
 from tailrace.trainer.crew import Crew, build_crew
 from tailrace.trainer.divergence import DivergedError, Divergence, put_aside_after, way_back
 from tailrace.trainer.pace import CheckpointPace
@@ -39,6 +40,7 @@ class Worker:
         self.spec = spec
         self.checkpoints = Path(spec.folder) / "checkpoints"
         self.crew = crew
+        self._refuse_moved()
         self.step = crew.restore(self.checkpoints, spec.step)
         self.began_at: Version = self.step
         self.saved: Version = self.step
@@ -131,7 +133,12 @@ class Worker:
 
         self.crew.publish(command.version, order.addresses[command.relay], give_up)
 
+    def _refuse_moved(self) -> None:
+        """Checkpoints are read and written by name: there may be another run of that name by now."""
+        refuse_moved(Path(self.spec.folder), self.spec.folder_id)
+
     def _save(self) -> None:
+        self._refuse_moved()
         began = time.monotonic()
         self.crew.save(self.checkpoints, self.step, self.divergence.good)
         self.saved = self.step

@@ -31,6 +31,7 @@ class Spec(Struct):
     token: str
     folder: str  # of the run
     config: Config
+    folder_id: tuple[int, int] = (0, 0)  # by which it is known, whatever is called so later
     lifeline: int = -1  # a descriptor at whose end the part has to go
     door: str = ""  # the controller's public key; empty: links are plain, on loopback
     host: HostId = 0  # of whose relay a replica gets its weights

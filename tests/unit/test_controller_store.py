@@ -1,0 +1,110 @@
+"""What the controller lets into the store, and what it does while it cannot write there."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from contextlib import closing
+from math import inf
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tailrace.config import Config, load
+from tailrace.protocol import Alive, Finished, SampleFailed, TimerFired, TrajectoryMeta
+from tailrace.runtime import controller as module
+from tailrace.runtime.controller import Controller, with_a_reward
+from tailrace.runtime.hosts import Host
+from tailrace.runtime.local import HostTrace
+from tailrace.runtime.parts import Tie
+from tailrace.store.errors import JournalError
+from tailrace.store.run import RunStore
+from tailrace.store.waiting import Locked
+from tailrace.wire.messages import Spec, Wanted
+
+
+@pytest.mark.parametrize("reward", [None, float("nan"), float("inf")])
+def test_a_sample_reported_without_a_finite_reward_counts_as_failed(reward: float | None) -> None:
+    event = with_a_reward(Finished(1, TrajectoryMeta(7, 2, 10, 0, 0, "stop", reward)))
+    assert event == SampleFailed(1, 7, 2, f"its replica reported a reward of {reward}; a reward is a finite number")
+
+
+def test_other_reports_pass_as_they_are() -> None:
+    for event in (Alive("relay", 0, 1), Finished(1, TrajectoryMeta(7, 2, 10, 0, 0, "stop", -0.0))):
+        assert with_a_reward(event) is event
+
+
+@pytest.fixture
+def config() -> Config:
+    emulated = ["--rollout.engine", "emulated", "--trainer.engine", "emulated", "--costs.decode_step", "0.001"]
+    return load([], ["--model.preset", "qwen2.5-7b", "--health.heartbeat_s", "0.1", *emulated])
+
+
+class Held:
+    """A controller whose database another program has locked, for as long as the test wants; nothing is started."""
+
+    def __init__(self, folder: Path, config: Config) -> None:
+        self.store = RunStore.create(folder, config)
+        observer: Any = SimpleNamespace(see=lambda *_: None, measure=lambda *_: None)
+        self.controller = Controller(self.store, config, observer, Tie("token", -1), observer)
+        self.sent: list[tuple[str, Any]] = []
+        self.controller.hub.send = self._send  # type: ignore[method-assign]
+        self.store.commit()
+        self.shell = sqlite3.connect(folder / "run.db", isolation_level=None)
+        self.shell.execute("BEGIN IMMEDIATE")
+        self.watchdog: Any = SimpleNamespace(expect=lambda *_: None)
+
+    async def _send(self, name: str, message: Any) -> None:
+        self.sent.append((name, message))
+
+    def close(self) -> None:
+        self.shell.close()
+        self.controller.hub.close()
+        self.store.close(complete=False)
+
+
+def test_while_it_is_held_up_nobody_is_found_silent_and_other_machines_hear_from_it(
+    tmp_path: Path, config: Config
+) -> None:
+    async def scene() -> None:
+        with closing(Held(tmp_path / "run", config)) as held:
+            controller, parts = held.controller, held.controller.parts
+            host = Host(HostTrace("host-1/1", 1, (2,)), 0.0)
+            host.place(Spec("replica", 2, 1, "", "", "", config))
+            parts._hosts.present["host-1/1"] = host
+            beginning = asyncio.create_task(controller._begin(held.watchdog))
+            await asyncio.sleep(0.3)
+            controller._fire("health", controller.now)
+            assert controller.held_up
+            assert not controller._events, "first everybody is heard"
+            assert held.sent[0] == ("host-1/1", Wanted(("replica-2/1",)))
+            held.shell.execute("ROLLBACK")
+            assert await beginning
+            controller._fire("health", inf)
+            assert list(controller._events) == [TimerFired("health")]
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize("ending", ["interrupt", "crash", "patience"])
+def test_a_wait_for_the_database_ends(tmp_path: Path, config: Config, ending: str, monkeypatch: Any) -> None:
+    monkeypatch.setattr(module, "Locked", lambda path, say: Locked(path, say, patience_s=0.2))
+
+    async def scene() -> None:
+        with closing(Held(tmp_path / "run", config)) as held:
+            beginning = asyncio.create_task(held.controller._begin(held.watchdog))
+            await asyncio.sleep(0.05)
+            if ending == "interrupt":
+                held.controller.interrupt()
+                assert not await beginning
+            elif ending == "crash":
+                held.controller._crash = OSError("deaf")
+                with pytest.raises(OSError, match="deaf"):
+                    await beginning
+            else:
+                with pytest.raises(JournalError, match="has been locked by process"):
+                    await beginning
+
+    asyncio.run(scene())
