@@ -6,6 +6,7 @@ keys. `accept` is the only place where a value is judged against its field.
 
 from __future__ import annotations
 
+import datetime
 import math
 from collections.abc import Iterator
 from difflib import get_close_matches
@@ -29,6 +30,9 @@ from msgspec.inspect import (
 from tailrace.config.tree import Config, Section
 
 UNSET = "unset"  # how a person writes None, which TOML has no word for
+LARGEST = 10**100  # of a whole number: what is computed with it may be a float
+LONGEST = 80  # characters of a value that are shown
+INSTEAD = {"task.reward": "; write one function that calls the others and adds up what they return"}  # of a list
 
 
 class RefusedError(ValueError):
@@ -94,12 +98,21 @@ def accept(key: str, value: Any) -> Any:
     field = fields()[key]
     if field.optional and value == UNSET:
         return None
-    if isinstance(value, float) and not math.isfinite(value):
-        raise RefusedError(f"{key} is {value}; it wants {wanted(key)}, and a finite one")
+    if reason := _unusable(value, field):
+        raise RefusedError(f"{key} is {shown(value)}; it wants {wanted(key)}, {reason}")
     try:
         return msgspec.convert(_whole(value, field.kind), field.annotation)
     except msgspec.ValidationError:
-        raise RefusedError(f"{key} is {shown(value)}; it wants {wanted(key)}{_meant(value, field)}") from None
+        hint = _meant(value, field) if not isinstance(value, list) else INSTEAD.get(key, "")
+        raise RefusedError(f"{key} is {shown(value)}; it wants {wanted(key)}{hint}") from None
+
+
+def _unusable(value: Any, field: Field) -> str:
+    """What is wrong with a value that is of the right type and still none that anybody can use."""
+    if isinstance(field.kind, FloatType) and isinstance(value, float) and not math.isfinite(value):
+        return "and a finite one"
+    too_large = isinstance(value, int) and abs(value) >= LARGEST
+    return "and none so large" if too_large and isinstance(field.kind, FloatType | IntType) else ""
 
 
 def wanted(key: str) -> str:
@@ -124,9 +137,14 @@ def shown(value: Any) -> str:
     """A value as a person would recognise it from a file: true, 'four', a list."""
     if isinstance(value, bool):
         return "true" if value else "false"
-    if isinstance(value, dict):
-        return "a table"
-    return "a list" if isinstance(value, list) else repr(value)
+    if isinstance(value, datetime.date | datetime.time):
+        return "a date or time"
+    if isinstance(value, list | dict):
+        return "a table" if isinstance(value, dict) else "a list"
+    if isinstance(value, int) and abs(value) >= LARGEST:
+        return "a number of more than 100 digits"  # Python refuses to write down the longest
+    text = repr(value)
+    return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
 
 
 def _whole(value: Any, kind: Type) -> Any:
