@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tailrace.engines.base import Job, Load, Sampled
 from tailrace.envs.base import Answer, Faulted, Observed, Scored, Turn
 from tailrace.protocol import Request
@@ -14,6 +16,7 @@ ROW = Row(5, (1, 2, 3), "a question", {"answer": "7"})
 LANGUAGE = Language(
     decode=lambda tokens: " ".join(map(str, tokens)),
     observation_tokens=lambda text, after: tuple(map(int, text.split())),
+    observation_text=lambda tokens: "seen " + " ".join(map(str, tokens)),
     stop_tokens=frozenset({END}),
 )
 
@@ -40,6 +43,9 @@ class Scripted:
         return [self._next(id) for id in list(self.jobs)]
 
     def _next(self, id: int) -> Sampled:
+        if not self.script[id]:
+            del self.jobs[id]
+            return Sampled(id, (), (), "length")  # its context has no room for a single token
         token = self.script[id].pop(0)
         finish = "stop" if token == END else "" if self.script[id] else "length"
         if finish:
@@ -115,7 +121,8 @@ def test_what_a_tool_says_is_inserted_and_not_the_policys():
     growth = outcome.episode.take_growth()
     assert [(one.version, one.tokens) for one in growth] == [(3, (10, END)), (None, (70, 71)), (3, (12, END))]
     assert engine.seen[1].tokens == (1, 2, 3, 10, END, 70, 71)
-    assert [turn.role for turn in judge.asked[-1][1]] == ["policy", "environment", "policy"]
+    said = (Turn("policy", f"10 {END}"), Turn("environment", "seen 70 71"), Turn("policy", f"12 {END}"))
+    assert judge.asked[-1][1] == said
     assert outcome.episode.meta().tokens == 6
 
 
@@ -163,14 +170,51 @@ def test_a_fault_is_an_outcome_without_a_reward():
     assert [(one.reward, one.reason) for one in play(runner)] == [(None, "the reward hung")]
 
 
-def test_tokens_run_out_in_a_turn_or_between_two():
+def test_tokens_run_out_in_a_turn():
     runner = Runner(Scripted((10, 11)), Verdicts(Scored(0.0)), LANGUAGE, 2)
     runner.add(episode())
     assert play(runner)[0].episode.finish == "length"
-    runner = Runner(Scripted((10, END)), Verdicts(Observed("70 71 72")), LANGUAGE, 4)
+
+
+@pytest.mark.parametrize("limit", [6, 5, 4, 3, 2])
+def test_a_result_that_leaves_no_room_is_cut_and_the_episode_is_scored(limit):
+    judge = Verdicts(Observed("70 71 72"), Scored(-1.0))
+    runner = Runner(Scripted((10, END), (12,)), judge, LANGUAGE, limit)
     runner.add(episode())
     [outcome] = play(runner)
-    assert (outcome.episode.finish, outcome.reward) == ("length", 0.0)
+    whole = [10, END, 70, 71, 72, 12]
+    assert (outcome.episode.finish, outcome.reward) == ("length", -1.0)
+    assert outcome.episode.tokens == [*ROW.tokens, *whole[:limit]]
+    seen = {2: "", 3: "seen 70", 4: "seen 70 71"}.get(limit, "seen 70 71 72")
+    last = [Turn("policy", "12")] if limit == 6 else []
+    assert list(judge.asked[-1][1]) == [Turn("policy", f"10 {END}"), Turn("environment", seen), *last]
+
+
+def test_a_prefix_without_room_for_more_is_scored_where_it_ends():
+    said, seen = Segment(3, (10, END), (-1.0, -1.0)), Segment(None, (70, 71))
+    for prefix, answers in (((said, seen), [Scored(-1.0)]), ((said,), [Observed("70"), Scored(-1.0)])):
+        judge = Verdicts(*answers)
+        runner = Runner(Scripted(), judge, LANGUAGE, 4 if seen in prefix else 2)
+        runner.add(episode(prefix))
+        [outcome] = play(runner)
+        assert (outcome.episode.finish, outcome.reward) == ("length", -1.0)
+        assert judge.asked[-1][1][-1].role == "environment", "so that it is known to be over"
+
+
+def test_an_engine_without_room_for_a_token_ends_the_episode_and_does_not_say_that_the_policy_was_silent():
+    engine, judge = Scripted((10, END), ()), Verdicts(Observed("70"), Scored(0.5))
+    runner = Runner(engine, judge, LANGUAGE, 20)
+    runner.add(episode())
+    assert [(one.reward, one.episode.finish) for one in play(runner)] == [(0.5, "length")]
+    assert [turn.role for turn in judge.asked[-1][1]] == ["policy", "environment"]
+
+
+def test_a_task_that_will_not_score_an_episode_without_tokens_is_an_error_and_no_reward():
+    runner = Runner(Scripted((10, END)), Verdicts(Observed("70 71 72"), Observed("73")), LANGUAGE, 4)
+    runner.add(episode())
+    [outcome] = play(runner)
+    assert outcome.reward is None
+    assert "give the task a method score" in outcome.reason
 
 
 def test_neighbours_of_one_origin_are_merged():

@@ -17,7 +17,7 @@ from threading import Thread
 import msgspec
 
 from tailrace.config.errors import ConfigError
-from tailrace.envs.base import Answer, Faulted, Observed, Row, Scored, Task, Turn
+from tailrace.envs.base import UNSCORED, Answer, Faulted, Row, Task, Turn
 from tailrace.envs.imports import described
 from tailrace.envs.judge_wire import Frames, Judged, Question, Ready, Refused, Setup, frame
 from tailrace.envs.rewards import RewardError
@@ -46,14 +46,21 @@ def main() -> None:
 def answer_to(task: Task, row: Row, transcript: tuple[Turn, ...]) -> Answer:
     """What the task says, or the reason why it says nothing."""
     try:
-        answer = task.respond(row, transcript)
+        answer = (
+            task.respond(row, transcript) if transcript[-1].role == "policy" else _last_score(task, row, transcript)
+        )
     except RewardError as error:
         return Faulted(str(error))
     except (Exception, SystemExit) as error:  # the border to the user's code
         return Faulted(f"the reward raised {described(error)}")
-    if not isinstance(answer, Scored | Observed):
+    if not isinstance(answer, Answer):
         return Faulted(f"the task answered {type(answer).__name__} instead of Scored or Observed")
     return answer
+
+
+def _last_score(task: Task, row: Row, transcript: tuple[Turn, ...]) -> Answer:
+    score = getattr(task, "score", None)
+    return Faulted(UNSCORED) if score is None else score(row, transcript)
 
 
 def _take_channel() -> tuple[int, int]:

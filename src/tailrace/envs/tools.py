@@ -57,6 +57,14 @@ class ToolUse:
             return Observed(self.tool(call.strip()))
         return self.task.respond(row, transcript)
 
+    def score(self, row: Row, transcript: tuple[Turn, ...]) -> Scored | Observed:
+        """No tokens are left to read a result in: what the policy said last is its answer."""
+        score = getattr(self.task, "score", None)
+        if score is not None:
+            return score(row, transcript)
+        said = max(place for place, turn in enumerate(transcript) if turn.role == "policy")
+        return self.task.respond(row, transcript[: said + 1])
+
 
 def make_tool(name: str, timeout_s: float, weak: bool = False) -> Tool:
     """A tool by its name. A program has most of the time that a judge has, so that it is the program that ends. `weak`:

@@ -55,16 +55,18 @@ def _prompts(config: Config) -> Prompts:
 def _language(config: Config, prompts: Prompts) -> Language:
     from tailrace.model.load import end_tokens
 
-    tokenizer = prompts.rendering.tokenizer
+    rendering = prompts.rendering
+    ends = end_tokens(config.model.path, rendering.tokenizer)
     return Language(
-        decode=lambda tokens: str(tokenizer.decode(list(tokens), skip_special_tokens=True)),
-        observation_tokens=lambda text, after: prompts.observation_tokens(text, tuple(after)),
-        stop_tokens=end_tokens(config.model.path, tokenizer),
+        decode=lambda tokens: rendering.turn_text(tokens, ends),
+        observation_tokens=rendering.observation_tokens,
+        observation_text=rendering.observation_text,
+        stop_tokens=ends,
         stop_strings=config.sampling.stop,
     )
 
 
-MUTE = Language(lambda _: "", lambda *_: (), frozenset())  # of an engine whose tokens mean nothing
+MUTE = Language(lambda _: "", lambda *_: (), lambda _: "", frozenset())  # of an engine whose tokens mean nothing
 
 
 class CoinJudge:

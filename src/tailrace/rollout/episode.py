@@ -73,12 +73,12 @@ class Episode:
             tokens[:0] = segment.tokens
         return tokens
 
-    def transcript(self, decode: Decode) -> tuple[Turn, ...]:
-        """The turns so far as text, for whoever judges them."""
-        turns = [
-            Turn("environment" if inserted else "policy", decode([token for one in run for token in one.tokens]))
-            for inserted, run in groupby((*self._stored, *self._fresh), key=lambda segment: segment.version is None)
-        ]
+    def transcript(self, said: Decode, observed: Decode) -> tuple[Turn, ...]:
+        """The turns so far as text, for whoever judges them: what the policy `said`, and what it `observed`."""
+        turns: list[Turn] = []
+        for inserted, run in groupby((*self._stored, *self._fresh), key=lambda segment: segment.version is None):
+            tokens = tuple(token for one in run for token in one.tokens)
+            turns.append(Turn("environment", observed(tokens)) if inserted else Turn("policy", said(tokens)))
         return tuple(turns)
 
     def meta(self, reward: float | None = None) -> TrajectoryMeta:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 from tailrace.engines.base import Engine, Sampled
-from tailrace.envs.base import Answer, Faulted, Observed, Turn
+from tailrace.envs.base import UNSCORED, Answer, Faulted, Observed, Scored, Turn
 from tailrace.rollout.episode import Decode, Episode
 from tailrace.types import Row, TrajectoryId, Version
 
@@ -17,7 +17,8 @@ Key = tuple[int, int]
 
 
 class Judge(Protocol):
-    """Whoever answers to the policy's turns, in its own time."""
+    """Whoever answers to the policy's turns, in its own time. A transcript that ends with the environment's is that of
+    an episode without tokens for another turn: it can only be scored."""
 
     def ask(self, key: Key, row: Row, transcript: tuple[Turn, ...]) -> None: ...
 
@@ -29,8 +30,9 @@ class Judge(Protocol):
 class Language(NamedTuple):
     """How tokens and text turn into each other, and what ends a turn."""
 
-    decode: Decode
+    decode: Decode  # a turn of the policy
     observation_tokens: Callable[[str, Sequence[int]], tuple[int, ...]]  # the second: the policy's turn before it
+    observation_text: Decode  # and back, also of tokens that were cut at their end
     stop_tokens: frozenset[int]
     stop_strings: tuple[str, ...] = ()
 
@@ -57,7 +59,7 @@ class Runner:
         self.language = language
         self.max_completion_tokens = max_completion_tokens
         self.episodes: dict[TrajectoryId, Episode] = {}
-        self._judged: set[Key] = set()  # asked about, not answered yet
+        self._judged: dict[Key, bool] = {}  # asked about, not answered yet; True: only a score will do
 
     @property
     def busy(self) -> bool:
@@ -83,7 +85,8 @@ class Runner:
     def withdraw(self, ids: Iterable[TrajectoryId]) -> list[Episode]:
         """Take episodes out, wherever they are."""
         leaving = [self.episodes.pop(id) for id in list(ids) if id in self.episodes]
-        self._judged -= {episode.key for episode in leaving}
+        for episode in leaving:
+            self._judged.pop(episode.key, None)
         self.engine.withdraw([episode.request.trajectory for episode in leaving])
         self.engine.forget([episode.request.trajectory for episode in leaving])
         return leaving
@@ -96,36 +99,39 @@ class Runner:
 
     def _sampled(self, sampled: Sampled, version: Version) -> None:
         episode = self.episodes[sampled.id]
-        episode.sampled(version, sampled.tokens, sampled.logprobs)
+        if sampled.tokens:  # none if the context had no room for any
+            episode.sampled(version, sampled.tokens, sampled.logprobs)
         if sampled.finish:
             self._judge(episode, sampled.finish)
 
-    def _judge(self, episode: Episode, finish: str) -> None:
+    def _judge(self, episode: Episode, finish: str, more: tuple[Turn, ...] = ()) -> None:
         episode.finish = finish
-        self._judged.add(episode.key)
-        self.judge.ask(episode.key, episode.row, episode.transcript(self.language.decode))
+        said = episode.transcript(self.language.decode, self.language.observation_text)
+        transcript = (said or (Turn("policy", ""),)) + more
+        self._judged[episode.key] = transcript[-1].role == "environment"
+        self.judge.ask(episode.key, episode.row, transcript)
 
     def _answered(self, key: Key, answer: Answer) -> Outcome | None:
         if key not in self._judged:
             return None  # of an assignment that was withdrawn
-        self._judged.remove(key)
+        only_scored = self._judged.pop(key)
         episode = self.episodes[key[0]]
-        if isinstance(answer, Observed):
-            return self._observed(episode, answer.text)
+        if isinstance(answer, Observed) and not only_scored:
+            self._observed(episode, answer.text)
+            return None
         del self.episodes[key[0]]
         self.engine.forget([key[0]])
-        if isinstance(answer, Faulted):
-            return Outcome(episode, None, answer.reason)
-        return Outcome(episode, answer.reward)
+        if isinstance(answer, Scored):
+            return Outcome(episode, answer.reward)
+        return Outcome(episode, None, answer.reason if isinstance(answer, Faulted) else UNSCORED)
 
-    def _observed(self, episode: Episode, text: str) -> Outcome | None:
-        tokens = self.language.observation_tokens(text, episode.last_turn())
-        if episode.completion_tokens + len(tokens) >= self.max_completion_tokens:
-            del self.episodes[episode.request.trajectory]
-            self.engine.forget([episode.request.trajectory])
-            episode.finish = "length"
-            return Outcome(episode, 0.0)  # it spent its tokens on calls and never answered
+    def _observed(self, episode: Episode, text: str) -> None:
+        """The next turn; or, where the observation leaves no room for one, as much of it as fits, and the reward."""
+        room = self.max_completion_tokens - episode.completion_tokens
+        tokens = self.language.observation_tokens(text, episode.last_turn())[:room]
+        if room <= 0:
+            self._judge(episode, "length", more=(Turn("environment", ""),))
+            return
         episode.finish = ""
         episode.observed(tokens)
         self._next_turn(episode)
-        return None
