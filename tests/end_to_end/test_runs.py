@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import signal
 import socket
 from collections import Counter
@@ -11,6 +12,9 @@ from pathlib import Path
 import pytest
 
 from runs import EMULATED, Run, nothing_is_left, replayed
+from tailrace.obs.summary import Accuracy
+from tailrace.page.figures import Figures, RunState
+from tailrace.protocol import ScoringStarted
 from tailrace.store.journal import Journal
 
 
@@ -35,6 +39,30 @@ def test_groups_that_teach_nothing_are_filtered_and_accounted_for(tmp_path):
     ledger = json.loads((run.folder / "summary.json").read_text())["ledger"]
     assert ledger["filtered"] == tally.filtered
     assert ledger["started"] == sum(ledger.values()) - ledger["started"]
+
+
+def test_a_slow_judge_is_seen_in_the_journal_the_terminal_the_summary_and_on_the_page(tmp_path):
+    """Samples take about 0.05 s to generate and a second to score, and four of them may be begun at once."""
+    run = Run(tmp_path, EMULATED, "--workload.reward_s", "1", "--run.steps", "4", "--schedule.max_staleness", "0")
+    out = run.finish()
+    replayed(run)
+    scored = [
+        one
+        for entry in Journal(run.folder).entries()
+        if isinstance(entry.event, ScoringStarted)
+        for one in entry.event.samples
+    ]
+    assert len(scored) >= 4 * 8
+    assert all(one.final for one in scored)
+    shares = re.findall(r"replicas (\d+) % \(scoring (\d+) %\)", out)
+    assert len(shares) == 4 + 1, "a line for every step, and the table at the end"
+    summary = json.loads((run.folder / "summary.json").read_text())
+    assert 0.5 < summary["rollout_scoring"] <= summary["rollout_idle"]
+    page = Figures(Journal(run.folder).config)
+    for entry in Journal(run.folder).entries():
+        page.see(entry)
+    lanes = page.shown(RunState("run", "", "finished", Accuracy(None, None), False)).lanes
+    assert all("c" in lane.states for lane in lanes if lane.name != "trainer")
 
 
 def test_killed_and_interrupted_at_random_moments_it_trains_the_same_prompts_once(tmp_path):

@@ -12,7 +12,7 @@ from tailrace.envs import sandbox
 from tailrace.envs.base import UNSCORED, Faulted, Observed, Row, Scored, Turn
 from tailrace.envs.judge import answer_to
 from tailrace.envs.sandbox import run_python
-from tailrace.envs.tasks import build_task
+from tailrace.envs.tasks import build_task, may_go_on
 from tailrace.envs.tools import calculate, make_tool, stop_strings
 
 ONE_DIGIT = {"dataset": "chain_sum", "min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
@@ -154,6 +154,17 @@ def test_an_episode_without_tokens_for_another_turn_is_scored_and_not_answered(t
     assert answer_to(guess, row, cut) == Scored(0.0)
     assert answer_to(silent, row, cut) == Faulted(UNSCORED)
     assert answer_to(silent, row, cut[:1]) == Observed("lower")
+
+
+def test_whether_a_turn_may_be_followed_by_another_is_known_as_far_as_that_is_possible(tmp_path: Path) -> None:
+    said, called = (Turn("policy", "2"),), (Turn("policy", "<tool>1 + 1</tool>"),)
+    used_up = (*called, Turn("environment", "2"))
+    own, tools = build(data="x.jsonl"), build(data="x.jsonl", tools="calculator", max_turns=2)
+    (tmp_path / "my_env.py").write_text(documented())
+    guess = build(name=f"{tmp_path}/my_env.py:Guess")
+    found = [[may_go_on(task, transcript) for transcript in (said, called, used_up)] for task in (own, tools, guess)]
+    assert found == [[False, False, False], [False, True, False], [True, True, False]]
+    assert not may_go_on(tools, (*used_up, *called)), "there is no third turn"
 
 
 def test_a_call_ends_a_turn() -> None:

@@ -6,7 +6,8 @@ import pytest
 
 from tailrace.engines.base import Job, Load, Sampled
 from tailrace.envs.base import Answer, Faulted, Observed, Scored, Turn
-from tailrace.protocol import Request
+from tailrace.protocol import JudgedTurn, Request
+from tailrace.rollout.build import CoinJudge
 from tailrace.rollout.episode import Episode, merged
 from tailrace.rollout.runner import Key, Language, Runner
 from tailrace.types import Row, Segment
@@ -83,6 +84,29 @@ class Verdicts:
     def poll(self, timeout_s: float = 0.0):
         waiting, self.waiting = self.waiting, []
         return [(key, self.answers.pop(0)) for key in waiting]
+
+    def close(self):
+        pass
+
+
+class Slow:
+    """A judge that answers when it is told to."""
+
+    def __init__(self) -> None:
+        self.keys: list[Key] = []
+        self.ready: list[tuple[Key, Answer]] = []
+        self.final = False
+
+    def ask(self, key, row, transcript):
+        self.keys.append(key)
+        return self.final
+
+    def answer(self, answer: Answer) -> None:
+        self.ready.append((self.keys.pop(0), answer))
+
+    def poll(self, timeout_s: float = 0.0):
+        ready, self.ready = self.ready, []
+        return ready
 
     def close(self):
         pass
@@ -207,6 +231,66 @@ def test_an_engine_without_room_for_a_token_ends_the_episode_and_does_not_say_th
     runner.add(episode())
     assert [(one.reward, one.episode.finish) for one in play(runner)] == [(0.5, "length")]
     assert [turn.role for turn in judge.asked[-1][1]] == ["policy", "environment"]
+
+
+def test_whose_judge_takes_long_is_told_once_and_so_is_who_goes_on_after_that():
+    now = [0.0]
+    judge = Slow()
+    runner = Runner(Scripted((10, END), (12, END)), judge, LANGUAGE, 20, lambda: now[0])
+    runner.add(episode())
+    runner.step()
+    runner.step()
+    now[0] = 0.2
+    assert runner.take_started(0.25) == (), "a quick judge costs no word"
+    now[0] = 0.3
+    assert runner.take_started(0.25) == (JudgedTurn(8, 1, 0),)
+    assert (runner.take_started(0.25), runner.take_resumed(), runner.unfinished()) == ((), (), [8])
+    judge.answer(Observed("70"))
+    runner.step()
+    assert (runner.take_resumed(), runner.take_resumed()) == ((JudgedTurn(8, 1, 1),), ())
+    judge.final = True
+    while runner.busy:
+        runner.step()
+    now[0] = 1.0
+    assert (runner.take_started(0.25), runner.unfinished()) == ((JudgedTurn(8, 1, 1, final=True),), [])
+    judge.answer(Scored(1.0))
+    assert [one.reward for one in runner.step()] == [1.0]
+
+
+def test_what_leaves_while_its_judge_takes_long_is_told_no_more():
+    judge = Slow()
+    runner = Runner(Scripted((END,), (END,)), judge, LANGUAGE, 20, lambda: 0.0)
+    runner.add(episode())
+    runner.step()
+    assert len(runner.take_started(0.0)) == 1
+    runner.withdraw([8])
+    judge.answer(Observed("70"))
+    runner.add(episode(epoch=2))
+    runner.step()
+    assert (runner.take_resumed(), runner.take_started(0.0)) == ((), (JudgedTurn(8, 2, 0),))
+
+
+def test_no_room_for_an_observation_is_another_wait_for_the_judge_and_no_generation():
+    judge = Slow()
+    runner = Runner(Scripted((10, END)), judge, LANGUAGE, 2, lambda: 0.0)
+    runner.add(episode())
+    runner.step()
+    runner.step()
+    assert runner.take_started(0.0) == (JudgedTurn(8, 1, 0),)
+    judge.answer(Observed("70"))
+    runner.step()
+    assert (runner.take_resumed(), runner.take_started(0.0)) == ((), (JudgedTurn(8, 1, 1, final=True),))
+
+
+def test_the_judge_of_an_emulated_engine_takes_the_time_that_a_simulation_would():
+    now = [0.0]
+    judge = CoinJudge(3, 2.0, lambda: now[0])
+    assert judge.ask((8, 1), ROW, ())
+    now[0] = 1.9
+    assert judge.poll() == []
+    now[0] = 2.0
+    assert [key for key, _ in judge.poll()] == [(8, 1)]
+    assert judge.poll() == []
 
 
 def test_a_task_that_will_not_score_an_episode_without_tokens_is_an_error_and_no_reward():

@@ -27,8 +27,15 @@ from tailrace.obs.live import Happening, LiveRun, ReplicaView, RunView
 
 REFRESH_S = 0.25
 BAR = 24  # characters
-STATE_STYLES = {"generating": "cyan", "training": "green", "pulling": "blue", "idle": "yellow", "lost": "bold red"}
-WHY_IDLE = {"idle": "no work admitted", "lost": "lost"}
+STATE_STYLES = {
+    "generating": "cyan",
+    "scoring": "magenta",
+    "training": "green",
+    "pulling": "blue",
+    "idle": "yellow",
+    "lost": "bold red",
+}
+WHY_IDLE = {"scoring": "scoring", "idle": "no work admitted", "lost": "lost"}
 FIGURES = ("loss", "entropy", "kl", "grad_norm")  # of the trainer, if it measures them
 
 
@@ -98,11 +105,16 @@ def step_line(step: StepRecord, view: RunView) -> str:
         f"{view.tokens_per_s:,.0f} tokens/s",
         f"staleness {ages.mean:.1f} (max {ages.max})",
         f"KV {percent(sum(kv) / len(kv) if kv else 0.0)}",
-        f"idle: trainer {percent(view.trainer_idle)}, replicas {percent(view.rollout_idle)}",
+        f"idle: trainer {percent(view.trainer_idle)}, replicas {percent(view.rollout_idle)}{_scoring(view)}",
         f"{view.moved:,} moved",
         f"{clock(view.eta_s)} to go" if view.eta_s is not None else "",
     ]
     return "  ".join(word for word in words if word)
+
+
+def _scoring(view: RunView) -> str:
+    share = view.rollout_shares.get("scoring", 0.0)
+    return f" (scoring {percent(share)})" if share >= 0.005 else ""
 
 
 # -------------------------------------------------------------------------------------------------------- the screen
@@ -196,11 +208,11 @@ def _replicas(replicas: tuple[ReplicaView, ...]) -> Table:
     for name in ("replica", "state", "version"):
         table.add_column(name, no_wrap=True)
     table.add_column("KV", no_wrap=True, min_width=BAR + 6)
-    for name in ("samples", "waiting", "idle"):
+    for name in ("samples", "waiting", "scoring", "idle"):
         table.add_column(name, justify="right", no_wrap=True)
     for one in replicas:
         version = f"v{one.version}" if one.version >= 0 else "-"
-        counts = (f"{one.running:,}", f"{one.waiting:,}", percent(one.idle))
+        counts = (f"{one.running:,}", f"{one.waiting:,}", f"{one.scoring:,}", percent(one.idle))
         table.add_row(f"r{one.id}", _state(one.state), version, _bar(one.kv), *counts)
     return table
 

@@ -26,6 +26,7 @@ class Episode:
         self._stored = list(prefix)
         self._fresh: list[Segment] = []  # not handed out by `take_growth` yet
         self._assigned_under = version
+        self.turn = sum(segment.version is None for segment in prefix)  # observations before the present one
         self.unstored_tokens = 0
         self.finish = ""
 
@@ -49,6 +50,7 @@ class Episode:
 
     def observed(self, tokens: tuple[int, ...]) -> None:
         """The environment has put these in; the policy did not sample them."""
+        self.turn += 1
         self._grow(Segment(None, tokens))
 
     def _grow(self, segment: Segment) -> None:

@@ -5,11 +5,13 @@ The rollout worker and the evaluation both drive a `Runner`; it owns the episode
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 from tailrace.engines.base import Engine, Sampled
 from tailrace.envs.base import UNSCORED, Answer, Faulted, Observed, Scored, Turn
+from tailrace.protocol import JudgedTurn
 from tailrace.rollout.episode import Decode, Episode
 from tailrace.types import Row, TrajectoryId, Version
 
@@ -20,7 +22,9 @@ class Judge(Protocol):
     """Whoever answers to the policy's turns, in its own time. A transcript that ends with the environment's is that of
     an episode without tokens for another turn: it can only be scored."""
 
-    def ask(self, key: Key, row: Row, transcript: tuple[Turn, ...]) -> None: ...
+    def ask(self, key: Key, row: Row, transcript: tuple[Turn, ...]) -> bool | None:
+        """True if the answer is certain to end the episode."""
+        ...
 
     def poll(self, timeout_s: float = 0.0) -> list[tuple[Key, Answer]]: ...
 
@@ -44,6 +48,14 @@ class Language(NamedTuple):
         )
 
 
+class Judged(NamedTuple):
+    """A turn that is with a judge."""
+
+    since: float
+    final: bool  # the answer ends the episode
+    told: bool = False  # by `take_started`
+
+
 class Outcome(NamedTuple):
     """An episode is over: with a reward, or with the reason why there is none."""
 
@@ -53,18 +65,44 @@ class Outcome(NamedTuple):
 
 
 class Runner:
-    def __init__(self, engine: Engine, judge: Judge, language: Language, max_completion_tokens: int) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        judge: Judge,
+        language: Language,
+        max_completion_tokens: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.engine = engine
         self.judge = judge
         self.language = language
         self.max_completion_tokens = max_completion_tokens
         self.episodes: dict[TrajectoryId, Episode] = {}
-        self._judged: dict[Key, bool] = {}  # asked about, not answered yet; True: only a score will do
+        self._clock = clock
+        self._judged: dict[Key, Judged] = {}  # asked about, not answered yet
+        self._resumed: list[JudgedTurn] = []
 
     @property
     def busy(self) -> bool:
         """The engine has something to do, rather than everybody waiting to be judged."""
         return len(self.episodes) > len(self._judged)
+
+    def unfinished(self) -> list[TrajectoryId]:
+        """Episodes of which something may still be generated."""
+        scored = {key[0] for key, one in self._judged.items() if one.final}
+        return [id for id in self.episodes if id not in scored]
+
+    def take_started(self, seconds: float) -> tuple[JudgedTurn, ...]:
+        """Turns that a judge has had for so long, each once."""
+        until = self._clock() - seconds
+        long = {key: one for key, one in self._judged.items() if one.since <= until and not one.told}
+        self._judged |= {key: one._replace(told=True) for key, one in long.items()}
+        return tuple([JudgedTurn(*key, self.episodes[key[0]].turn, one.final) for key, one in long.items()])
+
+    def take_resumed(self) -> tuple[JudgedTurn, ...]:
+        """Turns that have begun since the last call, after a judge had had those before them for long."""
+        resumed, self._resumed = self._resumed, []
+        return tuple(resumed)
 
     def add(self, episode: Episode) -> None:
         """Begin, or go on where the prefix ends: perhaps its turn was over, and only judgement is missing."""
@@ -108,16 +146,17 @@ class Runner:
         episode.finish = finish
         said = episode.transcript(self.language.decode, self.language.observation_text)
         transcript = (said or (Turn("policy", ""),)) + more
-        self._judged[episode.key] = transcript[-1].role == "environment"
-        self.judge.ask(episode.key, episode.row, transcript)
+        final = bool(self.judge.ask(episode.key, episode.row, transcript)) or transcript[-1].role == "environment"
+        self._judged[episode.key] = Judged(self._clock(), final)
 
     def _answered(self, key: Key, answer: Answer) -> Outcome | None:
         if key not in self._judged:
             return None  # of an assignment that was withdrawn
-        only_scored = self._judged.pop(key)
-        episode = self.episodes[key[0]]
-        if isinstance(answer, Observed) and not only_scored:
+        judged, episode = self._judged.pop(key), self.episodes[key[0]]
+        if isinstance(answer, Observed) and not judged.final:
             self._observed(episode, answer.text)
+            if judged.told and key not in self._judged:
+                self._resumed.append(JudgedTurn(*key, episode.turn))
             return None
         del self.episodes[key[0]]
         self.engine.forget([key[0]])
@@ -130,6 +169,7 @@ class Runner:
         room = self.max_completion_tokens - episode.completion_tokens
         tokens = self.language.observation_tokens(text, episode.last_turn())[:room]
         if room <= 0:
+            episode.turn += 1
             self._judge(episode, "length", more=(Turn("environment", ""),))
             return
         episode.finish = ""

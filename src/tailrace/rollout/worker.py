@@ -1,7 +1,8 @@
 """The process of one replica: takes work from the controller, plays it on its engine, streams what comes of it.
 
-Consumes `Generate`, `Release`, `Cancel` and `LoadWeights`; produces growth for the vault and `Finished`,
-`SampleFailed`, `Parked`, `WeightsLoaded` or `PullFailed`. Waits only when there is nothing to generate or to judge.
+Consumes `Generate`, `Release`, `Cancel` and `LoadWeights`; produces growth for the vault and `ScoringStarted`,
+`GenerationResumed`, `Finished`, `SampleFailed`, `Parked`, `WeightsLoaded` or `PullFailed`. Waits only when there is
+nothing to generate or to judge.
 Weights for a GPU come there while generation goes on. So does generation while a controller is away: the next one is
 told what is in hand.
 """
@@ -14,10 +15,12 @@ from typing import Any
 
 from tailrace.engines.base import Load
 from tailrace.protocol import (
+    SCORING_S,
     Assignment,
     Cancel,
     Finished,
     Generate,
+    GenerationResumed,
     LoadWeights,
     Parked,
     Progressed,
@@ -25,6 +28,7 @@ from tailrace.protocol import (
     Release,
     ReplicaJoined,
     SampleFailed,
+    ScoringStarted,
     WeightsLoaded,
 )
 from tailrace.relay.arena import ArenaError
@@ -113,6 +117,7 @@ class Worker:
             return
         for outcome in self.runner.step():
             self._end(outcome)
+        self._report_scoring()
         self._stream(self.config.rollout.stream_tokens)
         self._take_stock()
 
@@ -126,9 +131,10 @@ class Worker:
             self.runner.add(Episode(request, order.rows[request.prompt], prefix, version))
 
     def _release(self, command: Release) -> None:
-        """Hand everything back; what is in the vault by then is where somebody else goes on."""
+        """Hand everything back; what is in the vault by then is where somebody else goes on. Only what is complete and
+        being scored stays: its judge would have to begin anew elsewhere."""
         self._stream(1)
-        leaving = self.runner.withdraw(list(self.runner.episodes))
+        leaving = self.runner.withdraw(self.runner.unfinished())
         self._take_stock()
         metas = tuple(episode.meta() for episode in leaving)
         self.link.report(Parked(self.spec.id, self.link.incarnation, metas))
@@ -181,6 +187,15 @@ class Worker:
             self.link.report(SampleFailed(self.spec.id, trajectory, epoch, outcome.reason))
         else:
             self.link.report(Finished(self.spec.id, episode.meta(outcome.reward)))
+
+    def _report_scoring(self) -> None:
+        """Whose turn a judge has had for a while, and who goes on after that."""
+        resumed, started = self.runner.take_resumed(), self.runner.take_started(SCORING_S)
+        if resumed:
+            self.link.report(GenerationResumed(self.spec.id, self.link.incarnation, resumed))
+        if started:  # with all that there is of them: should this replica be lost, they need only another judge
+            self._send_growth([self.runner.episodes[one.trajectory] for one in started])
+            self.link.report(ScoringStarted(self.spec.id, self.link.incarnation, started))
 
     def _stream(self, at_least: int) -> None:
         """Bring to the vault what has grown by so many tokens."""
