@@ -10,6 +10,7 @@ import pytest
 from drive import Drive, config, only
 from tailrace.config.tree import Groups, Schedule, Trainer
 from tailrace.control.plane import ControlPlane
+from tailrace.control.work import quota
 from tailrace.protocol import (
     Assignment,
     Cancel,
@@ -52,6 +53,14 @@ def test_what_a_judge_has_makes_room_for_more(kind):
     more = given(drive.score(*first))
     assert len(more) == len(first) == 2
     assert [state_of(drive, one) for one in first + more] == ["scoring"] * 2 + ["running"] * 2
+
+
+def test_a_batch_is_a_share_of_what_is_left_to_generate():
+    drive = Drive(config(prompts=4, size=4, schedule=Schedule(kind="trajectory"))).join_all()
+    drive.finish(drive.running()[0])  # from here on the mean length is known, and with it what fits
+    before = quota(drive.plane._desk)
+    drive.score(*drive.running(0)[:6])
+    assert quota(drive.plane._desk) == before - 3, "six less for two replicas"
 
 
 def test_what_judges_have_stays_under_the_staleness_bound():

@@ -102,7 +102,11 @@ class Runner:
     def take_resumed(self) -> tuple[JudgedTurn, ...]:
         """Turns that have begun since the last call, after a judge had had those before them for long."""
         resumed, self._resumed = self._resumed, []
-        return tuple(resumed)
+        return tuple([one for one in resumed if self._is_at(one)])
+
+    def _is_at(self, turn: JudgedTurn) -> bool:
+        episode = self.episodes.get(turn.trajectory)
+        return episode is not None and (episode.key[1], episode.turn) == (turn.epoch, turn.turn)
 
     def add(self, episode: Episode) -> None:
         """Begin, or go on where the prefix ends: perhaps its turn was over, and only judgement is missing."""

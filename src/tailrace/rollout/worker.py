@@ -61,6 +61,7 @@ class Worker:
         self._puller = Puller(staging) if staging is not None else None
         name = label("replica", self.spec.id)
         self._arenas = Sources(self.spec.token.encode(), name, several=self._puller is not None)
+        self._report_at = 0.0
         self.loads = 0
         self.load_s = 0.0
         self._actions: dict[type, Callable[[Any], None]] = {
@@ -189,8 +190,13 @@ class Worker:
             self.link.report(Finished(self.spec.id, episode.meta(outcome.reward)))
 
     def _report_scoring(self) -> None:
-        """Whose turn a judge has had for a while, and who goes on after that."""
+        """Whose turn a judge has had for a while, and who goes on after that; a few times a second at most, so that
+        many short calls of tools are few reports."""
+        if time.monotonic() < self._report_at:
+            return
         resumed, started = self.runner.take_resumed(), self.runner.take_started(SCORING_S)
+        if resumed or started:
+            self._report_at = time.monotonic() + SCORING_S
         if resumed:
             self.link.report(GenerationResumed(self.spec.id, self.link.incarnation, resumed))
         if started:  # with all that there is of them: should this replica be lost, they need only another judge
