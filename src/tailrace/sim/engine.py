@@ -97,6 +97,12 @@ class Engine:
         self.waiting.extend(sequences)
         self._admit(now)
 
+    def take_ended(self, sequence: Sequence) -> None:
+        """Its turn was over before it came here: whoever had it was lost while a judge had it."""
+        if sequence.turn + 1 < len(sequence.turns):
+            sequence.place = "calling"
+            self.held[sequence.trajectory] = sequence
+
     def withdraw(self, now: float) -> list[Sequence]:
         """Stop and hand back everything."""
         self.advance(now)

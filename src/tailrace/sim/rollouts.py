@@ -43,7 +43,12 @@ class Rollouts:
         replica = self._replica(command.replica, command.incarnation)
         if replica is None:
             return
-        replica.engine.submit(self.sim.kernel.now, [self._sequence(request, replica) for request in command.requests])
+        sequences = [self._sequence(request, replica) for request in command.requests]
+        replica.engine.submit(self.sim.kernel.now, [one for one in sequences if one.tokens < one.stop])
+        for sequence in sequences:
+            if sequence.tokens >= sequence.stop:
+                replica.engine.take_ended(sequence)
+                self._judge(replica, sequence)
         self.mark(replica)
         self.wake(replica)
 
