@@ -12,9 +12,15 @@ from tailrace.protocol import (
     Finished,
     Forget,
     Generate,
+    GenerationResumed,
+    GiveUp,
+    Parked,
     PromptsAdded,
     Publish,
+    ReplicaJoined,
+    ReplicaLost,
     SampleFailed,
+    ScoringStarted,
     Train,
     Trained,
 )
@@ -29,6 +35,8 @@ class Audit:
         self.prompt_of: dict[int, int] = {}  # of a group
         self.epoch: dict[int, int] = {}  # newest assignment of a trajectory
         self.oldest: dict[tuple[int, int], int] = {}  # as reported for a trajectory under an epoch
+        self.place: dict[int, int] = {}  # the replica that has a trajectory, as far as is known
+        self.judged: set[int] = set()  # trajectories that judges have there
         self.failures: Counter[int] = Counter()
         self.parts: dict[tuple[int, int], Train] = {}  # first order to train (step, part)
         self.step_of: dict[int, int] = {}  # of a group, once it is trained on
@@ -43,23 +51,53 @@ class Audit:
         elif isinstance(event, Finished):
             if event.meta.epoch == self.epoch.get(event.meta.id):
                 self.oldest.setdefault((event.meta.id, event.meta.epoch), event.meta.oldest)
+                self._leaves(event.meta.id)
         elif isinstance(event, SampleFailed):
             self.failures[event.trajectory] += 1
+            if event.epoch == self.epoch.get(event.trajectory):
+                self._leaves(event.trajectory)
+        elif isinstance(event, Parked):
+            for meta in event.samples:
+                self._leaves(meta.id)
+        elif isinstance(event, ReplicaLost | ReplicaJoined):
+            self._empties(event.replica)
+        elif isinstance(event, ScoringStarted):
+            self._judged(event)
+        elif isinstance(event, GenerationResumed):
+            self.judged -= {one.trajectory for one in event.samples}
         elif isinstance(event, Trained) and (event.step, event.part) > self.trained_until:
             self.trained_until = (event.step, event.part)
             self.progress_at = now
         for command in commands:
             self._order(command)
 
+    def _leaves(self, trajectory: int) -> None:
+        self.place.pop(trajectory, None)
+        self.judged.discard(trajectory)
+
+    def _empties(self, replica: int) -> None:
+        for trajectory in [id for id, place in self.place.items() if place == replica]:
+            self._leaves(trajectory)
+
+    def _judged(self, event: ScoringStarted) -> None:
+        for one in event.samples:
+            known = self.place.get(one.trajectory) == event.replica
+            if known and self.epoch[one.trajectory] == one.epoch:
+                self.judged.add(one.trajectory)
+
     def _order(self, command: Command) -> None:
         if isinstance(command, Generate):
             for request in command.requests:
                 assert request.epoch > self.epoch.get(request.trajectory, 0), "epochs only grow"
                 assert request.trajectory not in self.forgotten, "what is forgotten does not start again"
+                assert request.trajectory not in self.judged, "what a judge has is given to nobody else"
+                self.place[request.trajectory] = command.replica
                 self.epoch[request.trajectory] = request.epoch
                 self.prompt_of[request.group] = request.prompt
         elif isinstance(command, Train):
             self._train(command)
+        elif isinstance(command, GiveUp) and command.part == "replica":
+            self._empties(command.id)
         elif isinstance(command, Forget):
             assert self.forgotten.isdisjoint(command.trajectories), "a payload is freed once"
             self.forgotten.update(command.trajectories)

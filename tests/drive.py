@@ -12,6 +12,8 @@ from tailrace.protocol import (
     FetchPrompts,
     Finished,
     Generate,
+    GenerationResumed,
+    JudgedTurn,
     LoadWeights,
     PromptsAdded,
     Publish,
@@ -20,6 +22,7 @@ from tailrace.protocol import (
     Request,
     Route,
     RunStarted,
+    ScoringStarted,
     TimerFired,
     Train,
     Trained,
@@ -110,6 +113,18 @@ class Drive:
         sample = self.plane.state.ledger.samples[request.trajectory]
         return self.tell(Finished(sample.replica, self.meta(request, sample.oldest if oldest is None else oldest)))
 
+    def score(self, *requests: Request, turn: int = 0, final: bool = True) -> list[Command]:
+        """Judges have these, all of one replica, and have had them for a while."""
+        return self.tell(ScoringStarted(*self._replica_of(requests[0]), _turns(requests, turn, final)))
+
+    def go_on(self, *requests: Request, turn: int = 1) -> list[Command]:
+        """They were answered with observations."""
+        return self.tell(GenerationResumed(*self._replica_of(requests[0]), _turns(requests, turn, False)))
+
+    def _replica_of(self, request: Request) -> tuple[int, int]:
+        replica = self.plane.state.ledger.samples[request.trajectory].replica
+        return replica, self.plane.state.fleet.replicas[replica].incarnation
+
     def meta(self, request: Request, oldest: int = 0, tokens: int = 50) -> TrajectoryMeta:
         return TrajectoryMeta(request.trajectory, request.epoch, tokens, oldest, oldest, "stop")
 
@@ -124,6 +139,10 @@ class Drive:
 
     def tick(self, seconds: float = 1.0) -> list[Command]:
         return self.tell(TimerFired("health"), after=seconds)
+
+
+def _turns(requests: tuple[Request, ...], turn: int, final: bool) -> tuple[JudgedTurn, ...]:
+    return tuple(JudgedTurn(one.trajectory, one.epoch, turn, final) for one in requests)
 
 
 def routes(commands: list[Command]) -> dict[int, tuple[int, ...]]:

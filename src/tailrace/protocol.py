@@ -17,6 +17,7 @@ from tailrace.types import GroupId, HostId, Prompt, PromptId, RelayId, ReplicaId
 Part = Literal["replica", "relay", "trainer"]
 Ending = Literal["trained", "stale", "filtered", "failed"]  # how a group leaves the account
 TRAINER = 0  # the trainer is one part, whatever its number of ranks
+SCORING_S = 0.25  # how long a judge has a turn before that is reported: quick rewards cost no event
 
 
 class Assignment(Struct):
@@ -24,6 +25,15 @@ class Assignment(Struct):
 
     trajectory: TrajectoryId
     epoch: int
+
+
+class JudgedTurn(Struct):
+    """A turn of a sample, as given to a replica for the `epoch`-th time. `turn` counts the observations before it."""
+
+    trajectory: TrajectoryId
+    epoch: int
+    turn: int
+    final: bool = False  # the judge's answer ends the episode: nothing more of it will be generated
 
 
 class TrajectoryMeta(Struct):
@@ -120,6 +130,23 @@ class Progressed(Event):
     kv_tokens: int
     running: int
     waiting: int
+
+
+class ScoringStarted(Event):
+    """A judge (a reward, a tool, an environment) has had these turns for a while, and has them still: nothing of these
+    samples is generated meanwhile."""
+
+    replica: ReplicaId
+    incarnation: int
+    samples: tuple[JudgedTurn, ...]
+
+
+class GenerationResumed(Event):
+    """The judge answered with an observation: these turns have begun."""
+
+    replica: ReplicaId
+    incarnation: int
+    samples: tuple[JudgedTurn, ...]
 
 
 class Finished(Event):
@@ -258,6 +285,8 @@ AnyEvent = (
     | ReplicaJoined
     | ReplicaLost
     | Progressed
+    | ScoringStarted
+    | GenerationResumed
     | Finished
     | SampleFailed
     | Parked
@@ -300,7 +329,7 @@ class Generate(Command):
 
 
 class Release(Command):
-    """Stop everything and hand it back -> Parked."""
+    """Stop everything and hand it back -> Parked. What a judge has for good stays: nothing of it will be generated."""
 
     replica: ReplicaId
     incarnation: int

@@ -257,7 +257,7 @@ def _taken_over(run: Victim, id: int, at: float) -> tuple[float, float, dict[int
         plane.handle(entry.now, entry.event)
         replica = plane.state.fleet.replicas.get(id)
         if replica is None or entry.now < at:
-            held = set(replica.assigned) if replica else held
+            held = set(replica.holds()) if replica else held
             continue
         if not known and not replica.live:
             known = entry.now - at

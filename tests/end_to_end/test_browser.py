@@ -46,7 +46,7 @@ def figures(address: str) -> dict:
 
 
 def test_a_browser_shows_the_figures_of_a_run(tmp_path: Path) -> None:
-    run = Run(tmp_path)
+    run = Run(tmp_path, EMULATED, "--workload.reward_s", "0.5")
     run.finish()
     summary, history = summarise(run.folder)
     counts = summary.ledger
@@ -63,6 +63,8 @@ def test_a_browser_shows_the_figures_of_a_run(tmp_path: Path) -> None:
         assert seen.text("ledger") == f"{counts.started} started={ends}+{counts.in_flight} in flight"
         assert seen.ask("document.querySelectorAll('#chart-rate .area.rate, #chart-age .line.age').length") == 2
         assert seen.ask("document.querySelectorAll('#timeline rect.generating').length") > 0
+        assert seen.ask("document.querySelectorAll('#timeline rect.scoring').length") > 0
+        assert "scoring" in seen.text("legend")
         assert seen.ask("document.querySelectorAll('#replicas tr').length") == len(history.replicas)
         assert "v12 made by step 11" in seen.text("sentences")
         assert "starting the trainer, 1 relay and" in seen.text("happenings")

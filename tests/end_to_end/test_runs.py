@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import signal
 import socket
 import sqlite3
@@ -14,6 +15,8 @@ from pathlib import Path
 import pytest
 
 from runs import EMULATED, Run, nothing_is_left, replayed
+from tailrace.page.follow import Follower
+from tailrace.protocol import ScoringStarted
 from tailrace.store.journal import Journal
 
 
@@ -38,6 +41,29 @@ def test_groups_that_teach_nothing_are_filtered_and_accounted_for(tmp_path):
     ledger = json.loads((run.folder / "summary.json").read_text())["ledger"]
     assert ledger["filtered"] == tally.filtered
     assert ledger["started"] == sum(ledger.values()) - ledger["started"]
+
+
+def test_a_slow_judge_is_seen_in_the_journal_the_terminal_the_summary_and_on_the_page(tmp_path):
+    """A second for each sample, while no more than a step's worth may be begun."""
+    run = Run(tmp_path, EMULATED, "--workload.reward_s", "1", "--run.steps", "4", "--schedule.max_staleness", "0")
+    out = run.finish()
+    replayed(run)
+    scored = [
+        one
+        for entry in Journal(run.folder).entries()
+        if isinstance(entry.event, ScoringStarted)
+        for one in entry.event.samples
+    ]
+    assert scored
+    assert all(one.final for one in scored)
+    assert re.search(r"step 4/4 .* replicas \d+ % \(scoring \d+ %\)", out)
+    assert re.search(r"^idle .* replicas \d+ % \(scoring \d+ %\)", out, re.MULTILINE), "in the table at the end"
+    summary = json.loads((run.folder / "summary.json").read_text())
+    assert 0 < summary["rollout_scoring"] <= summary["rollout_idle"]
+    page = Follower(run.folder)
+    while page.look():
+        pass
+    assert any("c" in lane["states"] for lane in json.loads(page.newest.content)["lanes"])
 
 
 def test_killed_and_interrupted_at_random_moments_it_trains_the_same_prompts_once(tmp_path):

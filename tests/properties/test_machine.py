@@ -43,6 +43,8 @@ from tailrace.protocol import (
     FetchPrompts,
     Finished,
     Generate,
+    GenerationResumed,
+    JudgedTurn,
     LinkFailed,
     LoadWeights,
     Parked,
@@ -59,6 +61,7 @@ from tailrace.protocol import (
     Route,
     RunStarted,
     SampleFailed,
+    ScoringStarted,
     Start,
     Stop,
     TimerFired,
@@ -107,6 +110,7 @@ class Fleet:
         self.versions = dict.fromkeys(range(REPLICAS), -1)
         self.stored: dict[int, dict[int, None]] = {id: {} for id in range(RELAYS)}
         self.held: dict[int, dict[int, TrajectoryMeta]] = {id: {} for id in range(REPLICAS)}
+        self.scored: set[tuple[int, int]] = set()  # complete, and with a judge: trajectory and epoch
         self.oldest: dict[int, int] = {}
         self.position = (0, 0)
         self.saved = 0
@@ -129,8 +133,9 @@ class Fleet:
                 self.generate(command)
             case Release(replica=id, incarnation=incarnation):
                 if self.is_current("replica", id, incarnation):
-                    answers.append(Parked(id, incarnation, tuple(self.held[id].values())))
-                    self.held[id] = {}
+                    leaving = {t: meta for t, meta in self.held[id].items() if (t, meta.epoch) not in self.scored}
+                    answers.append(Parked(id, incarnation, tuple(leaving.values())))
+                    self.held[id] = {t: meta for t, meta in self.held[id].items() if t not in leaving}
             case LoadWeights(replica=id, incarnation=incarnation, version=version):
                 if self.is_current("replica", id, incarnation):
                     self.versions[id] = version
@@ -161,10 +166,22 @@ class Fleet:
             self.oldest[request.trajectory] = oldest
             meta = TrajectoryMeta(request.trajectory, request.epoch, 50, oldest, version)
             self.held[id][request.trajectory] = meta
+            self.judge(command, meta)
             if request.trajectory % 11 == 5 and request.epoch % 2:
                 self.answers.append(SampleFailed(id, request.trajectory, request.epoch, "the tool hung"))
             else:
                 self.answers.append(Finished(id, meta))
+
+    def judge(self, command: Generate, meta: TrajectoryMeta) -> None:
+        """Some samples are with judges for long, once or after several turns. The reports may come in any order."""
+        who, turns = (command.replica, command.incarnation), (meta.id + meta.epoch) % 4
+        for turn in range(turns):
+            final = turn + 1 == turns and meta.id % 2 == 0
+            self.answers.append(ScoringStarted(*who, (JudgedTurn(meta.id, meta.epoch, turn, final),)))
+            if final:
+                self.scored.add((meta.id, meta.epoch))
+            else:
+                self.answers.append(GenerationResumed(*who, (JudgedTurn(meta.id, meta.epoch, turn + 1),)))
 
     def store(self, relay: int, version: int) -> None:
         if relay in self.stored:
@@ -244,7 +261,12 @@ def nonsense(draw: random.Random) -> Event:
         oldest = max(0, n(3))
         return TrajectoryMeta(n(40), n(3), draw.randint(0, 500), oldest, oldest + draw.randint(0, 2))
 
+    def turns() -> tuple[JudgedTurn, ...]:
+        return tuple(JudgedTurn(n(40), n(3), n(3), draw.random() < 0.5) for _ in range(n(3)))
+
     makers = [
+        lambda: ScoringStarted(n(), n(), turns()),
+        lambda: GenerationResumed(n(), n(), turns()),
         lambda: PromptsAdded(n(8), ()),
         lambda: ReplicaLost(n(), n(), "?"),
         lambda: Progressed(n(), n(), draw.randint(0, 2000), n(9), n(9)),

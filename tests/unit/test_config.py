@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, get_args
 
@@ -217,6 +218,16 @@ BAD_FILES = [
     ("[run]\nname = 3\n", "run.name is 3", "text in quotes"),
     ("[repack]\nenabled = 'true'\n", "repack.enabled is 'true'", "true or false"),
     ("[faults]\ndelay_s = nan\n", "faults.delay_s is nan", "finite"),
+    (
+        "[task]\nreward = ['a.py:f', 'b.py:g']\n",
+        "run.toml: task.reward is a list",
+        "write one function that calls the others",
+    ),
+    ("[task]\nname = ['a.py:f', 'b.py:g']\n", "run.toml: task.name is a list", "text in quotes"),
+    ("[task]\ndata = 2020-01-01\n", "task.data is a date or time", "text in quotes"),
+    ('[task]\ndata = "a\\u0000b"\n', "task.data is 'a\\x00b'", "it has a zero byte"),
+    (f"[cluster]\ngpus = 1{'0' * 400}\n", "cluster.gpus is a number of more than 100 digits", "none above 1e+15"),
+    (f"[task]\ntools = '{'x' * 400}'\n", "task.tools is 'xxx", "...; it wants"),
     ("[data]\ntrain_batch_size = 8\n", "verl and SkyRL's name", "write workload.prompts_per_step"),
     ("extends = 3\n", "run.toml: extends wants a file name", "base.toml"),
     ("extends = 'run.toml'\n", "run.toml extends itself", "run.toml -> run.toml"),
@@ -230,6 +241,16 @@ def test_bad_files_are_named(tmp_path: Path, text: str, expected: str, also: str
     message = refusal([file(tmp_path, text)], MODEL)
     assert expected in message
     assert also in message
+
+
+WRONG = ("true", '["a.py:f", "b.py:g"]', "{a = 1}", "2020-01-01", '"\\u0000"', f"1{'0' * 400}")
+
+
+def test_a_value_of_the_wrong_kind_is_never_a_traceback(tmp_path: Path) -> None:
+    for key in (*fields(), "task.options.x", "extends"):
+        for value in WRONG:
+            with suppress(ConfigError):  # or it is one that this setting takes
+                load([file(tmp_path, f"{key} = {value}\n")], MODEL if not key.startswith("model.") else ())
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:

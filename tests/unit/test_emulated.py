@@ -184,6 +184,19 @@ def test_a_moved_trajectory_has_the_tokens_of_one_that_stayed() -> None:
     assert got == expected
 
 
+def test_a_trajectory_that_was_complete_before_it_came_gets_no_more_tokens() -> None:
+    """Whoever had it was lost before it was scored."""
+    config = settings()
+    engine = engine_of(config, Time())
+    engine.submit(job(0))
+    complete = Job(0, 0, PROMPT + tokens_of(finish(engine)[0]), len(PROMPT), 500)
+    other = engine_of(config, Time())
+    other.submit(complete)
+    assert other.step() == [Sampled(0, (), (), "stop")]
+    other.submit(complete)
+    assert other.withdraw([0]) == other.step() == []
+
+
 def test_the_limit_of_tokens_ends_a_turn_and_the_next_goes_on_from_its_kv() -> None:
     config = settings()
     long = max(range(16), key=lambda id: drawn(config, id))

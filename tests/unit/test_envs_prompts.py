@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from tailrace.config.errors import ConfigError
@@ -25,6 +25,21 @@ STRICT = (
     "{% endif %}[{{ m['role'] }}]{{ m['content'] }}{% if m['role'] == 'assistant' %}<|im_end|>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
+LLAMA3 = (
+    "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m['role'] }}<|end_header_id|>\n\n"
+    "{{ m['content'] | trim }}<|eot_id|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+)
+GEMMA = (
+    "{{ bos_token }}{% for m in messages %}<start_of_turn>{{ 'model' if m['role'] == 'assistant' else m['role'] }}\n"
+    "{{ m['content'] | trim }}<end_of_turn>\n{% endfor %}"
+    "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
+)
+MISTRAL = (
+    "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}[INST] {{ m['content'] }} [/INST]"
+    "{% else %} {{ m['content'] }}{{ eos_token }}{% endif %}{% endfor %}"
+)
+MARKS = ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<start_of_turn>", "<end_of_turn>"]
 START, END = 256, 257
 
 
@@ -34,7 +49,7 @@ def tokenizer(template: str | None = CHATML, limit: int = 10**30) -> PreTrainedT
     backend = Tokenizer(models.BPE({letter: number for number, letter in enumerate(letters)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    backend.add_special_tokens(["<|im_start|>", "<|im_end|>", *MARKS])
     backend.post_processor = processors.TemplateProcessing("<|im_start|> $A", special_tokens=[("<|im_start|>", START)])
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
@@ -42,6 +57,24 @@ def tokenizer(template: str | None = CHATML, limit: int = 10**30) -> PreTrainedT
         eos_token="<|im_end|>",
         chat_template=template,
         model_max_length=limit,
+    )
+
+
+def spaced(template: str | None, prepend: bool = True) -> PreTrainedTokenizerFast:
+    """As SentencePiece has it: spaces are letters, one is put in front and taken away again, the rest is bytes."""
+    words = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"aerstx2[]/<>|_\n", "▁x", "▁2"]
+    vocabulary = {word: number for number, word in enumerate(words)}
+    model = models.BPE(vocabulary, [("▁", "x"), ("▁", "2")], unk_token="<unk>", byte_fallback=True)
+    backend = Tokenizer(model)
+    steps = [*([normalizers.Prepend("▁")] if prepend else []), normalizers.Replace(" ", "▁")]
+    backend.normalizer = normalizers.Sequence(steps)
+    trimmed = [decoders.Strip(" ", 1, 0)] if prepend else []
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *trimmed]
+    )
+    backend.add_special_tokens(["<s>", "</s>", "<|im_start|>", "<|im_end|>", *MARKS])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>", chat_template=template
     )
 
 
@@ -140,6 +173,33 @@ def test_turns_joined_by_tokens_read_as_the_template_has_them(template: str) -> 
 def test_plain_turns_are_joined_by_marks() -> None:
     rendering = Rendering(tokenizer(template=None), Task())
     assert text_of(rendering.observation_tokens("4")) == "\n<result>4</result>\n"
+
+
+IN_BYTES = [tokenizer(template) for template in (None, CHATML, STRICT, LLAMA3, GEMMA, MISTRAL)]
+SPACED = [*[spaced(template) for template in (None, CHATML, LLAMA3, MISTRAL)], spaced(GEMMA, prepend=False)]
+TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="▁"))  # the letter that stands for a space
+
+
+@pytest.mark.parametrize("tokenizer", [*IN_BYTES, *SPACED])
+@example(["2", " 2 ", "2\n", "\n2", "", "a , b .", "x</result>\n", "user\n2\nassistant\n", "x [/INST]"])
+@given(st.lists(TEXTS, max_size=3))
+def test_an_observation_comes_back_from_its_tokens_as_it_was_written(tokenizer: Any, texts: list[str]) -> None:
+    rendering = Rendering(tokenizer, Task())
+    for text in [*texts, "<|im_end|>"] if tokenizer in IN_BYTES else texts:
+        whole = rendering.observation_tokens(text)
+        shortened = rendering.observation_tokens(text, whole[:1])  # behind a turn that ended with the template's token
+        for tokens in (whole, shortened):
+            assert rendering.observation_text(tokens) == text
+            for cut in range(0, len(tokens), 3):
+                assert text.startswith(rendering.observation_text(tokens[:cut])), "as much of it as fitted"
+
+
+def test_a_turn_is_text_without_the_token_that_ended_it() -> None:
+    rendering = Rendering(tokenizer(), Task())
+    said = rendering._tokens("a , b <tool>1</tool>")
+    assert rendering.turn_text((*said, END)) == rendering.turn_text(said) == "a , b <tool>1</tool>"
+    marked = rendering._tokens("2~")  # an end token that the tokenizer does not know to be special
+    assert rendering.turn_text(marked, ends={marked[-1]}) == "2"
 
 
 def test_what_cannot_be_rendered_is_refused() -> None:

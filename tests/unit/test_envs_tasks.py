@@ -11,11 +11,11 @@ from tailrace import doctor
 from tailrace.config.errors import ConfigError
 from tailrace.config.tree import Config, Run, Sampling, Task
 from tailrace.envs import sandbox
-from tailrace.envs.base import Faulted, Observed, Row, Scored, Turn
+from tailrace.envs.base import UNSCORED, Faulted, Observed, Row, Scored, Turn
 from tailrace.envs.judge import answer_to
 from tailrace.envs.judge_wire import HEAD, FrameError, Judged, frame, reply_in
 from tailrace.envs.sandbox import run_python
-from tailrace.envs.tasks import build_task
+from tailrace.envs.tasks import build_task, may_go_on
 from tailrace.envs.tools import calculate, make_tool, stop_strings
 
 ONE_DIGIT = {"dataset": "chain_sum", "min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
@@ -109,10 +109,14 @@ def test_a_judge_process_that_sends_no_number_is_broken(reward: float) -> None:
 DOCUMENTED = Path(__file__).parents[2] / "docs" / "tasks.md"
 
 
+def documented() -> str:
+    """The class of the documentation's example."""
+    return DOCUMENTED.read_text().rpartition("```python\n")[2].partition("```")[0]
+
+
 def test_a_task_may_be_a_class_of_the_users_own(tmp_path: Path) -> None:
-    program = DOCUMENTED.read_text().rpartition("```python\n")[2].partition("```")[0]
     half = "\nclass Half:\n    def __init__(self, options, seed): self.first = options['first']\n"
-    (tmp_path / "my_env.py").write_text(program + half)
+    (tmp_path / "my_env.py").write_text(documented() + half)
     task = build(name=f"{tmp_path}/my_env.py:Guess", options={"turns": 2})
     row = task.row(41)
     assert answered(task, row, "50") == Observed("lower")
@@ -165,6 +169,43 @@ def test_a_call_is_answered_and_the_last_turn_is_scored() -> None:
     assert answered(task, row, "1 <tool>2</tool> <tool>3 / 0</tool>") == Observed("error: division by zero")
     assert answered(task, row, call, "1", call, "2", call) != Observed(row["answer"]), "no turn is left to read it in"
     assert answered(task, row, "<tool>1 + 1") == Scored(0.0), "a call that was not finished is none"
+
+
+SHOWN = """
+def shown(completions, **columns):
+    assert completions == [[{"role": "assistant", "content": "<tool>1 + 1</tool>"}, {"role": "tool", "content": "2"}]]
+    return [-0.5]
+"""
+
+
+def test_an_episode_without_tokens_for_another_turn_is_scored_and_not_answered(tmp_path: Path) -> None:
+    """Its transcript ends with what the policy was answered, or with as much of it as fitted."""
+    (tmp_path / "mine.py").write_text(SHOWN)
+    ended = (Turn("policy", "<tool>1 + 1</tool>"), Turn("environment", "2"))
+    own = build(data="x.jsonl", reward=f"{tmp_path}/mine.py:shown", tools="calculator", max_turns=3)
+    messages = [{"role": "user", "content": "1 + 1"}]
+    assert answer_to(own, Row(0, (1,), messages, {}), ended) == Scored(-0.5)
+    built_in = build(name="calculator", max_turns=3)
+    for answer, reward in (("2", 0.0), ("1", 1.0)):  # what the tool said is not what the policy answered
+        assert answer_to(built_in, Row(0, (1,), "", {"answer": answer}), ended) == Scored(reward)
+    (tmp_path / "my_env.py").write_text(documented() + "\nclass Silent(Guess):\n    score = None\n")
+    guess, silent = (build(name=f"{tmp_path}/my_env.py:{name}") for name in ("Guess", "Silent"))
+    row = Row(0, (1,), "", {"answer": 7})
+    cut = (Turn("policy", "50"), Turn("environment", "low"))
+    assert answer_to(guess, row, cut) == Scored(0.0)
+    assert answer_to(silent, row, cut) == Faulted(UNSCORED)
+    assert answer_to(silent, row, cut[:1]) == Observed("lower")
+
+
+def test_whether_a_turn_may_be_followed_by_another_is_known_as_far_as_that_is_possible(tmp_path: Path) -> None:
+    said, called = (Turn("policy", "2"),), (Turn("policy", "<tool>1 + 1</tool>"),)
+    used_up = (*called, Turn("environment", "2"))
+    own, tools = build(data="x.jsonl"), build(data="x.jsonl", tools="calculator", max_turns=2)
+    (tmp_path / "my_env.py").write_text(documented())
+    guess = build(name=f"{tmp_path}/my_env.py:Guess")
+    found = [[may_go_on(task, transcript) for transcript in (said, called, used_up)] for task in (own, tools, guess)]
+    assert found == [[False, False, False], [False, True, False], [True, True, False]]
+    assert not may_go_on(tools, (*used_up, *called)), "there is no third turn"
 
 
 def test_a_call_ends_a_turn() -> None:

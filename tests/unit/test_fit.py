@@ -12,7 +12,15 @@ from tailrace.config.tree import Costs, Workload
 from tailrace.engines.base import Job
 from tailrace.engines.emulated import EmulatedEngine
 from tailrace.lengths import LengthLaw
-from tailrace.protocol import Finished, PromptsAdded, ReplicaJoined, TrajectoryMeta
+from tailrace.protocol import (
+    SCORING_S,
+    Finished,
+    JudgedTurn,
+    PromptsAdded,
+    ReplicaJoined,
+    ScoringStarted,
+    TrajectoryMeta,
+)
 from tailrace.sim.cluster import Simulation
 from tailrace.sim.costs import check_fit
 from tailrace.sim.fit import fit, fit_workload, fitted, fragment
@@ -88,13 +96,16 @@ class Recorder:
         self.store.metrics.measure(self.now, 1, "trainer", {"publish/stall_s": 0.01})
         self.store.metrics.measure(self.now, 1, "trainer", {"checkpoint/stall_s": 0.02})
 
-    def finish(self, groups: int) -> None:
+    def finish(self, groups: int, scored_s: float = 0.0) -> None:
         law = LengthLaw(self.config.workload, 0)
         self.store.record(0.0, PromptsAdded(0, (Prompt(0, 15), Prompt(1, 25))), [])
         for group in range(groups):
             for place, tokens in enumerate(law.group(group, GROUP)):
                 meta = TrajectoryMeta(group * GROUP + place, 1, tokens, 0, 0, "stop")
-                self.store.record(1.0, Finished(0, meta), [])
+                if scored_s and place % 2:  # the others were scored too quickly to be in the journal
+                    turn = JudgedTurn(meta.id, meta.epoch, 0, final=True)
+                    self.store.record(1.0, ScoringStarted(0, 1, (turn,)), [])
+                self.store.record(1.0 + scored_s, Finished(0, meta), [])
         self.store.close(complete=True)
 
 
@@ -112,6 +123,16 @@ def test_the_costs_of_a_run_are_found_again(run: Path) -> None:
     found = fit(run)
     for name in Costs.__struct_fields__:
         assert getattr(found, name) == pytest.approx(getattr(TRUE, name), rel=1e-3), name
+
+
+def test_how_long_samples_were_scored_is_found_again(tmp_path: Path) -> None:
+    for name, scored_s in (("slow", 4.0), ("quick", 0.0)):
+        recorder = Recorder(tmp_path / name, settings())
+        recorder.generate(60)
+        recorder.train(8)
+        recorder.finish(10, scored_s)
+        mean = (scored_s + SCORING_S) / 2 if scored_s else 0.0
+        assert fitted(recorder.folder)["workload.reward_s"] == pytest.approx(mean)
 
 
 def test_where_processors_did_the_work_their_seconds_are_its_cost(tmp_path: Path) -> None:

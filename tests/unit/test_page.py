@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import re
 import shutil
 import socket
 import ssl
@@ -21,9 +22,10 @@ from typing import NamedTuple
 import msgspec
 import pytest
 
+import tailrace.page
 from tailrace.config import Config, load
 from tailrace.obs.account import Staleness, StepRecord
-from tailrace.obs.activity import Lane
+from tailrace.obs.activity import COUNTED, Lane
 from tailrace.page.door import GUESSES, Door, DoorError, Place, find_token, parse_place
 from tailrace.page.figures import POINTS, SPANS, Curve, _lane_view  # pyright: ignore[reportPrivateUsage]
 from tailrace.page.follow import Follower, Newest
@@ -482,6 +484,18 @@ def test_lanes_stay_small_and_cover_all_of_the_time() -> None:
             assert len(view.ends) <= SPANS + 1
             assert (view.start, view.ends[-1]) == (0.0, number + 0.5)
             assert view.ends == sorted(view.ends)
+
+
+def test_every_state_has_a_letter_of_its_own_that_the_page_knows_and_a_colour() -> None:
+    assets = Path(tailrace.page.__file__).parent / "assets"
+    script, style = (assets / "page.js").read_text(), (assets / "page.css").read_text()
+    known = dict(re.findall(r'(\w): "(\w+)"', script.partition("const STATES = {")[2].partition("}")[0]))
+    lane = Lane(0.0, keep_spans=True)
+    for number, state in enumerate((*COUNTED, "starting")):
+        lane.enter(state, float(number + 1))
+    view = _lane_view("r0", lane, 20.0)
+    assert [known[letter] for letter in view.states] == ["starting", *COUNTED, "starting"]
+    assert all(f".{state} {{" in style for state in known.values())
 
 
 # ---------------------------------------------------------------------------------------------------------- the command

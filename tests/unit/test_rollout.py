@@ -9,7 +9,8 @@ import pytest
 from tailrace.engines.base import Job, Load, Sampled
 from tailrace.envs.base import Answer, Faulted, Observed, Scored, Turn
 from tailrace.launch import models
-from tailrace.protocol import Request
+from tailrace.protocol import JudgedTurn, Request
+from tailrace.rollout.build import CoinJudge
 from tailrace.rollout.episode import Episode, merged
 from tailrace.rollout.evaluate import Evaluated, _summed_up
 from tailrace.rollout.runner import Key, Language, Outcome, Runner
@@ -21,6 +22,7 @@ ROW = Row(5, (1, 2, 3), "a question", {"answer": "7"})
 LANGUAGE = Language(
     decode=lambda tokens: " ".join(map(str, tokens)),
     observation_tokens=lambda text, after: tuple(map(int, text.split())),
+    observation_text=lambda tokens: "seen " + " ".join(map(str, tokens)),
     stop_tokens=frozenset({END}),
 )
 
@@ -47,6 +49,9 @@ class Scripted:
         return [self._next(id) for id in list(self.jobs)]
 
     def _next(self, id: int) -> Sampled:
+        if not self.script[id]:
+            del self.jobs[id]
+            return Sampled(id, (), (), "length")  # its context has no room for a single token
         token = self.script[id].pop(0)
         finish = "stop" if token == END else "" if self.script[id] else "length"
         if finish:
@@ -89,6 +94,29 @@ class Verdicts:
         pass
 
 
+class Slow:
+    """A judge that answers when it is told to."""
+
+    def __init__(self) -> None:
+        self.keys: list[Key] = []
+        self.ready: list[tuple[Key, Answer]] = []
+        self.final = False
+
+    def ask(self, key, row, transcript):
+        self.keys.append(key)
+        return self.final
+
+    def answer(self, answer: Answer) -> None:
+        self.ready.append((self.keys.pop(0), answer))
+
+    def poll(self, timeout_s: float = 0.0):
+        ready, self.ready = self.ready, []
+        return ready
+
+    def close(self):
+        pass
+
+
 def episode(prefix: tuple[Segment, ...] = (), trajectory: int = 8, epoch: int = 1) -> Episode:
     return Episode(Request(trajectory, epoch, 2, ROW.id, 3, resume=bool(prefix)), ROW, prefix, version=3)
 
@@ -122,7 +150,8 @@ def test_what_a_tool_says_is_inserted_and_not_the_policys():
     growth = outcome.episode.take_growth()
     assert [(one.version, one.tokens) for one in growth] == [(3, (10, END)), (None, (70, 71)), (3, (12, END))]
     assert engine.seen[1].tokens == (1, 2, 3, 10, END, 70, 71)
-    assert [turn.role for turn in judge.asked[-1][1]] == ["policy", "environment", "policy"]
+    said = (Turn("policy", f"10 {END}"), Turn("environment", "seen 70 71"), Turn("policy", f"12 {END}"))
+    assert judge.asked[-1][1] == said
     assert outcome.episode.meta().tokens == 6
 
 
@@ -170,14 +199,111 @@ def test_a_fault_is_an_outcome_without_a_reward():
     assert [(one.reward, one.reason) for one in play(runner)] == [(None, "the reward hung")]
 
 
-def test_tokens_run_out_in_a_turn_or_between_two():
+def test_tokens_run_out_in_a_turn():
     runner = Runner(Scripted((10, 11)), Verdicts(Scored(0.0)), LANGUAGE, 2)
     runner.add(episode())
     assert play(runner)[0].episode.finish == "length"
-    runner = Runner(Scripted((10, END)), Verdicts(Observed("70 71 72")), LANGUAGE, 4)
+
+
+@pytest.mark.parametrize("limit", [6, 5, 4, 3, 2])
+def test_a_result_that_leaves_no_room_is_cut_and_the_episode_is_scored(limit):
+    judge = Verdicts(Observed("70 71 72"), Scored(-1.0))
+    runner = Runner(Scripted((10, END), (12,)), judge, LANGUAGE, limit)
     runner.add(episode())
     [outcome] = play(runner)
-    assert (outcome.episode.finish, outcome.reward) == ("length", 0.0)
+    whole = [10, END, 70, 71, 72, 12]
+    assert (outcome.episode.finish, outcome.reward) == ("length", -1.0)
+    assert outcome.episode.tokens == [*ROW.tokens, *whole[:limit]]
+    seen = {2: "", 3: "seen 70", 4: "seen 70 71"}.get(limit, "seen 70 71 72")
+    last = [Turn("policy", "12")] if limit == 6 else []
+    assert list(judge.asked[-1][1]) == [Turn("policy", f"10 {END}"), Turn("environment", seen), *last]
+
+
+def test_a_prefix_without_room_for_more_is_scored_where_it_ends():
+    said, seen = Segment(3, (10, END), (-1.0, -1.0)), Segment(None, (70, 71))
+    for prefix, answers in (((said, seen), [Scored(-1.0)]), ((said,), [Observed("70"), Scored(-1.0)])):
+        judge = Verdicts(*answers)
+        runner = Runner(Scripted(), judge, LANGUAGE, 4 if seen in prefix else 2)
+        runner.add(episode(prefix))
+        [outcome] = play(runner)
+        assert (outcome.episode.finish, outcome.reward) == ("length", -1.0)
+        assert judge.asked[-1][1][-1].role == "environment", "so that it is known to be over"
+
+
+def test_an_engine_without_room_for_a_token_ends_the_episode_and_does_not_say_that_the_policy_was_silent():
+    engine, judge = Scripted((10, END), ()), Verdicts(Observed("70"), Scored(0.5))
+    runner = Runner(engine, judge, LANGUAGE, 20)
+    runner.add(episode())
+    assert [(one.reward, one.episode.finish) for one in play(runner)] == [(0.5, "length")]
+    assert [turn.role for turn in judge.asked[-1][1]] == ["policy", "environment"]
+
+
+def test_whose_judge_takes_long_is_told_once_and_so_is_who_goes_on_after_that():
+    now = [0.0]
+    judge = Slow()
+    runner = Runner(Scripted((10, END), (12, END)), judge, LANGUAGE, 20, lambda: now[0])
+    runner.add(episode())
+    runner.step()
+    runner.step()
+    now[0] = 0.2
+    assert runner.take_started(0.25) == (), "a quick judge costs no word"
+    now[0] = 0.3
+    assert runner.take_started(0.25) == (JudgedTurn(8, 1, 0),)
+    assert (runner.take_started(0.25), runner.take_resumed(), runner.unfinished()) == ((), (), [8])
+    judge.answer(Observed("70"))
+    runner.step()
+    assert (runner.take_resumed(), runner.take_resumed()) == ((JudgedTurn(8, 1, 1),), ())
+    judge.final = True
+    while runner.busy:
+        runner.step()
+    now[0] = 1.0
+    assert (runner.take_started(0.25), runner.unfinished()) == ((JudgedTurn(8, 1, 1, final=True),), [])
+    judge.answer(Scored(1.0))
+    assert [one.reward for one in runner.step()] == [1.0]
+
+
+def test_what_leaves_while_its_judge_takes_long_is_told_no_more():
+    judge = Slow()
+    runner = Runner(Scripted((END,), (END,)), judge, LANGUAGE, 20, lambda: 0.0)
+    runner.add(episode())
+    runner.step()
+    assert len(runner.take_started(0.0)) == 1
+    runner.withdraw([8])
+    judge.answer(Observed("70"))
+    runner.add(episode(epoch=2))
+    runner.step()
+    assert (runner.take_resumed(), runner.take_started(0.0)) == ((), (JudgedTurn(8, 2, 0),))
+
+
+def test_no_room_for_an_observation_is_another_wait_for_the_judge_and_no_generation():
+    judge = Slow()
+    runner = Runner(Scripted((10, END)), judge, LANGUAGE, 2, lambda: 0.0)
+    runner.add(episode())
+    runner.step()
+    runner.step()
+    assert runner.take_started(0.0) == (JudgedTurn(8, 1, 0),)
+    judge.answer(Observed("70"))
+    runner.step()
+    assert (runner.take_resumed(), runner.take_started(0.0)) == ((), (JudgedTurn(8, 1, 1, final=True),))
+
+
+def test_the_judge_of_an_emulated_engine_takes_the_time_that_a_simulation_would():
+    now = [0.0]
+    judge = CoinJudge(3, 2.0, lambda: now[0])
+    assert judge.ask((8, 1), ROW, ())
+    now[0] = 1.9
+    assert judge.poll() == []
+    now[0] = 2.0
+    assert [key for key, _ in judge.poll()] == [(8, 1)]
+    assert judge.poll() == []
+
+
+def test_a_task_that_will_not_score_an_episode_without_tokens_is_an_error_and_no_reward():
+    runner = Runner(Scripted((10, END)), Verdicts(Observed("70 71 72"), Observed("73")), LANGUAGE, 4)
+    runner.add(episode())
+    [outcome] = play(runner)
+    assert outcome.reward is None
+    assert "give the task a method score" in outcome.reason
 
 
 def test_neighbours_of_one_origin_are_merged():

@@ -17,6 +17,8 @@ from tailrace.protocol import (
     Finished,
     Forget,
     Generate,
+    GenerationResumed,
+    JudgedTurn,
     LoadWeights,
     Parked,
     Progressed,
@@ -30,6 +32,7 @@ from tailrace.protocol import (
     Request,
     Route,
     SampleFailed,
+    ScoringStarted,
     Start,
     TimerFired,
     Train,
@@ -63,6 +66,9 @@ EVENTS: list[tuple[float, Event, Sequence[Command]]] = [
     (2.0, Progressed(0, 1, 900, 2, 1), []),
     (3.0, Finished(0, meta(0, tokens=4021, finish="stop")), []),
     (3.1, Finished(0, meta(0, tokens=4021, finish="stop")), []),  # a second report
+    (3.2, ScoringStarted(0, 1, (JudgedTurn(1, 1, 0), JudgedTurn(2, 1, 0, final=True), JudgedTurn(0, 1, 0))), []),
+    (3.9, GenerationResumed(0, 1, (JudgedTurn(1, 1, 1),)), []),
+    (3.9, ScoringStarted(0, 1, (JudgedTurn(1, 1, 0),)), []),  # late
     (4.0, TimerFired("repack"), [Release(0, 1)]),
     (
         4.1,
@@ -99,7 +105,9 @@ def test_a_trajectory_that_ran_straight_through() -> None:
 
 
 def test_a_trajectory_that_had_an_eventful_life() -> None:
-    assert told("t1")[1:7] == [
+    assert told("t1")[1:9] == [
+        "with a judge on r0; it may go on after that",
+        "answered, and goes on with turn 2",
         "parked by r0: 3,112 tokens, version 0",
         "moved from r0 to r1 by repack (attempt 2, version 0): 3,112 tokens kept",
         "failed in attempt 2: the tool hung",
@@ -107,6 +115,13 @@ def test_a_trajectory_that_had_an_eventful_life() -> None:
         "r1 lost: its process ended",
         "moved from r1, which lost it, to r0 (attempt 4, version 0); goes on from what the vault has of it",
     ]
+
+
+def test_what_judges_have() -> None:
+    assert "with a judge on r0" in told("t2")
+    assert "2 trajectories (t1 to t2) with a judge" in told("r0")
+    assert "1 trajectory (t1) answered, and generated again" in told("r0")
+    assert not any("with a judge" in line for line in told("t0")), "it was finished before"
 
 
 def test_a_group() -> None:

@@ -22,10 +22,14 @@ from tailrace.protocol import (
     Finished,
     Forget,
     Generate,
+    GenerationResumed,
+    JudgedTurn,
     LoadWeights,
+    Progressed,
     ReplicaJoined,
     Request,
     SampleFailed,
+    ScoringStarted,
     Train,
     Trained,
     TrainerJoined,
@@ -111,6 +115,7 @@ def test_a_small_run_by_hand(tmp_path: Path) -> None:
         "publish_stall_s": pytest.approx(0.03),
         "trainer_idle": pytest.approx(7 / 10),  # for a second after the resumption there was nothing it could do
         "rollout_idle": pytest.approx(1 / 11),  # for its last second the replica has nothing to do
+        "rollout_scoring": 0.0,
         "ledger": {"started": 3, "trained": 2, "dropped_stale": 1, "filtered": 0, "failed": 0, "in_flight": 0},
     }
     assert (run / "summary.png").read_bytes().startswith(b"\x89PNG")
@@ -175,6 +180,36 @@ def test_the_timeline(tmp_path: Path) -> None:
     assert [(step.ended, step.reward) for step in history.steps] == [(11.0, 0.5), (16.0, 1.0)]
 
 
+def test_waiting_for_judges_is_a_state_of_its_own(tmp_path: Path) -> None:
+    def scored(*turns: JudgedTurn) -> ScoringStarted:
+        return ScoringStarted(0, 1, turns)
+
+    run = [
+        *RUN[:2],
+        (6.0, scored(*[JudgedTurn(id, 1, 0, final=True) for id in range(5)]), []),
+        (7.0, scored(JudgedTurn(5, 1, 0)), []),
+        (9.0, GenerationResumed(0, 1, (JudgedTurn(5, 1, 1),)), []),
+        (10.0, scored(JudgedTurn(5, 1, 1, final=True)), []),
+        (10.5, scored(JudgedTurn(5, 1, 0)), []),  # late
+        (12.0, finished(5, 100, 0, 1.0), []),
+        *[(13.0, finished(id, 100, 0, 1.0), []) for id in range(5)],
+        (15.0, Progressed(0, 1, 0, 0, 0), []),
+    ]
+    report = summarise(record(tmp_path / "run", run))
+    assert [tuple(span) for span in report.history.replicas[0]] == [
+        ("generating", 5.0, 7.0),
+        ("scoring", 7.0, 9.0),
+        ("generating", 9.0, 10.0),
+        ("scoring", 10.0, 13.0),
+        ("idle", 13.0, 15.0),
+    ]
+    assert report.summary.rollout_idle == pytest.approx(7 / 10)
+    assert report.summary.rollout_scoring == pytest.approx(5 / 10)
+    table = StringIO()
+    write_summary(tmp_path / "run", table)
+    assert "replicas 70 % (scoring 50 %)" in table.getvalue()
+
+
 @pytest.mark.parametrize("faults", [{}, FAULTS], ids=["calm", "faults"])
 @pytest.mark.parametrize("kind", ["sync", "stream", "partial", "trajectory"])
 def test_the_fold_agrees_with_the_ledger(kind: str, faults: dict[str, float]) -> None:
@@ -188,6 +223,24 @@ def test_the_fold_agrees_with_the_ledger(kind: str, faults: dict[str, float]) ->
     assert (ages.mean, ages.p95, ages.max) == (result.staleness.mean, result.staleness.p95, result.staleness.max)
     assert [record.step for record in live.account.steps] == list(range(config.run.steps))
     assert live.account.total.groups == state.ledger.tally.trained
+
+
+@pytest.mark.parametrize("faults", [{}, FAULTS], ids=["calm", "faults"])
+def test_what_every_replica_has_agrees_with_control(faults: dict[str, float]) -> None:
+    """Unless control knows better of a part that is gone."""
+    turns = {"workload.turns.mean": 2, "workload.turns.maximum": 4, "workload.turns.latency_s": 2}
+    config = simulated({"workload.reward_s": 5} | turns | faults)
+    live = LiveRun(config)
+
+    def see(now: float, event: Event, commands: list[Command]) -> None:
+        live.see(now, event, commands)
+        for replica in simulation.plane.state.fleet.replicas.values():
+            if replica.live and live.activity.replicas[replica.id].alive:
+                assert live.account.load(replica.id) == (len(replica.assigned), len(replica.scoring))
+
+    simulation = Simulation(config, see)
+    simulation.run()
+    assert live.rollout_scoring > 0
 
 
 def simulated(settings: dict[str, Any]) -> Config:

@@ -13,13 +13,20 @@ from tailrace.launch.view import View
 from tailrace.obs.live import LiveRun
 from tailrace.obs.terminal import Lines, Screen, clock, picture, watch
 from tailrace.protocol import (
+    Finished,
     Generate,
+    JudgedTurn,
     Parked,
     Progressed,
     ReplicaJoined,
     ReplicaLost,
     Request,
     SampleFailed,
+    ScoringStarted,
+    Train,
+    Trained,
+    TrainerJoined,
+    TrainGroup,
     TrajectoryMeta,
 )
 from tailrace.sim.cluster import Simulation
@@ -179,6 +186,24 @@ def test_moves_are_told() -> None:
     view = live.view()
     assert view.happenings[-1].text == "repack: 1 sample moved from r0 to r1"
     assert [(one.state, one.running, one.kv) for one in view.replicas] == [("idle", 0, 0.5), ("generating", 1, 0.0)]
+
+
+def test_a_slow_judge_is_seen() -> None:
+    live, out = live_run(), StringIO()
+    live.see(0.0, ReplicaJoined(0, 1, 0, 0, 100, 8), [])
+    live.see(0.0, Progressed(0, 1, 0, 1, 0), [Generate(0, 1, (Request(7, 1, 0, 0, 10),))])
+    live.see(1.0, ScoringStarted(0, 1, (JudgedTurn(7, 1, 0, final=True),)), [])
+    live.see(10.0, Progressed(0, 1, 0, 0, 0), [])
+    (replica,) = live.view().replicas
+    assert (replica.state, replica.running, replica.scoring) == ("scoring", 0, 1)
+    text = "\n".join(drawn(live, 30))
+    assert "idle 90 % (scoring 90 %)" in text
+    meta = TrajectoryMeta(7, 1, 20, 0, 0, "stop", 1.0)
+    live.see(10.0, TrainerJoined(1, 0), [])
+    live.see(10.0, Finished(0, meta), [Train(1, 0, 0, True, (TrainGroup(0, (7,)),))])
+    with watch(live, out):
+        live.see(10.0, Trained(1, 0, 0), [])
+    assert "replicas 90 % (scoring 90 %)" in out.getvalue()
 
 
 def test_it_is_drawn_a_few_times_a_second(over: LiveRun) -> None:

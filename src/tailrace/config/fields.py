@@ -6,6 +6,7 @@ keys. `accept` is the only place where a value is judged against its field.
 
 from __future__ import annotations
 
+import datetime
 import math
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -31,6 +32,9 @@ from tailrace.config.tree import Config, Section
 
 LARGEST = 10**15  # of anything that is counted or measured; more is a slip, and overflows somewhere
 UNSET = "unset"  # how a person writes None, which TOML has no word for
+HUGE = 10**100
+LONGEST = 80  # characters of a value that are shown
+INSTEAD = {"task.reward": "; write one function that calls the others and adds up what they return"}  # of a list
 
 
 class RefusedError(ValueError):
@@ -96,14 +100,21 @@ def accept(key: str, value: Any) -> Any:
     field = fields()[key]
     if field.optional and value == UNSET:
         return None
-    if isinstance(value, float) and not math.isfinite(value):
-        raise RefusedError(f"{key} is {value}; it wants {wanted(key)}, and a finite one")
-    if isinstance(value, int | float) and abs(value) > LARGEST and key != "run.seed":
-        raise RefusedError(f"{key} is {value:.3g}; it wants {wanted(key)}, and none above {LARGEST:.0e}")
+    if reason := _unusable(key, value):
+        raise RefusedError(f"{key} is {shown(value)}; it wants {wanted(key)}, {reason}")
     try:
         return msgspec.convert(_whole(value, field.kind), field.annotation)
     except msgspec.ValidationError:
         raise RefusedError(f"{key} is {shown(value)}; it wants {wanted(key)}{_meant(key, value)}") from None
+
+
+def _unusable(key: str, value: Any) -> str:
+    """What is wrong with a value that is of the right type and still none that anybody can use."""
+    if not is_number(key) or not isinstance(value, int | float):
+        return ""
+    if not math.isfinite(value):
+        return "and a finite one"
+    return f"and none above {LARGEST:.0e}" if abs(value) > LARGEST and key != "run.seed" else ""
 
 
 def wanted(key: str) -> str:
@@ -128,9 +139,14 @@ def shown(value: Any) -> str:
     """A value as a person would recognise it from a file: true, 'four', a list."""
     if isinstance(value, bool):
         return "true" if value else "false"
-    if isinstance(value, dict):
-        return "a table"
-    return "a list" if isinstance(value, list) else repr(value)
+    if isinstance(value, datetime.date | datetime.time):
+        return "a date or time"
+    if isinstance(value, list | dict):
+        return "a table" if isinstance(value, dict) else "a list"
+    if isinstance(value, int) and abs(value) >= HUGE:
+        return "a number of more than 100 digits"  # Python refuses to write down the longest
+    text = repr(value)
+    return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
 
 
 def _whole(value: Any, kind: Type) -> Any:
@@ -168,6 +184,8 @@ def _range(kind: IntType | FloatType) -> str:
 
 def _meant(key: str, value: Any) -> str:
     field = fields()[key]
+    if isinstance(value, list):
+        return INSTEAD.get(key, "")
     if not isinstance(field.kind, LiteralType) or not isinstance(value, str):
         return ""
     advice = meant(key, value, get_args(field.annotation))

@@ -39,8 +39,11 @@ def read_file(path: str | Path) -> dict[str, Given]:
 
 def anchored(key: str, value: Any, folder: Path) -> Any:
     """A path made absolute, so that it means the same wherever the settings are written to; else the value itself."""
-    is_path = key in PATH_KEYS and isinstance(value, str) and value and not value.startswith(PACKAGE)
-    is_path = is_path or (key in CODE_KEYS and ".py:" in str(value))
+    if not isinstance(value, str) or not value:
+        return value  # what is no text is refused where values are judged
+    is_path = (key in PATH_KEYS and not value.startswith(PACKAGE)) or (key in CODE_KEYS and ".py:" in value)
+    if is_path and "\0" in value:
+        raise ConfigError(f"{key} is {value[:60]!r}, which is no path: it has a zero byte; write one without")
     return str((folder / Path(value).expanduser()).resolve()) if is_path else value
 
 
@@ -126,7 +129,7 @@ def read_toml(text: str) -> dict[str, Any]:
 
 def _bases(path: Path, extends: Any) -> list[Path]:
     names = cast("list[Any]", extends if isinstance(extends, list) else [extends])
-    if not all(isinstance(name, str) and name for name in names):
+    if not all(isinstance(name, str) and name and "\0" not in name for name in names):
         raise ConfigError(f'{path}: extends wants a file name or a list of them; write extends = "base.toml"')
     return [path.parent / name for name in names]
 

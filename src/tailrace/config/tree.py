@@ -171,7 +171,9 @@ class Schedule(Section):
     # how many steps of data may be started ahead of the trainer; unset: half of max_staleness under `drop`, all of it
     # under `wait`, at most 1 for `stream`
     steps_ahead: Amount | None = None
-    max_inflight: Natural = 0  # trajectories in flight over all replicas; 0: one step's worth (trajectory: see kv_fill)
+    # trajectories that are generated at once, over all replicas (not those that judges have); 0: one step's worth
+    # (trajectory: see kv_fill)
+    max_inflight: Natural = 0
     kv_fill: Annotated[float, Meta(gt=0)] = (
         1.5  # trajectory: size of a replica's batch, as a multiple of what its KV holds
     )

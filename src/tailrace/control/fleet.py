@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import Literal
 
 import msgspec
@@ -42,7 +43,8 @@ class Replica(msgspec.Struct):
     waiting: int = 0  # as last reported
     kv_checked: int = 0  # at the last look for repack
     batch: int = 0  # how many samples its present batch began with
-    assigned: dict[TrajectoryId, None] = {}
+    assigned: dict[TrajectoryId, None] = {}  # what it generates, or has waiting
+    scoring: dict[TrajectoryId, bool] = {}  # what judges have there; True: for good, it will not be generated again
     finished_at: float = -1.0  # when a sample last came to a good end
     failures: int = 0  # samples since then that came to a bad end
     failing_since: float = 0.0
@@ -57,6 +59,18 @@ class Replica(msgspec.Struct):
     @property
     def given_up(self) -> bool:
         return self.state in ("quarantined", "departed")
+
+    @property
+    def unfinished(self) -> int:
+        """Samples of which something may still be generated there."""
+        return len(self.assigned) + sum(not final for final in self.scoring.values())
+
+    def holds(self) -> Iterator[TrajectoryId]:
+        return chain(self.assigned, self.scoring)
+
+    def drop(self, id: TrajectoryId) -> None:
+        """It does not have this any more."""
+        del (self.scoring if id in self.scoring else self.assigned)[id]
 
     @property
     def kv_load(self) -> int:
@@ -116,7 +130,7 @@ class Fleet(msgspec.Struct):
         self.hungry.pop(replica.id, None)
         self.moves.pop(replica.id, None)
         replica.reason = reason
-        replica.assigned = {}
+        replica.assigned, replica.scoring = {}, {}
         replica.enter("lost", now)
 
     def fits(self, mean_tokens: float) -> float:

@@ -48,7 +48,7 @@ def deliver_overdue(desk: Desk) -> None:
 
 
 def _cut_short(desk: Desk, group: Group) -> None:
-    """Stop what still runs of a group."""
+    """Stop what replicas still have of a group."""
     homes = {id: desk.ledger.samples[id].replica for id in group.samples}
     by_replica: dict[ReplicaId, list[Assignment]] = {}
     for one in desk.ledger.cut_short(group):
@@ -56,6 +56,6 @@ def _cut_short(desk: Desk, group: Group) -> None:
     for id, samples in by_replica.items():
         replica = desk.fleet.replicas[id]
         for one in samples:
-            del replica.assigned[one.trajectory]
+            replica.drop(one.trajectory)
         desk.send(Cancel(id, replica.incarnation, tuple(samples)))
         desk.touch(replica)

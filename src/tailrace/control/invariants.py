@@ -40,13 +40,19 @@ def _samples_balance(ledger: Ledger) -> None:
     assert ledger.unfinished == sum(group.unfinished for group in ledger.groups.values()), (
         "unfinished samples are counted"
     )
+    scoring = [sample for sample in ledger.samples.values() if sample.state == "scoring"]
+    assert ledger.scoring == len(scoring), "samples that judges have are counted"
+    assert ledger.final == sum(sample.final for sample in ledger.samples.values()), "and those that they have for good"
+    assert all(sample.final <= (sample.state == "scoring") for sample in ledger.samples.values()), (
+        "while they have them"
+    )
     for group in ledger.groups.values():
         _check_group(ledger, group)
 
 
 def _check_group(ledger: Ledger, group: Group) -> None:
     states = [ledger.samples[id].state for id in group.samples]
-    unfinished = states.count("waiting") + states.count("running")
+    unfinished = states.count("waiting") + states.count("running") + states.count("scoring")
     assert unfinished == group.unfinished, f"group {group.id} counts its unfinished samples"
     if group.state != "open":
         assert not unfinished, f"group {group.id} is {group.state} with unfinished samples"
@@ -55,15 +61,20 @@ def _check_group(ledger: Ledger, group: Group) -> None:
 
 
 def _every_sample_has_one_place(ledger: Ledger, fleet: Fleet) -> None:
-    held = {id: replica.id for replica in fleet.replicas.values() for id in replica.assigned}
-    running = {s.id: s.replica for s in ledger.samples.values() if s.state == "running"}
-    assert held == running, "replicas hold exactly the running samples"
-    assert len(held) == sum(len(r.assigned) for r in fleet.replicas.values()), "no sample is on two replicas"
-    waiting = {s.id for s in ledger.samples.values() if s.state == "waiting"}
+    replicas, samples = fleet.replicas.values(), ledger.samples.values()
+    generated = {id: replica.id for replica in replicas for id in replica.assigned}
+    scored = {id: replica.id for replica in replicas for id in replica.scoring}
+    finals = {id: final for replica in replicas for id, final in replica.scoring.items()}
+    assert finals == {s.id: s.final for s in samples if s.state == "scoring"}, "both books say what is final"
+    assert generated == {s.id: s.replica for s in samples if s.state == "running"}, "they generate what is running"
+    assert scored == {s.id: s.replica for s in samples if s.state == "scoring"}, "their judges have what is scored"
+    held = sum(len(replica.assigned) + len(replica.scoring) for replica in replicas)
+    assert held == len(generated) + len(scored), "no sample is on two replicas"
+    waiting = {s.id for s in samples if s.state == "waiting"}
     assert waiting == set(ledger.waiting), "the waiting list holds exactly the waiting samples"
     assert all(ledger.samples[id].replica == NOWHERE for id in waiting), "who waits has no replica"
-    assert all(r.live or not r.assigned for r in fleet.replicas.values()), "the dead hold nothing"
-    assert fleet.live == sum(r.live for r in fleet.replicas.values()), "live replicas are counted"
+    assert all(r.live or not (r.assigned or r.scoring) for r in replicas), "the dead hold nothing"
+    assert fleet.live == sum(r.live for r in replicas), "live replicas are counted"
 
 
 def _staleness_is_bounded(config: Config, ledger: Ledger, training: Training) -> None:

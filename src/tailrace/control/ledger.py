@@ -1,8 +1,9 @@
 """Which state every prompt, sample and group is in: the account that must always balance.
 
     prompt:  pooled -> opened as a group
-    sample:  waiting -> running -> done            running -> waiting when its replica is lost or releases it
-                                \\-> failed         after its last attempt
+    sample:  waiting -> running <-> scoring        scoring: nothing of it is generated, a judge has its turn
+             running | scoring -> done | failed    failed: after its last attempt
+             running | scoring -> waiting          when its replica is lost or releases it
     group:   open -> ready -> training -> trained -> forgotten (once a checkpoint covers it)
                  \\-> dropped (too stale: its prompt is pooled again) | failed (too few samples survived)
                  \\-> filtered (all samples got the same reward: there is nothing to learn from it)
@@ -15,6 +16,7 @@ Owned by the plane; nothing outside `control` writes to it. It promises that a g
 from __future__ import annotations
 
 from collections.abc import Iterable
+from math import inf
 from typing import Literal
 
 import msgspec
@@ -32,9 +34,11 @@ class Sample(msgspec.Struct, gc=False):
 
     id: TrajectoryId
     group: GroupId
-    state: Literal["waiting", "running", "done", "failed"] = "waiting"
+    state: Literal["waiting", "running", "scoring", "done", "failed"] = "waiting"
     replica: ReplicaId = NOWHERE
     epoch: int = 0  # grows with every assignment: what older assignments still send is ignored
+    turn: int = 0  # the newest that was heard of in this assignment: what is said of earlier ones comes late
+    final: bool = False  # scoring: nothing more of it will be generated
     failures: int = 0
     tokens: int = 0  # of the prefix in the vault, or in all
     oldest: Version = NONE  # of its tokens; NONE: nothing of it exists
@@ -52,6 +56,7 @@ class Group(msgspec.Struct, gc=False):
     opened_at: float
     state: Literal["open", "ready", "training"] = "open"
     oldest: Version = NONE
+    round: int = 0  # of the schedules that have rounds
 
 
 class Tally(msgspec.Struct, gc=False):
@@ -79,7 +84,9 @@ class Ledger(msgspec.Struct):
     by_opening: Fifo[GroupId] = msgspec.field(default_factory=Fifo[GroupId])
     tally: Tally = msgspec.field(default_factory=Tally)
     open_groups: int = 0
-    unfinished: int = 0  # samples that wait or run
+    unfinished: int = 0  # samples that wait, run or are being scored
+    scoring: int = 0  # samples that judges have
+    final: int = 0  # and of which nothing more will be generated
     finished_samples: int = 0
     finished_tokens: int = 0  # prompts included
     next_group: GroupId = 0
@@ -92,11 +99,11 @@ class Ledger(msgspec.Struct):
             self.pool.push(prompt)
             self.received += 1
 
-    def open_group(self, now: float, size: int) -> Group:
+    def open_group(self, now: float, size: int, round: int = 0) -> Group:
         """Take the next prompt and make its samples; they wait for a replica."""
         first = self.next_sample
         ids = list(range(first, first + size))
-        group = Group(self.next_group, self.pool.pop(), ids, size, now)
+        group = Group(self.next_group, self.pool.pop(), ids, size, now, round=round)
         self.next_group += 1
         self.next_sample += size
         self.groups[group.id] = group
@@ -118,6 +125,7 @@ class Ledger(msgspec.Struct):
         sample.state = "running"
         sample.replica = replica
         sample.epoch += 1
+        sample.turn = 0
         resume = sample.oldest != NONE
         if not resume:
             sample.oldest = version
@@ -144,15 +152,39 @@ class Ledger(msgspec.Struct):
             del self.open_by_oldest[group.oldest]
 
     def current(self, id: TrajectoryId, epoch: int) -> Sample | None:
-        """The sample, if it is running under this very assignment; None for anything late or doubled."""
+        """The sample, if a replica has it under this very assignment; None for anything late or doubled."""
         sample = self.samples.get(id)
-        if sample is None or sample.epoch != epoch or sample.state != "running":
+        if sample is None or sample.epoch != epoch or sample.state not in ("running", "scoring"):
             return None
         return sample
 
+    def start_scoring(self, sample: Sample, turn: int, final: bool) -> bool:
+        """A judge has this turn of a sample that a replica has; False if that is known, or was long ago."""
+        if turn < sample.turn or (turn == sample.turn and sample.state == "scoring"):
+            return False
+        self._stop_scoring(sample, "running")
+        sample.state, sample.turn, sample.final = "scoring", turn, final
+        self.scoring += 1
+        self.final += final
+        return True
+
+    def begin_turn(self, sample: Sample, turn: int) -> bool:
+        """A sample that a replica has is being generated again; False if no judge was known to have it."""
+        if turn <= sample.turn:
+            return False
+        sample.turn = turn
+        return self._stop_scoring(sample, "running")
+
+    def _stop_scoring(self, sample: Sample, state: Literal["waiting", "running", "done", "failed"]) -> bool:
+        was_scoring = sample.state == "scoring"
+        self.scoring -= was_scoring
+        self.final -= sample.final
+        sample.state, sample.final = state, False
+        return was_scoring
+
     def unassign(self, sample: Sample) -> None:
         """Its replica has it no longer: it waits for another, keeping the prefix that the vault has."""
-        sample.state = "waiting"
+        self._stop_scoring(sample, "waiting")
         sample.replica = NOWHERE
         self.waiting[sample.id] = None
 
@@ -171,6 +203,15 @@ class Ledger(msgspec.Struct):
         self.finished_tokens += meta.tokens + self.groups[sample.group].prompt.tokens
 
     @property
+    def generated(self) -> bool:
+        """Nothing that was begun is left to generate, though some of it may not be scored yet."""
+        return self.unfinished == self.final
+
+    @property
+    def oldest_open_round(self) -> float:
+        return min((group.round for group in self.groups.values() if group.state == "open"), default=inf)
+
+    @property
     def mean_tokens(self) -> float:
         """Mean length of what has been finished so far; 0 while nothing has."""
         return self.finished_tokens / self.finished_samples if self.finished_samples else 0.0
@@ -186,7 +227,7 @@ class Ledger(msgspec.Struct):
             self._end_sample(sample, "failed")
 
     def _end_sample(self, sample: Sample, state: Literal["done", "failed"]) -> None:
-        sample.state = state
+        self._stop_scoring(sample, state)
         sample.replica = NOWHERE
         self.waiting.pop(sample.id, None)
         self.groups[sample.group].unfinished -= 1
@@ -212,15 +253,15 @@ class Ledger(msgspec.Struct):
         return [self.samples[id].reward for id in self.survivors(group)]
 
     def cut_short(self, group: Group) -> list[Assignment]:
-        """End every unfinished sample of a group; returns the running ones, to be cancelled, as assignments."""
-        running: list[Assignment] = []
+        """End every unfinished sample of a group; returns those that replicas have, to be cancelled, as assignments."""
+        assigned: list[Assignment] = []
         for id in group.samples:
             sample = self.samples[id]
-            if sample.state == "running":
-                running.append(Assignment(id, sample.epoch))
-            if sample.state in ("running", "waiting"):
+            if sample.state in ("running", "scoring"):
+                assigned.append(Assignment(id, sample.epoch))
+            if sample.state in ("running", "scoring", "waiting"):
                 self._end_sample(sample, "failed")
-        return running
+        return assigned
 
     # ---------------------------------------------------------------------------------------------------- endings
 

@@ -13,7 +13,7 @@ from tailrace.types import ReplicaId, TrajectoryId
 def consider(desk: Desk) -> None:
     """Empty replicas whose work fits elsewhere, if there is other work that they could start instead."""
     ready = list(desk.fleet.ready())
-    views = [_view(desk, replica) for replica in ready if replica.assigned]
+    views = [_view(desk, replica) for replica in ready if replica.unfinished]
     for replica in ready:
         replica.kv_checked = replica.kv_tokens
     if desk.admits() <= 0:
@@ -29,7 +29,7 @@ def consider(desk: Desk) -> None:
 
 def _view(desk: Desk, r: Replica) -> repack.View:
     limit = int(r.kv_capacity * desk.config.repack.kv_threshold)
-    return repack.View(r.id, r.version, r.kv_load, r.kv_checked, limit, len(r.assigned), r.waiting, r.batch, r.roofline)
+    return repack.View(r.id, r.version, r.kv_load, r.kv_checked, limit, r.unfinished, r.waiting, r.batch, r.roofline)
 
 
 def parked(desk: Desk, event: Parked) -> None:
@@ -43,7 +43,7 @@ def parked(desk: Desk, event: Parked) -> None:
     for meta in event.samples:
         sample = desk.ledger.current(meta.id, meta.epoch)
         if sample is not None and sample.replica == replica.id:
-            del replica.assigned[sample.id]
+            replica.drop(sample.id)
             desk.ledger.keep_prefix(sample, meta)
             desk.ledger.unassign(sample)
             samples.append(sample.id)
@@ -67,4 +67,4 @@ def _fits(desk: Desk, ids: list[TrajectoryId], replica: Replica, source: Replica
         return False
     kv = replica.kv_load + sum(work.kv_size(desk, id) for id in ids)
     room = kv <= replica.kv_capacity * desk.config.repack.kv_threshold
-    return room and len(replica.assigned) + len(ids) <= replica.roofline
+    return room and replica.unfinished + len(ids) <= replica.roofline

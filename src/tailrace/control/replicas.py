@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from tailrace.control import groups, health, weights
 from tailrace.control.fleet import Replica
 from tailrace.control.ledger import Sample
@@ -10,12 +12,15 @@ from tailrace.protocol import (
     Assignment,
     Cancel,
     Finished,
+    GenerationResumed,
     GiveUp,
+    JudgedTurn,
     Progressed,
     PullFailed,
     ReplicaJoined,
     ReplicaLost,
     SampleFailed,
+    ScoringStarted,
     WeightsLoaded,
 )
 
@@ -39,9 +44,9 @@ def _reconcile(desk: Desk, replica: Replica, held: tuple[Assignment, ...]) -> No
     if stray:
         desk.send(Cancel(replica.id, replica.incarnation, tuple(stray)))
     kept = {one.trajectory for one in held} - {one.trajectory for one in stray}
-    missing = [id for id in replica.assigned if id not in kept]
+    missing = [id for id in replica.holds() if id not in kept]
     for id in missing:
-        del replica.assigned[id]
+        replica.drop(id)
         ledger.unassign(ledger.samples[id])
 
 
@@ -63,7 +68,7 @@ def lost(desk: Desk, event: ReplicaLost) -> None:
 def lose(desk: Desk, replica: Replica, reason: str) -> None:
     """Its samples wait for another replica; it is started again after a pause."""
     weights.end_pull(desk, replica)
-    for id in replica.assigned:
+    for id in replica.holds():
         desk.ledger.unassign(desk.ledger.samples[id])
     desk.fleet.lose(desk.now, replica, reason)
     health.plan_restart(desk.config.health, desk.now, replica)
@@ -77,6 +82,32 @@ def progressed(desk: Desk, event: Progressed) -> None:
         replica.kv_tokens = event.kv_tokens
         replica.waiting = event.waiting
         replica.pledged = 0
+
+
+def scoring_started(desk: Desk, event: ScoringStarted) -> None:
+    """What a judge has takes no place among what is generated: there is room for more."""
+    for replica, sample, one in _turns(desk, event):
+        if desk.ledger.start_scoring(sample, one.turn, one.final):
+            replica.assigned.pop(sample.id, None)
+            replica.scoring[sample.id] = one.final
+            desk.touch(replica)
+
+
+def generation_resumed(desk: Desk, event: GenerationResumed) -> None:
+    """Perhaps the replica has more to generate now than its batch: it is given nothing until that is over."""
+    for replica, sample, one in _turns(desk, event):
+        if desk.ledger.begin_turn(sample, one.turn):
+            del replica.scoring[sample.id]
+            replica.assigned[sample.id] = None
+
+
+def _turns(desk: Desk, event: ScoringStarted | GenerationResumed) -> Iterator[tuple[Replica, Sample, JudgedTurn]]:
+    """Those of the event that this incarnation of the replica has under these assignments."""
+    replica = desk.fleet.current(event.replica, event.incarnation)
+    for one in event.samples:
+        sample = desk.ledger.current(one.trajectory, one.epoch)
+        if replica is not None and sample is not None and sample.replica == replica.id:
+            yield replica, sample, one
 
 
 def finished(desk: Desk, event: Finished) -> None:
@@ -121,7 +152,7 @@ def quarantine(desk: Desk, replica: Replica, reason: str) -> None:
 
 def _detach(desk: Desk, sample: Sample) -> Replica:
     replica = desk.fleet.replicas[sample.replica]
-    del replica.assigned[sample.id]
+    replica.drop(sample.id)
     desk.touch(replica)
     return replica
 

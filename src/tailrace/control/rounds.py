@@ -1,6 +1,10 @@
 """Schedules with a barrier (`sync`, `one_step`, `stream`): the whole fleet generates one step's groups at a time.
 
-round:  all replicas pull -> groups opened and shared evenly -> all complete -> next round
+round:  all replicas pull -> groups opened and shared evenly -> all generated -> next round
+
+The barrier is one of generation: what judges still have of a round does not keep replicas from the next one. A step
+waits for the whole of its own round (`sampling.pick`), so where the next round needs that step, it waits for the judges
+as well.
 """
 
 from __future__ import annotations
@@ -16,19 +20,27 @@ def advance(desk: Desk) -> None:
     if round.running and not round.to_open and not ledger.open_groups:
         round.running = False
         round.number += 1
-    if not round.running and _fleet_is_at(desk, _version(desk)):
+    if not round.running and _fleet_is_at(desk, _version(desk, round.number)):
         round.running = True
+        round.to_open += desk.config.workload.prompts_per_step
+    elif _is_generated(desk) and _fleet_is_at(desk, _version(desk, round.number + 1)):
+        round.number += 1
         round.to_open += desk.config.workload.prompts_per_step
     if round.running:
         while round.to_open and len(ledger.pool):
-            ledger.open_group(desk.now, desk.config.workload.group_size)
+            ledger.open_group(desk.now, desk.config.workload.group_size, round.number)
             round.to_open -= 1
         _spread_waiting(desk)
 
 
-def _version(desk: Desk) -> Version:
-    """The oldest version that the present round may be generated under."""
-    wanted = max(0, desk.state.round.number - desk.traits.behind)
+def _is_generated(desk: Desk) -> bool:
+    """Of the round that is running, only judges still have something."""
+    return desk.state.round.running and not desk.state.round.to_open and desk.ledger.generated
+
+
+def _version(desk: Desk, number: int) -> Version:
+    """The oldest version that this round may be generated under."""
+    wanted = max(0, number - desk.traits.behind)
     return wanted - wanted % desk.config.schedule.publish_every
 
 
@@ -49,7 +61,7 @@ def _spread_waiting(desk: Desk) -> None:
     waiting = list(desk.ledger.waiting)
     if not waiting:
         return
-    version = _version(desk)
+    version = _version(desk, desk.state.round.number)
     _bring_up(desk, version)
     ready = [replica for replica in desk.fleet.ready() if replica.version >= version]
     total = len(waiting) + sum(len(replica.assigned) for replica in ready)

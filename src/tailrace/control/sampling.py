@@ -10,6 +10,8 @@ lets the trainer wait for what is due now, so nothing is thrown away.
 
 from __future__ import annotations
 
+from math import inf
+
 import msgspec
 
 from tailrace.config.tree import Config
@@ -48,16 +50,24 @@ def admission_limit(config: Config, lag: int = 0) -> int:
 
 
 def pick(
-    config: Config, ledger: Ledger, version: Version, wanted: int, left_in_step: int, as_opened: bool = False
+    config: Config,
+    ledger: Ledger,
+    version: Version,
+    wanted: int,
+    left_in_step: int,
+    as_opened: bool = False,
+    by_round: bool = False,
 ) -> Picked:
     """Choose `wanted` groups for a step on top of `version`; `left_in_step` counts the places that step still has.
 
     `as_opened`: behind a barrier all of a step's groups are there, so the order in which they finished need not matter,
-    and the same run makes the same mini-batches every time.
+    and the same run makes the same mini-batches every time. `by_round`: earlier rounds go first, and nothing is taken
+    of one as long as an earlier one is not complete, so that each step trains its own.
     """
     bound = version - config.schedule.max_staleness  # the oldest version that may still be trained on
     ready = [ledger.groups[id] for id in (sorted(ledger.ready) if as_opened else ledger.ready)]
-    fresh = [group for group in ready if group.oldest >= bound]
+    last = ledger.oldest_open_round if by_round else inf
+    fresh = [group for group in ready if group.oldest >= bound and group.round <= last]
     stale = [group for group in ready if group.oldest < bound]
     if len(fresh) < wanted:
         return Picked([], stale)
@@ -68,6 +78,8 @@ def pick(
             return Picked([], stale)
     elif config.schedule.order == "freshest":
         fresh.sort(key=lambda group: -group.oldest)
+    elif by_round:
+        fresh.sort(key=lambda group: group.round)
     return Picked(fresh[:wanted], stale)
 
 

@@ -43,7 +43,8 @@ def _counted(number: int, noun: str) -> str:
 
 def _train_on_picked(desk: Desk, wanted: int, left: int) -> None:
     ledger, training = desk.ledger, desk.training
-    picked = sampling.pick(desk.config, ledger, training.version, wanted, left, as_opened=not desk.traits.streams)
+    as_opened, by_round = not desk.traits.streams, desk.traits.rounds
+    picked = sampling.pick(desk.config, ledger, training.version, wanted, left, as_opened, by_round)
     for group in picked.stale:
         groups.end(desk, group, "stale")
     if picked.groups:

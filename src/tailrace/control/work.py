@@ -17,7 +17,8 @@ def settle(desk: Desk, replica: Replica) -> None:
     """A replica pulls when there is something newer for it, else takes more work.
 
     Where trajectories keep their version, one that has work and could pull takes nothing more: it runs out, or repack
-    empties it, and then it pulls. Where versions come about as fast as it can pull, it uses each that it has pulled: it
+    empties it, and then it pulls. What only waits for its score is no work of its: that goes on beside the pull. Where
+    versions come about as fast as it can pull, it uses each that it has pulled: it
     would do nothing but pull otherwise.
     """
     if replica.state != "ready":
@@ -26,7 +27,7 @@ def settle(desk: Desk, replica: Replica) -> None:
     outdated = version > replica.version
     if outdated and replica.use_first and _feed(desk, replica):
         return
-    if outdated and replica.assigned and not desk.traits.interrupts:
+    if outdated and replica.unfinished and not desk.traits.interrupts:
         return
     if outdated and weights.pull(desk, replica, version):
         return
@@ -70,7 +71,7 @@ def _open_groups(desk: Desk, room: int, whole: int, lag: int) -> list[Trajectory
 
 
 def quota(desk: Desk) -> int:
-    """Samples that one replica should have in hand: its share of a step, or as many as keep its KV cache full.
+    """Samples that one replica should be generating: its share of a step, or as many as keep its KV cache full.
 
     A batch drains while it is generated, so the cache stays full only if some samples have to wait at first. A schedule
     that interrupts pays for everything in flight at every update: there the share is enough.
@@ -81,7 +82,8 @@ def quota(desk: Desk) -> int:
     share = ceil(config.workload.trajectories_per_step / live)
     if desk.traits.interrupts:
         return max(1, share)
-    under_way = desk.ledger.unfinished + max(0, desk.admits()) * config.workload.group_size
+    to_generate = desk.ledger.unfinished - desk.ledger.scoring
+    under_way = to_generate + max(0, desk.admits()) * config.workload.group_size
     most = under_way // live  # where admission is what limits, a larger batch here would leave others without work
     full = int(config.schedule.kv_fill * desk.fleet.fits(desk.ledger.mean_tokens))
     return max(1, share, min(full, most))
@@ -99,7 +101,7 @@ def place_waiting(desk: Desk) -> None:
 
 def peers(desk: Desk, version: Version) -> list[Replica]:
     """Replicas that are generating under a version, or could."""
-    return [r for r in desk.fleet.ready() if r.version == version and (r.assigned or desk.traits.interrupts)]
+    return [r for r in desk.fleet.ready() if r.version == version and (r.unfinished or desk.traits.interrupts)]
 
 
 def place(desk: Desk, ids: list[TrajectoryId], candidates: list[Replica]) -> None:

@@ -53,6 +53,9 @@ class EmulatedEngine:
         self._batch: dict[TrajectoryId, _Sequence] = {}  # in the order of admission
         self._groups: dict[GroupId, int] = {}  # how many samples of a group have their KV here
         self._kept: dict[TrajectoryId, int] = {}  # KV of finished turns, oldest first, while nobody needs the room
+        self._ended: list[
+            Sampled
+        ] = []  # were complete when they came: whoever had them was lost before they were scored
         self._kv = 0
         self._counters = Counters()
 
@@ -60,19 +63,25 @@ class EmulatedEngine:
 
     def submit(self, job: Job) -> None:
         assert job.id not in self._batch, "a sequence is submitted once, until it has finished or is withdrawn"
-        self._waiting.append(_Sequence(job, *self._end_of_turn(job)))
+        tokens, finish = self._end_of_turn(job)
+        if tokens:
+            self._waiting.append(_Sequence(job, tokens, finish))
+        else:
+            self._ended.append(Sampled(job.id, (), (), finish))
 
     def step(self) -> list[Sampled]:
+        ended, self._ended = self._ended, []
         self._make_room()
         seconds = self._admit()
         if not self._batch:
-            return []
+            return ended
         steps = self._steps_within(SLICE_S - seconds)
         self._take(seconds + self._decode_seconds(steps))
-        return self._advance(steps)
+        return ended + self._advance(steps)
 
     def withdraw(self, ids: Iterable[TrajectoryId]) -> list[Job]:
         wanted = set(ids)
+        self._ended = [sampled for sampled in self._ended if sampled.id not in wanted]
         running = [sequence for id, sequence in self._batch.items() if id in wanted]
         for sequence in running:
             self._free(sequence)
@@ -223,7 +232,7 @@ class EmulatedEngine:
         """How many tokens are to be sampled now, and why no more."""
         lengths = self._lengths.group(job.group, self._group_size)
         left = lengths[job.id % self._group_size] - (len(job.tokens) - job.prompt_tokens)
-        return (job.max_tokens, "length") if job.max_tokens < left else (max(1, left), "stop")
+        return (job.max_tokens, "length") if job.max_tokens < left else (max(0, left), "stop")
 
     def _job_so_far(self, sequence: _Sequence) -> Job:
         job = sequence.job

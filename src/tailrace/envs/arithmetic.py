@@ -37,6 +37,7 @@ class Arithmetic:
     """The task itself, see `envs.base.Task`."""
 
     trusted = True  # `respond` compares two numbers
+    single_turn = True
 
     def __init__(self, options: dict[str, Any], seed: int, held_out: int) -> None:
         self.options = _checked(options)

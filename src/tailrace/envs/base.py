@@ -11,7 +11,12 @@ from typing import Any, Literal, Protocol
 
 from tailrace.types import Row, Struct
 
-__all__ = ["Answer", "Faulted", "Observed", "Row", "Scored", "Task", "Turn"]
+__all__ = ["UNSCORED", "Answer", "Faulted", "Observed", "Row", "Scored", "Task", "Turn"]
+
+UNSCORED = (
+    "the tokens were used up before the task scored it; give the task a method score(row, transcript) for such an "
+    "episode, or raise workload.max_completion_tokens"
+)
 
 
 class Turn(Struct):
@@ -58,5 +63,9 @@ class Task(Protocol):
         ...
 
     def respond(self, row: Row, transcript: tuple[Turn, ...]) -> Scored | Observed:
-        """What follows the policy's last turn. May raise or hang: it runs where that does no harm."""
+        """What follows the policy's last turn, with which the transcript ends. May raise or hang: it runs where that
+        does no harm."""
         ...
+
+    # And, where `respond` gives observations: score(row, transcript) -> Scored, of an episode that has no tokens for
+    # another turn. Its transcript ends with the last observation, or with as much of it as fitted.

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from tailrace.config.errors import ConfigError
-from tailrace.envs.base import Answer, Faulted, Observed, Row, Scored, Task, Turn
+from tailrace.envs.base import UNSCORED, Answer, Faulted, Observed, Row, Scored, Task, Turn
 from tailrace.envs.imports import described
 from tailrace.envs.judge_wire import Frames, Judged, Question, Ready, Refused, Setup, frame
 from tailrace.envs.rewards import RewardError, finite
@@ -47,22 +47,28 @@ def main() -> None:
 def answer_to(task: Task, row: Row, transcript: tuple[Turn, ...]) -> Answer:
     """What the task says, or the reason why it says nothing."""
     try:
-        return _checked(task.respond(row, transcript))
+        ended = transcript[-1].role != "policy"  # the budget ended it: there is nobody left to answer
+        return _checked(_last_score(task, row, transcript) if ended else task.respond(row, transcript))
     except RewardError as error:
         return Faulted(str(error))
     except (Exception, SystemExit) as error:  # the border to the user's code
         return Faulted(f"the reward raised {described(error)}")
 
 
-def _checked(answer: Any) -> Scored | Observed:
+def _checked(answer: Any) -> Answer:
     """A class of the user's may answer anything, with any kind of number in it."""
     if isinstance(answer, Scored):
         return Scored(finite(answer.reward, "the task scored", answer.reward))
-    if not isinstance(answer, Observed):
+    if not isinstance(answer, Answer):
         raise RewardError(f"the task answered {type(answer).__name__} instead of Scored or Observed")
-    if not isinstance(answer.text, str):
+    if isinstance(answer, Observed) and not isinstance(answer.text, str):
         raise RewardError(f"the task answered Observed with {type(answer.text).__name__} instead of text")
     return answer
+
+
+def _last_score(task: Task, row: Row, transcript: tuple[Turn, ...]) -> Answer:
+    score = getattr(task, "score", None)
+    return Faulted(UNSCORED) if score is None else score(row, transcript)
 
 
 def _take_channel() -> tuple[int, int]:

@@ -18,7 +18,7 @@ from tailrace.envs.base import Answer, Faulted, Row, Turn
 from tailrace.envs.judge import answer_to
 from tailrace.envs.judge_process import START_S, JudgeProcess, wait_for
 from tailrace.envs.judge_wire import Judged, Question, Ready, Refused
-from tailrace.envs.tasks import build_task
+from tailrace.envs.tasks import build_task, may_go_on
 from tailrace.watchdog import is_stopped
 
 AHEAD_S = 0.05  # work that a judge is given ahead, by the time its answers have taken
@@ -139,12 +139,14 @@ class Judges:
         if not self._trusted:
             self._judges += [Judge(self.config, self.timeout_s) for _ in range(self.workers - len(self._judges))]
 
-    def ask(self, key: Any, row: Row, transcript: tuple[Turn, ...]) -> None:
+    def ask(self, key: Any, row: Row, transcript: tuple[Turn, ...]) -> bool:
+        """Returns whether the answer is certain to end the episode."""
         if self._trusted:
             self._done.append((key, answer_to(self.task, row, transcript)))
-            return
-        self._queue.append(Asked(key, Question(next(self._ids), row, transcript)))
-        self._hand_out()
+        else:
+            self._queue.append(Asked(key, Question(next(self._ids), row, transcript)))
+            self._hand_out()
+        return not may_go_on(self.task, transcript)
 
     def poll(self, timeout_s: float = 0.0) -> list[tuple[Any, Answer]]:
         """Answers, each once. Waits until there is one, but never when nothing is outstanding."""

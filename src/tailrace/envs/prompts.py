@@ -15,7 +15,7 @@ import msgspec
 from tailrace.config.errors import ConfigError
 from tailrace.config.tree import Config
 from tailrace.envs.base import Row, Task
-from tailrace.envs.rendering import Rendering, Tokens
+from tailrace.envs.rendering import Rendering
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -39,9 +39,6 @@ class Prompts:
         """Rows that are never trained on; their ids are below 0, so that they are nobody's place."""
         rows = self.task.held_out()
         return [self._rendered(-1 - number, row, f"held-out row {number + 1}") for number, row in enumerate(rows)]
-
-    def observation_tokens(self, text: str, after: Tokens = ()) -> Tokens:
-        return self.rendering.observation_tokens(text, after)
 
     def check(self, indices: range) -> None:
         """Render the first of these training rows, and the longest of them and of the held-out ones: what is too long,

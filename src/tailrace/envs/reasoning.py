@@ -37,6 +37,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 class ReasoningGym:
     """The task itself, see `envs.base.Task`."""
 
+    single_turn = True
+
     def __init__(self, options: dict[str, Any], seed: int, held_out: int) -> None:
         own = {name: value for name, value in options.items() if name in Options.__struct_fields__}
         self.options = _converted(own)

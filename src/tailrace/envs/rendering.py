@@ -2,12 +2,14 @@
 
 Token in, token out: what the policy sampled is never turned into text and back. An observation is tokenised alone,
 together with the words of the template that stand between the end of an assistant's turn and the start of its next.
-Used by `prompts.py` in the controller and by the episodes of a replica. No tensor library is needed.
+Whoever judges a transcript gets the other direction: text without the template's words, from the tokens alone, so that
+an episode can be taken up anywhere. Used by `prompts.py` in the controller and by the episodes of a replica. No tensor
+library is needed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +55,37 @@ class Rendering:
         closed = tokens and after and after[-1] == tokens[0] and tokens[0] in self._ends
         return tokens[1:] if closed else tokens  # the policy has ended its turn with the template's own token
 
+    def observation_text(self, tokens: Sequence[int]) -> str:
+        """What `observation_tokens` was given for these; of those that were cut at their end, as much as they show."""
+        before, behind = self._decoded_glue
+        opening = self._marked[0]
+        missing = opening in self._ends and tokens[:1] != (opening,)  # it was the policy's own last token
+        text = self._decoded((opening, *tokens) if missing else tokens)
+        if before.startswith(text):
+            return ""
+        text = text.removeprefix(before)
+        return text.removesuffix(behind) if text.endswith(behind) else _without_beginning_of(behind, text)
+
+    def turn_text(self, tokens: Sequence[int], ends: Container[int] = ()) -> str:
+        """What the policy wrote, without the token that ended its turn (one of `ends`) and other special ones."""
+        said = list(tokens[:-1] if tokens and tokens[-1] in ends else tokens)
+        return str(self.tokenizer.decode(said, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    @cached_property
+    def _marked(self) -> Tokens:
+        """An observation that is only a mark."""
+        before, behind = self._glue
+        return self._tokens(before + OBSERVATION + behind)
+
+    @cached_property
+    def _decoded_glue(self) -> tuple[str, str]:
+        """The words around an observation as they come back from tokens: a tokenizer may add or drop a space there."""
+        before, found, behind = self._decoded(self._marked).partition(OBSERVATION)
+        return (before, behind) if found else self._glue
+
+    def _decoded(self, tokens: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
     @cached_property
     def _glue(self) -> tuple[str, str]:
         if not self.chat:
@@ -90,6 +123,12 @@ class Rendering:
     def _tokens(self, text: str) -> Tokens:
         """Without the tokenizer's own start token: a template writes what it wants."""
         return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])  # type: ignore[arg-type]
+
+
+def _without_beginning_of(behind: str, text: str) -> str:
+    """A text that was cut, perhaps in the middle of what follows it, or in the middle of a letter."""
+    size = next((size for size in range(len(behind), 0, -1) if text.endswith(behind[:size])), 0)
+    return text[: len(text) - size].rstrip("\ufffd")
 
 
 def _message(role: str, content: str) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """The user's reward function: found by its path, called by the signature it has, its result checked.
 
-`task.reward` is `module:function` or `file.py:function`. Which of the known signatures a function has is told by the
-names of its parameters, so functions written for TRL, verl or verifiers work as they are. `load_reward` runs what the
-user has written, so it belongs into a judge, where that can do no harm.
+`task.reward` is `module:function` or `file.py:function`. Which of the known signatures a function has, its own, TRL's,
+verl's or verifiers', is told by the names of its parameters. `load_reward` runs what the user has written, so it
+belongs into a judge, where that can do no harm.
 """
 
 from __future__ import annotations

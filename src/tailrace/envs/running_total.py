@@ -40,6 +40,7 @@ class RunningTotal:
     """The task itself, see `envs.base.Task`."""
 
     trusted = True  # `respond` compares two words: it cannot hang, so it needs no process of its own
+    single_turn = True
 
     def __init__(self, options: dict[str, Any], seed: int) -> None:
         self.options = _checked(options)

@@ -36,6 +36,15 @@ def build_task(config: Config) -> Task:
     return task
 
 
+def may_go_on(task: Task, transcript: tuple[Turn, ...]) -> bool:
+    """Whether the task may answer with an observation, as far as that can be told without asking it."""
+    if transcript[-1].role == "environment":
+        return False
+    if isinstance(task, ToolUse):
+        return task.call_in(transcript) is not None or may_go_on(task.task, transcript)
+    return not getattr(task, "single_turn", False)
+
+
 def prepare(task: Task, row: Row | None = None) -> None:
     """Do now what the first `respond` would have to do, so that settings are refused before a sample needs them."""
     inner = task.task if isinstance(task, ToolUse) else task
@@ -45,6 +54,8 @@ def prepare(task: Task, row: Row | None = None) -> None:
 
 class OwnTask:
     """The user's rows and reward; see `envs.base.Task`."""
+
+    single_turn = True  # a reward gives no observations
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -73,6 +84,8 @@ class OwnTask:
 
     def respond(self, row: Row, transcript: tuple[Turn, ...]) -> Scored:
         return Scored(self.reward(row, transcript))
+
+    score = respond  # a reward sees the whole transcript, however it ends
 
 
 def folders(settings: Settings) -> tuple[Path, ...]:

@@ -51,11 +51,21 @@ class ToolUse:
         return self.task.held_out()
 
     def respond(self, row: Row, transcript: tuple[Turn, ...]) -> Scored | Observed:
-        call = last_between(transcript[-1].text, CALL, CALL_END)
+        call = self.call_in(transcript)
+        return self.task.respond(row, transcript) if call is None else Observed(self.tool(call.strip()))
+
+    def call_in(self, transcript: tuple[Turn, ...]) -> str | None:
+        """The call that the last turn is to be answered to, if it has one and another turn may follow."""
         turns = sum(turn.role == "policy" for turn in transcript)
-        if call is not None and turns < self.max_turns:
-            return Observed(self.tool(call.strip()))
-        return self.task.respond(row, transcript)
+        return last_between(transcript[-1].text, CALL, CALL_END) if turns < self.max_turns else None
+
+    def score(self, row: Row, transcript: tuple[Turn, ...]) -> Scored | Observed:
+        """No tokens are left to read a result in: what the policy said last is its answer."""
+        score = getattr(self.task, "score", None)
+        if score is not None:
+            return score(row, transcript)
+        said = max(place for place, turn in enumerate(transcript) if turn.role == "policy")
+        return self.task.respond(row, transcript[: said + 1])
 
 
 def make_tool(name: str, timeout_s: float, weak: bool = False) -> Tool:

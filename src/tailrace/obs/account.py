@@ -8,8 +8,8 @@ is given to the trainer or forgotten: memory follows what is in flight, not the 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -21,12 +21,15 @@ from tailrace.protocol import (
     Finished,
     Forget,
     Generate,
+    GenerationResumed,
+    JudgedTurn,
     Parked,
     Release,
     ReplicaJoined,
     ReplicaLost,
     Request,
     SampleFailed,
+    ScoringStarted,
     Train,
     Trained,
     TrainerJoined,
@@ -42,7 +45,9 @@ class Sample(msgspec.Struct, gc=False):
     epoch: int
     replica: ReplicaId
     prompt_tokens: int
-    running: bool = True
+    running: bool = True  # a replica has it
+    scoring: bool = False  # and its judge does
+    turn: int = 0
     tokens: int = 0
     oldest: Version = 0
     reward: float | None = None
@@ -105,6 +110,13 @@ class StepRecord(msgspec.Struct, frozen=True):
     staleness: Staleness
 
 
+class Load(NamedTuple):
+    """Samples that a replica has."""
+
+    generating: int  # waiting ones included
+    scoring: int  # with a judge
+
+
 class Account:
     def __init__(self, group_size: int) -> None:
         self.group_size = group_size
@@ -115,7 +127,8 @@ class Account:
         self.moved = 0
         self.failures = 0  # of samples, each attempt
         self.finished_tokens = 0  # of finished samples, prompts included, as everywhere
-        self.load: Counter[ReplicaId] = Counter()  # running samples
+        self._generating: Counter[ReplicaId] = Counter()
+        self._scoring: Counter[ReplicaId] = Counter()
         self.touched: set[ReplicaId] = set()  # whose load the last event changed
         self._samples: dict[TrajectoryId, Sample] = {}
         self._given: dict[Place, Batch] = {}  # to the trainer, which has not reported them
@@ -127,6 +140,8 @@ class Account:
         self._handlers: dict[type[Event | Command], Callable[[Any], None]] = {
             ReplicaJoined: self._replica_joined,
             ReplicaLost: self._replica_lost,
+            ScoringStarted: self._scoring_started,
+            GenerationResumed: self._generation_resumed,
             Finished: self._finished,
             SampleFailed: self._sample_failed,
             Parked: self._parked,
@@ -156,8 +171,11 @@ class Account:
             self._detach(self._samples.get(request.trajectory))
             self._samples[request.trajectory] = _sample(request, command.replica)
             self._started(request.group)
-        self.load[command.replica] += len(command.requests)
+        self._generating[command.replica] += len(command.requests)
         self.touched.add(command.replica)
+
+    def load(self, replica: ReplicaId) -> Load:
+        return Load(self._generating[replica], self._scoring[replica])
 
     def _started(self, group: GroupId) -> None:
         self.tally.started = max(self.tally.started, group + 1)
@@ -165,9 +183,37 @@ class Account:
     def _detach(self, sample: Sample | None) -> None:
         """It runs nowhere now."""
         if sample is not None and sample.running:
+            self._set_scoring(sample, False)
             sample.running = False
-            self.load[sample.replica] -= 1
+            self._generating[sample.replica] -= 1
             self.touched.add(sample.replica)
+
+    def _set_scoring(self, sample: Sample, scoring: bool) -> None:
+        change = scoring - sample.scoring
+        sample.scoring = scoring
+        self._scoring[sample.replica] += change
+        self._generating[sample.replica] -= change
+        self.touched.add(sample.replica)
+
+    def _scoring_started(self, event: ScoringStarted) -> None:
+        for sample, one in self._turns(event):
+            if one.turn >= sample.turn:
+                sample.turn = one.turn
+                self._set_scoring(sample, True)
+
+    def _generation_resumed(self, event: GenerationResumed) -> None:
+        for sample, one in self._turns(event):
+            if one.turn > sample.turn:
+                sample.turn = one.turn
+                self._set_scoring(sample, False)
+
+    def _turns(self, event: ScoringStarted | GenerationResumed) -> Iterator[tuple[Sample, JudgedTurn]]:
+        if event.incarnation != self._incarnations.get(event.replica):
+            return
+        for one in event.samples:
+            sample = self._current(one.trajectory, one.epoch)
+            if sample is not None and sample.replica == event.replica:
+                yield sample, one
 
     def _current(self, id: TrajectoryId, epoch: int) -> Sample | None:
         sample = self._samples.get(id)

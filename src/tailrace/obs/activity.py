@@ -1,9 +1,10 @@
 """What every replica and the trainer were doing, when and for how long.
 
-    replica:  starting -> idle <-> generating | pulling;  lost -> (joins again)
-    trainer:  starting -> idle <-> training;              lost -> (joins again)
+    replica:  starting -> idle <-> generating | scoring | pulling;  lost -> (joins again)
+    trainer:  starting -> idle <-> training;                        lost -> (joins again)
 
-A replica without work is idle: admission gave it none. An idle trainer waits for data. Until the first sample is on its
+A replica without work is idle: admission gave it none. One that has nothing to generate, but samples with a judge, is
+scoring: its engine rests, and for another reason. An idle trainer waits for data. Until the first sample is on its
 way, at the beginning as after a resumption, everybody counts as starting: that is nobody's idleness. Spans are kept
 only where a timeline is wanted.
 """
@@ -14,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from tailrace.obs.account import Load
 from tailrace.protocol import (
     Alive,
     Command,
@@ -37,7 +39,7 @@ from tailrace.types import ReplicaId, Version
 
 AT_WORK = ("generating", "pulling", "training")
 BRIEF = ("pulling", "lost")  # worth a mark however short they are
-COUNTED = (*AT_WORK, "idle", "lost")  # a part that is being started is not expected to work
+COUNTED = (*AT_WORK, "scoring", "idle", "lost")  # a part that is being started is not expected to work
 
 
 class Span(NamedTuple):
@@ -81,7 +83,7 @@ class ReplicaLane(Lane):
     version: Version = -1
     kv_tokens = 0
     kv_capacity = 0
-    running = 0
+    load = Load(0, 0)
     waiting = 0
 
 
@@ -99,8 +101,8 @@ class Activity:
         self.began: float | None = None  # when the first sample was given to a replica
         self.settling = True  # nobody has been given work since the controller was started
 
-    def see(self, now: float, event: Event, commands: Sequence[Command], load: Mapping[ReplicaId, int]) -> None:
-        """`load` is how many samples run on each of the replicas whose number of samples has changed."""
+    def see(self, now: float, event: Event, commands: Sequence[Command], load: Mapping[ReplicaId, Load]) -> None:
+        """`load` is what each of the replicas has whose samples have changed."""
         changed = set(load)
         self._hear_replica(now, event, changed)
         self._hear_trainer(event)
@@ -108,8 +110,8 @@ class Activity:
             self._unknown(changed)
         for command in commands:
             self._obey(now, command, changed)
-        for id, count in load.items():
-            self._replica(id, now).running = count
+        for id, samples in load.items():
+            self._replica(id, now).load = samples
         for id in changed:
             lane = self._replica(id, now)
             lane.enter(self._replica_state(lane), now)
@@ -213,7 +215,9 @@ class Activity:
             return self._absent(lane)
         if lane.pulling:
             return "pulling"
-        return "generating" if lane.running > 0 else self._idle
+        if lane.load.generating > 0:
+            return "generating"
+        return "scoring" if lane.load.scoring > 0 else self._idle
 
     def _trainer_state(self) -> str:
         if not self.trainer.alive:

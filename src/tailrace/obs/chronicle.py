@@ -24,6 +24,7 @@ from tailrace.protocol import (
     Finished,
     Forget,
     Generate,
+    GenerationResumed,
     GiveUp,
     HostJoined,
     HostLeft,
@@ -43,6 +44,7 @@ from tailrace.protocol import (
     Request,
     Route,
     SampleFailed,
+    ScoringStarted,
     Start,
     Train,
     Trained,
@@ -51,6 +53,8 @@ from tailrace.protocol import (
     WeightsLoaded,
 )
 from tailrace.types import GroupId, HostId, PromptId, ReplicaId, TrajectoryId, Version, label
+
+HELD = ("running", "scoring")  # states in which a replica has a sample
 
 Subject = tuple[str, int]
 Told = Iterator[tuple[Subject, str]]
@@ -62,9 +66,10 @@ class Sample(msgspec.Struct):
     group: GroupId
     epoch: int
     replica: ReplicaId
-    state: str = "running"  # running, parked, failed, finished, cancelled
+    state: str = "running"  # running, scoring, parked, failed, finished, cancelled
     tokens: int = 0
     oldest: Version = 0
+    turn: int = 0
 
 
 class Group(msgspec.Struct):
@@ -101,6 +106,8 @@ class Chronicle:
             ReplicaJoined: self._replica_joined,
             ReplicaLost: self._replica_lost,
             Progressed: self._progressed,
+            ScoringStarted: self._scoring_started,
+            GenerationResumed: self._generation_resumed,
             Finished: self._finished,
             SampleFailed: self._sample_failed,
             Parked: self._parked,
@@ -210,7 +217,24 @@ class Chronicle:
     def _current(self, id: TrajectoryId, epoch: int) -> Sample | None:
         """The sample if a report about it counts; control ignores those of older attempts and second ones."""
         sample = self.samples.get(id)
-        return sample if sample is not None and sample.epoch == epoch and sample.state == "running" else None
+        return sample if sample is not None and sample.epoch == epoch and sample.state in HELD else None
+
+    def _scoring_started(self, event: ScoringStarted) -> Told:
+        known = [(one, self._current(one.trajectory, one.epoch)) for one in event.samples]
+        news = [(one, sample) for one, sample in known if sample is not None and one.turn >= sample.turn]
+        for one, sample in news:
+            sample.state, sample.turn = "scoring", one.turn
+            goes_on = "" if one.final else "; it may go on after that"
+            yield ("trajectory", one.trajectory), f"with a judge on r{event.replica}{goes_on}"
+        yield from _told_of(event.replica, "with a judge", [one.trajectory for one, _ in news])
+
+    def _generation_resumed(self, event: GenerationResumed) -> Told:
+        known = [(one, self._current(one.trajectory, one.epoch)) for one in event.samples]
+        news = [(one, sample) for one, sample in known if sample is not None and one.turn > sample.turn]
+        for one, sample in news:
+            sample.state, sample.turn = "running", one.turn
+            yield ("trajectory", one.trajectory), f"answered, and goes on with turn {one.turn + 1}"
+        yield from _told_of(event.replica, "answered, and generated again", [one.trajectory for one, _ in news])
 
     def _finished(self, event: Finished) -> Told:
         meta = event.meta
@@ -347,7 +371,7 @@ class Chronicle:
 
     def _left_behind(self, replica: ReplicaId, reason: str) -> Told:
         for id, sample in self.samples.items():
-            if sample.replica == replica and sample.state == "running":
+            if sample.replica == replica and sample.state in HELD:
                 yield ("trajectory", id), f"r{replica} lost: {reason}"
 
     def _progressed(self, event: Progressed) -> Told:
@@ -429,6 +453,11 @@ class Chronicle:
         if event.part == "relay":
             self.pulses.setdefault(("relay", event.id), Pulse()).count += 1
         yield from ()
+
+
+def _told_of(replica: ReplicaId, what: str, ids: Sequence[TrajectoryId]) -> Told:
+    if ids:
+        yield ("replica", replica), f"{counted(len(ids), 'trajectory')} ({span('trajectory', ids)}) {what}"
 
 
 def _ignored(id: TrajectoryId, epoch: int, replica: ReplicaId, what: str) -> Told:

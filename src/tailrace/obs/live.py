@@ -66,9 +66,10 @@ class ReplicaView(msgspec.Struct, frozen=True):
     state: str
     version: Version
     kv: float  # share of its capacity
-    running: int  # samples that it has, waiting ones included
+    running: int  # samples that it generates, waiting ones included
     waiting: int
     idle: float  # share of the time
+    scoring: int  # samples that its judges have
 
 
 class RunView(msgspec.Struct, frozen=True, kw_only=True):
@@ -134,7 +135,7 @@ class LiveRun:
         self._advance(now, event)
         account, steps, begins = self.account, len(self.account.steps), self.activity.began is None
         account.see(self.seconds, event, commands)
-        load = {id: account.load[id] for id in account.touched}
+        load = {id: account.load(id) for id in account.touched}
         self.activity.see(self.seconds, event, commands, load)
         if isinstance(event, VersionStored):
             self.version = max(self.version, event.version)
@@ -207,6 +208,11 @@ class LiveRun:
     def rollout_idle(self) -> float:
         return self.activity.idle(list(self.activity.replicas.values()), self.seconds)
 
+    @property
+    def rollout_scoring(self) -> float:
+        """The part of it in which they waited for their judges."""
+        return self.activity.shares(list(self.activity.replicas.values()), self.seconds).get("scoring", 0.0)
+
     def view(self, now: float | None = None) -> RunView:
         """How things stand; `now` is the controller's clock, which goes on while nothing happens."""
         seconds = self.seconds
@@ -248,7 +254,8 @@ class LiveRun:
     def _replica_view(self, id: ReplicaId, lane: ReplicaLane, now: float) -> ReplicaView:
         kv = lane.kv_tokens / lane.kv_capacity if lane.kv_capacity else 0.0
         idle = self.activity.idle([lane], now)
-        return ReplicaView(id, lane.state, lane.version, min(1.0, kv), lane.running, lane.waiting, idle)
+        counts = (lane.load.generating, lane.waiting, idle, lane.load.scoring)
+        return ReplicaView(id, lane.state, lane.version, min(1.0, kv), *counts)
 
     def _window(self) -> tuple[float, int, int]:
         """Seconds, steps and tokens of the last few steps."""

@@ -32,13 +32,14 @@ SCHEDULE_COLOURS = {
 OTHER_COLOURS = (("#7a4a1e", "#c79a6b"), ("#3d3d3d", "#d8d8d8"), ("#8c2d2d", "#e07a7a"), ("#5b6b1f", "#a9bd5b"))
 STATE_COLOURS = {
     "generating": ("#7eaad0", "#4f86b8"),
+    "scoring": ("#7f6fb3", "#a99bd8"),
     "pulling": ("#17365c", "#dcecfb"),
     "repacked": ("#f2c744", "#e3b93a"),
     "training": ("#a9c7a0", "#5f8a57"),
     "idle": ("#ebe8e1", "#2b2f36"),
     "lost": ("#c2297a", "#f0569f"),
 }
-CALM = ("idle", "generating", "training")  # long states, drawn under the short ones
+CALM = ("idle", "scoring", "generating", "training")  # long states, drawn under the short ones
 UNKNOWN_STATE = ("#9a9a9a", "#808080")
 STATE_WORDS = {"training": "lent to the trainer", "pulling": "pulling weights", "repacked": "emptied by repack"}
 

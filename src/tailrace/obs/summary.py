@@ -63,6 +63,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     publish_stall_s: float  # mean per publication
     trainer_idle: float
     rollout_idle: float
+    rollout_scoring: float  # of that: nothing to generate, and samples with a judge
     ledger: LedgerCounts
 
 
@@ -160,6 +161,7 @@ def _summary(live: LiveRun, ended: Ending, accuracy: HeldOut, reward: HeldOut) -
         publish_stall_s=live.publish_stall_s,
         trainer_idle=live.trainer_idle,
         rollout_idle=live.rollout_idle,
+        rollout_scoring=live.rollout_scoring,
         ledger=LedgerCounts(*counts),
     )
 
@@ -209,7 +211,7 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
         ("staleness", f"{ages.mean:.2f} mean, {ages.p95:.0f} p95, {ages.max} max"),
         ("repacks", f"{summary.repacks:,}, {summary.moved:,} samples moved"),
         ("stall per publication", f"{summary.publish_stall_s:.3f} s"),
-        ("idle", f"trainer {100 * summary.trainer_idle:.0f} %, replicas {100 * summary.rollout_idle:.0f} %"),
+        ("idle", _idle(summary)),
         ("groups", f"{ledger.started:,} started = {ends} + {ledger.failed:,} failed + {ledger.in_flight:,} in flight"),
     ]
     return [row for row in rows if UNMEASURED not in row[1]]
@@ -217,6 +219,11 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
 
 def _before_and_after(figure: HeldOut) -> str:
     return f"{_figure(figure.before)} before, {_figure(figure.after)} after"
+
+
+def _idle(summary: Summary) -> str:
+    scoring = f" (scoring {100 * summary.rollout_scoring:.0f} %)" if summary.rollout_scoring >= 0.005 else ""
+    return f"trainer {100 * summary.trainer_idle:.0f} %, replicas {100 * summary.rollout_idle:.0f} %{scoring}"
 
 
 def _figure(value: float | None) -> str:

@@ -29,10 +29,17 @@ REFRESH_S = 0.25
 BAR = 24  # characters
 SHORTEST_BAR = 4
 SHARE = 5  # "100 %"
-COLUMNS = 48  # of the table of replicas, beside the bar and what lies between them
+COLUMNS = 55  # of the table of replicas, beside the bar and what lies between them
 GAP = "   "  # between two figures
-STATE_STYLES = {"generating": "cyan", "training": "green", "pulling": "blue", "idle": "yellow", "lost": "bold red"}
-WHY_IDLE = {"idle": "no work admitted", "lost": "lost"}
+STATE_STYLES = {
+    "generating": "cyan",
+    "scoring": "magenta",
+    "training": "green",
+    "pulling": "blue",
+    "idle": "yellow",
+    "lost": "bold red",
+}
+WHY_IDLE = {"scoring": "scoring", "idle": "no work admitted", "lost": "lost"}
 FIGURES = ("loss", "kl", "entropy", "grad_norm")  # of the trainer, if it measures them
 
 
@@ -102,11 +109,16 @@ def step_line(step: StepRecord, view: RunView) -> str:
         f"{view.tokens_per_s:,.0f} tokens/s",
         f"staleness {ages.mean:.1f} (max {ages.max})",
         f"KV {percent(sum(kv) / len(kv) if kv else 0.0)}",
-        f"idle: trainer {percent(view.trainer_idle)}, replicas {percent(view.rollout_idle)}",
+        f"idle: trainer {percent(view.trainer_idle)}, replicas {percent(view.rollout_idle)}{_scoring(view)}",
         f"{view.moved:,} moved",
         f"{clock(view.eta_s)} to go" if view.eta_s is not None else "",
     ]
     return "  ".join(word for word in words if word)
+
+
+def _scoring(view: RunView) -> str:
+    share = view.rollout_shares.get("scoring", 0.0)
+    return f" (scoring {percent(share)})" if share >= 0.005 else ""
 
 
 # -------------------------------------------------------------------------------------------------------- the screen
@@ -221,17 +233,17 @@ def _figures(view: RunView, width: int) -> Text:
 
 def _replicas(replicas: tuple[ReplicaView, ...], width: int) -> Table:
     """The bar is as long as the other columns leave it; without room for one there is the share alone."""
-    gap = 2 if width >= COLUMNS + 6 * 2 else 1
-    bar = max(0, min(BAR, width - COLUMNS - 6 * gap))
+    gap = 2 if width >= COLUMNS + 7 * 2 else 1
+    bar = max(0, min(BAR, width - COLUMNS - 7 * gap))
     table = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False, header_style="dim")
     for name in ("replica", "state", "version"):
         table.add_column(name, no_wrap=True)
     table.add_column("KV", no_wrap=True, min_width=bar + SHARE)
-    for name in ("samples", "waiting", "idle"):
+    for name in ("samples", "waiting", "scoring", "idle"):
         table.add_column(name, justify="right", no_wrap=True)
     for one in replicas:
         version = f"v{one.version}" if one.version >= 0 else "-"
-        counts = (f"{one.running:,}", f"{one.waiting:,}", percent(one.idle))
+        counts = (f"{one.running:,}", f"{one.waiting:,}", f"{one.scoring:,}", percent(one.idle))
         table.add_row(f"r{one.id}", _state(one.state), version, _bar(one.kv, bar), *counts)
     return table
 

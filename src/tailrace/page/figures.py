@@ -28,6 +28,7 @@ LANES = 48  # replicas that are shown
 SENTENCES = 60
 LONGEST_SENTENCE = 300  # a reason may be a whole trace
 TOLD = ("replica", "relay", "version")  # whose sentences make the list of events
+LETTERS = {"scoring": "c"}  # of states whose first letter stands for another one
 
 
 class Point(msgspec.Struct):
@@ -97,7 +98,7 @@ def _point(step: StepRecord, began: float) -> Point:
 
 
 class LaneView(msgspec.Struct, frozen=True):
-    """What a part did: a letter per span (the first of its state), and where each ends; the first begins at `start`."""
+    """What a part did: a letter per span (see `LETTERS`), and where each ends; the first begins at `start`."""
 
     name: str
     start: float
@@ -226,7 +227,8 @@ def _lane_view(name: str, lane: Lane, now: float) -> LaneView:
     _thin(lane, now)
     spans = lane.timeline(now)
     start = spans[0].start if spans else now
-    return LaneView(name, _round(start), "".join(span.state[0] for span in spans), [_round(span.end) for span in spans])
+    letters = [LETTERS.get(span.state, span.state[0]) for span in spans]
+    return LaneView(name, _round(start), "".join(letters), [_round(span.end) for span in spans])
 
 
 def _thin(lane: Lane, now: float) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -20,7 +23,8 @@ def build_runner(config: Config) -> Runner:
     """A runner without weights of its own: they come as a version."""
     limit = config.workload.max_completion_tokens
     if config.rollout.engine == "emulated":
-        return Runner(EmulatedEngine(config, config.run.seed), CoinJudge(config.run.seed), MUTE, limit)
+        judge = CoinJudge(config.run.seed, config.workload.reward_s)
+        return Runner(EmulatedEngine(config, config.run.seed), judge, MUTE, limit)
     from tailrace.engines.native import build_engine
     from tailrace.envs.judges import Judges
 
@@ -55,31 +59,37 @@ def _prompts(config: Config) -> Prompts:
 def _language(config: Config, prompts: Prompts) -> Language:
     from tailrace.model.load import end_tokens
 
-    tokenizer = prompts.rendering.tokenizer
+    rendering = prompts.rendering
+    ends = end_tokens(config.model.path, rendering.tokenizer)
     return Language(
-        decode=lambda tokens: str(tokenizer.decode(list(tokens), skip_special_tokens=True)),
-        observation_tokens=lambda text, after: prompts.observation_tokens(text, tuple(after)),
-        stop_tokens=end_tokens(config.model.path, tokenizer),
+        decode=lambda tokens: rendering.turn_text(tokens, ends),
+        observation_tokens=rendering.observation_tokens,
+        observation_text=rendering.observation_text,
+        stop_tokens=ends,
         stop_strings=config.sampling.stop,
     )
 
 
-MUTE = Language(lambda _: "", lambda *_: (), frozenset())  # of an engine whose tokens mean nothing
+MUTE = Language(lambda _: "", lambda *_: (), lambda _: "", frozenset())  # of an engine whose tokens mean nothing
 
 
 class CoinJudge:
-    """Judges what an emulated engine made: by the trajectory's number alone, half of them right."""
+    """Judges what an emulated engine made: by the trajectory's number alone, half of them right. It takes as long for
+    each as a simulation would."""
 
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
-        self._answers: list[tuple[Key, Answer]] = []
+    def __init__(self, seed: int, seconds: float = 0.0, clock: Callable[[], float] = time.monotonic) -> None:
+        self._seed, self._seconds, self._clock = seed, seconds, clock
+        self._answers: deque[tuple[float, Key, Answer]] = deque()  # with the time at which each is due
 
-    def ask(self, key: Key, row: Row, transcript: tuple[Turn, ...]) -> None:
+    def ask(self, key: Key, row: Row, transcript: tuple[Turn, ...]) -> bool:
         heads = (key[0] * 2654435761 + self._seed) >> 7 & 1
-        self._answers.append((key, Scored(float(heads))))
+        self._answers.append((self._clock() + self._seconds, key, Scored(float(heads))))
+        return True
 
     def poll(self, timeout_s: float = 0.0) -> list[tuple[Key, Answer]]:
-        answers, self._answers = self._answers, []
+        answers: list[tuple[Key, Answer]] = []
+        while self._answers and self._answers[0][0] <= self._clock():
+            answers.append(self._answers.popleft()[1:])
         return answers
 
     def close(self) -> None:

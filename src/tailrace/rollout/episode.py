@@ -26,6 +26,7 @@ class Episode:
         self._stored = list(prefix)
         self._fresh: list[Segment] = []  # not handed out by `take_growth` yet
         self._assigned_under = version
+        self.turn = sum(segment.version is None for segment in prefix)  # observations before the present one
         self.unstored_tokens = 0
         self.finish = ""
 
@@ -49,6 +50,7 @@ class Episode:
 
     def observed(self, tokens: tuple[int, ...]) -> None:
         """The environment has put these in; the policy did not sample them."""
+        self.turn += 1
         self._grow(Segment(None, tokens))
 
     def _grow(self, segment: Segment) -> None:
@@ -73,12 +75,12 @@ class Episode:
             tokens[:0] = segment.tokens
         return tokens
 
-    def transcript(self, decode: Decode) -> tuple[Turn, ...]:
-        """The turns so far as text, for whoever judges them."""
-        turns = [
-            Turn("environment" if inserted else "policy", decode([token for one in run for token in one.tokens]))
-            for inserted, run in groupby((*self._stored, *self._fresh), key=lambda segment: segment.version is None)
-        ]
+    def transcript(self, said: Decode, observed: Decode) -> tuple[Turn, ...]:
+        """The turns so far as text, for whoever judges them: what the policy `said`, and what it `observed`."""
+        turns: list[Turn] = []
+        for inserted, run in groupby((*self._stored, *self._fresh), key=lambda segment: segment.version is None):
+            tokens = tuple(token for one in run for token in one.tokens)
+            turns.append(Turn("environment", observed(tokens)) if inserted else Turn("policy", said(tokens)))
         return tuple(turns)
 
     def meta(self, reward: float | None = None) -> TrajectoryMeta:

@@ -1,7 +1,8 @@
 """The process of one replica: takes work from the controller, plays it on its engine, streams what comes of it.
 
-Consumes `Generate`, `Release`, `Cancel` and `LoadWeights`; produces growth for the vault and `Finished`,
-`SampleFailed`, `Parked`, `WeightsLoaded` or `PullFailed`. Waits only when there is nothing to generate or to judge.
+Consumes `Generate`, `Release`, `Cancel` and `LoadWeights`; produces growth for the vault and `ScoringStarted`,
+`GenerationResumed`, `Finished`, `SampleFailed`, `Parked`, `WeightsLoaded` or `PullFailed`. Waits only when there is
+nothing to generate or to judge.
 Weights for a GPU come there while generation goes on. So does generation while a controller is away: the next one is
 told what is in hand.
 """
@@ -14,10 +15,12 @@ from typing import Any
 
 from tailrace.engines.base import Load
 from tailrace.protocol import (
+    SCORING_S,
     Assignment,
     Cancel,
     Finished,
     Generate,
+    GenerationResumed,
     LoadWeights,
     Parked,
     Progressed,
@@ -25,6 +28,7 @@ from tailrace.protocol import (
     Release,
     ReplicaJoined,
     SampleFailed,
+    ScoringStarted,
     WeightsLoaded,
 )
 from tailrace.relay.arena import ArenaError
@@ -57,6 +61,7 @@ class Worker:
         self._puller = Puller(staging) if staging is not None else None
         name = label("replica", self.spec.id)
         self._arenas = Sources(self.spec.token.encode(), name, several=self._puller is not None)
+        self._report_at = 0.0
         self.loads = 0
         self.load_s = 0.0
         self._actions: dict[type, Callable[[Any], None]] = {
@@ -113,6 +118,7 @@ class Worker:
             return
         for outcome in self.runner.step():
             self._end(outcome)
+        self._report_scoring()
         self._stream(self.config.rollout.stream_tokens)
         self._take_stock()
 
@@ -126,9 +132,10 @@ class Worker:
             self.runner.add(Episode(request, order.rows[request.prompt], prefix, version))
 
     def _release(self, command: Release) -> None:
-        """Hand everything back; what is in the vault by then is where somebody else goes on."""
+        """Hand everything back; what is in the vault by then is where somebody else goes on. Only what is complete and
+        being scored stays: its judge would have to begin anew elsewhere."""
         self._stream(1)
-        leaving = self.runner.withdraw(list(self.runner.episodes))
+        leaving = self.runner.withdraw(self.runner.unfinished())
         self._take_stock()
         metas = tuple(episode.meta() for episode in leaving)
         self.link.report(Parked(self.spec.id, self.link.incarnation, metas))
@@ -181,6 +188,20 @@ class Worker:
             self.link.report(SampleFailed(self.spec.id, trajectory, epoch, outcome.reason))
         else:
             self.link.report(Finished(self.spec.id, episode.meta(outcome.reward)))
+
+    def _report_scoring(self) -> None:
+        """Whose turn a judge has had for a while, and who goes on after that; a few times a second at most, so that
+        many short calls of tools are few reports."""
+        if time.monotonic() < self._report_at:
+            return
+        resumed, started = self.runner.take_resumed(), self.runner.take_started(SCORING_S)
+        if resumed or started:
+            self._report_at = time.monotonic() + SCORING_S
+        if resumed:
+            self.link.report(GenerationResumed(self.spec.id, self.link.incarnation, resumed))
+        if started:  # with all that there is of them: should this replica be lost, they need only another judge
+            self._send_growth([self.runner.episodes[one.trajectory] for one in started])
+            self.link.report(ScoringStarted(self.spec.id, self.link.incarnation, started))
 
     def _stream(self, at_least: int) -> None:
         """Bring to the vault what has grown by so many tokens."""

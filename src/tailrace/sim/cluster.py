@@ -247,6 +247,7 @@ class Simulation:
         node.incarnation += 1
         if isinstance(node, SimReplica):
             node.pull += 1  # a pull that was under way is given up
+            node.pulling = False
             work = [*node.engine.held.values(), *node.scoring.values()]
             held = tuple([Assignment(s.trajectory, s.epoch) for s in work])
             event: Event = ReplicaJoined(
@@ -269,6 +270,7 @@ class Simulation:
             node.version = -1
             node.wake += 1
             node.pull += 1
+            node.pulling = False
             self.meter.mark(node, "lost", self.kernel.now)
         elif isinstance(node, SimRelay):
             node.versions = {}

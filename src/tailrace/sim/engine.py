@@ -5,7 +5,8 @@ So between two changes of the batch the engine's progress is a parabola in time,
 the KV cache is full) is found in closed form. `clock` counts decode steps; a sequence ends at a fixed clock reading.
 
 Sequences that do not fit wait; when the cache is full the youngest goes back to the queue and is recomputed later, as
-in the engines people use. The samples of a group share their prompt's KV while they are here together.
+in the engines people use. The samples of a group share their prompt's KV while they are here together. The KV of an
+ended turn is kept for the next one as long as nobody needs the room: as in the real engine, a call holds none.
 """
 
 from __future__ import annotations
@@ -57,8 +58,9 @@ class Sequence:
 
 class Engine:
     __slots__ = (
-        "_base", "_groups", "_heap", "_per_kv", "batch", "busy_s", "capacity", "clock", "costs", "crowding",
-        "generated", "held", "kv", "kv_seconds", "lent_s", "max_running", "slowdown", "stall_until", "time", "waiting",
+        "_base", "_groups", "_heap", "_kept", "_kept_tokens", "_per_kv", "batch", "busy_s", "capacity", "clock",
+        "costs", "crowding", "generated", "held", "kv", "kv_seconds", "lent_s", "max_running", "slowdown",
+        "stall_until", "time", "waiting",
     )  # fmt: skip
 
     def __init__(self, costs: Costs, now: float) -> None:
@@ -78,6 +80,8 @@ class Engine:
         self.batch: dict[TrajectoryId, Sequence] = {}  # what is running, in the order of admission
         self._heap: list[tuple[float, TrajectoryId, Sequence]] = []  # by end of turn; entries may be out of date
         self._groups: dict[GroupId, int] = {}  # how many samples of a group have their KV here
+        self._kept: dict[TrajectoryId, int] = {}  # KV of ended turns, oldest first, while nobody needs the room
+        self._kept_tokens = 0
         self.busy_s = 0.0
         self.lent_s = 0.0
         self.kv_seconds = 0.0
@@ -93,6 +97,12 @@ class Engine:
         self.waiting.extend(sequences)
         self._admit(now)
 
+    def take_ended(self, sequence: Sequence) -> None:
+        """Its turn was over before it came here: whoever had it was lost while a judge had it."""
+        if sequence.turn + 1 < len(sequence.turns):
+            sequence.place = "calling"
+            self.held[sequence.trajectory] = sequence
+
     def withdraw(self, now: float) -> list[Sequence]:
         """Stop and hand back everything."""
         self.advance(now)
@@ -103,6 +113,7 @@ class Engine:
         for collection in (self.held, self.waiting, self.batch, self._heap, self._groups):
             collection.clear()
         self.kv = 0.0
+        self._forget_kept()
         return sequences
 
     def cancel(self, now: float, trajectory: TrajectoryId) -> None:
@@ -110,8 +121,9 @@ class Engine:
         sequence = self.held.pop(trajectory)
         if sequence.place == "waiting":
             self.waiting.remove(sequence)
-        else:
+        elif sequence.place == "running":
             self._free(sequence)
+        self._take_kept(trajectory)
         sequence.place = "outside"
         self._admit(now)
 
@@ -141,21 +153,19 @@ class Engine:
             sequence.newest = version
             if sequence.tokens == 0:
                 sequence.oldest = version
-            if recompute and sequence.place != "waiting":
+            if recompute and sequence.place == "running":
                 seconds += self.costs.prefill(sequence.prompt + sequence.tokens, 0)
+        if recompute:
+            self._forget_kept()
         self.stall(now, seconds)
 
     def finish_call(self, now: float, sequence: Sequence) -> None:
-        """A tool has answered: its output is read, and the next turn begins."""
-        self.advance(now)
+        """A tool has answered: the next turn begins as soon as there is room, and reads the tool's output first."""
         turn = sequence.turns[sequence.turn]
-        context = sequence.prompt + sequence.tokens
         sequence.turn += 1
         sequence.tokens += turn.tool_tokens
         sequence.stop = sequence.tokens + sequence.turns[sequence.turn].tokens
-        self.kv += turn.tool_tokens
-        self._run(sequence)
-        self.stall(now, self.costs.prefill(turn.tool_tokens, context))
+        self.submit(now, [sequence])
 
     # ----------------------------------------------------------------------------------------------------------- time
 
@@ -211,6 +221,7 @@ class Engine:
     def ended_turns(self, now: float) -> list[Sequence]:
         """Advance to `now` and take out the sequences whose turn is over; make room if the cache is full."""
         self.advance(now)
+        self._shrink_kept()
         ended: list[Sequence] = []
         heap = self._heap
         while heap and heap[0][0] <= self.clock + 1e-3:
@@ -228,6 +239,7 @@ class Engine:
     def _admit(self, now: float) -> None:
         """Let waiting sequences in while there is room for them and for everybody's next steps."""
         seconds = 0.0
+        self._shrink_kept()
         while self.waiting and len(self.batch) < self.max_running:
             sequence = self.waiting[0]
             shared = sequence.prompt if sequence.group in self._groups else 0
@@ -238,8 +250,10 @@ class Engine:
             self.kv += tokens
             self._groups[sequence.group] = self._groups.get(sequence.group, 0) + 1
             self._run(sequence)
-            seconds += self.costs.prefill(tokens, shared)
+            cached = max(shared, self._take_kept(sequence.trajectory))
+            seconds += self.costs.prefill(sequence.prompt + sequence.tokens - cached, cached)
         if seconds:
+            self._shrink_kept()
             self.stall(now, seconds)
 
     def _run(self, sequence: Sequence) -> None:
@@ -253,16 +267,16 @@ class Engine:
             sequence.tokens = max(sequence.tokens, int(sequence.stop - max(0.0, sequence.end - self.clock)))
 
     def _end_turn(self, sequence: Sequence) -> None:
-        """Its KV stays while a tool is called, and goes when the trajectory is done."""
+        """Its KV is kept for the next turn, if there is one and as long as nobody needs the room."""
+        self._free(sequence)
+        sequence.tokens = sequence.stop
         if sequence.turn + 1 < len(sequence.turns):
-            del self.batch[sequence.trajectory]
             sequence.place = "calling"
-            sequence.tokens = sequence.stop
+            self._kept[sequence.trajectory] = sequence.prompt + sequence.tokens
+            self._kept_tokens += sequence.prompt + sequence.tokens
         else:
-            self._free(sequence)
             del self.held[sequence.trajectory]
             sequence.place = "outside"
-            sequence.tokens = sequence.stop
 
     def _free(self, sequence: Sequence) -> None:
         """Take its KV away; the prompt's goes with the last sample of the group."""
@@ -278,6 +292,20 @@ class Engine:
             del self._groups[sequence.group]
             tokens += sequence.prompt
         self.kv = max(0.0, self.kv - tokens) if self._groups else 0.0
+
+    def _take_kept(self, trajectory: TrajectoryId) -> int:
+        """The tokens whose KV is still there."""
+        tokens = self._kept.pop(trajectory, 0)
+        self._kept_tokens -= tokens
+        return tokens
+
+    def _shrink_kept(self) -> None:
+        while self._kept and self.kv + self._kept_tokens > self.capacity:
+            self._take_kept(next(iter(self._kept)))
+
+    def _forget_kept(self) -> None:
+        self._kept.clear()
+        self._kept_tokens = 0
 
     def _make_room(self) -> None:
         """The youngest go back to the queue, to be recomputed when there is room."""

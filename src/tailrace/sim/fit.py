@@ -56,6 +56,7 @@ def fitted(run: Path) -> dict[str, Any]:
         **{f"costs.{name}": getattr(costs, name) for name in costs.__struct_fields__},
         **{f"workload.lengths.{name}": getattr(lengths, name) for name in lengths.__struct_fields__},
         "workload.prompt_tokens": round(work.prompt_tokens),
+        "workload.reward_s": _round(work.reward_s),
         "rollout.roofline_batch": work.roofline,
         "local.cores": _cores() if measured.by_processor else 0,
     }

@@ -62,7 +62,7 @@ class Learner:
 
     def _resume_engines(self) -> None:
         for replica in self.sim.replicas:
-            self.sim.meter.mark(replica, "generating" if replica.engine.held else "idle", self.sim.kernel.now)
+            self.sim.rollouts.mark(replica)
 
     def _part_done(self, command: Train) -> None:
         trainer = self.sim.trainer

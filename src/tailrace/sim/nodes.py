@@ -28,7 +28,8 @@ class SimReplica(Node):
         self.version: Version = -1
         self.wake = 0  # number of the newest wake-up: older ones are void
         self.pull = 0  # number of the newest pull
-        self.scoring: dict[TrajectoryId, Sequence] = {}  # generated, and not yet scored
+        self.pulling = False
+        self.scoring: dict[TrajectoryId, Sequence] = {}  # generated to the end, and not yet scored
         self.pulled_s = 0.0
         self.pulls = 0
 

@@ -1,4 +1,5 @@
-"""What the journal of a recorded run tells of its work: prompts, how alike the samples of one are, and the replicas.
+"""What the journal of a recorded run tells of its work: prompts, how alike the samples of one are, how long they were
+scored, and the replicas.
 
 `fit.py` makes settings of it. The lengths themselves stay in the journal, which the empirical law of lengths reads.
 """
@@ -11,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tailrace.protocol import Finished, PromptsAdded, ReplicaJoined
+from tailrace.protocol import SCORING_S, Finished, PromptsAdded, ReplicaJoined, ScoringStarted
 from tailrace.store.journal import Journal
 
 
@@ -24,6 +25,7 @@ class Work(NamedTuple):
     correlation: float  # of lengths within a group
     kv_tokens: int  # of the smallest replica
     roofline: int
+    reward_s: float  # mean time to score a sample; what is too quick to be in the journal counts as none
 
 
 def observe(run: Path) -> Work:
@@ -31,10 +33,16 @@ def observe(run: Path) -> Work:
     lengths: dict[int, int] = {}
     prompts: list[int] = []
     joined: list[ReplicaJoined] = []
+    scoring: dict[tuple[int, int], float] = {}  # since when, by trajectory and epoch
+    scored_s = 0.0
     for entry in journal.entries():
         match entry.event:
             case Finished(meta=meta):
                 lengths[meta.id] = meta.tokens
+                since = scoring.pop((meta.id, meta.epoch), None)
+                scored_s += entry.now - since + SCORING_S if since is not None else 0.0
+            case ScoringStarted(samples=samples):
+                scoring |= {(one.trajectory, one.epoch): entry.now for one in samples if one.final}
             case PromptsAdded(prompts=added):
                 prompts += [prompt.tokens for prompt in added]
             case ReplicaJoined():
@@ -48,6 +56,7 @@ def observe(run: Path) -> Work:
         _likeness(lengths, journal.config.workload.group_size),
         min((one.kv_capacity for one in joined), default=0),
         min((one.roofline for one in joined), default=0),
+        scored_s / len(lengths),
     )
 
 

@@ -6,21 +6,25 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from tailrace.protocol import (
+    SCORING_S,
     Cancel,
     Finished,
     Generate,
+    GenerationResumed,
+    JudgedTurn,
     LoadWeights,
     Parked,
     Release,
     Request,
     SampleFailed,
+    ScoringStarted,
     TrajectoryMeta,
     WeightsLoaded,
 )
 from tailrace.sim.engine import Sequence
 from tailrace.sim.episodes import Turn
 from tailrace.sim.nodes import SimReplica
-from tailrace.types import Version
+from tailrace.types import TrajectoryId, Version
 
 if TYPE_CHECKING:
     from tailrace.sim.cluster import Simulation
@@ -39,9 +43,13 @@ class Rollouts:
         replica = self._replica(command.replica, command.incarnation)
         if replica is None:
             return
-        now = self.sim.kernel.now
-        replica.engine.submit(now, [self._sequence(request, replica) for request in command.requests])
-        self.sim.meter.mark(replica, "generating", now)
+        sequences = [self._sequence(request, replica) for request in command.requests]
+        replica.engine.submit(self.sim.kernel.now, [one for one in sequences if one.tokens < one.stop])
+        for sequence in sequences:
+            if sequence.tokens >= sequence.stop:
+                replica.engine.take_ended(sequence)
+                self._judge(replica, sequence)
+        self.mark(replica)
         self.wake(replica)
 
     def _sequence(self, request: Request, replica: SimReplica) -> Sequence:
@@ -67,6 +75,19 @@ class Rollouts:
             turns = self.sim.episodes.split(request.group, index, tokens)
         return Sequence(request.trajectory, request.group, request.prompt_tokens, turns)
 
+    def mark(self, replica: SimReplica) -> None:
+        """Note what a replica is doing, for the timeline."""
+        self.sim.meter.mark(replica, self._doing(replica), self.sim.kernel.now)
+
+    def _doing(self, replica: SimReplica) -> str:
+        if replica.pulling or not replica.alive:
+            return "pulling" if replica.alive else "lost"
+        if self.sim.config.colocated and self.sim.trainer.doing is not None:
+            return "training"
+        if replica.engine.batch or replica.engine.waiting:
+            return "generating"
+        return "scoring" if replica.engine.held or replica.scoring else "idle"
+
     def wake(self, replica: SimReplica) -> None:
         """Something about an engine has changed: wake it when its next change is due."""
         replica.wake += 1
@@ -77,33 +98,50 @@ class Rollouts:
     def _woken(self, replica: SimReplica, wake: int) -> None:
         if wake != replica.wake:
             return
-        now = self.sim.kernel.now
-        for sequence in replica.engine.ended_turns(now):
-            if sequence.place == "calling":
-                latency = sequence.turns[sequence.turn].latency_s
-                self.sim.kernel.after(latency, self._call_finished, replica, sequence, sequence.epoch)
-            elif self.sim.config.workload.reward_s:
-                replica.scoring[sequence.trajectory] = sequence
-                self.sim.kernel.after(
-                    self.sim.config.workload.reward_s, self._scored, replica, sequence, sequence.epoch
-                )
-            else:
-                self._report(replica, sequence)
-        if not replica.engine.held:
-            self.sim.meter.mark(replica, "idle", now)
+        for sequence in replica.engine.ended_turns(self.sim.kernel.now):
+            self._judge(replica, sequence)
+        self.mark(replica)
         self.wake(replica)
 
-    def _call_finished(self, replica: SimReplica, sequence: Sequence, epoch: int) -> None:
-        """A tool has answered, if the trajectory is still where it was when it asked."""
-        here = replica.engine.held.get(sequence.trajectory) is sequence and sequence.epoch == epoch
-        if here and sequence.place == "calling":
-            replica.engine.finish_call(self.sim.kernel.now, sequence)
-            self.wake(replica)
+    def _judge(self, replica: SimReplica, sequence: Sequence) -> None:
+        """A turn is over: a tool is called, or the whole is scored."""
+        turn = JudgedTurn(sequence.trajectory, sequence.epoch, sequence.turn, final=sequence.place != "calling")
+        seconds = self.sim.config.workload.reward_s if turn.final else sequence.turns[sequence.turn].latency_s
+        if turn.final and not seconds:
+            self._report(replica, sequence)
+            return
+        if turn.final:
+            replica.scoring[sequence.trajectory] = sequence
+        if seconds > SCORING_S:
+            self.sim.kernel.after(SCORING_S, self._judged_for_long, replica, sequence, turn)
+        self.sim.kernel.after(seconds, self._judged, replica, sequence, turn, seconds > SCORING_S)
 
-    def _scored(self, replica: SimReplica, sequence: Sequence, epoch: int) -> None:
-        if replica.scoring.get(sequence.trajectory) is sequence and sequence.epoch == epoch:
+    def _is_judged(self, replica: SimReplica, sequence: Sequence, turn: JudgedTurn) -> bool:
+        """It is still where it was when the turn ended."""
+        held = replica.scoring if turn.final else replica.engine.held
+        here = held.get(sequence.trajectory) is sequence and (sequence.epoch, sequence.turn) == (turn.epoch, turn.turn)
+        return here and (turn.final or sequence.place == "calling")
+
+    def _judged_for_long(self, replica: SimReplica, sequence: Sequence, turn: JudgedTurn) -> None:
+        if self._is_judged(replica, sequence, turn):
+            self.sim.tell(replica, ScoringStarted(replica.id, replica.incarnation, (turn,)))
+
+    def _judged(self, replica: SimReplica, sequence: Sequence, turn: JudgedTurn, was_long: bool) -> None:
+        if not self._is_judged(replica, sequence, turn):
+            return
+        if turn.final:
             del replica.scoring[sequence.trajectory]
             self._report(replica, sequence)
+        else:
+            self._go_on(replica, sequence, was_long)
+        self.mark(replica)
+
+    def _go_on(self, replica: SimReplica, sequence: Sequence, was_long: bool) -> None:
+        replica.engine.finish_call(self.sim.kernel.now, sequence)
+        self.wake(replica)
+        if was_long:
+            turn = JudgedTurn(sequence.trajectory, sequence.epoch, sequence.turn)
+            self.sim.tell(replica, GenerationResumed(replica.id, replica.incarnation, (turn,)))
 
     def _report(self, replica: SimReplica, sequence: Sequence) -> None:
         if self.sim.faults.sample_fails(sequence.trajectory, sequence.epoch):
@@ -132,10 +170,16 @@ class Rollouts:
         if replica is None:
             return
         for one in command.samples:
-            sequence = replica.engine.held.get(one.trajectory)
+            held = replica.scoring if one.trajectory in replica.scoring else replica.engine.held
+            sequence = held.get(one.trajectory)
             if sequence is not None and sequence.epoch == one.epoch:
-                replica.engine.cancel(self.sim.kernel.now, one.trajectory)
+                self._drop(replica, one.trajectory)
+        self.mark(replica)
         self.wake(replica)
+
+    def _drop(self, replica: SimReplica, trajectory: TrajectoryId) -> None:
+        if replica.scoring.pop(trajectory, None) is None:
+            replica.engine.cancel(self.sim.kernel.now, trajectory)
 
     # ------------------------------------------------------------------------------------------------------- weights
 
@@ -145,10 +189,11 @@ class Rollouts:
             return
         now = self.sim.kernel.now
         replica.pull += 1
+        replica.pulling = True
         seconds = self.sim.costs.pull(remote=command.relay != replica.host) * replica.engine.slowdown
         replica.pulled_s += seconds
         replica.pulls += 1
-        self.sim.meter.mark(replica, "pulling", now)
+        self.mark(replica)
         if replica.engine.held:
             replica.engine.stall(now, seconds)
             self.wake(replica)
@@ -159,8 +204,9 @@ class Rollouts:
             return
         now = self.sim.kernel.now
         replica.version = version
+        replica.pulling = False
         if replica.engine.held:
             replica.engine.switch_weights(now, version, self.sim.config.schedule.in_flight_kv == "recompute")
             self.wake(replica)
-        self.sim.meter.mark(replica, "generating" if replica.engine.held else "idle", now)
+        self.mark(replica)
         self.sim.tell(replica, WeightsLoaded(replica.id, replica.incarnation, version))

@@ -2,7 +2,7 @@
 "use strict";
 
 const LOOK_MS = 1000, HIDDEN_MS = 5000, SLOWEST_MS = 10000;
-const STATES = { g: "generating", p: "pulling", t: "training", i: "idle", l: "lost", s: "starting" };
+const STATES = { g: "generating", c: "scoring", p: "pulling", t: "training", i: "idle", l: "lost", s: "starting" };
 const WORDS = { pulling: "pulling weights" };
 const ENDS = [["trained", "trained"], ["dropped_stale", "stale"], ["filtered", "filtered"], ["failed", "failed"], ["in_flight", "flight"]];
 const ENDING_WORDS = { flight: "in flight" };
@@ -240,7 +240,8 @@ function tiles(data) {
   const held = run.replicas.map((replica) => replica.version), oldest = Math.min(...held);
   say("version-more", !held.length || oldest < 0 ? "no replica has one yet" : `replicas: v${oldest} to v${Math.max(...held)}`);
   say("idle", percent(run.rollout_idle));
-  say("idle-more", `replicas; trainer ${percent(run.trainer_idle)}`);
+  const scoring = run.rollout_shares.scoring || 0;
+  say("idle-more", `replicas${scoring >= 0.005 ? ` (scoring ${percent(scoring)})` : ""}; trainer ${percent(run.trainer_idle)}`);
   say("faults", whole(data.faults));
   byId("faults").className = data.faults ? "alarm" : "";
   say("faults-more", `${whole(run.failures)} failed samples`);
@@ -260,7 +261,7 @@ function replicaRow(replica) {
   meter.append(level);
   kv.append(meter, percent(replica.kv));
   row.append(element("td", "", `r${replica.id}`), state, element("td", "", replica.version < 0 ? "–" : `v${replica.version}`), kv);
-  for (const text of [whole(replica.running), whole(replica.waiting), percent(replica.idle)]) row.append(element("td", "n", text));
+  for (const text of [whole(replica.running), whole(replica.waiting), whole(replica.scoring), percent(replica.idle)]) row.append(element("td", "n", text));
   return row;
 }
 
