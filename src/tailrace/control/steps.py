@@ -110,6 +110,9 @@ def checkpointed(desk: Desk, event: Checkpointed) -> None:
 
 
 def stop(desk: Desk, reason: str, failed: bool = False) -> None:
+    """The first reason is the one that counts."""
+    if desk.state.stopped:
+        return
     desk.state.stopped = reason
     desk.state.failed = failed
     desk.send(Stop(reason, failed))
