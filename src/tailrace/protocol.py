@@ -39,7 +39,8 @@ class TrajectoryMeta(Struct):
 
 
 class Request(Struct):
-    """One sample to generate. `resume`: go on from what the vault holds of it."""
+    """One sample to generate. `resume`: go on from what the vault holds of it. `failures`: how often its environment or
+    reward has failed, which gives it other random numbers: with the same ones it would fail again."""
 
     trajectory: TrajectoryId
     epoch: int
@@ -47,6 +48,7 @@ class Request(Struct):
     prompt: PromptId
     prompt_tokens: int
     resume: bool = False
+    failures: int = 0
 
 
 class TrainGroup(Struct):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from tailrace.config import Config, with_values
 from tailrace.engines.base import Job, Load, Sampled
+from tailrace.engines.emulated import EmulatedEngine
 from tailrace.envs.base import Answer, Faulted, Observed, Scored, Turn
 from tailrace.protocol import Request
 from tailrace.rollout.episode import Episode, merged
@@ -161,6 +163,29 @@ def test_a_fault_is_an_outcome_without_a_reward():
     runner = Runner(Scripted((END,)), Verdicts(Faulted("the reward hung")), LANGUAGE, 20)
     runner.add(episode())
     assert [(one.reward, one.reason) for one in play(runner)] == [(None, "the reward hung")]
+
+
+def attempt(failures: int, refused: tuple[Turn, ...]) -> tuple[Answer, tuple[Turn, ...]]:
+    """One attempt at a sample whose reward cannot stand a certain answer."""
+
+    class Squeamish(Verdicts):
+        def ask(self, key, row, transcript):
+            self.answers.append(Faulted("not this one") if transcript == refused else Scored(1.0))
+            super().ask(key, row, transcript)
+
+    costs = {"costs.decode_step": 1e-9, "rollout.kv_tokens": 4000}
+    judge = Squeamish()
+    runner = Runner(EmulatedEngine(with_values(Config(), costs), seed=1), judge, LANGUAGE, 30)
+    runner.add(Episode(Request(8, 1 + failures, 2, ROW.id, 3, failures=failures), ROW, (), version=3))
+    (outcome,) = play(runner)
+    answer = Faulted(outcome.reason) if outcome.reward is None else Scored(outcome.reward)
+    return answer, judge.asked[0][1]
+
+
+def test_a_failure_that_its_tokens_caused_does_not_come_again():
+    _, transcript = attempt(failures=0, refused=())
+    assert attempt(0, refused=transcript) == (Faulted("not this one"), transcript)
+    assert attempt(1, refused=transcript)[0] == Scored(1.0)
 
 
 def test_tokens_run_out_in_a_turn_or_between_two():

@@ -82,9 +82,9 @@ def test_failures_are_told_ever_more_rarely() -> None:
         live.see(1.0, SampleFailed(0, id, 1, "it raised"), [])
     assert [one.text.split(";")[0] for one in live.happenings] == [
         "everybody is up, and the first samples are on their way",
-        "1 sample failed so far",
-        "10 samples failed so far",
-        "100 samples failed so far",
+        "1 attempt at samples failed so far",
+        "10 attempts at samples failed so far",
+        "100 attempts at samples failed so far",
     ]
 
 

@@ -56,6 +56,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     publish_stall_s: float  # mean per publication
     trainer_idle: float
     rollout_idle: float
+    failed_samples: int  # whose last attempt failed
+    failed_attempts: int
     ledger: LedgerCounts
 
 
@@ -140,6 +142,8 @@ def _summary(live: LiveRun, accuracy: Accuracy) -> Summary:
         publish_stall_s=live.publish_stall_s,
         trainer_idle=live.trainer_idle,
         rollout_idle=live.rollout_idle,
+        failed_samples=account.failed_samples,
+        failed_attempts=account.failures,
         ledger=LedgerCounts(*counts),
     )
 
@@ -188,6 +192,7 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
         ("repacks", f"{summary.repacks:,}, {summary.moved:,} samples moved"),
         ("stall per publication", f"{summary.publish_stall_s:.3f} s"),
         ("idle", f"trainer {100 * summary.trainer_idle:.0f} %, replicas {100 * summary.rollout_idle:.0f} %"),
+        ("failed samples", f"{summary.failed_samples:,}; {summary.failed_attempts:,} attempts failed in all"),
         ("groups", f"{ledger.started:,} started = {ends} + {ledger.failed:,} failed + {ledger.in_flight:,} in flight"),
     ]
     return rows if accuracy != Accuracy(None, None) else rows[1:]

@@ -233,7 +233,7 @@ def _idleness(view: RunView) -> Text:
     why = [f"{words} {percent(shares[state])}" for state, words in WHY_IDLE.items() if shares.get(state, 0.0) >= 0.005]
     line.append(f" ({', '.join(why)})" if why else "", "dim")
     _say(line, "pulling", percent(shares.get("pulling", 0.0)))
-    _say(line, "failed samples", f"{view.failures:,}")
+    _say(line, "failed samples", f"{view.failed_samples:,}", f"({view.failures:,} attempts)")
     return line
 
 
