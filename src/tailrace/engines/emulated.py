@@ -215,8 +215,7 @@ class EmulatedEngine:
         return "length" if alone_in_full_pool else ""
 
     def _tokens(self, job: Job, start: int, stop: int) -> tuple[int, ...]:
-        """Codes of small letters, by seed, trajectory, failures and place alone: any tokenizer that knows bytes can show
-        them."""
+        """Codes of small letters, by seed, trajectory, failures and place alone, which many a tokenizer can show."""
         first = self._seed * 40503 + job.id * 2654435761
         return tuple([97 + (first + place * (place * 7 + job.failures)) % 26 for place in range(start, stop)])
 

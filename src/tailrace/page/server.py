@@ -3,7 +3,7 @@
 A request has to be complete `REQUEST_S` after its first byte, a connection may be silent for `IDLE_S`, and whoever does
 not read an answer within `WRITE_S` is cut off. There are at most `MOST` connections, those in the middle of a TLS
 handshake included; one more takes the place of the one that has waited longest without asking anything, or else of
-the one that has been silent for longest.
+the one that has been silent for longest; who has shown the token stays while there are others.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ class Visitor:
 
     def __init__(self, address: str) -> None:
         self.address = address
+        self.known = False  # it has shown the token
         self.has_asked = False
         self.heard = time.monotonic()
         self.task: asyncio.Task[None] | None = None
@@ -99,10 +100,15 @@ class Server:
         visitor = Visitor(address)
         self._visitors.add(visitor)
         visitor.task = asyncio.create_task(self._serve(accepted, visitor))
-        visitor.task.add_done_callback(lambda _: self._visitors.discard(visitor))
+        visitor.task.add_done_callback(lambda _: self._part(accepted, visitor))
+
+    def _part(self, accepted: socket.socket, visitor: Visitor) -> None:
+        """Here, because a task that is cancelled before its first step never gets to close anything."""
+        self._visitors.discard(visitor)
+        accepted.close()
 
     def _send_away(self) -> None:
-        longest = min(self._visitors, key=lambda each: (each.has_asked, each.heard))
+        longest = min(self._visitors, key=lambda each: (each.known, each.has_asked, each.heard))
         self._visitors.discard(longest)
         if longest.task is not None:
             longest.task.cancel()
@@ -120,11 +126,7 @@ class Server:
         try:
             reader, writer = await self._open(accepted)
         except (TimeoutError, OSError, ssl.SSLError):
-            accepted.close()
             return
-        except asyncio.CancelledError:
-            accepted.close()
-            raise
         try:
             await self._converse(reader, writer, visitor)
         except (OSError, TimeoutError, ssl.SSLError):
@@ -149,6 +151,7 @@ class Server:
             begins = conversation.between_requests
             for sending in conversation.receive(data):
                 visitor.has_asked, visitor.heard, begins = True, time.monotonic(), True
+                visitor.known = conversation.known
                 if sending.after_s:
                     await asyncio.sleep(sending.after_s)
                 writer.write(sending.data)
