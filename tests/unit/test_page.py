@@ -33,8 +33,8 @@ from tailrace.page.http import LONGEST_BODY, LONGEST_HEAD, Request
 from tailrace.page.server import Limits, Server, open_socket
 from tailrace.page.site import ALWAYS, GUESS_S, Site
 from tailrace.protocol import ReplicaJoined, ReplicaLost, RunStarted
-from tailrace.relay.tls import Identity
 from tailrace.store.run import RunStore
+from tailrace.wire.tls import Identity
 
 TOKEN = "a-token-that-nobody-guesses"
 FIGURES = b'{"secret": "figures"}'

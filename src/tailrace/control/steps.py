@@ -76,8 +76,7 @@ def lose(desk: Desk, reason: str) -> None:
 
 def trained(desk: Desk, event: Trained) -> None:
     training = desk.training
-    now_at = (training.incarnation, training.step, training.part)
-    if not training.busy or (event.incarnation, event.step, event.part) != now_at:
+    if not training.awaits(event.incarnation, event.step, event.part):
         return
     training.last_seen = desk.now
     training.restarts = 0

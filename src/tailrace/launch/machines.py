@@ -16,7 +16,8 @@ from pathlib import Path
 from tailrace.relay.arena import clear_abandoned
 from tailrace.runtime.agent import Agent
 from tailrace.runtime.controller import Controller
-from tailrace.wire.door import JoinKey
+from tailrace.wire import descriptors
+from tailrace.wire.keys import JoinKey
 from tailrace.wire.messages import WireError
 
 FILE = "join.key"
@@ -44,6 +45,8 @@ def withdraw(folder: Path) -> None:
 def work(join: str, replicas: int, file: Path | None) -> int:
     """Until the run is over (0), or Ctrl-C (130)."""
     endpoint, key = _endpoint(join), _key(file)
+    descriptors.raise_limit()
+    descriptors.refuse_too_few(1 + replicas)
     clear_abandoned()
     try:
         return asyncio.run(_work(endpoint, key, replicas))

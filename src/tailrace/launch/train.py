@@ -28,6 +28,8 @@ from tailrace.runtime.local import read_traces
 from tailrace.runtime.parts import Tie
 from tailrace.store.journal import Journal
 from tailrace.store.run import RunStore
+from tailrace.wire import descriptors
+from tailrace.wire.keys import Keyring
 
 BEFORE, AFTER = "accuracy_before", "accuracy_after"
 
@@ -36,12 +38,15 @@ def train(config: Config, folder: Path, resume: bool, keeper: Keeper) -> bool:
     """Run until it is over (True) or interrupted (False). The folder has everything that came of it."""
     if keeper.begun and Journal(folder).complete:
         return _complete(folder, "the run was over already")
+    descriptors.raise_limit()
+    descriptors.refuse_too_few(1 + config.local.relays + config.local.replicas)
     source = Later(config) if keeper.begun else open_source(config)
     note = "" if keeper.begun else check_devices(config)
     if note:
         print(note, file=sys.stderr, flush=True)
     clear_abandoned()
-    tie = Tie(keeper.token, keeper.lifeline, keeper.door, read_traces(folder) if keeper.begun else None)
+    keys = Keyring(keeper.secret, keeper.token)
+    tie = Tie(keys, keeper.lifeline, read_traces(folder) if keeper.begun else None)
     store = open_store(folder, config, resume or keeper.begun)
     keeper.begin()
     try:

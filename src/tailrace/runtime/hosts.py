@@ -53,8 +53,10 @@ class Host:
     def id(self) -> HostId:
         return self.trace.id
 
-    def has(self, role: str, id: int) -> bool:
-        return id == self.id if role == "relay" else role == "replica" and id in self.trace.replicas
+    @property
+    def parts(self) -> list[tuple[str, int]]:
+        """Role and number of all that are to run there."""
+        return [("relay", self.id), *[("replica", id) for id in self.trace.replicas]]
 
     def place(self, spec: Spec) -> Distant:
         """A process that is to be there."""
@@ -79,6 +81,7 @@ class Host:
 class Hosts:
     def __init__(self) -> None:
         self.present: dict[str, Host] = {}
+        self._of_part: dict[tuple[str, int], Host] = {}
 
     @property
     def traces(self) -> tuple[HostTrace, ...]:
@@ -86,11 +89,17 @@ class Hosts:
 
     def find(self, role: str, id: int) -> Host | None:
         """The one on which this part runs."""
-        return next((host for host in self.present.values() if host.has(role, id)), None)
+        return self._of_part.get((role, id))
 
     def add(self, name: str, id: HostId, replicas: tuple[ReplicaId, ...], now: float) -> Host:
         host = self.present[name] = Host(HostTrace(name, id, replicas), now)
+        self._of_part |= dict.fromkeys(host.parts, host)
         return host
+
+    def remove(self, host: Host) -> None:
+        del self.present[host.name]
+        for place in host.parts:
+            del self._of_part[place]
 
     def silent(self, since: float) -> list[Host]:
         """Those of which nothing has been heard since then."""

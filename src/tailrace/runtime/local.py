@@ -9,6 +9,7 @@ on another machine: then it has a stand-in here (see `hosts`).
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import socket
@@ -25,6 +26,8 @@ from tailrace.types import HostId, ReplicaId, Struct
 from tailrace.wire.messages import LOOPBACK, Spec, WireError
 
 FILE = "parts.json"
+SHORTAGE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)  # of what others may give back soon
+SHORTAGE_S = 1.0  # before the next try
 TERM_S = 5.0  # between asking a process to go and killing it
 
 
@@ -101,6 +104,7 @@ class Process:
         self.incarnation = spec.incarnation  # of its last joining
         self.joined = False
         self.dismissed = False  # its end is expected
+        self.refused = False  # it has sent what it must not, and is not heard any more
         self.address = self.arena = ""  # of a relay
 
     @property
@@ -133,13 +137,14 @@ class Local:
         self._watchers: set[asyncio.Task[None]] = set()
 
     def start(self, spec: Spec, elsewhere: Child | None = None) -> Process:
-        """Start the part's processes, unless it is elsewhere; an earlier incarnation of it is killed first."""
+        """Start the part's processes, unless it is elsewhere; an earlier incarnation of it is killed first. `OSError`:
+        the system cannot start any now."""
         earlier = self.processes.get((spec.role, spec.id))
         if earlier is not None:
             earlier.kill()
         process = self._enter(spec)
         process.children += [elsewhere] if elsewhere else []
-        self.write()  # before there is anything: the next controller must not use the name again
+        self._write()  # before there is anything: the next controller must not use the name again
         if elsewhere is None:
             self._begin(process)
             self.write()
@@ -151,8 +156,12 @@ class Local:
         process.log.parent.mkdir(parents=True, exist_ok=True)
         ranks = spec.config.trainer.ranks if spec.role == "trainer" else 1
         meeting = f"tcp://{LOOPBACK}:{_free_port()}" if ranks > 1 else ""
-        for rank in range(ranks):
-            process.children.append(_spawn(msgspec.structs.replace(spec, rank=rank, meeting=meeting), process.log))
+        try:
+            for rank in range(ranks):
+                process.children.append(_spawn(msgspec.structs.replace(spec, rank=rank, meeting=meeting), process.log))
+        except OSError:
+            process.kill()  # those that were begun
+            raise
 
     def adopt(self, spec: Spec, trace: Trace, elsewhere: Child | None = None) -> Process:
         """Take over a part that an earlier controller started, or what is left of it."""
@@ -171,6 +180,13 @@ class Local:
         return process
 
     def write(self) -> None:
+        """Now, or as soon as there is a descriptor for it."""
+        try:
+            self._write()
+        except OSError:
+            asyncio.get_running_loop().call_later(SHORTAGE_S, self.write)
+
+    def _write(self) -> None:
         """Whole or not at all, and for nobody else's eyes."""
         traces = Traces(self._port, tuple([process.trace for process in self.processes.values()]), self.hosts)
         written = self._folder / f"{FILE}.new"
@@ -179,6 +195,8 @@ class Local:
                 file.write(msgspec.json.encode(traces))
             os.replace(written, self._folder / FILE)
         except OSError as error:
+            if error.errno in SHORTAGE:
+                raise
             raise WireError(f"{written} cannot be written ({error.strerror}); make room, then --resume") from None
 
     def _watch(self, process: Process) -> None:
@@ -231,9 +249,14 @@ def _spawn(spec: Spec, log: Path) -> LocalChild:
             pass_fds=(spec.lifeline,),
         )
     assert started.stdin is not None
-    with suppress(BrokenPipeError), started.stdin as pipe:  # it may have ended already: that will be seen
-        pipe.write(msgspec.json.encode(spec) + b"\n")
-    return LocalChild(started.pid, started)
+    try:
+        with suppress(BrokenPipeError), started.stdin as pipe:  # it may have ended already: that will be seen
+            pipe.write(msgspec.json.encode(spec) + b"\n")
+        return LocalChild(started.pid, started)
+    except OSError:
+        started.kill()  # nobody would see its end
+        started.wait()
+        raise
 
 
 def _find(pid: int, started: int) -> LocalChild | None:
