@@ -353,6 +353,9 @@ def test_a_machine_that_says_what_it_must_not_is_sent_away_with_its_parts(tmp_pa
         await played.turn()
         assert "because it sent" in dismissals(played)["host-5/1"]
         assert not played.controller.parts._hosts.present
+        played.say("host-5/1", Offer(__version__, 1))
+        await played.turn()
+        assert not played.controller.parts._hosts.present, "it stays away"
         assert played.goes_on
 
     play(tmp_path / "run", scene)

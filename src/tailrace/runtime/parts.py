@@ -49,6 +49,7 @@ from tailrace.wire.messages import (
 )
 
 EVER = 16_384  # replicas that a run remembers: a number is never used again
+DROPPED = 1024  # machines that are remembered for having lied
 STACKS_S = 0.25  # for a part that is given up to write down where it is
 
 
@@ -98,6 +99,7 @@ class Parts:
         self.overseer = overseer
         self._folder = folder
         self._hosts = Hosts()
+        self._dropped: dict[str, str] = {}  # machines, and why
         self._short_since: dict[tuple[str, int], float] = {}  # when a part could first not be started
         self._local = Local(folder, hub.port, self._ended)
 
@@ -355,7 +357,9 @@ class Parts:
 
     def offered(self, name: str, offer: Offer) -> None:
         host = self._hosts.present.get(name)
-        if not offer.replicas:
+        if name in self._dropped:
+            self._post(name, Dismissed(self._dropped[name]))
+        elif not offer.replicas:
             if host is not None:
                 self._host_left(host, "its host left")
             self._post(name, Wanted(()))
@@ -367,8 +371,14 @@ class Parts:
             self._post(name, self._welcome(name, offer.replicas).hear(self.overseer.now, offer.parts))
 
     def refuse_host(self, name: str, what: str) -> None:
+        """For good: it stays dropped under this name."""
+        if name in self._dropped:
+            return
         self.overseer.note(f"{name} is dropped: it sent {what}")
-        self._post(name, Dismissed(f"the run has dropped this machine, because it sent {what}"))
+        self._dropped[name] = f"the run has dropped this machine, because it sent {what}"
+        while len(self._dropped) > DROPPED:
+            del self._dropped[next(iter(self._dropped))]
+        self._post(name, Dismissed(self._dropped[name]))
         host = self._hosts.present.get(name)
         if host is not None:
             self._host_left(host, f"it was dropped, because it sent {what}")
