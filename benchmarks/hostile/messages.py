@@ -73,10 +73,11 @@ def hub(_: Path) -> tuple[list[bytes], Decode]:
     from tailrace.wire.messages import Garbled
 
     class Peer:
-        name, introduced, asked = "replica-0/1", True, False
+        name, introduced, asked, is_host = "replica-0/1", True, False, False
 
     one: Any = object.__new__(Hub)
     one._heard, one._letters, one._arrived = {}, deque(), asyncio.Event()
+    one._sizes, one._waiting_bytes = deque(), 0
 
     def decode(data: bytes) -> bool:
         one._hear(Peer, 0, data)

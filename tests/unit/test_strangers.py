@@ -18,7 +18,7 @@ from tailrace.wire.connection import Connection
 from tailrace.wire.hub import Hub
 from tailrace.wire.keys import Keyring, host_key
 from tailrace.wire.link import Link
-from tailrace.wire.messages import Spec
+from tailrace.wire.messages import Measured, Spec
 from tailrace.wire.session import Opening
 from tailrace.wire.tls import Identity
 
@@ -146,6 +146,31 @@ def test_strangers_have_little_time_and_the_oldest_makes_room_first(monkeypatch)
                 await asyncio.sleep(0.01)
         silent.close()
         drips.close()
+        await hub.close()
+
+    asyncio.run(scene())
+
+
+def test_what_waits_to_be_handled_is_bounded_and_nothing_of_it_is_lost(monkeypatch) -> None:
+    """A part that has much to say while the controller is busy is not read from for a while."""
+    monkeypatch.setattr("tailrace.wire.hub.WAITING_BYTES", 100_000)
+    many = 200
+
+    async def scene() -> None:
+        hub = Hub(KEYS)
+        link = part(hub.port)
+        for number in range(many):
+            link.measure(number, {f"{name}" * 20: 0.0 for name in range(100)})
+        async with asyncio.timeout(DEADLINE_S):
+            while hub._has_room.is_set():
+                await asyncio.sleep(0.01)
+            assert hub._waiting_bytes < 100_000 + 50_000
+            steps: list[int] = []
+            while len(steps) < many:
+                letters = await hub.receive()
+                steps += [one.message.step for one in letters if isinstance(one.message, Measured)]
+        assert steps == list(range(many))
+        await asyncio.to_thread(link.close)
         await hub.close()
 
     asyncio.run(scene())

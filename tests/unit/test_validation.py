@@ -17,6 +17,7 @@ from tailrace import __version__
 from tailrace.config import Config, load
 from tailrace.protocol import (
     Alive,
+    AnyEvent,
     Checkpointed,
     ControllerRestarted,
     Finished,
@@ -40,6 +41,7 @@ from tailrace.protocol import (
     VersionStored,
     WeightsLoaded,
 )
+from tailrace.runtime.validation import MESSAGES
 from tailrace.store.journal import Journal
 from tailrace.types import Prompt, Segment
 from tailrace.wire.messages import Collapsed, Dismissed, FromPart, Grown, Growth, Hello, Measured, Offer, Reported
@@ -297,6 +299,22 @@ def test_a_part_of_another_machine_cannot_end_the_run_by_giving_up(tmp_path: Pat
             played.say(played.process(role, id).spec.name, Collapsed("x" * 100_000, expected=True))
             await played.turn()
         assert played.goes_on
+
+    play(tmp_path / "run", scene)
+
+
+def test_for_every_event_it_is_said_who_may_report_it(tmp_path: Path) -> None:
+    """A new one has to be entered in the table, or parts that report it are dropped."""
+    noticed_here = {
+        *(RunStarted, HostJoined, HostLeft, PromptsAdded, TimerFired, ControllerRestarted),
+        *(ReplicaLost, RelayLost, TrainerLost),
+    }
+
+    async def scene(played: Played) -> None:
+        reported = {kind for table in played.controller._validation._events.values() for kind in table}
+        assert reported | noticed_here == {each.cls for each in msgspec.inspect.type_info(AnyEvent).types}  # type: ignore[attr-defined]
+        assert not reported & noticed_here
+        assert {kind for kinds in MESSAGES.values() for kind in kinds} == set(FromPart.__args__)
 
     play(tmp_path / "run", scene)
 

@@ -21,6 +21,7 @@ from contextlib import suppress
 from math import inf
 from typing import Any, NamedTuple, Protocol, TextIO
 
+from tailrace.config.errors import ConfigError
 from tailrace.config.tree import Config
 from tailrace.control.plane import ControlPlane
 from tailrace.control.state import State
@@ -469,7 +470,8 @@ def _vocabulary(config: Config) -> int:
     """An emulated engine has none; then what the vault can hold."""
     size = None
     if config.rollout.engine == "native":
-        size = vocabulary_size(config.model.path)
+        with suppress(ConfigError):  # of a run that goes on without its model's folder
+            size = vocabulary_size(config.model.path)
     return size or 1 << 31
 
 

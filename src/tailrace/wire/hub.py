@@ -15,6 +15,7 @@ import asyncio
 import errno
 import socket
 import time
+import traceback
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
@@ -40,15 +41,16 @@ from tailrace.wire.session import HEAD, NAMED, PROOF, Opening, Session, Stranger
 from tailrace.wire.tls import Identity
 
 BATCH = 256  # messages that are handled, and committed, together
-WAITING = 4096  # messages that wait to be handled; then nobody is read from until there are fewer
-LONGEST_REPORT = 256 << 20  # bytes of one frame; a thousand samples streamed at once take 1 MB
+WAITING, WAITING_BYTES = 4096, 256 << 20  # what waits to be handled; then nobody is read from until there is less
+LONGEST_REPORT = 64 << 20  # bytes of one frame; a thousand samples streamed at once take 1 MB
+LONGEST_OFFER = 1 << 20
 UNREAD_BY_HOST = 64 << 20  # bytes that a machine has not taken yet; then it is hung up on
 UNREAD_BY_PART = 8 << 30
 MACHINES = 256  # whoever has the run's token can call as many as it likes
 SILENT_S = 30.0  # they offer themselves twice a second
 LINGER_S = 2.0  # how long a closing hub tries to get its last words out
 BACKLOG = 512
-AT_ONCE, PAUSE_S = 16, 0.01  # so many callers are taken in a row: a crowd must not take the time of the controller
+AT_ONCE, PAUSE_S = 8, 0.01  # so many callers are taken in a row: a crowd must not take the time of the controller
 TROUBLE_S = 0.2  # before the next try to accept, when that failed
 ENCRYPTED = 0x16  # the first byte of every TLS connection
 
@@ -69,6 +71,11 @@ class Caller:
         self.since = time.monotonic()
         self.spoke = False  # it has said who it claims to be
         self.task: asyncio.Task[None] | None = None
+
+    def send_away(self) -> None:
+        """What is read next is the end. Cancelling the task could leave a half-made transport to asyncio."""
+        with suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)
 
 
 class Peer:
@@ -124,20 +131,15 @@ class Hub:
         self._callers: set[Caller] = set()  # all
         self._peers: dict[str, Peer] = {}
         self._letters: deque[Letter] = deque()
+        self._sizes: deque[int] = deque()  # of these, in bytes
+        self._waiting_bytes = 0
         self._arrived, self._has_room = asyncio.Event(), asyncio.Event()
         self._has_room.set()
         self._listening = _listen(listen, port)
+        host, self.port = self._listening.getsockname()[:2]
+        self.endpoint = f"tcp://[{host}]:{self.port}" if ":" in host else f"tcp://{host}:{self.port}"
         self._accepting = asyncio.get_running_loop().create_task(self._accept())
         self._accepting.add_done_callback(lambda _: self._arrived.set())
-
-    @property
-    def port(self) -> int:
-        return self._listening.getsockname()[1]
-
-    @property
-    def endpoint(self) -> str:
-        host = self._listening.getsockname()[0]
-        return f"tcp://[{host}]:{self.port}" if ":" in host else f"tcp://{host}:{self.port}"
 
     @property
     def fingerprint(self) -> str:
@@ -153,10 +155,11 @@ class Hub:
                 await self._accepting  # nobody would ever be heard again: better to end with the error
             self._arrived.clear()
             await self._arrived.wait()
-        letters = [self._letters.popleft() for _ in range(min(BATCH, len(self._letters)))]
-        if len(self._letters) < WAITING // 2:
+        count = min(BATCH, len(self._letters))
+        self._waiting_bytes -= sum([self._sizes.popleft() for _ in range(count)])
+        if len(self._letters) - count < WAITING // 2 and self._waiting_bytes < WAITING_BYTES // 2:
             self._has_room.set()
-        return letters
+        return [self._letters.popleft() for _ in range(count)]
 
     async def send(self, name: str, message: FromController) -> None:
         """Hand a message over; one for a part that is gone is dropped."""
@@ -173,14 +176,17 @@ class Hub:
     async def close(self) -> None:
         """Get everything out that was sent, as far as anybody takes it, then hang up."""
         self._accepting.cancel()
+        await asyncio.gather(self._accepting, return_exceptions=True)
         self._listening.close()
         with suppress(TimeoutError):
             async with asyncio.timeout(LINGER_S):
                 await asyncio.gather(*[peer.drain() for peer in self._peers.values()])
+        self._has_room.set()
+        for caller in self._callers:
+            caller.send_away()
         tasks = [caller.task for caller in self._callers if caller.task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(self._accepting, *tasks, return_exceptions=True)
+        if tasks:
+            await asyncio.wait(tasks, timeout=LINGER_S)
 
     # -------------------------------------------------------------------------------------------------------- accepting
 
@@ -209,16 +215,15 @@ class Hub:
     def _send_one_away(self) -> None:
         caller = min(self._strangers, key=lambda each: (each.spoke, each.since))
         self._strangers.discard(caller)
-        if caller.task is not None:
-            caller.task.cancel()
+        caller.send_away()
 
     def _leave(self, caller: Caller, task: asyncio.Task[None]) -> None:
-        """Here, because a task that is cancelled before its first step never gets to close anything."""
         self._strangers.discard(caller)
         self._callers.discard(caller)
         caller.socket.close()
-        if not task.cancelled():
-            task.exception()  # of a stranger: nobody's business
+        error = None if task.cancelled() else task.exception()
+        if error is not None:  # a bug: it must not end the run, because whoever calls may have caused it
+            traceback.print_exception(error)
 
     async def _attend(self, caller: Caller) -> None:
         """One connection, from beginning to end."""
@@ -283,16 +288,16 @@ class Hub:
 
     async def _read(self, peer: Peer, reader: asyncio.StreamReader) -> None:
         patience = SILENT_S if peer.is_host else None
-        while True:
+        while self._peers.get(peer.name) is peer:  # what was read before it was hung up on may still be here
             async with asyncio.timeout(patience):
                 size, number, signature = HEAD.unpack(await reader.readexactly(HEAD.size))
-            if size > LONGEST_REPORT:
-                self._deliver(Letter(peer.name, UNNUMBERED, Garbled(f"a message of {size:,} bytes")))
-                return
-            content = await reader.readexactly(size)
+                if size > (LONGEST_OFFER if peer.is_host else LONGEST_REPORT):
+                    self._deliver(Letter(peer.name, UNNUMBERED, Garbled(f"a message of {size:,} bytes")), 0)
+                    return
+                content = await reader.readexactly(size)
             peer.check(number, signature, content)
             self._hear(peer, number, content)
-            if len(self._letters) >= WAITING:
+            if len(self._letters) >= WAITING or self._waiting_bytes >= WAITING_BYTES:
                 self._has_room.clear()
                 await self._has_room.wait()
 
@@ -303,12 +308,15 @@ class Hub:
             message = Garbled(f"a message that nobody knows ({error})")
         if isinstance(message, Hello):
             peer.introduced, peer.asked = True, False
+        if peer.is_host:
+            number = UNNUMBERED  # of machines nothing is remembered: they may call themselves anything
         heard = self._heard.get(peer.name, 0)
         if not peer.introduced or number > heard + 1:
             self._ask(peer, heard)
         elif number == UNNUMBERED or number > heard:
-            self._heard[peer.name] = max(number, heard)
-            self._deliver(Letter(peer.name, number, message))
+            if number:
+                self._heard[peer.name] = number
+            self._deliver(Letter(peer.name, number, message), len(content))
 
     def _ask(self, peer: Peer, heard: int) -> None:
         """It knew an earlier controller, or something of it was lost on the way: it has to begin anew."""
@@ -317,8 +325,10 @@ class Hub:
             peer.asked = True
             peer.send(Introduce(heard))
 
-    def _deliver(self, letter: Letter) -> None:
+    def _deliver(self, letter: Letter, size: int) -> None:
         self._letters.append(letter)
+        self._sizes.append(size)
+        self._waiting_bytes += size
         self._arrived.set()
 
 
