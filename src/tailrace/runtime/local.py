@@ -134,6 +134,7 @@ class Local:
         self._folder = folder
         self._port = port
         self._on_exit = on_exit
+        self._unwritten = False  # something is not in the file
         self._watchers: set[asyncio.Task[None]] = set()
 
     def start(self, spec: Spec, elsewhere: Child | None = None) -> Process:
@@ -143,13 +144,20 @@ class Local:
         if earlier is not None:
             earlier.kill()
         process = self._enter(spec)
-        process.children += [elsewhere] if elsewhere else []
-        self._write()  # before there is anything: the next controller must not use the name again
-        if elsewhere is None:
+        self._unwritten = True
+        if elsewhere is not None:
+            process.children.append(elsewhere)
+        else:
+            self._write()  # before there is anything: the next controller must not use the name again
             self._begin(process)
             self.write()
         self._watch(process)
         return process
+
+    def note_those_elsewhere(self) -> None:
+        """Before anybody is told of them, for the same reason; they may be many."""
+        if self._unwritten:
+            self._write()
 
     def _begin(self, process: Process) -> None:
         spec = process.spec
@@ -194,6 +202,7 @@ class Local:
             with open(os.open(written, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
                 file.write(msgspec.json.encode(traces))
             os.replace(written, self._folder / FILE)
+            self._unwritten = False
         except OSError as error:
             if error.errno in SHORTAGE:
                 raise

@@ -364,11 +364,18 @@ class Parts:
                 self._host_left(host, "its host left")
             self._post(name, Wanted(()))
         elif host is not None:
-            self._post(name, host.hear(self.overseer.now, offer.parts))
+            self._answer(host, offer)
         elif why_not := self._no_room_for(offer):
             self._post(name, Dismissed(why_not))
         else:
-            self._post(name, self._welcome(name, offer.replicas).hear(self.overseer.now, offer.parts))
+            self._answer(self._welcome(name, offer.replicas), offer)
+
+    def _answer(self, host: Host, offer: Offer) -> None:
+        """What is wanted there."""
+        wanted = host.hear(self.overseer.now, offer.parts)
+        with suppress(OSError):  # no descriptor for that now: the next offer comes soon
+            self._local.note_those_elsewhere()
+            self._post(host.name, wanted)
 
     def refuse_host(self, name: str, what: str) -> None:
         """For good: it stays dropped under this name."""
