@@ -24,6 +24,7 @@ from msgspec.structs import replace
 
 from tailrace import __version__
 from tailrace.config.tree import Config
+from tailrace.runtime.hosts import LONGEST
 from tailrace.runtime.local import Local, Process, last_lines
 from tailrace.wire.connection import knock
 from tailrace.wire.keys import JoinKey, host_key
@@ -152,7 +153,7 @@ class Agent:
 
     def _ended(self, process: Process, how: str) -> None:
         self._say(f"{process.spec.role} {process.spec.id} {how}; see {process.log}")
-        self._parts[process.spec.name] = f"{how}; its log ends with: {last_lines(process.log, 2)}"
+        self._parts[process.spec.name] = f"{how}; its log ends with: {last_lines(process.log, 2)}"[:LONGEST]
 
 
 def _refuse_missing_model(config: Config) -> None:

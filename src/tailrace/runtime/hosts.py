@@ -16,6 +16,8 @@ from tailrace.runtime.local import HostTrace
 from tailrace.types import HostId, ReplicaId
 from tailrace.wire.messages import Spec, Wanted
 
+LONGEST = 1000  # characters of how something ended
+
 
 class Distant:
     """A process on another machine, known by what is said of it there."""
@@ -67,7 +69,7 @@ class Host:
         self.seen = now
         for name, distant in list(self.distant.items()):
             if parts.get(name) or (name not in parts and not distant.wanted):
-                distant.end(parts.get(name, "ended"))
+                distant.end(parts.get(name, "ended")[:LONGEST])
                 del self.distant[name]
         wanted = {name: distant.spec for name, distant in self.distant.items() if distant.wanted}
         return Wanted(tuple(wanted), tuple([spec for name, spec in wanted.items() if name not in parts]))

@@ -43,7 +43,7 @@ from tailrace.wire.tls import Identity
 BATCH = 256  # messages that are handled, and committed, together
 WAITING, WAITING_BYTES = 4096, 256 << 20  # what waits to be handled; then nobody is read from until there is less
 LONGEST_REPORT = 64 << 20  # bytes of one frame; a thousand samples streamed at once take 1 MB
-LONGEST_OFFER = 1 << 20
+LONGEST_OFFER = 4 << 20
 UNREAD_BY_HOST = 64 << 20  # bytes that a machine has not taken yet; then it is hung up on
 UNREAD_BY_PART = 8 << 30
 MACHINES = 256  # whoever has the run's token can call as many as it likes
