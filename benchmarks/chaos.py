@@ -86,6 +86,8 @@ def one_run(seed: int, steps: int, faults: Iterator[Fault] | None) -> Outcome:
         "false",
         "--local.relays",
         "2",
+        "--local.listen",
+        "127.0.0.1",  # for liars with a key
         "--model.path",
         str(ROOT / "examples" / "running_total" / "start"),
         "--task.reward_timeout_s",

@@ -20,8 +20,18 @@ from pathlib import Path
 import msgspec
 from hostile.attack import Result, attack
 from hostile.brought import arrow, calls, jsonl, model_shape, options, parquet, settings, splits, start_weights
+from hostile.holders import machines, parts
 from hostile.inputs import Decoder
-from hostile.messages import hub, judge_questions, judge_replies, layout, link, relay_messages, relay_stream
+from hostile.messages import (
+    hub,
+    hub_stranger,
+    judge_questions,
+    judge_replies,
+    layout,
+    link,
+    relay_messages,
+    relay_stream,
+)
 from hostile.page import on_loopback, stranger
 from hostile.runs import checkpoint_state, checkpoint_tensors, commands, events, journal_rows, run_file, snapshots
 
@@ -39,7 +49,10 @@ def decoders() -> list[Decoder]:
     from tailrace.trainer.manifest import CheckpointError
 
     return [
-        Decoder("wire: parts to controller", 0.14, "msgpack", hub, ()),
+        Decoder("wire: parts to controller", 0.09, "msgpack", hub, ()),
+        Decoder("wire: a stranger's bytes", 0.03, "bytes", hub_stranger, ()),
+        Decoder("wire: lies of parts", 0.015, "msgpack", parts, ()),
+        Decoder("wire: lies of machines", 0.005, "msgpack", machines, ()),
         Decoder("wire: controller to parts", 0.12, "msgpack", link, MALFORMED),
         Decoder("judges: answers", 0.06, "bytes", judge_replies, (FrameError,)),
         Decoder("judges: questions", 0.06, "msgpack", judge_questions, MALFORMED),

@@ -37,8 +37,8 @@ from relays import TOKEN, RelayProcess, ending, made_up  # noqa: E402
 from tailrace.relay.checksum import Checksum, sum_up  # noqa: E402
 from tailrace.relay.link import Channel  # noqa: E402
 from tailrace.relay.messages import Pull  # noqa: E402
-from tailrace.relay.tls import Identity  # noqa: E402
 from tailrace.relay.transfer import CHUNK, receive, send  # noqa: E402
+from tailrace.wire.tls import Identity  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "network.json"
 COUNTS = [1, 2, 4, 8]

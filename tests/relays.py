@@ -20,8 +20,8 @@ from tailrace.relay.checksum import PIECE, Checksum
 from tailrace.relay.link import Address, LinkError, dial
 from tailrace.relay.messages import Busy
 from tailrace.relay.node import Failure, RelayNode
-from tailrace.relay.tls import LOOPBACK
 from tailrace.relay.transfer import offer
+from tailrace.wire.tls import LOOPBACK
 
 TOKEN = b"t" * 32
 DEADLINE_S = 20.0

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +16,15 @@ def examples() -> tuple[list[Any], list[Any]]:
     """One of everything that parts and controller say."""
     from tailrace import protocol
     from tailrace.types import Row, Segment, Trajectory
-    from tailrace.wire.messages import Collapsed, Ended, Grown, Growth, Hello, Measured, Ordered, Reported
+    from tailrace.wire.messages import Collapsed, Ended, Grown, Growth, Hello, Measured, Offer, Ordered, Reported
 
     events = [_example(each) for each in msgspec.inspect.type_info(protocol.AnyEvent).types]  # type: ignore[attr-defined]
     commands = [_example(each) for each in msgspec.inspect.type_info(protocol.AnyCommand).types]  # type: ignore[attr-defined]
     segments = (Segment(None, (1, 2, 3)), Segment(4, (5, 6), (-0.5, -1.5)))
     row = Row(1, (1, 2), [{"role": "user", "content": "2 + 2"}], {"answer": 4, "nested": {"a": [1, 2]}})
     up = [Hello("127.0.0.1:1", "/dev/shm/arena"), Measured(1, {"loss": 0.5}), Collapsed("no", True)]
-    up += [Grown((Growth(7, 1, segments),)), *(Reported(event) for event in events)]
+    up += [Grown((Growth(7, 1, segments),)), Offer("0.1.0", 2, {"replica-3/1": "", "relay-1/1": "was killed"})]
+    up += [Reported(event) for event in events]
     trajectory = Trajectory(1, 2, 3, segments, "stop", 1.0)
     down = [Ended(True), Ordered(commands[0], {1: row}, {3: segments}, ((trajectory,),), {0: "127.0.0.1:1"}, "arena")]
     return up, down + [Ordered(command) for command in commands]
@@ -65,33 +66,57 @@ def _example(kind: Any) -> Any:
 
 
 def hub(_: Path) -> tuple[list[bytes], Decode]:
+    """Frames of somebody who has proven its name."""
+    from collections import deque
+
     from tailrace.wire.hub import Hub
-    from tailrace.wire.messages import sign
+    from tailrace.wire.messages import Garbled
 
-    class Socket:
-        """What a ROUTER would hand over: somebody known, a number, a good signature, and the input."""
+    class Peer:
+        name, introduced, asked, is_host = "replica-0/1", True, False, False
 
-        content = b""
-
-        async def recv_multipart(self) -> list[bytes]:
-            name, label = b"replica-0/1", bytes(8)
-            return [name, label, sign("token", name, label, self.content), self.content]
-
-        async def send_multipart(self, frames: list[bytes]) -> None:
-            pass
-
-    one = object.__new__(Hub)
-    wire = Socket()
-    one._token, one._socket, one._trusted, one._asked, one._heard = "token", wire, {b"replica-0/1"}, set(), {}  # type: ignore[assignment]
+    one: Any = object.__new__(Hub)
+    one._heard, one._letters, one._arrived = {}, deque(), asyncio.Event()
+    one._sizes, one._waiting_bytes = deque(), 0
 
     def decode(data: bytes) -> bool:
-        wire.content = data
-        heard: list[Any] = []
-        with suppress(StopIteration):
-            one._hear(heard).send(None)
-        return bool(heard)
+        one._hear(Peer, 0, data)
+        return not isinstance(one._letters.pop().message, Garbled)
 
     return [msgspec.msgpack.encode(each) for each in examples()[0]], decode
+
+
+def hub_stranger(_: Path) -> tuple[list[bytes], Decode]:
+    """The first bytes of a connection, from somebody who has no key: nobody is ever let in."""
+    from tailrace.wire.hub import Caller, Hub
+    from tailrace.wire.keys import Keyring
+    from tailrace.wire.session import PROOF, Opening, StrangerError
+
+    class Writer:
+        def write(self, data: bytes) -> None:
+            pass
+
+    one: Any = object.__new__(Hub)
+    one._keys, one._identity = Keyring(bytes(32), "ab" * 32), None
+    loop = asyncio.new_event_loop()
+    caller: Any = object.__new__(Caller)
+
+    async def greet(data: bytes) -> None:
+        reader = asyncio.StreamReader()
+        reader.feed_data(data)
+        reader.feed_eof()
+        await one._greet(caller, reader, Writer(), "")
+        raise AssertionError("a stranger was let in")
+
+    def decode(data: bytes) -> bool | None:
+        try:
+            loop.run_until_complete(greet(data))
+        except (StrangerError, asyncio.IncompleteReadError):
+            return None if data in seeds else False
+
+    names = ("trainer-0/1", "replica-0/1", "host-5/1", "x" * 64)
+    seeds = [Opening(name).named + bytes(PROOF) for name in names]
+    return seeds, decode
 
 
 def link(_: Path) -> tuple[list[bytes], Decode]:

@@ -12,7 +12,19 @@ from __future__ import annotations
 
 from typing import Literal
 
-from tailrace.types import GroupId, HostId, Prompt, PromptId, RelayId, ReplicaId, Struct, TrajectoryId, Version
+from tailrace.types import (
+    GroupId,
+    HostId,
+    Natural,
+    Positive,
+    Prompt,
+    PromptId,
+    RelayId,
+    ReplicaId,
+    Struct,
+    TrajectoryId,
+    Version,
+)
 
 Part = Literal["replica", "relay", "trainer"]
 Ending = Literal["trained", "stale", "filtered", "failed"]  # how a group leaves the account
@@ -24,15 +36,15 @@ class Assignment(Struct):
     """A sample, as given to a replica for the `epoch`-th time."""
 
     trajectory: TrajectoryId
-    epoch: int
+    epoch: Natural
 
 
 class JudgedTurn(Struct):
     """A turn of a sample, as given to a replica for the `epoch`-th time. `turn` counts the observations before it."""
 
     trajectory: TrajectoryId
-    epoch: int
-    turn: int
+    epoch: Natural
+    turn: Natural
     final: bool = False  # the judge's answer ends the episode: nothing more of it will be generated
 
 
@@ -40,8 +52,8 @@ class TrajectoryMeta(Struct):
     """All that control ever sees of a trajectory: ids, counts and versions, never its tokens."""
 
     id: TrajectoryId
-    epoch: int
-    tokens: int  # sampled or inserted after the prompt
+    epoch: Natural
+    tokens: Natural  # sampled or inserted after the prompt
     oldest: Version
     newest: Version
     finish: str = ""
@@ -49,14 +61,16 @@ class TrajectoryMeta(Struct):
 
 
 class Request(Struct):
-    """One sample to generate. `resume`: go on from what the vault holds of it."""
+    """One sample to generate. `resume`: go on from what the vault holds of it. `failures`: how often its environment or
+    reward has failed, which gives it other random numbers: with the same ones it would fail again."""
 
     trajectory: TrajectoryId
-    epoch: int
+    epoch: Natural
     group: GroupId
     prompt: PromptId
-    prompt_tokens: int
+    prompt_tokens: Natural
     resume: bool = False
+    failures: Natural = 0
 
 
 class TrainGroup(Struct):
@@ -76,8 +90,8 @@ class Event(Struct, tag_field="kind", tag=True):
 class RunStarted(Event):
     """The first event of a run: so many replicas and relays are to be started."""
 
-    replicas: int
-    relays: int
+    replicas: Natural
+    relays: Natural
 
 
 class HostJoined(Event):
@@ -97,7 +111,7 @@ class HostLeft(Event):
 class PromptsAdded(Event):
     """Answer to `FetchPrompts`: the prompts from place `start` of the source on; `last` when it has no more."""
 
-    start: int
+    start: Natural
     prompts: tuple[Prompt, ...]
     last: bool = False
 
@@ -106,11 +120,11 @@ class ReplicaJoined(Event):
     """A replica is there, for the first time or again. `held`: the work it still has, if it outlived the controller."""
 
     replica: ReplicaId
-    incarnation: int
+    incarnation: Natural
     host: HostId
     version: Version
-    kv_capacity: int  # tokens
-    roofline: int  # largest batch whose decode step is still flat
+    kv_capacity: Positive  # tokens
+    roofline: Positive  # largest batch whose decode step is still flat
     held: tuple[Assignment, ...] = ()
 
 
@@ -118,7 +132,7 @@ class ReplicaLost(Event):
     """Its process ended or its connection broke."""
 
     replica: ReplicaId
-    incarnation: int
+    incarnation: Natural
     reason: str
 
 
@@ -126,10 +140,10 @@ class Progressed(Event):
     """A replica's heartbeat, with its load."""
 
     replica: ReplicaId
-    incarnation: int
-    kv_tokens: int
-    running: int
-    waiting: int
+    incarnation: Natural
+    kv_tokens: Natural
+    running: Natural
+    waiting: Natural
 
 
 class ScoringStarted(Event):
@@ -137,7 +151,7 @@ class ScoringStarted(Event):
     samples is generated meanwhile."""
 
     replica: ReplicaId
-    incarnation: int
+    incarnation: Natural
     samples: tuple[JudgedTurn, ...]
 
 
@@ -145,7 +159,7 @@ class GenerationResumed(Event):
     """The judge answered with an observation: these turns have begun."""
 
     replica: ReplicaId
-    incarnation: int
+    incarnation: Natural
     samples: tuple[JudgedTurn, ...]
 
 
@@ -161,7 +175,7 @@ class SampleFailed(Event):
 
     replica: ReplicaId
     trajectory: TrajectoryId
-    epoch: int
+    epoch: Natural
     reason: str
 
 
@@ -169,7 +183,7 @@ class Parked(Event):
     """Answer to `Release`: the replica has stopped these; their prefixes are in the vault."""
 
     replica: ReplicaId
-    incarnation: int
+    incarnation: Natural
     samples: tuple[TrajectoryMeta, ...]
 
 
@@ -177,7 +191,7 @@ class WeightsLoaded(Event):
     """Answer to `LoadWeights`."""
 
     replica: ReplicaId
-    incarnation: int
+    incarnation: Natural
     version: Version
 
 
@@ -185,7 +199,7 @@ class PullFailed(Event):
     """The other answer to `LoadWeights`. `damaged`: what the relay holds is not what it was given."""
 
     replica: ReplicaId
-    incarnation: int
+    incarnation: Natural
     version: Version
     reason: str
     damaged: bool = False
@@ -195,13 +209,13 @@ class RelayJoined(Event):
     """A relay is there, holding `versions`."""
 
     relay: RelayId
-    incarnation: int
+    incarnation: Natural
     versions: tuple[Version, ...] = ()
 
 
 class RelayLost(Event):
     relay: RelayId
-    incarnation: int
+    incarnation: Natural
     reason: str
 
 
@@ -209,7 +223,7 @@ class LinkFailed(Event):
     """A relay has not been able to get anything to the next one on its route for a while, though both may be well."""
 
     relay: RelayId
-    incarnation: int
+    incarnation: Natural
     target: RelayId
     reason: str
 
@@ -217,7 +231,7 @@ class LinkFailed(Event):
 class PublishFailed(Event):
     """The other answer to `Publish`: the trainer has not been able to get anything to the master for a while."""
 
-    incarnation: int
+    incarnation: Natural
     version: Version
     relay: RelayId
     reason: str
@@ -227,44 +241,44 @@ class VersionStored(Event):
     """A relay holds all of a version, checked and sealed. From the master it also answers `Publish`."""
 
     relay: RelayId
-    incarnation: int
+    incarnation: Natural
     version: Version
 
 
 class TrainerJoined(Event):
     """The trainer is there, with the weights after `step` steps and `part` parts of the next."""
 
-    incarnation: int
-    step: int
-    part: int = 0
+    incarnation: Natural
+    step: Natural
+    part: Natural = 0
 
 
 class TrainerLost(Event):
-    incarnation: int
+    incarnation: Natural
     reason: str
 
 
 class Trained(Event):
     """Answer to `Train`: this part of this step is in the weights."""
 
-    incarnation: int
-    step: int
-    part: int
+    incarnation: Natural
+    step: Natural
+    part: Natural
 
 
 class Checkpointed(Event):
     """The weights after `step` steps are on disk: what they were trained on need not be kept for a repetition."""
 
-    incarnation: int
-    step: int
+    incarnation: Natural
+    step: Natural
 
 
 class Alive(Event):
     """Heartbeat of a relay or of the trainer."""
 
     part: Part
-    id: int
-    incarnation: int
+    id: Natural
+    incarnation: Natural
 
 
 class TimerFired(Event):
@@ -316,15 +330,15 @@ class Command(Struct, tag_field="kind", tag=True):
 class FetchPrompts(Command):
     """-> PromptsAdded. The place makes it harmless to ask, or to be answered, twice."""
 
-    start: int
-    count: int
+    start: Natural
+    count: Natural
 
 
 class Generate(Command):
     """-> one Finished, SampleFailed or Parked entry per request."""
 
     replica: ReplicaId
-    incarnation: int
+    incarnation: Natural
     requests: tuple[Request, ...]
 
 
@@ -332,14 +346,14 @@ class Release(Command):
     """Stop everything and hand it back -> Parked. What a judge has for good stays: nothing of it will be generated."""
 
     replica: ReplicaId
-    incarnation: int
+    incarnation: Natural
 
 
 class Cancel(Command):
     """Nobody wants these any more; no answer."""
 
     replica: ReplicaId
-    incarnation: int
+    incarnation: Natural
     samples: tuple[Assignment, ...]
 
 
@@ -347,7 +361,7 @@ class LoadWeights(Command):
     """-> WeightsLoaded or PullFailed. `relay` is the one on the replica's host while that lives."""
 
     replica: ReplicaId
-    incarnation: int
+    incarnation: Natural
     version: Version
     relay: RelayId
 
@@ -355,9 +369,9 @@ class LoadWeights(Command):
 class Train(Command):
     """-> Trained. The last part of a step makes version `step + 1`."""
 
-    incarnation: int
-    step: int
-    part: int
+    incarnation: Natural
+    step: Natural
+    part: Natural
     last: bool
     groups: tuple[TrainGroup, ...]
 
@@ -365,7 +379,7 @@ class Train(Command):
 class Publish(Command):
     """Push this version to the master relay -> VersionStored of that relay, or PublishFailed."""
 
-    incarnation: int
+    incarnation: Natural
     version: Version
     relay: RelayId
 
@@ -374,8 +388,8 @@ class Route(Command):
     """From now on forward to these relays whatever they lack; an older epoch is ignored. No answer."""
 
     relay: RelayId
-    incarnation: int
-    epoch: int
+    incarnation: Natural
+    epoch: Natural
     targets: tuple[RelayId, ...]
 
 
@@ -383,7 +397,7 @@ class Drop(Command):
     """Free a version nobody reads. No answer."""
 
     relay: RelayId
-    incarnation: int
+    incarnation: Natural
     version: Version
 
 
@@ -398,8 +412,8 @@ class GiveUp(Command):
     """It was silent for too long, did not answer in time, or does nothing well: end what is left of it. No answer."""
 
     part: Part
-    id: int
-    incarnation: int
+    id: Natural
+    incarnation: Natural
     reason: str
 
 
@@ -407,8 +421,8 @@ class Start(Command):
     """Start a part (again) -> ReplicaJoined, RelayJoined or TrainerJoined, with a larger incarnation."""
 
     part: Part
-    id: int
-    attempt: int
+    id: Natural
+    attempt: Natural
 
 
 class SetTimer(Command):

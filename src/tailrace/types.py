@@ -7,17 +7,22 @@ the wire format and the stored format are one thing. Ids are plain integers; peo
 
 from __future__ import annotations
 
-from typing import Any, dataclass_transform
+from typing import Annotated, Any, dataclass_transform
 
 import msgspec
+from msgspec import Meta
 
-PromptId = int
-GroupId = int
-TrajectoryId = int
-ReplicaId = int
-RelayId = int
-HostId = int
-Version = int
+# What is read from elsewhere has to be within these; -1 stands for none where there may be none.
+Natural = Annotated[int, Meta(ge=0, lt=1 << 53)]
+Positive = Annotated[int, Meta(ge=1, lt=1 << 53)]
+PromptId = Natural
+GroupId = Natural
+TrajectoryId = Natural
+ReplicaId = Annotated[int, Meta(ge=-1, lt=1 << 31)]
+RelayId = Annotated[int, Meta(ge=-1, lt=1 << 31)]
+HostId = Annotated[int, Meta(ge=-1, lt=1 << 31)]
+Version = Annotated[int, Meta(ge=-1, lt=1 << 31)]
+Token = Annotated[int, Meta(ge=0, lt=1 << 31)]
 
 # What msgspec raises for bytes that nobody of ours wrote. Nesting is bounded by Python's own limit, about 1,000 levels.
 MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
@@ -36,14 +41,14 @@ class Prompt(Struct):
     """A question to the policy. `tokens` is its length: control never sees the text."""
 
     id: PromptId
-    tokens: int
+    tokens: Natural
 
 
 class Row(Struct):
     """A prompt with everything that generating and judging its samples takes. It travels to the replica."""
 
     id: PromptId  # its place in the sequence of prompts
-    tokens: tuple[int, ...]  # rendered
+    tokens: tuple[Token, ...]  # rendered
     prompt: str | list[dict[str, Any]]  # as it was written: text, or messages
     columns: dict[str, Any] = {}  # `answer` and whatever else a reward may want
 
@@ -52,7 +57,7 @@ class Segment(Struct):
     """A run of tokens with one origin. `version` is None for tokens that the policy did not sample (prompt, tool)."""
 
     version: Version | None
-    tokens: tuple[int, ...]
+    tokens: tuple[Token, ...]
     logprobs: tuple[float, ...] | None = None
 
 

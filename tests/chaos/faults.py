@@ -22,14 +22,14 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
-import zmq
+from liar import Liar
 from victim import Victim
 
-from tailrace.protocol import TrainerLost
 from tailrace.runtime.local import read_traces
 from tailrace.store.journal import Journal, JournalError
-from tailrace.wire.messages import Reported, sign
+from tailrace.wire.keys import JoinKey
+from tailrace.wire.messages import WireError
+from tailrace.wire.session import NAMELESS, PROOF, Opening
 
 Strike = Callable[[Victim, random.Random], str]
 SHORT_S = (0.2, 1.5)  # a stop that nobody need notice
@@ -37,6 +37,7 @@ LONG_S = (4.0, 9.0)  # one that counts as death
 BROADCAST_S = 2.5  # how long a version is waited for that is under way
 FULL_S = (0.5, 2.0)
 SLOW_S = (0.3, 4.0)
+CROWD = 1500  # to the controller's door, and a tenth of it to the relays'
 
 
 # ------------------------------------------------------------------------------------------------ killed and stopped
@@ -181,7 +182,7 @@ def locked_by_another_program(run: Victim, draw: random.Random) -> str:
 
 
 def strangers_talk(run: Victim, draw: random.Random) -> str:
-    """Nonsense to everybody who listens, and reports in the name of a part, without the token."""
+    """Nonsense to everybody who listens, and greetings in the name of a part, without its key."""
     doors = _doors(run)
     for place in doors:
         with suppress(OSError), socket.create_connection(place, timeout=1.0) as caller:
@@ -201,6 +202,29 @@ def strangers_keep_silent(run: Victim, draw: random.Random) -> str:
     return f"{len(callers)} callers" if callers else ""
 
 
+def crowd_of_strangers(run: Victim, draw: random.Random) -> str:
+    """Very many are let in and say nothing, and somebody has to be started meanwhile."""
+    callers: list[socket.socket] = []
+    for number, place in enumerate(_doors(run)):
+        for _ in range(CROWD if number == 0 else CROWD // 10):
+            with suppress(OSError):
+                callers.append(socket.create_connection(place, timeout=0.1))
+    name, ids = _one(run, draw.choice(("replica", "relay")), draw)
+    run.send(signal.SIGKILL, ids[:1])
+    run.later(draw.uniform(*LONG_S), lambda: _hang_up(callers))
+    return f"{len(callers)} callers, and {name} killed" if callers else ""
+
+
+def liar_with_a_key(run: Victim, draw: random.Random) -> str:
+    """A machine joins and lies. Only where a run takes machines."""
+    try:
+        key = JoinKey.read((run.folder / "join.key").read_text())
+    except (OSError, WireError):
+        return ""
+    port = read_traces(run.folder).port
+    return Liar(f"tcp://127.0.0.1:{port}", key, draw).come_and_lie() if port else ""
+
+
 def _hang_up(callers: list[socket.socket]) -> None:
     for caller in callers:
         caller.close()
@@ -215,14 +239,11 @@ def _doors(run: Victim) -> list[tuple[str, int]]:
 
 
 def _forge(place: tuple[str, int], draw: random.Random) -> None:
-    wire = zmq.Context.instance().socket(zmq.DEALER)
-    wire.setsockopt(zmq.IDENTITY, draw.choice((b"trainer-0/1", b"replica-0/1", b"relay-1/2", b"nobody")))
-    wire.connect(f"tcp://{place[0]}:{place[1]}")
-    content = msgspec.msgpack.encode(Reported(TrainerLost(1, "forged")))
-    for number in range(8):
-        label = number.to_bytes(8, "big")
-        wire.send_multipart([label, sign("a guess", b"trainer-0/1", label, content), content])
-    wire.close(500)
+    with suppress(OSError), socket.create_connection(place, timeout=1.0) as caller:
+        caller.sendall(Opening(draw.choice(("trainer-0/1", "replica-0/1", "relay-1/2", "nobody"))).named)
+        caller.recv(NAMELESS.size)
+        caller.sendall(draw.randbytes(PROOF))
+        assert caller.recv(1) == b"", "somebody without a key is answered"
 
 
 # ------------------------------------------------------------------------------------------------------------ the disk
@@ -326,6 +347,8 @@ KINDS: dict[str, Strike] = {
     "run.db locked by another program": locked_by_another_program,
     "strangers talk": strangers_talk,
     "strangers keep silent": strangers_keep_silent,
+    "a crowd of strangers": crowd_of_strangers,
+    "a liar with a key": liar_with_a_key,
     "controller killed": killed("controller"),
     "controller stopped": stopped("controller", LONG_S),
     "everybody killed": everybody_killed,

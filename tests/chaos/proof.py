@@ -14,7 +14,16 @@ from typing import Any, NamedTuple
 
 from audit import Audit
 from tailrace.control.plane import ControlPlane
-from tailrace.protocol import Finished, ReplicaJoined, Train, Trained, WeightsLoaded
+from tailrace.protocol import (
+    Finished,
+    RelayLost,
+    ReplicaJoined,
+    ReplicaLost,
+    Train,
+    Trained,
+    TrainerLost,
+    WeightsLoaded,
+)
 from tailrace.store.journal import Journal
 
 
@@ -41,6 +50,7 @@ def prove(folder: Path, check_every: int = 50) -> Proof:
         versions.listen(entry.event)
         events += 1
         orders += sum(isinstance(command, Train) for command in commands)
+        _nobody_of_ours_was_dropped(journal, entry.event)
         name = type(entry.event).__name__
         losses[name.removesuffix("Lost")] += name.endswith("Lost")
         if events % check_every == 0:
@@ -59,6 +69,16 @@ def prove(folder: Path, check_every: int = 50) -> Proof:
         orders - len(audit.parts),
         +losses,
     )
+
+
+def _nobody_of_ours_was_dropped(journal: Journal, event: Any) -> None:
+    """What the run's own parts say is always something that they may say."""
+    dropped, local = "it was dropped, because it sent", journal.config.local
+    if isinstance(event, ReplicaLost | RelayLost | TrainerLost) and dropped in event.reason:
+        guest = (isinstance(event, ReplicaLost) and event.replica >= local.replicas) or (
+            isinstance(event, RelayLost) and event.relay >= local.relays
+        )
+        assert guest, f"an honest part was dropped: {event}"
 
 
 class Versions:

@@ -74,8 +74,18 @@ def _checkpoints(event: object) -> Iterator[Checkpointed]:
 def test_a_trainer_that_is_stopped_between_two_steps_saves_first(
     tmp_path: Path, step: int, part: int, complete: bool, kept: bool
 ) -> None:
+    place = tmp_path.stat()
     emulated = ["--rollout.engine=emulated", "--trainer.checkpoint_every=1000", "--costs.decode_step=0.001"]
-    spec = Spec("trainer", 0, 1, "tcp://127.0.0.1:1", "ab" * 32, str(tmp_path), load([], emulated))
+    spec = Spec(
+        "trainer",
+        0,
+        1,
+        "tcp://127.0.0.1:1",
+        "ab" * 32,
+        str(tmp_path),
+        load([], emulated),
+        folder_id=(place.st_dev, place.st_ino),
+    )
     crew = EmulatedCrew(spec)
     worker = Worker(spec, crew)
     worker.step, worker.part, crew.learner.state = step, part, State(step)

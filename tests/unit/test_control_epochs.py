@@ -81,9 +81,26 @@ def test_a_failed_sample_is_tried_again_from_the_start_and_then_given_up():
     id = first.trajectory
     for attempt in (1, 2):
         request = next(request for request in drive.running() if request.trajectory == id)
-        assert (request.epoch, request.resume) == (attempt, False)
+        assert (request.epoch, request.resume, request.failures) == (attempt, False, attempt - 1)
         drive.tell(SampleFailed(0, id, request.epoch, "the tool hung"))
     assert drive.plane.state.ledger.survivors(drive.plane.state.ledger.groups[first.group]) == [second.trajectory]
+
+
+def test_only_its_own_failures_give_a_sample_other_random_numbers():
+    """Neither a lost replica nor a move does, before a failure or after it."""
+    drive = driven()
+    failed, other = drive.running(0)
+    drive.tell(SampleFailed(0, failed.trajectory, failed.epoch, "the tool hung"))
+    drive.tell(ReplicaLost(0, 1, "it died"))
+    held = drive.running(1)
+    drive.plane.state.fleet.replicas[1].enter("releasing", drive.now)
+    drive.plane.state.fleet.moves[1] = 1
+    drive.tell(Parked(1, 1, tuple(drive.meta(request) for request in held)))
+    again = {request.trajectory: request for request in drive.running()}
+    assert again[failed.trajectory].epoch > failed.epoch + 1
+    assert again[failed.trajectory].failures == 1
+    assert {request.failures for id, request in again.items() if id != failed.trajectory} == {0}
+    assert again[other.trajectory].epoch > other.epoch
 
 
 def test_a_group_with_too_few_survivors_fails_and_is_forgotten():

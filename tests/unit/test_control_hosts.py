@@ -18,6 +18,7 @@ from tailrace.protocol import (
     HostLeft,
     PullFailed,
     RelayJoined,
+    RelayLost,
     ReplicaJoined,
     ReplicaLost,
     SampleFailed,
@@ -104,6 +105,52 @@ def test_the_run_ends_when_the_last_host_leaves_and_everybody_else_is_quarantine
     assert not drive.orders(Stop)
     drive.tell(HostLeft(1, "its host left"))
     assert "its host left" in drive.orders(Stop)[0].reason
+
+
+def keep_alive(drive: Drive) -> None:
+    """Silence is not what this is about."""
+    state = drive.plane.state
+    for part in (*state.fleet.replicas.values(), *state.relays.relays.values(), state.training):
+        part.last_seen = drive.now + 10_000.0
+
+
+def wear_out_relay(drive: Drive, relay: int) -> None:
+    """It is lost again and again, until it is not started any more."""
+    for incarnation in range(1, 9):
+        drive.tell(RelayLost(relay, incarnation, "no shared memory"))
+        keep_alive(drive)
+        if drive.tick(100.0) and drive.plane.state.relays.relays[relay].quarantined:
+            return
+        drive.tell(RelayJoined(relay, incarnation + 1))
+    raise AssertionError("it is started for ever")
+
+
+def test_the_run_ends_when_its_last_relay_is_given_up_after_a_guest_has_come_and_gone():
+    drive = joined_by_a_host()
+    drive.tell(HostLeft(1, "its host left"))
+    wear_out_relay(drive, 0)
+    assert "no relay is left; the last one was given up because: no shared memory" in drive.orders(Stop)[0].reason
+
+
+def test_the_run_ends_when_the_last_relay_leaves_with_its_host():
+    drive = joined_by_a_host()
+    wear_out_relay(drive, 0)
+    assert not drive.orders(Stop), "the guest has a relay"
+    drive.tell(HostLeft(1, "its host left"))
+    assert "no relay is left; the last one was given up because: its host left" in drive.orders(Stop)[0].reason
+
+
+def test_the_run_ends_when_the_last_replica_fails_at_everything_after_the_good_ones_have_left():
+    drive = joined_by_a_host()
+    fail_all(drive, 0)
+    drive.finish_all(1)
+    drive.tell(HostLeft(1, "its host left"))
+    for _ in range(20):
+        if drive.plane.state.fleet.replicas[0].state == "quarantined":
+            break
+        fail_all(drive, 0)
+        feed(drive)
+    assert "no replica is left" in drive.orders(Stop)[0].reason
 
 
 def test_the_story_says_where_a_guest_came_from_and_why_it_went():

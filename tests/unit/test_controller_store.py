@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-from contextlib import closing
+from contextlib import aclosing
 from math import inf
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,27 +13,17 @@ from typing import Any
 import pytest
 
 from tailrace.config import Config, load
-from tailrace.protocol import Alive, Finished, SampleFailed, TimerFired, TrajectoryMeta
+from tailrace.protocol import TimerFired
 from tailrace.runtime import controller as module
-from tailrace.runtime.controller import Controller, with_a_reward
+from tailrace.runtime.controller import Controller, Happened
 from tailrace.runtime.hosts import Host
 from tailrace.runtime.local import HostTrace
 from tailrace.runtime.parts import Tie
 from tailrace.store.errors import JournalError
 from tailrace.store.run import RunStore
 from tailrace.store.waiting import Locked
+from tailrace.wire.keys import Keyring
 from tailrace.wire.messages import Spec, Wanted
-
-
-@pytest.mark.parametrize("reward", [None, float("nan"), float("inf")])
-def test_a_sample_reported_without_a_finite_reward_counts_as_failed(reward: float | None) -> None:
-    event = with_a_reward(Finished(1, TrajectoryMeta(7, 2, 10, 0, 0, "stop", reward)))
-    assert event == SampleFailed(1, 7, 2, f"its replica reported a reward of {reward}; a reward is a finite number")
-
-
-def test_other_reports_pass_as_they_are() -> None:
-    for event in (Alive("relay", 0, 1), Finished(1, TrajectoryMeta(7, 2, 10, 0, 0, "stop", -0.0))):
-        assert with_a_reward(event) is event
 
 
 @pytest.fixture
@@ -48,7 +38,7 @@ class Held:
     def __init__(self, folder: Path, config: Config) -> None:
         self.store = RunStore.create(folder, config)
         observer: Any = SimpleNamespace(see=lambda *_: None, measure=lambda *_: None)
-        self.controller = Controller(self.store, config, observer, Tie("token", -1), observer)
+        self.controller = Controller(self.store, config, observer, Tie(Keyring(bytes(32), "token"), -1), observer)
         self.sent: list[tuple[str, Any]] = []
         self.controller.hub.send = self._send  # type: ignore[method-assign]
         self.store.commit()
@@ -59,9 +49,9 @@ class Held:
     async def _send(self, name: str, message: Any) -> None:
         self.sent.append((name, message))
 
-    def close(self) -> None:
+    async def aclose(self) -> None:
         self.shell.close()
-        self.controller.hub.close()
+        await self.controller.hub.close()
         self.store.close(complete=False)
 
 
@@ -69,7 +59,7 @@ def test_while_it_is_held_up_nobody_is_found_silent_and_other_machines_hear_from
     tmp_path: Path, config: Config
 ) -> None:
     async def scene() -> None:
-        with closing(Held(tmp_path / "run", config)) as held:
+        async with aclosing(Held(tmp_path / "run", config)) as held:
             controller, parts = held.controller, held.controller.parts
             host = Host(HostTrace("host-1/1", 1, (2,)), 0.0)
             host.place(Spec("replica", 2, 1, "", "", "", config))
@@ -83,7 +73,7 @@ def test_while_it_is_held_up_nobody_is_found_silent_and_other_machines_hear_from
             held.shell.execute("ROLLBACK")
             assert await beginning
             controller._fire("health", inf)
-            assert list(controller._events) == [TimerFired("health")]
+            assert list(controller._events) == [Happened(TimerFired("health"))]
 
     asyncio.run(scene())
 
@@ -93,7 +83,7 @@ def test_a_wait_for_the_database_ends(tmp_path: Path, config: Config, ending: st
     monkeypatch.setattr(module, "Locked", lambda path, say: Locked(path, say, patience_s=0.2))
 
     async def scene() -> None:
-        with closing(Held(tmp_path / "run", config)) as held:
+        async with aclosing(Held(tmp_path / "run", config)) as held:
             beginning = asyncio.create_task(held.controller._begin(held.watchdog))
             await asyncio.sleep(0.05)
             if ending == "interrupt":

@@ -5,40 +5,43 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import ssl
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
-import msgspec
 import pytest
-import zmq
 
 from tailrace.config.tree import Config, Health
 from tailrace.protocol import Alive
-from tailrace.wire.door import REFUSALS, Door, JoinKey, knock, public_key
-from tailrace.wire.hub import Hub, Letter
+from tailrace.wire.connection import Connection, knock
+from tailrace.wire.hub import Hub
+from tailrace.wire.keys import JoinKey, Keyring, host_key
 from tailrace.wire.link import Link
-from tailrace.wire.messages import Hello, Reported, Spec, WireError, sign
+from tailrace.wire.messages import Hello, Spec, WireError
+from tailrace.wire.session import StrangerError
+from tailrace.wire.tls import Identity
 
-SECRET = bytes(range(32))
-TOKEN = "ab" * 32
-OTHER = "cd" * 32
-KEY = JoinKey(public_key(SECRET), TOKEN)
+KEYS = Keyring(bytes(range(32)), "ab" * 32)
+OTHER = Keyring(bytes(32), "cd" * 32)
+IDENTITY = Identity(KEYS.identity)
+KEY = JoinKey(IDENTITY.fingerprint, KEYS.token)
 QUICK = Config(health=Health(heartbeat_s=0.05))
+MACHINE = "host-5/1"
 DEADLINE_S = 20.0
 
 
-@contextmanager
-def hub() -> Iterator[Hub]:
-    made = Hub(TOKEN, door=Door(SECRET, TOKEN))
+@asynccontextmanager
+async def hub() -> AsyncIterator[Hub]:
+    made = Hub(KEYS, identity=IDENTITY)
     try:
         yield made
     finally:
-        made.close()
+        await made.close()
 
 
-def link_to(endpoint: str, token: str = TOKEN, door: str = KEY.door, id: int = 0) -> Link:
-    spec = Spec("relay", id, 1, endpoint, token, "", QUICK, door=door)
+def link_to(endpoint: str, keys: Keyring = KEYS, door: str = KEY.door, id: int = 0) -> Link:
+    spec = Spec("relay", id, 1, endpoint, keys.token, "", QUICK, key=keys.of(f"relay-{id}/1").hex(), door=door)
     link = Link(spec, lambda: Alive("relay", id, 1))
     link.open()
     return link
@@ -53,29 +56,56 @@ async def heard_of(hub: Hub, name: str) -> set[str]:
     return names
 
 
+def test_the_same_secret_gives_the_same_certificate_so_that_a_new_controller_is_known():
+    assert Identity(KEYS.identity).fingerprint == IDENTITY.fingerprint
+    assert Identity(OTHER.identity).fingerprint != IDENTITY.fingerprint
+
+
 def test_who_has_the_key_is_heard_and_nobody_else():
-    plain, own_key, other_run = {"door": ""}, {"token": OTHER}, {"door": public_key(bytes(32))}
-    strangers = (plain, own_key, other_run)
+    async def scene() -> None:
+        async with hub() as door:
+            strangers = [
+                link_to(door.endpoint, id=2, keys=OTHER),  # a key of its own
+                link_to(door.endpoint, id=3, door=Identity(OTHER.identity).fingerprint),  # of another run
+            ]
+            friend, plain = link_to(door.endpoint), link_to(door.endpoint, id=1, door="")
+            heard = await heard_of(door, "relay-0/1") | await heard_of(door, "relay-1/1")
+            assert heard == {"relay-0/1", "relay-1/1"}, "on this machine, connections may be plain"
+            await asyncio.gather(*[asyncio.to_thread(link.close) for link in (friend, plain, *strangers)])
+
+    asyncio.run(scene())
+
+
+def test_who_comes_from_another_host_has_to_encrypt(monkeypatch):
+    monkeypatch.setattr("tailrace.wire.hub._is_local", lambda _: False)
 
     async def scene() -> None:
-        with hub() as door:
-            refusals = door._socket.get_monitor_socket(sum(REFUSALS))
-            for number, wrong in enumerate(strangers, start=1):
-                stranger = link_to(door.endpoint, id=number, **wrong)
-                async with asyncio.timeout(DEADLINE_S):
-                    await refusals.recv_multipart()  # it has come to the door, and was sent away
-                await asyncio.to_thread(stranger.close)
+        async with hub() as door:
+            with pytest.raises(StrangerError):
+                await asyncio.to_thread(Connection, door.endpoint, "relay-0/1", KEYS.of("relay-0/1"))
             friend = link_to(door.endpoint)
             assert await heard_of(door, "relay-0/1") == {"relay-0/1"}
-            door._socket.disable_monitor()
             await asyncio.to_thread(friend.close)
+
+    asyncio.run(scene())
+
+
+def test_the_token_proves_the_names_of_machines_and_no_others():
+    async def scene() -> None:
+        async with hub() as door:
+            key = host_key(KEYS.token, MACHINE)
+            wire = await asyncio.to_thread(Connection, door.endpoint, MACHINE, key, KEY.door)
+            for name in ("relay-0/1", "replica-0/1", "trainer-0/1"):
+                with pytest.raises(StrangerError):
+                    await asyncio.to_thread(Connection, door.endpoint, name, host_key(KEYS.token, name), KEY.door)
+            wire.close()
 
     asyncio.run(scene())
 
 
 def answer(endpoint: str, key: JoinKey, within_s: float = 5.0) -> str:
     try:
-        knock(endpoint, key, within_s)
+        knock(endpoint, MACHINE, host_key(key.token, MACHINE), key.door, within_s)
     except WireError as error:
         return str(error)
     return "come in"
@@ -85,13 +115,13 @@ def answer(endpoint: str, key: JoinKey, within_s: float = 5.0) -> str:
     ("key", "words"),
     [
         (KEY, "come in"),
-        (JoinKey(KEY.door, OTHER), "refused this join key"),
-        (JoinKey(public_key(bytes(32)), TOKEN), "refused this join key"),
+        (JoinKey(KEY.door, OTHER.token), "refused this join key"),
+        (JoinKey(Identity(OTHER.identity).fingerprint, KEYS.token), "refused this join key"),
     ],
 )
 def test_a_knock_is_answered_with_a_sentence(key: JoinKey, words: str):
     async def scene() -> str:
-        with hub() as door:
+        async with hub() as door:
             return await asyncio.to_thread(answer, door.endpoint, key)
 
     assert words in asyncio.run(scene())
@@ -103,25 +133,38 @@ def test_where_nobody_listens_the_sentence_says_so():
     assert f"nobody answered at 127.0.0.1:{port} within 0.3 s" in answer(f"tcp://127.0.0.1:{port}", KEY, 0.3)
 
 
-def test_what_was_overheard_is_worthless_when_it_is_sent_again():
+@pytest.mark.parametrize("door", ["", KEY.door])
+def test_what_was_overheard_is_worthless_when_it_is_sent_again(door: str):
     """Somebody between the two records all bytes of a good connection and plays them to the hub once more."""
 
     async def scene() -> None:
-        with hub() as door:
+        async with hub() as controller:
             recorded = bytearray()
             with socket.create_server(("127.0.0.1", 0)) as between:
-                threading.Thread(target=_pass_on, args=(between, door.port, recorded), daemon=True).start()
-                link = link_to(f"tcp://127.0.0.1:{between.getsockname()[1]}")
-                await heard_of(door, "relay-0/1")
-                link.close()
-            while await door._socket.poll(200):
-                await door._socket.recv_multipart()
-            assert TOKEN.encode() not in recorded
-            with socket.create_connection(("127.0.0.1", door.port)) as liar:
+                threading.Thread(target=_pass_on, args=(between, controller.port, recorded), daemon=True).start()
+                link = link_to(f"tcp://127.0.0.1:{between.getsockname()[1]}", door=door)
+                await heard_of(controller, "relay-0/1")
+                await asyncio.to_thread(link.close)
+            assert KEYS.token.encode() not in recorded
+            assert KEYS.of("relay-0/1") not in recorded
+            while controller._letters or controller._peers:
+                controller._letters.clear()
+                await asyncio.sleep(0.01)
+            with socket.create_connection(("127.0.0.1", controller.port), timeout=DEADLINE_S) as liar:
                 liar.sendall(recorded)
-                assert not await door._socket.poll(1000)
+                await asyncio.to_thread(_until_hung_up, liar)
+            assert not controller._letters
+            assert not controller._peers
 
     asyncio.run(scene())
+
+
+def _until_hung_up(liar: socket.socket) -> None:
+    try:
+        while liar.recv(65536):
+            pass
+    except ConnectionResetError:
+        pass
 
 
 def _pass_on(between: socket.socket, port: int, recorded: bytearray) -> None:
@@ -136,30 +179,36 @@ def _copy(source: socket.socket, target: socket.socket, seen: bytearray) -> None
         while piece := source.recv(65536):
             seen += piece
             target.sendall(piece)
+        target.shutdown(socket.SHUT_WR)
     except OSError:
         pass
 
 
-def test_a_forged_message_on_an_open_door_needs_the_token_too():
-    """Without a door, on the loopback, the token is what counts."""
+def test_a_machine_that_takes_nothing_is_hung_up_on_before_it_fills_the_memory(monkeypatch):
+    monkeypatch.setattr("tailrace.wire.hub.UNREAD_BY_HOST", 1 << 20)
 
-    async def scene() -> list[Letter]:
-        plain = Hub(TOKEN)
-        forger = zmq.Context.instance().socket(zmq.DEALER)
-        forger.setsockopt(zmq.IDENTITY, b"relay-0/1")
-        forger.connect(plain.endpoint)
-        encode = msgspec.msgpack.Encoder().encode
-        for message in (Reported(Alive("relay", 0, 1)), Hello(), Reported(Alive("relay", 0, 1))):
-            content, name = encode(message), b"relay-0/1"
-            forger.send_multipart([bytes(8), sign(OTHER, name, bytes(8), content), content])
-        friend = link_to(plain.endpoint, door="", id=1)
-        try:
-            assert await heard_of(plain, "relay-1/1") == {"relay-1/1"}
-        finally:
-            friend.close()
-            forger.close(0)
-            plain.close()
-        return []
+    async def scene() -> None:
+        async with hub() as door:
+            wire = await asyncio.to_thread(Connection, door.endpoint, MACHINE, host_key(KEYS.token, MACHINE), KEY.door)
+            while MACHINE not in door._peers:
+                await asyncio.sleep(0.01)
+            for _ in range(500):
+                await door.send(MACHINE, Hello("x" * 100_000))  # type: ignore[arg-type]
+                await asyncio.sleep(0)
+            assert MACHINE not in door._peers
+            wire.close()
+
+    asyncio.run(scene())
+
+
+def test_a_greeting_in_tls_that_is_none_is_hung_up_on():
+    async def scene() -> None:
+        async with hub() as door:
+            with socket.create_connection(("127.0.0.1", door.port), timeout=DEADLINE_S) as caller:
+                caller.sendall(b"\x16\x03\x01" + bytes(200))
+                await asyncio.to_thread(_until_hung_up, caller)
+            with pytest.raises((ssl.SSLError, StrangerError)):
+                await asyncio.to_thread(Connection, door.endpoint, MACHINE, bytes(32), KEY.door)
 
     asyncio.run(scene())
 

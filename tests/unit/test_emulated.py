@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -195,6 +196,27 @@ def test_a_trajectory_that_was_complete_before_it_came_gets_no_more_tokens() -> 
     assert other.step() == [Sampled(0, (), (), "stop")]
     other.submit(complete)
     assert other.withdraw([0]) == other.step() == []
+
+
+def test_a_trajectory_that_failed_has_other_tokens_and_another_length_as_often_as_it_is_moved() -> None:
+    config = settings()
+    for id in range(8):
+        attempts = []
+        for failures in range(3):
+            moving, got = msgspec.structs.replace(job(id), failures=failures), ()
+            while True:
+                engine = engine_of(config, Time())
+                engine.submit(moving)
+                (sampled,) = engine.step()
+                got += sampled.tokens
+                if sampled.finish:
+                    break
+                (moving,) = engine.withdraw([id])
+                assert moving.failures == failures
+            attempts.append(got)
+        assert len(attempts[0]) == drawn(config, id)
+        assert len({len(got) for got in attempts}) == 3
+        assert len({got[:20] for got in attempts if len(got) >= 20}) == sum(len(got) >= 20 for got in attempts)
 
 
 def test_the_limit_of_tokens_ends_a_turn_and_the_next_goes_on_from_its_kv() -> None:

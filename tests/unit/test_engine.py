@@ -257,6 +257,20 @@ def test_a_sample_does_not_depend_on_its_neighbours_or_on_the_order_of_arrival()
     assert other_seed.tokens != together.tokens
 
 
+def test_a_sample_that_failed_is_drawn_anew_and_still_the_same_wherever_it_moves() -> None:
+    model, config, work = tiny(), settings(temperature=1.0), jobs(group_size=2, lengths=(9, 17))
+    first = run(engine(model, config), work)
+    again = [msgspec.structs.replace(job, failures=1) for job in work]
+    stayed = run(engine(model, config), again)
+    assert all(stayed.tokens[job.id] != first.tokens[job.id] for job in work)
+    host, moved = engine(model, config), Record()
+    for job in again:
+        host.submit(job)
+    moved.step(host)
+    run(engine(model, config), host.withdraw(job.id for job in work), moved)
+    assert moved.tokens == stayed.tokens
+
+
 def test_the_next_turn_goes_on_from_the_kv_of_the_last() -> None:
     model, (job,) = tiny(), jobs(lengths=[17])
     subject = engine(model)

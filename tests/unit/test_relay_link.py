@@ -17,8 +17,8 @@ from tailrace.relay import link, node
 from tailrace.relay.checksum import PIECE
 from tailrace.relay.link import MAGIC, Address, Channel, LinkError, TokenError, connect, dial
 from tailrace.relay.messages import Offer, Refused, Stored
-from tailrace.relay.tls import ListenError, own_address
 from tailrace.relay.transfer import offer
+from tailrace.wire.tls import ListenError, own_address
 
 DATA = os.urandom(PIECE + 1000)
 Alter = Callable[[bytes], bytes]
@@ -143,6 +143,16 @@ def test_strangers_are_few_and_shown_the_door(tmp_path: Path, monkeypatch: pytes
                     stranger.send(b"t")
             time.sleep(0.05)
         assert isinstance(send(relay.address), Stored)
+        for stranger in crowd:
+            stranger.close()
+
+
+def test_a_crowd_of_strangers_keeps_nobody_out(tmp_path: Path) -> None:
+    """Each has ten seconds; whoever comes later takes the place of the one that has been silent longest."""
+    with nodes(1, tmp_path) as (relay,):
+        crowd = [socket.create_connection((relay.address.host, relay.address.port)) for _ in range(300)]
+        assert isinstance(send(relay.address), Stored)
+        until(lambda: len(relay._guests) <= node.MOST_STRANGERS, "the others to be gone")
         for stranger in crowd:
             stranger.close()
 

@@ -6,7 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from tailrace.config import Config, with_values
 from tailrace.engines.base import Job, Load, Sampled
+from tailrace.engines.emulated import EmulatedEngine
 from tailrace.envs.base import Answer, Faulted, Observed, Scored, Turn
 from tailrace.launch import models
 from tailrace.protocol import JudgedTurn, Request
@@ -199,6 +201,29 @@ def test_a_fault_is_an_outcome_without_a_reward():
     assert [(one.reward, one.reason) for one in play(runner)] == [(None, "the reward hung")]
 
 
+def attempt(failures: int, refused: tuple[Turn, ...]) -> tuple[Answer, tuple[Turn, ...]]:
+    """One attempt at a sample whose reward cannot stand a certain answer."""
+
+    class Squeamish(Verdicts):
+        def ask(self, key, row, transcript):
+            self.answers.append(Faulted("not this one") if transcript == refused else Scored(1.0))
+            super().ask(key, row, transcript)
+
+    costs = {"costs.decode_step": 1e-9, "rollout.kv_tokens": 4000}
+    judge = Squeamish()
+    runner = Runner(EmulatedEngine(with_values(Config(), costs), seed=1), judge, LANGUAGE, 30)
+    runner.add(Episode(Request(8, 1 + failures, 2, ROW.id, 3, failures=failures), ROW, (), version=3))
+    (outcome,) = play(runner)
+    answer = Faulted(outcome.reason) if outcome.reward is None else Scored(outcome.reward)
+    return answer, judge.asked[0][1]
+
+
+def test_a_failure_that_its_tokens_caused_does_not_come_again():
+    _, transcript = attempt(failures=0, refused=())
+    assert attempt(0, refused=transcript) == (Faulted("not this one"), transcript)
+    assert attempt(1, refused=transcript)[0] == Scored(1.0)
+
+
 def test_tokens_run_out_in_a_turn():
     runner = Runner(Scripted((10, 11)), Verdicts(Scored(0.0)), LANGUAGE, 2)
     runner.add(episode())
@@ -321,7 +346,7 @@ def test_an_evaluation_has_the_mean_reward_beside_the_share_of_right_answers():
 
 
 def test_what_an_accuracy_is_stands_beside_it(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(models, "Journal", lambda _: SimpleNamespace(config=None))
+    monkeypatch.setattr(models, "Journal", lambda _: SimpleNamespace(config=Config(), meta={}))
     monkeypatch.setattr(models, "weights_of", lambda *_: tmp_path / "step-00000003")
     monkeypatch.setattr(models, "measure", lambda *_: Evaluated(9, 9, 0.25, -1.5, 10.0, 2))
     assert models.evaluate(tmp_path, None) == 0

@@ -95,6 +95,21 @@ def record(folder: Path, run: list[tuple[float, Event, list[Command]]]) -> Path:
     return folder
 
 
+def test_failed_samples_and_failed_attempts_are_counted_apart(tmp_path: Path) -> None:
+    """One sample fails at its last attempt too, another one only once; late reports count for nothing."""
+
+    def failed(id: int, epoch: int, failures: int) -> tuple[float, Event, list[Command]]:
+        again = [Request(id, epoch + 1, id // 2, id // 2, 10, failures=failures + 1)] if failures < 2 else []
+        return 6.0, SampleFailed(0, id, epoch, "the reward raised"), [Generate(0, 1, tuple(again))] if again else []
+
+    run = [*RUN[:2], failed(4, 1, 0), failed(4, 1, 0), failed(4, 2, 1), failed(5, 1, 0), failed(4, 3, 2)]
+    table = StringIO()
+    summary = write_summary(record(tmp_path / "run", run), table)
+    assert (summary.failed_samples, summary.failed_attempts) == (1, 4)
+    assert "1; 4 attempts failed in all" in table.getvalue()
+    assert summarise(tmp_path / "run").summary.ledger.failed == 0, "that is of groups"
+
+
 def test_a_small_run_by_hand(tmp_path: Path) -> None:
     run = record(tmp_path / "run", RUN)
     table = StringIO()
@@ -116,6 +131,8 @@ def test_a_small_run_by_hand(tmp_path: Path) -> None:
         "trainer_idle": pytest.approx(7 / 10),  # for a second after the resumption there was nothing it could do
         "rollout_idle": pytest.approx(1 / 11),  # for its last second the replica has nothing to do
         "rollout_scoring": 0.0,
+        "failed_samples": 0,
+        "failed_attempts": 1,
         "ledger": {"started": 3, "trained": 2, "dropped_stale": 1, "filtered": 0, "failed": 0, "in_flight": 0},
     }
     assert (run / "summary.png").read_bytes().startswith(b"\x89PNG")

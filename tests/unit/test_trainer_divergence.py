@@ -12,6 +12,7 @@ import torch
 
 from tailrace.config.tree import Config, Trainer
 from tailrace.protocol import Train
+from tailrace.store.folder import identity_of
 from tailrace.trainer.checkpoint import newest, prune, save
 from tailrace.trainer.divergence import DivergedError, Divergence, way_back
 from tailrace.trainer.manifest import found_in
@@ -156,7 +157,8 @@ def worker(folder: Path, *updates: dict[str, float]) -> Any:
     """One update a step, all of them given to it."""
     one: Any = Worker.__new__(Worker)
     said: list[object] = []
-    one.spec = SimpleNamespace(config=Config(trainer=Trainer(mini_batches=1, learning_rate=0.5)))
+    config = Config(trainer=Trainer(mini_batches=1, learning_rate=0.5))
+    one.spec = SimpleNamespace(config=config, folder=str(folder), folder_id=identity_of(folder))
     one.crew, one.checkpoints, one.divergence = Scripted(*updates), folder, Divergence()
     one.link = SimpleNamespace(incarnation=1, measure=lambda *_: None, report=said.append)
     one.pace = CheckpointPace(1, 1, 0, 0.0)

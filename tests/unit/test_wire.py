@@ -3,31 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 from collections.abc import Callable
 
 import msgspec
 import pytest
-import zmq
-import zmq.asyncio
 
 from tailrace.config.tree import Config, Health
 from tailrace.protocol import Alive, Cancel, Trained
+from tailrace.wire.connection import Connection
 from tailrace.wire.hub import Hub, Letter
+from tailrace.wire.keys import Keyring, host_key
 from tailrace.wire.link import Link
-from tailrace.wire.messages import ORDER, Acknowledged, Ended, Hello, Introduce, Ordered, Reported, Spec, sign
+from tailrace.wire.messages import Acknowledged, Ended, Garbled, Hello, Introduce, Ordered, Reported, Spec
+from tailrace.wire.session import HEAD, NAMED, PROOF, Opening, Session, StrangerError, read_named
 
-TOKEN = "secret"
+KEYS = Keyring(bytes(32), "ab" * 32)
+NAME = "trainer-0/1"
 DEADLINE_S = 20.0
 QUICK = Config(health=Health(heartbeat_s=0.05))
 
 
-def spec(hub: Hub, token: str = TOKEN) -> Spec:
-    return Spec("trainer", 0, 1, hub.endpoint, token, "", QUICK)
+def spec(endpoint: str, keys: Keyring = KEYS) -> Spec:
+    return Spec("trainer", 0, 1, endpoint, keys.token, "", QUICK, key=keys.of(NAME).hex())
 
 
-def beating(hub: Hub, token: str = TOKEN) -> Link:
-    link = Link(spec(hub, token), lambda: Alive("trainer", 0, link.incarnation))
+def beating(hub: Hub) -> Link:
+    link = Link(spec(hub.endpoint), lambda: Alive("trainer", 0, link.incarnation))
     link.open()
     return link
 
@@ -51,18 +54,13 @@ def has(*wanted: int) -> Callable[[list[Letter]], bool]:
 async def replaced(hub: Hub, heard: dict[str, int]) -> Hub:
     """The controller dies, and another one listens in its place."""
     port = hub.port
-    hub._socket.close(0)
-    async with asyncio.timeout(DEADLINE_S):
-        while True:
-            try:
-                return Hub(TOKEN, port, heard)
-            except ValueError:
-                await asyncio.sleep(0.01)
+    await hub.close()
+    return Hub(KEYS, port, heard)
 
 
 def test_a_new_controller_hears_what_the_old_one_had_not_written_down_and_nothing_twice():
     async def scene() -> None:
-        hub = Hub(TOKEN)
+        hub = Hub(KEYS)
         link = beating(hub)
         for step in range(4):
             link.report(Trained(1, step, 0))
@@ -76,14 +74,14 @@ def test_a_new_controller_hears_what_the_old_one_had_not_written_down_and_nothin
         assert steps(letters) == [2, 3, 4]
         assert isinstance(letters[0].message, Hello), "nobody is heard before he has introduced himself"
         link.close()
-        hub.close()
+        await hub.close()
 
     asyncio.run(scene())
 
 
 def test_a_part_that_is_asked_who_it_is_becomes_a_new_incarnation_and_ignores_older_orders():
     async def scene() -> None:
-        hub = Hub(TOKEN)
+        hub = Hub(KEYS)
         link = beating(hub)
         name = (await hear(hub, bool))[0].sender
         hub = await replaced(hub, {})
@@ -97,14 +95,14 @@ def test_a_part_that_is_asked_who_it_is_becomes_a_new_incarnation_and_ignores_ol
         assert [type(one) for one in came] == [Introduce, Ordered, Ended]
         assert came[1].command.incarnation == link.incarnation == 2
         link.close()
-        hub.close()
+        await hub.close()
 
     asyncio.run(scene())
 
 
 def test_what_is_committed_is_not_kept():
     async def scene() -> None:
-        hub = Hub(TOKEN)
+        hub = Hub(KEYS)
         link = beating(hub)
         for step in range(3):
             link.report(Trained(1, step, 0))
@@ -114,7 +112,7 @@ def test_what_is_committed_is_not_kept():
             while [number for number, _ in link._kept] != [3]:
                 await asyncio.sleep(0.01)
         link.close()
-        hub.close()
+        await hub.close()
 
     asyncio.run(scene())
 
@@ -124,14 +122,14 @@ def test_a_part_that_has_much_to_say_at_once_does_not_wait_for_its_own_heart_nor
     many = 3000
 
     async def scene() -> None:
-        hub, said = Hub(TOKEN), threading.Event()
+        hub, said = Hub(KEYS), threading.Event()
 
         def pulse() -> Alive:
             said.wait(DEADLINE_S)  # the thread that empties the pipe is busy
             link.measure(0, {"beats": 1.0})
             return Alive("trainer", 0, 1)
 
-        link = Link(spec(hub), pulse)
+        link = Link(spec(hub.endpoint), pulse)
         link.open()
         burst = threading.Thread(target=lambda: [link.report(Trained(1, step, 0)) for step in range(many)], daemon=True)
         burst.start()
@@ -140,68 +138,168 @@ def test_a_part_that_has_much_to_say_at_once_does_not_wait_for_its_own_heart_nor
         said.set()
         assert steps(await hear(hub, has(many - 1))) == list(range(many))
         link.close()
-        hub.close()
+        await hub.close()
 
     asyncio.run(scene())
 
 
-def test_a_stranger_is_neither_heard_nor_answered():
+async def nothing_is_heard(hub: Hub) -> None:
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.5):
+            await hub.receive()
+
+
+def call(hub: Hub, name: str, key: bytes) -> Connection:
+    return Connection(hub.endpoint, name, key)
+
+
+def say(wire: Connection, message: object, number: int = 0) -> None:
+    wire.send(number, msgspec.msgpack.encode(message))
+    wire.flush()
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        (NAME, KEYS.of("trainer-0/2")),  # an earlier start of the same part
+        (NAME, KEYS.of("replica-0/1")),  # another part
+        (NAME, host_key(KEYS.token, NAME)),  # a machine that joined
+        (NAME, bytes(32)),
+        ("host-7/1", KEYS.of("host-7/1")),  # where no machine may join
+        ("trainer-\n/1", KEYS.of("trainer-\n/1")),
+        ("é", KEYS.of("é")),
+    ],
+)
+def test_nobody_speaks_in_the_name_of_another(name, key):
     async def scene() -> None:
-        hub = Hub(TOKEN)
-        link = beating(hub, "another run's")
-        link.report(Trained(1, 0, 0))
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.5):
-                await hub.receive()
-        assert not hub._trusted
-        assert not hub._asked, "whoever comes with ever new names costs nothing"
+        hub = Hub(KEYS)
+        with pytest.raises(StrangerError):
+            await asyncio.to_thread(call, hub, name, key)
+        assert not hub._peers
+        await hub.close()
+
+    asyncio.run(scene())
+
+
+def test_a_name_that_is_no_text_is_not_even_a_name():
+    async def scene() -> None:
+        hub = Hub(KEYS)
+        reader, writer = await asyncio.open_connection("127.0.0.1", hub.port)
+        writer.write(NAMED.pack(b"tailrace wire 1\n", bytes(32), 4) + b"\xff\xfe\xfd\xfc")
+        assert await reader.read() == b""
+        writer.close()
+        link = beating(hub)
+        assert (await hear(hub, bool))[0].sender == NAME
         link.close()
-        hub.close()
+        await hub.close()
 
     asyncio.run(scene())
 
 
-def test_the_name_of_a_part_that_is_gone_is_of_no_use_without_the_token():
+def test_who_has_the_key_of_a_name_takes_it_over_and_has_to_introduce_itself_anew():
+    """It was cut off and has connected again: what was lost on the way is asked for, in both directions."""
+
     async def scene() -> None:
-        name = "trainer-0/1"
-        hub = Hub(TOKEN, heard={name: 1})
-        hub._trusted.add(name.encode())  # it had introduced itself before it died
-        thief = zmq.asyncio.Context.instance().socket(zmq.DEALER)
-        thief.setsockopt(zmq.IDENTITY, name.encode())
-        thief.connect(hub.endpoint)
-        content = msgspec.msgpack.encode(Reported(Trained(1, 1, 0)))
-        for forged in (b"", bytes(32), sign("another run's", name.encode(), bytes(7) + b"\2", content)):
-            await thief.send_multipart([bytes(7) + b"\2", forged, content])
-        await thief.send_multipart([bytes(7) + b"\2", content])
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.5):
-                await hub.receive()
-        await thief.send_multipart([bytes(7) + b"\2", sign(TOKEN, name.encode(), bytes(7) + b"\2", content), content])
-        await hear(hub, has(1))  # it did get through: only the proof was missing
-        thief.close(0)
-        hub.close()
+        hub = Hub(KEYS)
+        first = await asyncio.to_thread(call, hub, NAME, KEYS.of(NAME))
+        say(first, Hello())
+        say(first, Reported(Trained(1, 0, 0)), 1)
+        await hear(hub, has(0))
+        second = await asyncio.to_thread(call, hub, NAME, KEYS.of(NAME))
+        say(second, Reported(Alive("trainer", 0, 1)))
+        say(second, Reported(Trained(1, 2, 0)), 3)
+        asked = await asyncio.to_thread(lambda: next(arriving(second)))
+        assert asked == Introduce(1)
+        say(second, Hello())
+        say(second, Reported(Trained(1, 1, 0)), 2)
+        say(second, Reported(Trained(1, 2, 0)), 3)
+        assert steps(await hear(hub, has(1, 2))) == [1, 2]
+        assert await asyncio.to_thread(is_hung_up_on, first)
+        for wire in (first, second):
+            wire.close()
+        await hub.close()
 
     asyncio.run(scene())
 
 
-def test_the_port_of_a_controller_that_is_gone_is_of_no_use_without_the_token():
-    usurper = zmq.Context.instance().socket(zmq.ROUTER)
-    usurper.setsockopt(zmq.RCVTIMEO, int(DEADLINE_S * 1000))
-    port = usurper.bind_to_random_port("tcp://127.0.0.1")
-    link = Link(Spec("trainer", 0, 1, f"tcp://127.0.0.1:{port}", TOKEN, "", QUICK))
-    link.open()
-    name = usurper.recv_multipart()[0]
-    order = msgspec.msgpack.encode(Ended(complete=True))
-    for forged in (
-        [],
-        [b""],
-        [bytes(32)],
-        [sign("another run's", name, ORDER, order)],
-        [sign(TOKEN, b"x", ORDER, order)],
-    ):
-        usurper.send_multipart([name, *forged, order])
-    last = msgspec.msgpack.encode(Ended(complete=False))
-    usurper.send_multipart([name, sign(TOKEN, name, ORDER, last), last])
-    assert next(link.listen(DEADLINE_S)) == Ended(complete=False)
-    link.close()
-    usurper.close(0)
+def is_hung_up_on(wire: Connection) -> bool:
+    wire._socket.settimeout(DEADLINE_S)
+    try:
+        return not wire._socket.recv(1)
+    except ConnectionResetError:
+        return True
+
+
+def arriving(wire: Connection):
+    decode = msgspec.msgpack.Decoder(Introduce).decode
+    while True:
+        yield from (decode(content) for content in wire.receive())
+
+
+@pytest.mark.parametrize("harm", ["altered", "repeated", "turned around", "of another connection"])
+def test_a_frame_that_was_tampered_with_ends_the_connection(harm):
+    async def scene() -> None:
+        hub = Hub(KEYS)
+        wire = await asyncio.to_thread(call, hub, NAME, KEYS.of(NAME))
+        say(wire, Hello())
+        await hear(hub, bool)
+        content = msgspec.msgpack.encode(Reported(Trained(1, 0, 0)))
+        wire.send(1, content)
+        frame = bytearray(wire._unsent.pop())
+        if harm == "altered":
+            frame[-1] ^= 1
+        elif harm == "turned around":
+            frame[: HEAD.size] = Session("controller", KEYS.of(NAME), (bytes(32), bytes(32))).head(1, content)
+        elif harm == "of another connection":
+            frame[: HEAD.size] = Session("part", KEYS.of(NAME), (bytes(32), bytes(32))).head(1, content)
+        wire._socket.setblocking(True)
+        wire._socket.sendall(frame * (2 if harm == "repeated" else 1))
+        assert await asyncio.to_thread(is_hung_up_on, wire)
+        letters = (await hub.receive()) if harm == "repeated" else []
+        assert [one.number for one in letters] == ([1] if harm == "repeated" else [])
+        await nothing_is_heard(hub)
+        wire.close()
+        await hub.close()
+
+    asyncio.run(scene())
+
+
+def test_what_cannot_be_read_is_told_with_the_name_of_its_sender():
+    async def scene() -> None:
+        hub = Hub(KEYS)
+        wire = await asyncio.to_thread(call, hub, NAME, KEYS.of(NAME))
+        say(wire, Hello())
+        wire.send(0, b"\xc1")
+        wire.flush()
+        letters = await hear(hub, lambda found: len(found) == 2)
+        assert (letters[1].sender, type(letters[1].message)) == (NAME, Garbled)
+        wire._socket.setblocking(True)
+        wire._socket.sendall(HEAD.pack(1 << 40, 0, bytes(PROOF)))
+        letters = await hear(hub, bool)
+        assert isinstance(letters[0].message, Garbled)
+        wire.close()
+        await hub.close()
+
+    asyncio.run(scene())
+
+
+def test_the_port_of_a_controller_that_is_gone_is_of_no_use_without_the_keys():
+    """Somebody else listens there: the part tells it nothing but its name, and waits for its controller."""
+    with socket.create_server(("127.0.0.1", 0)) as usurper:
+        usurper.settimeout(DEADLINE_S)
+        link = Link(spec(f"tcp://127.0.0.1:{usurper.getsockname()[1]}"), lambda: Alive("trainer", 0, 1))
+        link.open()
+        link.report(Trained(1, 0, 0))
+        for proof in (bytes(PROOF), None):
+            caller, _ = usurper.accept()
+            with caller:
+                nonce, length = read_named(caller.recv(NAMED.size, socket.MSG_WAITALL))
+                assert caller.recv(length, socket.MSG_WAITALL) == NAME.encode()
+                opening = Opening()
+                caller.sendall(opening.nameless)
+                assert len(caller.recv(PROOF, socket.MSG_WAITALL)) == PROOF
+                foreign = Session("controller", bytes(32), (nonce, opening.nonce)).proof
+                caller.sendall(foreign if proof is None else proof)
+                assert caller.recv(1) == b"", "not a word"
+        assert not list(link.listen(0))
+        link.close()

@@ -112,7 +112,7 @@ def _unusable(key: str, value: Any) -> str:
     """What is wrong with a value that is of the right type and still none that anybody can use."""
     if not is_number(key) or not isinstance(value, int | float):
         return ""
-    if not math.isfinite(value):
+    if isinstance(value, float) and not math.isfinite(value):
         return "and a finite one"
     return f"and none above {LARGEST:.0e}" if abs(value) > LARGEST and key != "run.seed" else ""
 

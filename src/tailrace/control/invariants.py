@@ -20,6 +20,7 @@ def check_all(config: Config, state: State) -> None:
     _history_agrees(config, state.ledger, state.training)
     _relays_agree(config, state.relays)
     _replicas_agree(state)
+    _somebody_is_left(state)
 
 
 def _groups_balance(ledger: Ledger) -> None:
@@ -104,6 +105,12 @@ def _replicas_agree(state: State) -> None:
     assert readers == Counter((one.source, one.target) for one in pulling), "a version that is being read is known"
     releasing = {replica.id for replica in state.fleet.replicas.values() if replica.state == "releasing"}
     assert set(state.fleet.moves) == releasing, "who hands back its work has somewhere to send it"
+
+
+def _somebody_is_left(state: State) -> None:
+    for kind in (state.fleet.replicas, state.relays.relays):
+        lost = bool(kind) and all(one.given_up for one in kind.values())
+        assert state.stopped or not lost, "a run without any replica or any relay is stopped"
 
 
 def _relays_agree(config: Config, relays: Relays) -> None:

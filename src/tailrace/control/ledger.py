@@ -133,7 +133,7 @@ class Ledger(msgspec.Struct):
         group = self.groups[sample.group]
         self._note_oldest(group, sample.oldest)
         prompt = group.prompt
-        return Request(id, sample.epoch, group.id, prompt.id, prompt.tokens, resume)
+        return Request(id, sample.epoch, group.id, prompt.id, prompt.tokens, resume, sample.failures)
 
     def _note_oldest(self, group: Group, version: Version) -> None:
         """Keep the index of open groups by their oldest version: staleness bounds are read off it."""

@@ -37,6 +37,10 @@ class Relay(msgspec.Struct):
     def newest(self) -> Version:
         return self.versions[-1] if self.versions else NONE
 
+    @property
+    def given_up(self) -> bool:
+        return self.quarantined or self.departed
+
 
 class Relays(msgspec.Struct):
     """A tree is `order`, read as a heap, with the master first; a chain is `after` and `before`."""

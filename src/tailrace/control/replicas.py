@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tailrace.control import groups, health, weights
+from tailrace.control import groups, health, steps, weights
 from tailrace.control.fleet import Replica
 from tailrace.control.ledger import Sample
 from tailrace.control.state import Desk
@@ -148,6 +148,12 @@ def quarantine(desk: Desk, replica: Replica, reason: str) -> None:
     if replica.live:
         lose(desk, replica, reason)
     replica.enter("quarantined", desk.now)
+    stop_if_none_is_left(desk, reason)
+
+
+def stop_if_none_is_left(desk: Desk, reason: str) -> None:
+    if all(one.given_up for one in desk.fleet.replicas.values()):
+        steps.stop(desk, f"no replica is left; the last one was given up because: {reason}", failed=True)
 
 
 def _detach(desk: Desk, sample: Sample) -> Replica:

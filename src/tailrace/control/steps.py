@@ -94,8 +94,7 @@ def lose(desk: Desk, reason: str) -> None:
 
 def trained(desk: Desk, event: Trained) -> None:
     training = desk.training
-    now_at = (training.incarnation, training.step, training.part)
-    if not training.busy or (event.incarnation, event.step, event.part) != now_at:
+    if not training.awaits(event.incarnation, event.step, event.part):
         return
     training.last_seen = desk.now
     training.restarts = 0
@@ -128,6 +127,9 @@ def checkpointed(desk: Desk, event: Checkpointed) -> None:
 
 
 def stop(desk: Desk, reason: str, failed: bool = False) -> None:
+    """The first reason is the one that counts."""
+    if desk.state.stopped:
+        return
     desk.state.stopped = reason
     desk.state.failed = failed
     desk.send(Stop(reason, failed))

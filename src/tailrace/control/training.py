@@ -51,6 +51,10 @@ class Training(msgspec.Struct):
         self.last_seen = now
         self.reason = ""
 
+    def awaits(self, incarnation: int, step: int, part: int) -> bool:
+        """Whether this is the answer to the unanswered order."""
+        return self.busy and (incarnation, step, part) == (self.incarnation, self.step, self.part)
+
     @property
     def repeating(self) -> bool:
         """The part to train next has been picked before."""

@@ -56,7 +56,8 @@ def host_left(desk: Desk, event: HostLeft) -> None:
         if relay.live:
             weights.lose_relay(desk, relay, event.reason)
         relay.departed = True
-    _stop_if_nobody_is_left(desk, event.reason)
+        _stop_if_no_relay_is_left(desk, event.reason)
+    replicas.stop_if_none_is_left(desk, event.reason)
 
 
 def _set_timers(desk: Desk) -> None:
@@ -132,7 +133,7 @@ def _restart_due(desk: Desk) -> None:
         if replica.state == "lost" and health.due(desk.now, replica):
             _restart_replica(desk, replica)
     for relay in desk.relays.relays.values():
-        if not relay.live and not relay.quarantined and not relay.departed and health.due(desk.now, relay):
+        if not relay.live and not relay.given_up and health.due(desk.now, relay):
             _restart_relay(desk, relay)
     if not desk.training.live and health.due(desk.now, desk.training):
         _restart_trainer(desk)
@@ -143,12 +144,6 @@ def _restart_replica(desk: Desk, replica: Replica) -> None:
         _start(desk, "replica", replica.id, replica)
         return
     replicas.quarantine(desk, replica, replica.reason)
-    _stop_if_nobody_is_left(desk, replica.reason)
-
-
-def _stop_if_nobody_is_left(desk: Desk, reason: str) -> None:
-    if all(one.given_up for one in desk.fleet.replicas.values()):
-        steps.stop(desk, f"no replica is left; the last one was given up because: {reason}", failed=True)
 
 
 def _restart_relay(desk: Desk, relay: Relay) -> None:
@@ -156,8 +151,12 @@ def _restart_relay(desk: Desk, relay: Relay) -> None:
         _start(desk, "relay", relay.id, relay)
         return
     relay.quarantined = True
-    if all(one.quarantined for one in desk.relays.relays.values()):
-        steps.stop(desk, f"no relay is left; the last one was given up because: {relay.reason}", failed=True)
+    _stop_if_no_relay_is_left(desk, relay.reason)
+
+
+def _stop_if_no_relay_is_left(desk: Desk, reason: str) -> None:
+    if all(one.given_up for one in desk.relays.relays.values()):
+        steps.stop(desk, f"no relay is left; the last one was given up because: {reason}", failed=True)
 
 
 def _restart_trainer(desk: Desk) -> None:

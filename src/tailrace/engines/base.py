@@ -8,6 +8,7 @@ can be withdrawn here and submitted anywhere else, and goes on with the same tok
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from hashlib import blake2b
 from typing import Any, Literal, Protocol
 
 import msgspec
@@ -25,6 +26,14 @@ class Job(Struct):
     tokens: tuple[int, ...]  # the prompt and everything after it so far
     prompt_tokens: int  # the first so many are the prompt, which the group's samples share
     max_tokens: int  # most tokens to sample now
+    failures: int = 0  # of this sample: each gives it other random numbers
+
+    @property
+    def stream(self) -> int:
+        """Names its random numbers, in 63 bits. Only its failures change them: a move or a restart does not."""
+        if not self.failures:
+            return self.id
+        return int.from_bytes(blake2b(f"{self.id} {self.failures}".encode(), digest_size=8).digest()) >> 1
 
 
 class Sampled(Struct):

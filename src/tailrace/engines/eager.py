@@ -60,8 +60,8 @@ class EagerExecutor:
         logits = self.logits(chunks, kept)
         if not ready:
             return []
-        ids, places = [s.id for s in ready], [len(s.tokens) for s in ready]
-        drawn = sample(logits, self._seed, ids, places, self._sampling)
+        streams, places = [s.stream for s in ready], [len(s.tokens) for s in ready]
+        drawn = sample(logits, self._seed, streams, places, self._sampling)
         return [Grown(s, [token], [logprob]) for s, token, logprob in zip(ready, *drawn, strict=True)]
 
     def logits(self, chunks: list[scheduler.Chunk], kept: torch.Tensor) -> torch.Tensor:

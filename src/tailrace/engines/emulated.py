@@ -214,7 +214,7 @@ class EmulatedEngine:
             self._free(sequence)
             self._kept[sequence.job.id] = sequence.tokens
             self._rest_if_idle()
-        tokens = self._tokens(sequence.job.id, start, sequence.tokens)
+        tokens = self._tokens(sequence.job, start, sequence.tokens)
         return Sampled(sequence.job.id, tokens, (LOGPROB,) * steps, finish)
 
     def _finish(self, sequence: _Sequence) -> Finish:
@@ -223,20 +223,20 @@ class EmulatedEngine:
         alone_in_full_pool = len(self._batch) == 1 and self._kv >= self.kv_capacity
         return "length" if alone_in_full_pool else ""
 
-    def _tokens(self, id: TrajectoryId, start: int, stop: int) -> tuple[int, ...]:
-        """Codes of small letters, by seed, trajectory and place alone: any tokenizer that knows bytes can show them."""
-        first = self._seed * 40503 + id * 2654435761
-        return tuple([97 + (first + place * place * 7) % 26 for place in range(start, stop)])
+    def _tokens(self, job: Job, start: int, stop: int) -> tuple[int, ...]:
+        """Codes of small letters, by seed, trajectory, failures and place alone, which many a tokenizer can show."""
+        first = self._seed * 40503 + job.id * 2654435761
+        return tuple([97 + (first + place * (place * 7 + job.failures)) % 26 for place in range(start, stop)])
 
     def _end_of_turn(self, job: Job) -> tuple[int, Finish]:
         """How many tokens are to be sampled now, and why no more."""
-        lengths = self._lengths.group(job.group, self._group_size)
-        left = lengths[job.id % self._group_size] - (len(job.tokens) - job.prompt_tokens)
+        length = self._lengths.sample(job.group, job.id % self._group_size, job.failures)
+        left = length - (len(job.tokens) - job.prompt_tokens)
         return (job.max_tokens, "length") if job.max_tokens < left else (max(0, left), "stop")
 
     def _job_so_far(self, sequence: _Sequence) -> Job:
         job = sequence.job
-        tokens = job.tokens + self._tokens(job.id, len(job.tokens), sequence.tokens)
+        tokens = job.tokens + self._tokens(job, len(job.tokens), sequence.tokens)
         return msgspec.structs.replace(job, tokens=tokens, max_tokens=job.max_tokens - sequence.sampled)
 
 

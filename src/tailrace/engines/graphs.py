@@ -45,7 +45,7 @@ def buckets(most: int) -> list[int]:
 
 class Rows:
     """The state of the decoding rows, on the device and as it is sent there: the newest token, the length, the length
-    at which to stop, the trajectory; and the blocks."""
+    at which to stop, the stream of random numbers; and the blocks."""
 
     def __init__(self, most: int, blocks: int, device: torch.device) -> None:
         pinned = device.type == "cuda"
@@ -62,7 +62,7 @@ class Rows:
         numbers, table = self._sent.numpy(), self._sent_table.numpy()
         numbers[:, :rows] = IDLE_ROW
         columns = [[s.tokens[-1] for s in sequences], [len(s.tokens) for s in sequences], limits]
-        numbers[:, : len(sequences)] = [*columns, [s.id for s in sequences]]
+        numbers[:, : len(sequences)] = [*columns, [s.stream for s in sequences]]
         for row, sequence in zip(table, sequences, strict=False):
             row[: len(sequence.blocks)] = sequence.blocks
         self.numbers[:, :rows].copy_(self._sent[:, :rows], non_blocking=True)
@@ -202,13 +202,13 @@ class GraphExecutor:
         places = np.arange(bounds[-1]) - np.repeat(bounds[:-1] - starts, lengths)
         slots = table[owner, places // size].astype(np.int64) * size + places % size
         tokens = np.fromiter((t for c in chunks for t in c.sequence.tokens[c.start : c.end]), np.int64, int(bounds[-1]))
-        ids = np.array([chunk.sequence.id for chunk in chunks])
-        sent = self._send(tokens, places, slots, table, starts, ends, bounds, ids)
-        tokens_, places_, slots_, table_, starts_, ends_, bounds_, ids_ = sent
+        streams = np.array([chunk.sequence.stream for chunk in chunks])
+        sent = self._send(tokens, places, slots, table, starts, ends, bounds, streams)
+        tokens_, places_, slots_, table_, starts_, ends_, bounds_, streams_ = sent
         stored = Stored(self._cache, self._rotations, places_, slots_, table_)
         attention = PrefillAttention(stored, starts_, ends_, bounds_, int(lengths.max()))
         hidden = self._lean.hidden(tokens_, attention).index_select(0, bounds_[1:] - 1)
-        return self._draw(hidden, ids_, ends_)
+        return self._draw(hidden, streams_, ends_)
 
     def _send(self, *arrays: np.ndarray) -> list[Tensor]:
         if self._device.type == "cpu":

@@ -136,7 +136,7 @@ class NativeEngine:
         ids = set(ids)
         self._ended = [ended for ended in self._ended if ended.id not in ids]
         found = [self._scheduler.withdraw(id) for id in sorted(ids)]
-        return [Job(s.id, s.group, tuple(s.tokens), s.prompt, s.end - len(s.tokens)) for s in found if s is not None]
+        return [_job_so_far(sequence) for sequence in found if sequence is not None]
 
     def forget(self, ids: Iterable[TrajectoryId]) -> None:
         for id in ids:
@@ -201,6 +201,10 @@ class NativeEngine:
         tail = sequence.tokens[max(sequence.prompt, len(sequence.tokens) - reach) :]
         before, after = self._decode(tail[:-1]), self._decode(tail)
         return any(after.count(stop) > before.count(stop) for stop in stops)
+
+
+def _job_so_far(s: scheduler.Sequence) -> Job:
+    return Job(s.id, s.group, tuple(s.tokens), s.prompt, s.end - len(s.tokens), s.failures)
 
 
 def has_kernels(device: torch.device) -> bool:

@@ -1,4 +1,5 @@
-"""Drawing tokens: a random number per token that depends on nothing but the seed, the trajectory and the place.
+"""Drawing tokens: a random number per token that depends on nothing but the seed, the trajectory and the place; and on
+how often the sample has failed (`Job.stream`).
 
 Called by the native engine for its whole batch and by any reference program with one row: both get the same token from
 the same logits, whatever else is in the batch. Log-probs are those of the distribution really drawn from.

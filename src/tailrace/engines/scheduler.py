@@ -32,11 +32,12 @@ SEEN = 4096  # beginnings that are remembered, not kept
 class Sequence:
     """A submitted job while it waits or runs. `cached` tokens have their KV in `blocks`."""
 
-    __slots__ = ("blocks", "cached", "end", "far", "group", "id", "prompt", "start", "tokens")
+    __slots__ = ("blocks", "cached", "end", "failures", "far", "group", "id", "prompt", "start", "stream", "tokens")
 
     def __init__(self, job: Job, end: int) -> None:
         self.id = job.id
         self.group = job.group
+        self.failures, self.stream = job.failures, job.stream
         self.tokens = list(job.tokens)
         self.prompt = job.prompt_tokens
         self.start = len(job.tokens)

@@ -37,7 +37,7 @@ class Keeper:
 
     def __init__(self) -> None:
         self.token = os.urandom(32).hex()
-        self.door = os.urandom(32)  # the controller's secret key, which no part has
+        self.secret = os.urandom(32)  # the controller's, which no part has
         self.lifeline, self._held = os.pipe()
         self._board = memoryview(mmap.mmap(-1, 16)).cast("Q")  # memory that both processes see
 

@@ -6,10 +6,10 @@ import resource
 
 from tailrace.config.errors import ConfigError
 from tailrace.config.tree import Config
+from tailrace.wire.descriptors import STRANGERS
 
 BASE = 128  # open files of any process of a run: its own, its libraries', and some to spare
 EACH = 4  # for every process that it starts or talks to
-STRANGERS = 128  # connections from other machines, those that are refused included
 
 
 def needed_files(config: Config) -> int:

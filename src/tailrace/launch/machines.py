@@ -17,7 +17,8 @@ from tailrace.relay.arena import clear_abandoned
 from tailrace.runtime.agent import Agent
 from tailrace.runtime.controller import Controller
 from tailrace.store.folder import PRIVATE, RunFolder
-from tailrace.wire.door import JoinKey
+from tailrace.wire import descriptors
+from tailrace.wire.keys import JoinKey
 from tailrace.wire.messages import WireError
 
 FILE = "join.key"
@@ -46,6 +47,7 @@ def withdraw(folder: RunFolder) -> None:
 def work(join: str, replicas: int, file: Path | None) -> int:
     """Until the run is over (0), or Ctrl-C (130)."""
     endpoint, key = _endpoint(join), _key(file)
+    descriptors.raise_limit()
     clear_abandoned()
     try:
         return asyncio.run(_work(endpoint, key, replicas))

@@ -32,6 +32,8 @@ from tailrace.store.database import has_log
 from tailrace.store.journal import Journal
 from tailrace.store.run import RunStore
 from tailrace.store.waiting import to_terminal
+from tailrace.wire import descriptors
+from tailrace.wire.keys import Keyring
 
 BEFORE, AFTER = "before", "after"
 DIVERGED = (
@@ -45,13 +47,15 @@ def train(config: Config, folder: Path, resume: bool, keeper: Keeper, accept: bo
     that is resumed may have other inputs than before."""
     if keeper.begun and Journal(folder).complete:
         return _complete(folder, "the run was over already")
+    descriptors.raise_limit()
     source = None if keeper.begun else open_source(config)
     notes = () if source is None else (check_devices(config), *advice(config), steps_short(config, source))
     for note in notes:
         if note:
             print(note, file=sys.stderr, flush=True)
     clear_abandoned()
-    tie = Tie(keeper.token, keeper.lifeline, keeper.door, read_traces(folder) if keeper.begun else None)
+    keys = Keyring(keeper.secret, keeper.token)
+    tie = Tie(keys, keeper.lifeline, read_traces(folder) if keeper.begun else None)
     store = _opened(folder, config, resume, keeper, accept)
     source = source or Later(config, recorded(store.meta))
     keeper.begin()

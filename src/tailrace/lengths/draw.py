@@ -36,7 +36,7 @@ class LengthLaw:
             )
         self._seed = seed
         self._cap = workload.max_completion_tokens
-        self._width = workload.group_size
+        self._group = self._width = workload.group_size
         self._shared = math.sqrt(lengths.correlation)
         self._own = math.sqrt(1 - lengths.correlation)
         self._log_growth = math.log1p(lengths.drift_per_step)
@@ -55,6 +55,11 @@ class LengthLaw:
         if ready is None:
             ready = _keep(self._ready, block, self._final(self._raw_block(block)))
         return ready[row][:size]
+
+    def sample(self, index: int, place: int, failures: int = 0, step: int = 0) -> int:
+        """One length of a group. After a failure it is that of a further sample: as like the others, and a new draw."""
+        further = failures * self._group + place
+        return self.group(index, max(self._group, further + 1), step)[further]
 
     @cached_property
     def mean(self) -> float:

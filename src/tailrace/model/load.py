@@ -115,6 +115,12 @@ def context_length(path: str) -> int:
     raise ConfigError(f'model.path: {path} does not say how long a context it takes; set "max_position_embeddings"')
 
 
+def vocabulary_size(path: str) -> int | None:
+    """Every token of the model is below it; None if its settings do not say."""
+    settings = read_config(model_folder(path))
+    return (settings.get("text_config") or settings).get("vocab_size")
+
+
 def end_tokens(path: str, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """Every token that ends an answer: the tokenizer's, and those that the model names, in its generation settings or,
     where those name none, in its own."""

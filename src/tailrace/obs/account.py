@@ -45,6 +45,7 @@ class Sample(msgspec.Struct, gc=False):
     epoch: int
     replica: ReplicaId
     prompt_tokens: int
+    failures: int = 0  # of earlier attempts
     running: bool = True  # a replica has it
     scoring: bool = False  # and its judge does
     turn: int = 0
@@ -118,14 +119,16 @@ class Load(NamedTuple):
 
 
 class Account:
-    def __init__(self, group_size: int) -> None:
+    def __init__(self, group_size: int, attempts: int) -> None:
         self.group_size = group_size
+        self.attempts = attempts
         self.tally = Tally()
         self.total = Batch()  # everything trained
         self.steps: list[StepRecord] = []
         self.repacks = 0
         self.moved = 0
-        self.failures = 0  # of samples, each attempt
+        self.failures = 0  # attempts at samples that failed
+        self.failed_samples = 0  # those whose last attempt did
         self.finished_tokens = 0  # of finished samples, prompts included, as everywhere
         self._generating: Counter[ReplicaId] = Counter()
         self._scoring: Counter[ReplicaId] = Counter()
@@ -232,6 +235,7 @@ class Account:
         if sample is not None:
             self._detach(sample)
             self.failures += 1
+            self.failed_samples += sample.failures + 1 >= self.attempts
 
     def _parked(self, event: Parked) -> None:
         for meta in event.samples:
@@ -327,7 +331,7 @@ class Account:
 
 
 def _sample(request: Request, replica: ReplicaId) -> Sample:
-    return Sample(request.group, request.epoch, replica, request.prompt_tokens)
+    return Sample(request.group, request.epoch, replica, request.prompt_tokens, request.failures)
 
 
 def staleness(ages: Counter[int]) -> Staleness:

@@ -93,7 +93,8 @@ class RunView(msgspec.Struct, frozen=True, kw_only=True):
     rollout_shares: Mapping[str, float]  # by state
     repacks: int
     moved: int
-    failures: int
+    failures: int  # attempts at samples
+    failed_samples: int  # whose last attempt failed
     publish_stall_s: float  # mean per publication
     ledger: Tally
     eta_s: float | None
@@ -113,7 +114,7 @@ class LiveRun:
     def __init__(self, config: Config, timeline: bool = False, name: str = "") -> None:
         self.config = config
         self.name = name or config.run.name or "run"
-        self.account = Account(config.workload.group_size)
+        self.account = Account(config.workload.group_size, config.groups.attempts)
         self.activity = Activity(timeline)
         self.happenings: deque[Happening] = deque(maxlen=HAPPENINGS)
         self.happened = 0  # ever, so that a reader knows which are new
@@ -134,14 +135,15 @@ class LiveRun:
         """What control handled, and what came of it."""
         self._advance(now, event)
         account, steps, begins = self.account, len(self.account.steps), self.activity.began is None
+        failures = account.failures
         account.see(self.seconds, event, commands)
         load = {id: account.load(id) for id in account.touched}
         self.activity.see(self.seconds, event, commands, load)
         if isinstance(event, VersionStored):
             self.version = max(self.version, event.version)
-        if isinstance(event, SampleFailed) and _is_power_of_ten(account.failures):
-            text = f"{_count(account.failures, 'sample')} failed so far; t{event.trajectory}: {event.reason}"
-            self._tell(text, "alarming")
+        if isinstance(event, SampleFailed) and account.failures > failures and _is_power_of_ten(account.failures):
+            so_far = f"{_count(account.failures, 'attempt')} at samples failed so far"
+            self._tell(f"{so_far}; t{event.trajectory}: {event.reason}", "alarming")
         if begins and self.activity.began is not None:
             self._tell("everybody is up, and the first samples are on their way", "notable")
         for text, weight in _told(event, commands):
@@ -241,6 +243,7 @@ class LiveRun:
             repacks=account.repacks,
             moved=account.moved,
             failures=account.failures,
+            failed_samples=account.failed_samples,
             publish_stall_s=self.publish_stall_s,
             ledger=account.tally,
             eta_s=self._eta(seconds),

@@ -64,6 +64,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     trainer_idle: float
     rollout_idle: float
     rollout_scoring: float  # of that: nothing to generate, and samples with a judge
+    failed_samples: int  # whose last attempt failed
+    failed_attempts: int
     ledger: LedgerCounts
 
 
@@ -162,6 +164,8 @@ def _summary(live: LiveRun, ended: Ending, accuracy: HeldOut, reward: HeldOut) -
         trainer_idle=live.trainer_idle,
         rollout_idle=live.rollout_idle,
         rollout_scoring=live.rollout_scoring,
+        failed_samples=account.failed_samples,
+        failed_attempts=account.failures,
         ledger=LedgerCounts(*counts),
     )
 
@@ -212,6 +216,7 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
         ("repacks", f"{summary.repacks:,}, {summary.moved:,} samples moved"),
         ("stall per publication", f"{summary.publish_stall_s:.3f} s"),
         ("idle", _idle(summary)),
+        ("failed samples", f"{summary.failed_samples:,}; {summary.failed_attempts:,} attempts failed in all"),
         ("groups", f"{ledger.started:,} started = {ends} + {ledger.failed:,} failed + {ledger.in_flight:,} in flight"),
     ]
     return [row for row in rows if UNMEASURED not in row[1]]

@@ -29,7 +29,7 @@ REFRESH_S = 0.25
 BAR = 24  # characters
 SHORTEST_BAR = 4
 SHARE = 5  # "100 %"
-COLUMNS = 55  # of the table of replicas, beside the bar and what lies between them
+COLUMNS = 48  # of the table of replicas, beside the bar, the scoring and what lies between them
 GAP = "   "  # between two figures
 STATE_STYLES = {
     "generating": "cyan",
@@ -233,18 +233,25 @@ def _figures(view: RunView, width: int) -> Text:
 
 def _replicas(replicas: tuple[ReplicaView, ...], width: int) -> Table:
     """The bar is as long as the other columns leave it; without room for one there is the share alone."""
-    gap = 2 if width >= COLUMNS + 7 * 2 else 1
-    bar = max(0, min(BAR, width - COLUMNS - 7 * gap))
+    counts = ["samples", "waiting", "scoring", "idle"]
+    columns = COLUMNS + len("scoring")
+    if width < columns + 7:  # the state says so too
+        counts.remove("scoring")
+        columns = COLUMNS
+    gaps = 3 + len(counts)
+    gap = 2 if width >= columns + 2 * gaps else 1
+    bar = max(0, min(BAR, width - columns - gaps * gap))
     table = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False, header_style="dim")
     for name in ("replica", "state", "version"):
         table.add_column(name, no_wrap=True)
     table.add_column("KV", no_wrap=True, min_width=bar + SHARE)
-    for name in ("samples", "waiting", "scoring", "idle"):
+    for name in counts:
         table.add_column(name, justify="right", no_wrap=True)
     for one in replicas:
         version = f"v{one.version}" if one.version >= 0 else "-"
-        counts = (f"{one.running:,}", f"{one.waiting:,}", f"{one.scoring:,}", percent(one.idle))
-        table.add_row(f"r{one.id}", _state(one.state), version, _bar(one.kv, bar), *counts)
+        cells = {"samples": one.running, "waiting": one.waiting, "scoring": one.scoring}
+        figures = [f"{cells[name]:,}" if name in cells else percent(one.idle) for name in counts]
+        table.add_row(f"r{one.id}", _state(one.state), version, _bar(one.kv, bar), *figures)
     return table
 
 
@@ -276,7 +283,7 @@ def _idleness(view: RunView, width: int) -> Text:
     why = [f"{words} {percent(shares[state])}" for state, words in WHY_IDLE.items() if shares.get(state, 0.0) >= 0.005]
     items = [
         Item("idle", percent(view.rollout_idle), f"({', '.join(why)})" if why else ""),
-        Item("failed samples", f"{view.failures:,}"),
+        Item("failed samples", f"{view.failed_samples:,}", f"({view.failures:,} attempts)"),
         Item("pulling", percent(shares.get("pulling", 0.0))),
     ]
     return _row(items, width, _line("replicas", "dim"))

@@ -2,8 +2,11 @@
 
 On the loopback: whoever names this machine as it names itself, so that no foreign name can be made to point here. With
 a token: who sends it as `Authorization: Bearer`, or has typed it into the form and got a cookie for it. Off the
-loopback there is always a token, and TLS. Tokens and cookies are compared in constant time, by their digests; after a
-few wrong ones an address has to wait.
+loopback there is always a token, and TLS. Tokens and cookies are compared in constant time, by their digests.
+
+Whoever has the right token is let in, whatever others have guessed before: they may have the same address, as all
+accounts of a machine have on its loopback. So guessing is not made impossible but useless: a token has 16 characters or
+more, and each wrong one costs a second and a connection (`site`), also those beyond the few that an address has.
 """
 
 from __future__ import annotations
@@ -117,6 +120,10 @@ class Door:
         self._sessions: OrderedDict[bytes, float] = OrderedDict()  # digest: until when
         self._guesses: OrderedDict[str, tuple[float, float]] = OrderedDict()  # address: guesses left, and when
 
+    @property
+    def has_token(self) -> bool:
+        return self._token is not None
+
     def knows_host(self, request: Request) -> bool:
         """On the loopback: the name by which we were called is one of ours."""
         name, port = _split(request.header("host"))
@@ -162,17 +169,20 @@ class Door:
         return any(self._sessions.get(_digest(each), 0.0) > self._clock() for each in shown[:4])
 
     def _try(self, token: str, visitor: str) -> Verdict:
-        who = _network(visitor)
-        left, now = self._guesses_left(who), self._clock()
-        if left < 1:
-            return "too many"
         if self._token is None or hmac.compare_digest(_digest(token), self._token):
             return "welcome"
-        self._guesses[who] = (left - 1, now)
+        return "wrong" if self._spend_guess(_network(visitor)) else "too many"
+
+    def _spend_guess(self, who: str) -> bool:
+        """Whether an address had one left."""
+        left = self._guesses_left(who)
+        if left < 1:
+            return False
+        self._guesses[who] = (left - 1, self._clock())
         self._guesses.move_to_end(who)
         while len(self._guesses) > GUESSERS:
             self._guesses.popitem(last=False)
-        return "wrong"
+        return True
 
     def _guesses_left(self, who: str) -> float:
         left, since = self._guesses.get(who, (float(GUESSES), 0.0))

@@ -36,7 +36,8 @@ class Answer(NamedTuple):
     body: bytes = b""
     kind: str = "text/plain; charset=utf-8"
     headers: tuple[Header, ...] = ()
-    after_s: float = 0.0  # to be sent only then: who guesses waits
+    after_s: float = 0.0  # to be sent only then, and nothing after it: who guesses waits, and has to come again
+    known: bool = False  # the visitor has shown the token
 
 
 def sentence(status: int, text: str, *headers: Header) -> Answer:
@@ -57,6 +58,7 @@ class Conversation:
     ) -> None:
         self.over = False
         self.asked = 0  # requests so far
+        self.known = False  # the token came with one of them
         self._visitor = visitor
         self._respond = respond
         self._dress = dress  # gives an answer its headers
@@ -129,6 +131,8 @@ class Conversation:
 
     def _send(self, answer: Answer) -> Sending:
         wire = self._wire
+        self.known = self.known or answer.known
+        self.over = self.over or answer.after_s > 0
         if wire.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             self.over = True
             return Sending(b"", 0.0)

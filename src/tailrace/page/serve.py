@@ -57,7 +57,7 @@ def _greeting(place: Place, fingerprint: str) -> str:
 
 def _identity() -> tuple[ssl.SSLContext, str]:
     """Made anew at every start, as relays do; the fingerprint is written as browsers show it."""
-    from tailrace.relay.tls import Identity
+    from tailrace.wire.tls import Identity
 
     identity = Identity()
     digits = identity.fingerprint.upper()

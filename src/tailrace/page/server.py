@@ -3,7 +3,7 @@
 A request has to be complete `REQUEST_S` after its first byte, a connection may be silent for `IDLE_S`, and whoever does
 not read an answer within `WRITE_S` is cut off. There are at most `MOST` connections, those in the middle of a TLS
 handshake included; one more takes the place of the one that has waited longest without asking anything, or else of
-the one that has been silent for longest.
+the one that has been silent for longest; who has shown the token stays while there are others.
 """
 
 from __future__ import annotations
@@ -46,8 +46,11 @@ class Limits:
 class Visitor:
     """A connection, from the moment that it was accepted."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, accepted: socket.socket, address: str) -> None:
+        self.socket = accepted
         self.address = address
+        self.opened = False  # it has a transport, which its task closes
+        self.known = False  # it has shown the token
         self.has_asked = False
         self.heard = time.monotonic()
         self.task: asyncio.Task[None] | None = None
@@ -96,16 +99,24 @@ class Server:
     def _welcome(self, accepted: socket.socket, address: str) -> None:
         if len(self._visitors) >= self._limits.most:
             self._send_away()
-        visitor = Visitor(address)
+        visitor = Visitor(accepted, address)
         self._visitors.add(visitor)
-        visitor.task = asyncio.create_task(self._serve(accepted, visitor))
-        visitor.task.add_done_callback(lambda _: self._visitors.discard(visitor))
+        visitor.task = asyncio.create_task(self._serve(visitor))
+        visitor.task.add_done_callback(lambda _: self._part(visitor))
+
+    def _part(self, visitor: Visitor) -> None:
+        """Here, because a task that is cancelled before its first step never gets to close anything."""
+        self._visitors.discard(visitor)
+        visitor.socket.close()
 
     def _send_away(self) -> None:
-        longest = min(self._visitors, key=lambda each: (each.has_asked, each.heard))
+        longest = min(self._visitors, key=lambda each: (each.known, each.has_asked, each.heard))
         self._visitors.discard(longest)
-        if longest.task is not None:
+        if longest.opened and longest.task is not None:
             longest.task.cancel()
+        else:  # cancelling could leave a half-made transport to asyncio; so it reads the end
+            with suppress(OSError):
+                longest.socket.shutdown(socket.SHUT_RDWR)
 
     async def _close(self) -> None:
         self._listening.close()
@@ -116,15 +127,12 @@ class Server:
 
     # ------------------------------------------------------------------------------------------------- one connection
 
-    async def _serve(self, accepted: socket.socket, visitor: Visitor) -> None:
+    async def _serve(self, visitor: Visitor) -> None:
         try:
-            reader, writer = await self._open(accepted)
+            reader, writer = await self._open(visitor.socket)
         except (TimeoutError, OSError, ssl.SSLError):
-            accepted.close()
             return
-        except asyncio.CancelledError:
-            accepted.close()
-            raise
+        visitor.opened = True
         try:
             await self._converse(reader, writer, visitor)
         except (OSError, TimeoutError, ssl.SSLError):
@@ -149,6 +157,7 @@ class Server:
             begins = conversation.between_requests
             for sending in conversation.receive(data):
                 visitor.has_asked, visitor.heard, begins = True, time.monotonic(), True
+                visitor.known = conversation.known
                 if sending.after_s:
                     await asyncio.sleep(sending.after_s)
                 writer.write(sending.data)

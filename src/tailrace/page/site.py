@@ -84,7 +84,7 @@ class Site:
         def guarded(request: Request) -> Answer:
             verdict = self._door.admit(request)
             if verdict == "welcome":
-                return handler(request)
+                return handler(request)._replace(known=self._door.has_token)
             return otherwise(request) if verdict == "unknown" else self._turn_away(verdict)
 
         return guarded
@@ -94,8 +94,9 @@ class Site:
 
     def _turn_away(self, verdict: str) -> Answer:
         if verdict == "too many":
-            return sentence(429, "Too many wrong tokens came from there; wait a little.", ("Retry-After", "10"))
-        answer = sentence(401, "That is not the token of this page.", ("WWW-Authenticate", "Bearer"))
+            answer = sentence(429, "Too many wrong tokens came from there; wait a little.", ("Retry-After", "10"))
+        else:
+            answer = sentence(401, "That is not the token of this page.", ("WWW-Authenticate", "Bearer"))
         return answer._replace(after_s=GUESS_S)
 
     def _show_form(self, request: Request) -> Answer:
@@ -108,11 +109,13 @@ class Site:
         if not self._door.from_here(request):
             return sentence(403, "The form was sent from another page.")
         verdict = self._door.log_in(request)
+        if verdict == "welcome":
+            return Answer(303, headers=(("Location", "/"), ("Set-Cookie", self._door.new_session())))
         if verdict == "too many":
-            return self._form_page(429, "Too many wrong tokens came from there; wait a little.")
-        if verdict != "welcome":
-            return self._form_page(403, "That is not the token of this page.")._replace(after_s=GUESS_S)
-        return Answer(303, headers=(("Location", "/"), ("Set-Cookie", self._door.new_session())))
+            answer = self._form_page(429, "Too many wrong tokens came from there; wait a little.")
+        else:
+            answer = self._form_page(403, "That is not the token of this page.")
+        return answer._replace(after_s=GUESS_S)
 
 
 def _read_only(handler: Handler) -> dict[str, Handler]:

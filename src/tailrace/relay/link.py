@@ -24,8 +24,8 @@ from typing import Literal, NamedTuple, Self
 import msgspec
 
 from tailrace.relay.messages import DECODER, AnyMessage
-from tailrace.relay.tls import Identity, caller_context, fingerprint
 from tailrace.types import MALFORMED
+from tailrace.wire.tls import Identity, caller_context, fingerprint
 
 MAGIC = b"tailrace relay 3"
 NONCE = TAG = 32
@@ -85,7 +85,7 @@ class Channel:
         self.moved = time.monotonic()  # when the last weights came
         self.known = False  # the other side has proven that it belongs to the run
         self._socket = connection
-        self._aborted = False
+        self.aborted = False  # it is to end
         self._key = b""
         self._words = (b"", b"")  # what our messages and theirs are marked with, so that none can be sent back
         self._sent = self._received = 0
@@ -134,7 +134,7 @@ class Channel:
             self._socket = context.wrap_socket(
                 self._socket, server_side=side == "callee", do_handshake_on_connect=False
             )
-            if self._aborted:
+            if self.aborted:
                 raise OSError("it was broken off")
             self._socket.do_handshake()  # all of it within the timeout that `_waiting` has set, not each of its reads
 
@@ -232,7 +232,7 @@ class Channel:
 
     def abort(self) -> None:
         """Make every thread that waits on this connection give up."""
-        self._aborted = True
+        self.aborted = True
         with suppress(OSError):
             socket.socket.shutdown(self._socket, socket.SHUT_RDWR)  # that of TLS would first wait for others
 

@@ -10,10 +10,10 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from tailrace.types import Struct, Version
+from tailrace.types import Struct
 
 Bytes = Annotated[int, Meta(ge=0, lt=1 << 60)]
-Number = Annotated[Version, Meta(ge=0)]
+Number = Annotated[int, Meta(ge=0, lt=1 << 31)]  # of a version
 Edition = Annotated[str, Meta(max_length=64)]
 
 

@@ -21,11 +21,13 @@ from tailrace.relay.feeder import Feeder
 from tailrace.relay.link import STALL_S, Address, Channel, LinkError, TokenError
 from tailrace.relay.messages import AnyMessage, Busy, Have, Offer, Pull, Refused, Sending, Stored, Want
 from tailrace.relay.shelf import Parcel, ParcelError, Shelf
-from tailrace.relay.tls import LOOPBACK, Identity, is_loopback, own_address
 from tailrace.relay.transfer import CHUNK, attend, receive, send
 from tailrace.types import RelayId, Struct, Version, label
+from tailrace.wire import descriptors
+from tailrace.wire.tls import LOOPBACK, Identity, is_loopback, own_address
 
 MOST_STRANGERS = 64  # connections that have not yet shown that they belong to the run
+PAUSE_S = 0.002  # between two of a crowd, which must not take the time of a relay
 CLOSE_S = 5.0  # for threads to notice that the node has closed
 
 
@@ -67,6 +69,7 @@ class RelayNode:
         self._guests: dict[Channel, Thread] = {}
         self._epoch = -1
         self._closed = False
+        self._most_strangers = min(MOST_STRANGERS, descriptors.shares().strangers)
         host = own_address(listen)
         self._identity = None if is_loopback(host) else Identity()
         self._listener = _listen(host, port)
@@ -149,13 +152,20 @@ class RelayNode:
             channel = Channel(connection, Address(*address[:2]).place, self._stall_s)
             guest = Thread(target=self._serve, args=(channel,), name=f"from {channel.peer}", daemon=True)
             with self._lock:
-                welcome = sum(not other.known for other in self._guests) < MOST_STRANGERS and not self._closed
-                if welcome:
-                    self._guests[channel] = guest
-            if welcome:
-                guest.start()
-            else:
-                channel.close()
+                if self._closed:
+                    channel.close()
+                    return
+                crowded = self._make_room_for_a_stranger()
+                self._guests[channel] = guest
+            guest.start()
+            time.sleep(PAUSE_S if crowded else 0.0)
+
+    def _make_room_for_a_stranger(self) -> bool:
+        """The one that has been here longest without proving itself goes, if there are too many."""
+        strangers = [channel for channel in self._guests if not channel.known and not channel.aborted]
+        for channel in strangers[: max(0, 1 + len(strangers) - self._most_strangers)]:
+            channel.abort()
+        return len(strangers) >= self._most_strangers
 
     def _serve(self, channel: Channel) -> None:
         try:

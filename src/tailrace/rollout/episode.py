@@ -43,7 +43,8 @@ class Episode:
         """The next turn, for an engine."""
         request = self.request
         room = max_completion_tokens - self.completion_tokens
-        return Job(request.trajectory, request.group, tuple(self.tokens), len(self.row.tokens), room)
+        prompt = len(self.row.tokens)
+        return Job(request.trajectory, request.group, tuple(self.tokens), prompt, room, request.failures)
 
     def sampled(self, version: Version, tokens: tuple[int, ...], logprobs: tuple[float, ...]) -> None:
         self._grow(Segment(version, tokens, logprobs))

@@ -24,9 +24,11 @@ from msgspec.structs import replace
 
 from tailrace import __version__
 from tailrace.config.tree import Config
+from tailrace.runtime.hosts import LONGEST
 from tailrace.runtime.local import Local, Process, last_lines
 from tailrace.store.folder import RunFolder
-from tailrace.wire.door import JoinKey, knock
+from tailrace.wire.connection import knock
+from tailrace.wire.keys import JoinKey, host_key
 from tailrace.wire.link import Link
 from tailrace.wire.messages import OFFER_S, Dismissed, Ended, FromController, Hello, Offer, Spec, Wanted
 
@@ -42,14 +44,15 @@ class AgentError(ValueError):
 
 class Agent:
     def __init__(self, endpoint: str, key: JoinKey, replicas: int, say: Callable[[str], None]) -> None:
-        knock(endpoint, key, KNOCK_S)
+        spec = Spec("host", secrets.randbits(48), 1, endpoint, key.token, "", Config(), door=key.door)
+        self._spec = replace(spec, key=host_key(key.token, spec.name).hex())
+        knock(endpoint, spec.name, host_key(key.token, spec.name), key.door, KNOCK_S)
         self._replicas = replicas
         self._say = say
         self._own, self._held = os.pipe()
         self._folder = Path(tempfile.mkdtemp(prefix="tailrace-worker-"))
         self._local = Local(RunFolder(self._folder), 0, self._ended)
         self._parts: dict[str, str] = {}  # by name; of those that ended, how
-        self._spec = Spec("host", secrets.randbits(48), 1, endpoint, key.token, "", Config(), door=key.door)
         self._link = Link(self._spec)
         self._heard_at = time.monotonic()
         self._leaving = False
@@ -128,9 +131,16 @@ class Agent:
         for spec in wanted.specs:
             if spec.name not in self._parts:
                 _refuse_missing_model(spec.config)
-                self._welcomed(spec)
-                self._parts[spec.name] = ""
-                self._local.start(self._at_home(spec))
+                self._start(self._at_home(spec))
+
+    def _start(self, spec: Spec) -> None:
+        """What cannot be started now is still wanted with the next answer."""
+        try:
+            self._local.start(spec)
+            self._welcomed(spec)
+            self._parts[spec.name] = ""
+        except OSError as error:
+            self._say(f"{spec.role} {spec.id} cannot be started ({error.strerror}); it is tried again")
 
     def _welcomed(self, spec: Spec) -> None:
         if not self._parts:
@@ -144,7 +154,7 @@ class Agent:
 
     def _ended(self, process: Process, how: str) -> None:
         self._say(f"{process.spec.role} {process.spec.id} {how}; see {process.log}")
-        self._parts[process.spec.name] = f"{how}; its log ends with: {last_lines(process.log, 2)}"
+        self._parts[process.spec.name] = f"{how}; its log ends with: {last_lines(process.log, 2)}"[:LONGEST]
 
 
 def _refuse_missing_model(config: Config) -> None:

@@ -20,12 +20,14 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from math import inf, isfinite
-from typing import Any, Protocol, TextIO
+from math import inf
+from typing import Any, NamedTuple, Protocol, TextIO
 
+from tailrace.config.errors import ConfigError
 from tailrace.config.tree import Config
 from tailrace.control.plane import ControlPlane
 from tailrace.control.state import State
+from tailrace.model.load import vocabulary_size
 from tailrace.protocol import (
     TRAINER,
     Command,
@@ -54,19 +56,22 @@ from tailrace.protocol import (
     Trained,
     TrainerJoined,
 )
+from tailrace.runtime.local import Process
 from tailrace.runtime.parts import Parts, Tie
+from tailrace.runtime.validation import LONGEST_REASON, Sender, Validation, shortened
 from tailrace.store.folder import PRIVATE, PRIVATE_FOLDER
 from tailrace.store.run import RunStore
 from tailrace.store.waiting import PAUSE_S, Locked, to_terminal
 from tailrace.trainer.pace import BYTES_PER_PARAMETER
 from tailrace.types import MALFORMED, Prompt, Row
 from tailrace.watchdog import Watchdog
-from tailrace.wire.door import Door
 from tailrace.wire.hub import Hub
+from tailrace.wire.keys import HOST
 from tailrace.wire.messages import (
     Acknowledged,
     Collapsed,
     FromPart,
+    Garbled,
     Grown,
     Hello,
     Measured,
@@ -74,6 +79,7 @@ from tailrace.wire.messages import (
     Ordered,
     Reported,
 )
+from tailrace.wire.tls import Identity
 
 SNAPSHOT_EVERY = 5000  # events; what a resumed run has to go through again at most
 ENDING_S = 60.0  # for everybody to leave; and for the trainer's last checkpoint
@@ -104,6 +110,14 @@ class Observer(Protocol):
     def measure(self, now: float, step: int, source: str, values: Mapping[str, float]) -> None: ...
 
 
+class Happened(NamedTuple):
+    """An event for control. If a part reported it: which, and what was known of it then."""
+
+    event: Event
+    process: Process | None = None
+    sender: Sender | None = None
+
+
 class Controller:
     def __init__(self, store: RunStore, config: Config, source: Source, tie: Tie, observer: Observer) -> None:
         self.store = store
@@ -120,7 +134,8 @@ class Controller:
         self.error: RunError | None = None
         self._began = time.monotonic() - store.last_now
         self._arrived: deque[Callable[[], None]] = deque()  # what is to be taken in with the next transaction
-        self._events: deque[Event] = deque()
+        self._events: deque[Happened] = deque()
+        self._validation = Validation(config, lambda: self.state, store.vault, _vocabulary(config))
         self.held_up = False  # by another program that has run.db locked
         self._outbox: list[Coroutine[Any, Any, None]] = []
         self._wake = asyncio.Event()
@@ -150,8 +165,8 @@ class Controller:
     def _hub(self, heard: Mapping[str, int]) -> Hub:
         port = (self.tie.left and self.tie.left.port) or self.config.local.port
         if not self.config.local.listen:
-            return Hub(self.tie.token, port, heard)
-        return Hub(self.tie.token, port, heard, Door(self.tie.door, self.tie.token), self.config.local.listen)
+            return Hub(self.tie.keys, port, heard)
+        return Hub(self.tie.keys, port, heard, Identity(self.tie.keys.identity), self.config.local.listen)
 
     @property
     def complete(self) -> bool:
@@ -167,7 +182,7 @@ class Controller:
 
     async def run(self) -> str:
         """Until control stops the run, or somebody calls `interrupt`. Returns the reason."""
-        self._events += self._beginning
+        self._events += [Happened(event) for event in self._beginning]
         listening = asyncio.create_task(self._listen())
         listening.add_done_callback(self._deaf)
         try:
@@ -180,7 +195,7 @@ class Controller:
         finally:
             listening.cancel()
             await self.parts.end(self.complete, 2.0 if self.error else self._ending_s)
-            self.hub.close()
+            await self.hub.close()
         if self.error:
             raise self.error
         return self.stopped
@@ -212,12 +227,12 @@ class Controller:
         path = self.store.folder / "logs" / "controller.log"
         path.parent.mkdir(mode=PRIVATE_FOLDER, exist_ok=True)
         path.touch(PRIVATE)
-        with path.open("a") as log, Watchdog("the controller", _say, log) as dog:
-            self._log = log
+        with path.open("a") as self._log, Watchdog("the controller", _say, self._log) as dog:
             await self._turn_over(dog)
 
     async def _turn_over(self, watchdog: Watchdog) -> None:
         while await self._begin(watchdog):
+            self._wake.clear()  # first of all: what happens from here on, also during an await, is seen below
             watchdog.expect("handling events and writing them to run.db", STUCK_S, "look at the disk of the run")
             self.store.place.refuse_moved()
             while self._arrived:
@@ -230,24 +245,20 @@ class Controller:
                 await sending
             await self._acknowledge()
             if not self._events and not self._arrived:
-                self._wake.clear()
-                watchdog.expect("waiting for reports", STUCK_S)
-                await self._wake.wait()
-            if self._crash:
-                raise self._crash
+                await self._rest(watchdog)
 
     async def _begin(self, watchdog: Watchdog) -> bool:
         """A transaction, once nobody else has one; False if the run stops before that. Until then nothing is handled,
         so nobody is told or found to be silent; but everybody is heard."""
         locked: Locked | None = None
         while not self.stopped and not self.error:
+            if self._crash:
+                raise self._crash
             if self.store.begin():
                 if locked is not None:
                     locked.over()
                 self.held_up = False
                 return True
-            if self._crash:
-                raise self._crash
             self.held_up = True
             locked = locked or Locked(self.store.file, self._report)
             locked.still()
@@ -259,16 +270,24 @@ class Controller:
     def _report(self, sentence: str) -> None:
         """To the terminal and to the log."""
         to_terminal(sentence)
-        print(f"{self.now:.1f} s: {sentence}", file=self._log, flush=True)
+        self.note(sentence)
+
+    async def _rest(self, watchdog: Watchdog) -> None:
+        """Until there is something to do, however long that takes: what is watched is that the loop turns."""
+        while not self._wake.is_set():
+            watchdog.expect("waiting for reports", STUCK_S)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(STUCK_S / 4):
+                    await self._wake.wait()
 
     async def _listen(self) -> None:
         while True:
             for sender, number, message in await self.hub.receive():
-                self._arrived.append(partial(self._take_in, sender, number, message))
+                self._arrived.append(partial(self._receive, sender, number, message))
             self._wake.set()
             await asyncio.sleep(0)
 
-    def _take_in(self, sender: str, number: int, message: FromPart) -> None:
+    def _receive(self, sender: str, number: int, message: FromPart | Garbled) -> None:
         self.store.hear(sender, number)
         self._hear(sender, message)
 
@@ -283,7 +302,10 @@ class Controller:
 
     def _handle_events(self) -> None:
         while self._events and not self.stopped:
-            event, now = self._events.popleft(), self.now
+            happened, now = self._events.popleft(), self.now
+            if self._is_refused(*happened):
+                continue
+            event = happened.event
             self._keep(event)
             commands = self.plane.handle(now, event)
             seq = self.store.record(now, event, commands)
@@ -295,55 +317,82 @@ class Controller:
                 self._since_snapshot = 0
                 self.store.snapshot(seq, self.plane.snapshot())
 
+    def _is_refused(self, event: Event, process: Process | None, sender: Sender | None) -> bool:
+        """Control may have learned something since it was heard."""
+        if process is None or sender is None:
+            return False
+        if not process.refused:
+            complaint = self._validation.complaint_about_event(sender, event)
+            if complaint:
+                process.incarnation = sender.incarnation  # whatever it has called itself since
+                self.parts.refuse(process, complaint)
+        return process.refused
+
     def _keep(self, event: Event) -> None:
         """What the vault has to know of an event."""
         match event:
             case Finished(_, meta):
                 self._failures = 0
                 self.store.vault.finish(meta.id, meta.epoch, meta.finish, meta.reward)
-            case SampleFailed(_, trajectory, epoch, reason):
-                self.store.vault.fail(trajectory, epoch, reason)
-                self._count_failure(reason)
-            case Trained(_, step, part):
-                past = self.plane.state.training.past.get(step)
-                groups = past.parts[part] if past and part < len(past.parts) else ()
+            case SampleFailed(replica, trajectory, epoch, reason):
+                if self.store.vault.fail(trajectory, epoch, reason) and self.parts.is_ours("replica", replica):
+                    self._count_failure(reason)
+            case Trained(incarnation, step, part) if self.state.training.awaits(incarnation, step, part):
+                groups = self.state.training.past[step].parts[part]
                 self.store.vault.trained([id for group in groups for id in group.trajectories], step)
             case _:
                 pass
 
     def _count_failure(self, reason: str) -> None:
-        """One sample may fail; when none succeeds any more, going on would only burn the prompts."""
+        """One sample may fail; when none succeeds any more, going on would only burn the prompts. What fails on another
+        machine may be that machine's fault: control puts it in quarantine."""
         self._failures += 1
         if self._failures >= 2 * self.config.workload.group_size * self.config.groups.attempts:
             self.fail(f"{self._failures} samples in a row could not be judged; the last one because {reason}")
 
     # ------------------------------------------------------------------------------------------------------ hearing
 
-    def _hear(self, name: str, message: FromPart) -> None:
-        if isinstance(message, Offer):
-            self.parts.offered(name, message)
+    def _hear(self, name: str, message: FromPart | Garbled) -> None:
+        if name.startswith(HOST):
+            self._hear_host(name, message)
             return
         process = self.parts.named(name)
         if process is None:
             if isinstance(message, Hello):
                 self.parts.turn_away(name)
             return
+        complaint = "" if process.refused else self._validation.complaint_about(_sender(process), message)
+        if complaint:
+            self.parts.refuse(process, complaint)
+        if not process.refused:
+            self._take_in(process, message)
+
+    def _hear_host(self, name: str, message: FromPart | Garbled) -> None:
+        complaint = self._validation.complaint_about(Sender("host", 0, 0, 0, joined=True), message)
+        if complaint:
+            self.parts.refuse_host(name, complaint)
+        elif isinstance(message, Offer):
+            self.parts.offered(name, message)
+
+    def _take_in(self, process: Process, message: FromPart | Garbled) -> None:
         match message:
             case Hello(address, arena):
                 self.parts.introduced(process, address, arena)
             case Reported(event):
+                self._events.append(Happened(shortened(event), process, _sender(process)))
                 if isinstance(event, ReplicaJoined | RelayJoined | TrainerJoined):
-                    process.joined, process.incarnation = True, event.incarnation
-                self._events.append(with_a_reward(event))
+                    process.joined, process.incarnation = True, max(process.incarnation, event.incarnation)
             case Grown(growths):
                 for growth in growths:
-                    self.store.vault.append(growth.trajectory, growth.epoch, growth.segments)
+                    if not self._validation.is_late(growth):
+                        self._validation.grew(growth)
+                        self.store.vault.append(growth.trajectory, growth.epoch, growth.segments)
             case Measured(step, values):
                 source = process.spec.role if process.spec.role == "trainer" else f"r{process.spec.id}"
                 self.store.metrics.measure(self.now, step, source, values)
                 self.observer.measure(self.now, step, source, values)
             case Collapsed(reason, expected):
-                self.parts.collapsed(process, reason, expected)
+                self.parts.collapsed(process, reason[:LONGEST_REASON], expected)
 
     # ---------------------------------------------------------------------------------------------- what the parts need
 
@@ -353,12 +402,17 @@ class Controller:
 
     def tell(self, event: Event) -> None:
         """Something that control has to hear."""
-        self._events.append(event)
+        self._events.append(Happened(event))
         self._wake.set()
 
     def then(self, doing: Coroutine[Any, Any, None]) -> None:
         """Once the books are closed."""
         self._outbox.append(doing)
+        self._wake.set()
+
+    def note(self, sentence: str) -> None:
+        with suppress(OSError, ValueError):  # a full disk, or a log that is closed by now, must not end the run
+            print(f"{self.now:.1f} s: {sentence}", file=self._log, flush=True)
 
     def fail(self, reason: str) -> None:
         self.error = self.error or RunError(reason)
@@ -379,7 +433,7 @@ class Controller:
     def _add_prompts(self, start: int, rows: list[Row], last: bool) -> None:
         self.store.vault.add_prompts(rows)
         prompts = tuple([Prompt(row.id, len(row.tokens)) for row in rows])
-        self._events.append(PromptsAdded(start, prompts, last))
+        self.tell(PromptsAdded(start, prompts, last))
 
     def _read(self, command: FetchPrompts) -> tuple[list[Row], bool]:
         total = self.source.total
@@ -420,6 +474,7 @@ class Controller:
         self.parts.send("relay", command.relay, Ordered(command, addresses=self.parts.addresses(command.targets)))
 
     def _forget(self, command: Forget) -> None:
+        self._validation.forget(command.trajectories)
         self.store.vault.forget(command.trajectories, self.config.run.archive, command.reason)
 
     def _set_timer(self, command: SetTimer) -> None:
@@ -435,22 +490,13 @@ class Controller:
             return
         if timer == "health":
             self.parts.find_silent_hosts()
-        self._events.append(TimerFired(timer))
-        self._wake.set()
+        self.tell(TimerFired(timer))
 
     def _stop(self, command: Stop) -> None:
         if command.failed:
             self.fail(command.reason)
         else:
             self.stopped = command.reason
-
-
-def with_a_reward(event: Event) -> Event:
-    """A finished sample has a finite reward, or it counts as failed: whoever reports it, nothing else is trained on."""
-    if isinstance(event, Finished) and (event.meta.reward is None or not isfinite(event.meta.reward)):
-        reason = f"its replica reported a reward of {event.meta.reward}; a reward is a finite number"
-        return SampleFailed(event.replica, event.meta.id, event.meta.epoch, reason)
-    return event
 
 
 def _restored(store: RunStore, config: Config) -> tuple[ControlPlane, bool]:
@@ -470,6 +516,20 @@ def _from_snapshot(store: RunStore, config: Config) -> tuple[ControlPlane, int]:
         if snapshot is not None:
             return ControlPlane.restore(config, snapshot.state), snapshot.seq
     return ControlPlane(config), 0
+
+
+def _sender(process: Process) -> Sender:
+    spec = process.spec
+    return Sender(spec.role, spec.id, spec.host, process.incarnation, process.joined, process.address)
+
+
+def _vocabulary(config: Config) -> int:
+    """An emulated engine has none; then what the vault can hold."""
+    size = None
+    if config.rollout.engine == "native":
+        with suppress(ConfigError):  # of a run that goes on without its model's folder
+            size = vocabulary_size(config.model.path)
+    return size or 1 << 31
 
 
 def _say(sentence: str) -> None:

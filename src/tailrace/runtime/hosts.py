@@ -16,6 +16,8 @@ from tailrace.runtime.local import HostTrace
 from tailrace.types import HostId, ReplicaId
 from tailrace.wire.messages import Spec, Wanted
 
+LONGEST = 1000  # characters of how something ended
+
 
 class Distant:
     """A process on another machine, known by what is said of it there."""
@@ -53,8 +55,10 @@ class Host:
     def id(self) -> HostId:
         return self.trace.id
 
-    def has(self, role: str, id: int) -> bool:
-        return id == self.id if role == "relay" else role == "replica" and id in self.trace.replicas
+    @property
+    def parts(self) -> list[tuple[str, int]]:
+        """Role and number of all that are to run there."""
+        return [("relay", self.id), *[("replica", id) for id in self.trace.replicas]]
 
     def place(self, spec: Spec) -> Distant:
         """A process that is to be there."""
@@ -65,7 +69,7 @@ class Host:
         self.seen = now
         for name, distant in list(self.distant.items()):
             if parts.get(name) or (name not in parts and not distant.wanted):
-                distant.end(parts.get(name, "ended"))
+                distant.end(parts.get(name, "ended")[:LONGEST])
                 del self.distant[name]
         missing = tuple([self.distant[name].spec for name in self.wanted if name not in parts])
         return Wanted(self.wanted, missing)
@@ -84,6 +88,7 @@ class Host:
 class Hosts:
     def __init__(self) -> None:
         self.present: dict[str, Host] = {}
+        self._of_part: dict[tuple[str, int], Host] = {}
 
     @property
     def traces(self) -> tuple[HostTrace, ...]:
@@ -91,11 +96,17 @@ class Hosts:
 
     def find(self, role: str, id: int) -> Host | None:
         """The one on which this part runs."""
-        return next((host for host in self.present.values() if host.has(role, id)), None)
+        return self._of_part.get((role, id))
 
     def add(self, name: str, id: HostId, replicas: tuple[ReplicaId, ...], now: float) -> Host:
         host = self.present[name] = Host(HostTrace(name, id, replicas), now)
+        self._of_part |= dict.fromkeys(host.parts, host)
         return host
+
+    def remove(self, host: Host) -> None:
+        del self.present[host.name]
+        for place in host.parts:
+            del self._of_part[place]
 
     def silent(self, since: float) -> list[Host]:
         """Those of which nothing has been heard since then."""

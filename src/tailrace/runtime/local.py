@@ -9,6 +9,7 @@ on another machine: then it has a stand-in here (see `hosts`).
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import socket
@@ -26,6 +27,8 @@ from tailrace.types import HostId, ReplicaId, Struct
 from tailrace.wire.messages import LOOPBACK, Spec, WireError
 
 FILE = "parts.json"
+SHORTAGE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)  # of what others may give back soon
+SHORTAGE_S = 1.0  # before the next try
 TERM_S = 5.0  # between asking a process to go and killing it
 
 
@@ -102,6 +105,7 @@ class Process:
         self.incarnation = spec.incarnation  # of its last joining
         self.joined = False
         self.dismissed = False  # its end is expected
+        self.refused = False  # it has sent what it must not, and is not heard any more
         self.address = self.arena = ""  # of a relay
 
     @property
@@ -131,21 +135,30 @@ class Local:
         self._folder = folder
         self._port = port
         self._on_exit = on_exit
+        self._unwritten = False  # something is not in the file
         self._watchers: set[asyncio.Task[None]] = set()
 
     def start(self, spec: Spec, elsewhere: Child | None = None) -> Process:
-        """Start the part's processes, unless it is elsewhere; an earlier incarnation of it is killed first."""
+        """Start the part's processes, unless it is elsewhere; an earlier incarnation of it is killed first. `OSError`:
+        the system cannot start any now."""
         earlier = self.processes.get((spec.role, spec.id))
         if earlier is not None:
             earlier.kill()
         process = self._enter(spec)
-        process.children += [elsewhere] if elsewhere else []
-        self.write()  # before there is anything: the next controller must not use the name again
-        if elsewhere is None:
+        self._unwritten = True
+        if elsewhere is not None:
+            process.children.append(elsewhere)
+        else:
+            self._write()  # before there is anything: the next controller must not use the name again
             self._begin(process)
             self.write()
         self._watch(process)
         return process
+
+    def note_those_elsewhere(self) -> None:
+        """Before anybody is told of them, for the same reason; they may be many."""
+        if self._unwritten:
+            self._write()
 
     def _begin(self, process: Process) -> None:
         spec = process.spec
@@ -153,8 +166,12 @@ class Local:
         process.log.touch(PRIVATE)
         ranks = spec.config.trainer.ranks if spec.role == "trainer" else 1
         meeting = f"tcp://{LOOPBACK}:{_free_port()}" if ranks > 1 else ""
-        for rank in range(ranks):
-            process.children.append(_spawn(msgspec.structs.replace(spec, rank=rank, meeting=meeting), process.log))
+        try:
+            for rank in range(ranks):
+                process.children.append(_spawn(msgspec.structs.replace(spec, rank=rank, meeting=meeting), process.log))
+        except OSError:
+            process.kill()  # those that were begun
+            raise
 
     def adopt(self, spec: Spec, trace: Trace, elsewhere: Child | None = None) -> Process:
         """Take over a part that an earlier controller started, or what is left of it."""
@@ -173,6 +190,13 @@ class Local:
         return process
 
     def write(self) -> None:
+        """Now, or as soon as there is a descriptor for it."""
+        try:
+            self._write()
+        except OSError:
+            asyncio.get_running_loop().call_later(SHORTAGE_S, self.write)
+
+    def _write(self) -> None:
         """Whole or not at all, and for nobody else's eyes."""
         self._folder.refuse_moved()
         traces = Traces(self._port, tuple([process.trace for process in self.processes.values()]), self.hosts)
@@ -181,7 +205,10 @@ class Local:
             written.touch(PRIVATE)
             written.write_bytes(msgspec.json.encode(traces))
             os.replace(written, self._folder.path / FILE)
+            self._unwritten = False
         except OSError as error:
+            if error.errno in SHORTAGE:
+                raise
             raise WireError(f"{written} cannot be written ({error.strerror}); make room, then --resume") from None
 
     def _watch(self, process: Process) -> None:
@@ -234,9 +261,14 @@ def _spawn(spec: Spec, log: Path) -> LocalChild:
             pass_fds=(spec.lifeline,),
         )
     assert started.stdin is not None
-    with suppress(BrokenPipeError), started.stdin as pipe:  # it may have ended already: that will be seen
-        pipe.write(msgspec.json.encode(spec) + b"\n")
-    return LocalChild(started.pid, started)
+    try:
+        with suppress(BrokenPipeError), started.stdin as pipe:  # it may have ended already: that will be seen
+            pipe.write(msgspec.json.encode(spec) + b"\n")
+        return LocalChild(started.pid, started)
+    except OSError:
+        started.kill()  # nobody would see its end
+        started.wait()
+        raise
 
 
 def _find(pid: int, started: int) -> LocalChild | None:

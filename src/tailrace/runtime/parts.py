@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
+from contextlib import suppress
 from typing import Any, NamedTuple, Protocol
+
+from msgspec.structs import replace
 
 from tailrace import __version__
 from tailrace.config.tree import Config
@@ -27,24 +30,35 @@ from tailrace.protocol import (
     TrainerLost,
 )
 from tailrace.runtime.hosts import Host, Hosts
-from tailrace.runtime.local import Local, Process, Trace, Traces, last_lines
+from tailrace.runtime.local import SHORTAGE, SHORTAGE_S, Local, Process, Trace, Traces, last_lines
 from tailrace.store.folder import RunFolder
 from tailrace.types import RelayId
 from tailrace.watchdog import ask_for_stacks, is_stopped, look_at
-from tailrace.wire.door import JoinKey, public_key
 from tailrace.wire.hub import Hub
-from tailrace.wire.messages import LOOPBACK, OFFER_S, Dismissed, Ended, FromController, Offer, Spec, Wanted
+from tailrace.wire.keys import HOST, JoinKey, Keyring
+from tailrace.wire.messages import (
+    LOOPBACK,
+    MOST_REPLICAS,
+    OFFER_S,
+    Dismissed,
+    Ended,
+    FromController,
+    Offer,
+    Spec,
+    Wanted,
+)
 
-AGENT = "host-"  # what the names of other machines begin with
+EVER = 16_384  # replicas that a run remembers: a number is never used again
+DROPPED = 1024  # machines that are remembered for having lied
 STACKS_S = 0.25  # for a part that is given up to write down where it is
 
 
 class Tie(NamedTuple):
-    """What binds a run together: parts know each other by the token and leave when the lifeline ends."""
+    """What binds a run together: parts know each other by the token, the controller knows them by their keys, and they
+    leave when the lifeline ends."""
 
-    token: str
+    keys: Keyring
     lifeline: int
-    door: bytes = b""  # the secret key of the controller, for runs that other machines may join
     left: Traces | None = None  # by an earlier controller with the same tie; None: there was none
 
 
@@ -77,6 +91,10 @@ class Overseer(Protocol):
         """To be done once the books are closed."""
         ...
 
+    def note(self, sentence: str) -> None:
+        """For the controller's log."""
+        ...
+
 
 class Parts:
     def __init__(self, config: Config, tie: Tie, folder: RunFolder, hub: Hub, overseer: Overseer) -> None:
@@ -87,18 +105,22 @@ class Parts:
         self._folder = folder
         self._hosts = Hosts()
         self._reassure_at = 0.0
+        self._dropped: dict[str, str] = {}  # machines, and why
+        self._short_since: dict[tuple[str, int], float] = {}  # when a part could first not be started
         self._local = Local(folder, hub.port, self._ended)
 
     @property
     def join_key(self) -> JoinKey | None:
         """What another machine needs to join; None: it cannot."""
-        return JoinKey(public_key(self.tie.door), self.tie.token) if self.config.local.listen else None
+        return JoinKey(self.hub.fingerprint, self.tie.keys.token) if self.hub.fingerprint else None
 
     def get(self, role: str, id: int) -> Process | None:
         return self._local.processes.get((role, id))
 
     def named(self, name: str) -> Process | None:
-        return next((each for each in self._local.processes.values() if each.spec.name == name), None)
+        role, _, number = name.partition("/")[0].rpartition("-")
+        process = self.get(role, int(number)) if number.isdecimal() else None
+        return process if process is not None and process.spec.name == name else None
 
     def addresses(self, relays: tuple[RelayId, ...]) -> dict[RelayId, str]:
         """Where these take weights, as far as they are there."""
@@ -135,33 +157,50 @@ class Parts:
 
     async def _started(self, role: str, id: int) -> None:
         earlier, host = self.get(role, id), self._hosts.find(role, id)
-        if host is None and not self._is_ours(role, id):
+        if host is None and not self.is_ours(role, id):
             return  # its host has left
         used = earlier.spec.incarnation if earlier else 0
         spec = self._spec(role, id, 1 + max(self._known_incarnation(role, id), used))
         self._local.hosts = self._hosts.traces
-        self._expect(self._local.start(spec, host and host.place(spec)))
+        try:
+            self._expect(self._local.start(spec, host and host.place(spec)))
+            self._short_since.pop((role, id), None)
+        except OSError as error:
+            self._cannot_start(role, id, error)
+
+    def _cannot_start(self, role: str, id: int, error: OSError) -> None:
+        """There are no descriptors, no memory or no processes left. Others may give some back: it is tried again for as
+        long as a start may take."""
+        process, now = self.get(role, id), self.overseer.now
+        since = self._short_since.setdefault((role, id), now)
+        if process is None or (error.errno in SHORTAGE and now - since < self.config.local.start_s):
+            if since == now:
+                self.overseer.note(f"{role} {id} cannot be started ({error.strerror}); it is tried again")
+            asyncio.get_running_loop().call_later(SHORTAGE_S, self._start, role, id)
+        else:
+            del self._short_since[role, id]
+            self._not_up(process, f"could not be started: {error.strerror}")
 
     def _spec(self, role: str, id: int, incarnation: int) -> Spec:
-        key, host = self.join_key, self._hosts.find(role, id)
+        host = self._hosts.find(role, id)
         away = self.config.local.listen if self.config.relay.listen == LOOPBACK else ""
-        return Spec(
+        spec = Spec(
             role=role,
             id=id,
             incarnation=incarnation,
             endpoint=self.hub.endpoint,
-            token=self.tie.token,
+            token=self.tie.keys.token,
             folder=str(self._folder.path),
             folder_id=self._folder.identity,
             config=self.config,
             lifeline=self.tie.lifeline,
-            door=key.door if key else "",
             host=host.id if host else id % self.config.local.relays,
             listen=away or self.config.relay.listen,
             step=self.overseer.state.training.version,
         )
+        return replace(spec, key=self.tie.keys.of(spec.name).hex())
 
-    def _is_ours(self, role: str, id: int) -> bool:
+    def is_ours(self, role: str, id: int) -> bool:
         """A part of this machine."""
         own = {"trainer": TRAINER + 1, "relay": self.config.local.relays, "replica": self.config.local.replicas}
         return id < own[role]
@@ -210,7 +249,7 @@ class Parts:
 
     def turn_away(self, name: str) -> None:
         """It has been replaced, or was started by a controller that died before it could say so."""
-        if not name.startswith(AGENT):
+        if not name.startswith(HOST):
             self._post(name, Ended(complete=False))
 
     # -------------------------------------------------------------------------------------------------------- losses
@@ -220,7 +259,7 @@ class Parts:
         process.dismissed = True
         if not process.joined:
             self._not_up(process, f"cannot start: {reason}")
-        elif expected and self._is_ours(process.spec.role, process.spec.id):
+        elif expected and self.is_ours(process.spec.role, process.spec.id):
             self.overseer.fail(f"{process.title} cannot go on: {reason}")
         else:
             self._lost(process, reason)
@@ -228,7 +267,7 @@ class Parts:
     def _ended(self, process: Process, how: str) -> None:
         if process.joined:
             self._lost(process, how)
-        elif not self._is_ours(process.spec.role, process.spec.id):
+        elif not self.is_ours(process.spec.role, process.spec.id):
             self._not_up(process, f"{how} before it was up")
         else:
             tail = last_lines(process.log)
@@ -244,7 +283,7 @@ class Parts:
             self._lost(process, how)
         elif host is not None:
             self._send_away(host, sentence)
-        elif self._is_ours(spec.role, spec.id):
+        elif self.is_ours(spec.role, spec.id):
             self.overseer.fail(sentence)
 
     def _lost(self, process: Process, reason: str) -> None:
@@ -266,9 +305,9 @@ class Parts:
     def _diagnose(self, process: Process, reason: str) -> None:
         """What its processes are doing, to its log; their stacks too, where they can still be had. Those on another
         machine are out of sight."""
-        if not self._is_ours(process.spec.role, process.spec.id):
+        if not self.is_ours(process.spec.role, process.spec.id):
             return
-        with process.log.open("a") as log:
+        with suppress(OSError), process.log.open("a") as log:
             for child in process.children:
                 print(f"{process.title} is given up ({reason}): {look_at(child.pid)}", file=log, flush=True)
                 ask_for_stacks(child.pid)
@@ -293,7 +332,7 @@ class Parts:
     def _adopt(self, trace: Trace) -> bool:
         """True if the part lives and control has heard of it, or soon will."""
         spec, host = self._spec(trace.role, trace.id, trace.incarnation), self._hosts.find(trace.role, trace.id)
-        if host is None and not self._is_ours(trace.role, trace.id):
+        if host is None and not self.is_ours(trace.role, trace.id):
             return False
         process = self._local.adopt(spec, trace, host and host.place(spec))
         known = self._known_incarnation(trace.role, trace.id)
@@ -312,22 +351,65 @@ class Parts:
 
     def _absent_hosts(self) -> list[RelayId]:
         known = [one.id for one in self.overseer.state.relays.relays.values() if not one.departed]
-        return [id for id in known if not self._is_ours("relay", id) and self._hosts.find("relay", id) is None]
+        return [id for id in known if not self.is_ours("relay", id) and self._hosts.find("relay", id) is None]
+
+    def refuse(self, process: Process, what: str) -> None:
+        """It has sent what it must not: it is ended, and counts as lost."""
+        if not process.refused:
+            process.refused = True
+            self.overseer.note(f"{process.title} is dropped: it sent {what}")
+            process.kill()
+            self.hub.hang_up(process.spec.name)
+            self._lost(process, f"it was dropped, because it sent {what}")
 
     # ------------------------------------------------------------------------------------------------ other machines
 
     def offered(self, name: str, offer: Offer) -> None:
         host = self._hosts.present.get(name)
-        if not offer.replicas:
+        if name in self._dropped:
+            self._post(name, Dismissed(self._dropped[name]))
+        elif not offer.replicas:
             if host is not None:
                 self._host_left(host, "its host left")
             self._post(name, Wanted(()))
-        elif offer.release != __version__:
-            reason = f"this run is of Tailrace {__version__}, the worker of {offer.release}; install the same there"
-            self._post(name, Dismissed(reason))
+        elif host is not None:
+            self._answer(host, offer)
+        elif why_not := self._no_room_for(offer):
+            self._post(name, Dismissed(why_not))
         else:
-            host = host or self._welcome(name, offer.replicas)
-            self._post(name, host.hear(self.overseer.now, offer.parts))
+            self._answer(self._welcome(name, offer.replicas), offer)
+
+    def _answer(self, host: Host, offer: Offer) -> None:
+        """What is wanted there."""
+        wanted = host.hear(self.overseer.now, offer.parts)
+        with suppress(OSError):  # no descriptor for that now: the next offer comes soon
+            self._local.note_those_elsewhere()
+            self._post(host.name, wanted)
+
+    def refuse_host(self, name: str, what: str) -> None:
+        """For good: it stays dropped under this name."""
+        if name in self._dropped:
+            return
+        self.overseer.note(f"{name} is dropped: it sent {what}")
+        self._dropped[name] = f"the run has dropped this machine, because it sent {what}"
+        while len(self._dropped) > DROPPED:
+            del self._dropped[next(iter(self._dropped))]
+        self._post(name, Dismissed(self._dropped[name]))
+        host = self._hosts.present.get(name)
+        if host is not None:
+            self._host_left(host, f"it was dropped, because it sent {what}")
+
+    def _no_room_for(self, offer: Offer) -> str:
+        """Why this machine cannot join."""
+        if offer.release != __version__:
+            return f"this run is of Tailrace {__version__}, the worker of {offer.release}; install the same there"
+        present = sum(len(host.trace.replicas) for host in self._hosts.present.values())
+        if present + offer.replicas > MOST_REPLICAS:
+            room = MOST_REPLICAS - present
+            return f"this run takes {MOST_REPLICAS:,} replicas of other machines, so there is room for {room:,} more"
+        if len(self.overseer.state.fleet.replicas) + offer.replicas > EVER:
+            return f"machines with {EVER:,} replicas in all have come and gone, and this run takes no more"
+        return ""
 
     def _welcome(self, name: str, count: int) -> Host:
         """A machine that is new, or has been away for too long, gets numbers that nobody has had."""
@@ -357,13 +439,14 @@ class Parts:
         self._host_left(host, reason)
 
     def _host_left(self, host: Host, reason: str) -> None:
-        del self._hosts.present[host.name]
-        for place, process in list(self._local.processes.items()):
-            if host.has(*place):
+        self._hosts.remove(host)
+        for place in host.parts:
+            process = self._local.processes.pop(place, None)
+            if process is not None:
                 if process.joined and not process.dismissed:
                     self._lost(process, reason)
                 process.dismissed = True
-                del self._local.processes[place]
+                self.hub.hang_up(process.spec.name)
         host.leave(reason)
         self.overseer.tell(HostLeft(host.id, reason))
         self._local.hosts = self._hosts.traces

@@ -29,6 +29,7 @@ class Sequence:
     __slots__ = (
         "end",
         "epoch",
+        "failures",
         "group",
         "newest",
         "oldest",
@@ -41,8 +42,11 @@ class Sequence:
         "turns",
     )
 
-    def __init__(self, trajectory: TrajectoryId, group: GroupId, prompt: int, turns: tuple[Turn, ...]) -> None:
+    def __init__(
+        self, trajectory: TrajectoryId, group: GroupId, prompt: int, turns: tuple[Turn, ...], failures: int = 0
+    ) -> None:
         self.trajectory = trajectory
+        self.failures = failures  # of its earlier attempts
         self.group = group
         self.prompt = prompt
         self.turns = turns

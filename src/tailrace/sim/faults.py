@@ -167,10 +167,12 @@ class Faults:
         delay = self.random.expovariate(1 / self.config.delay_s) if self.config.delay_s else 0.0
         return self.sim.kernel.now + delay
 
-    def sample_fails(self, trajectory: int, epoch: int) -> bool:
+    def sample_fails(self, trajectory: int, failures: int) -> bool:
+        """Each attempt is a draw of its own, wherever it is moved."""
         if not self.config.sample_failure:
             return False
-        return random.Random(f"{self.sim.config.run.seed} {trajectory} {epoch}").random() < self.config.sample_failure
+        draw = random.Random(f"{self.sim.config.run.seed} {trajectory} {failures + 1}")
+        return draw.random() < self.config.sample_failure
 
     # ------------------------------------------------------------------------------------------------- the controller
 

@@ -66,14 +66,14 @@ class Rollouts:
         return sequence
 
     def _new_sequence(self, request: Request) -> Sequence:
-        size = self.sim.config.workload.group_size
+        size, failures = self.sim.config.workload.group_size, request.failures
         index = request.trajectory % size
-        tokens = self.sim.lengths.group(request.group, size, self.sim.plane.state.training.version)[index]
+        tokens = self.sim.lengths.sample(request.group, index, failures, self.sim.plane.state.training.version)
         if self.sim.episodes.single:
             turns = (Turn(tokens, 0.0, 0),)
         else:
-            turns = self.sim.episodes.split(request.group, index, tokens)
-        return Sequence(request.trajectory, request.group, request.prompt_tokens, turns)
+            turns = self.sim.episodes.split(request.group, failures * size + index, tokens)
+        return Sequence(request.trajectory, request.group, request.prompt_tokens, turns, failures)
 
     def mark(self, replica: SimReplica) -> None:
         """Note what a replica is doing, for the timeline."""
@@ -144,7 +144,7 @@ class Rollouts:
             self.sim.tell(replica, GenerationResumed(replica.id, replica.incarnation, (turn,)))
 
     def _report(self, replica: SimReplica, sequence: Sequence) -> None:
-        if self.sim.faults.sample_fails(sequence.trajectory, sequence.epoch):
+        if self.sim.faults.sample_fails(sequence.trajectory, sequence.failures):
             failed = SampleFailed(replica.id, sequence.trajectory, sequence.epoch, "the environment failed")
             self.sim.tell(replica, failed)
         else:

@@ -152,6 +152,11 @@ class Vault:
         """All that there is after the prompt; neighbours with the same origin are one segment."""
         return self._segments([trajectory]).get(trajectory, ())
 
+    def tokens(self, trajectory: TrajectoryId) -> int:
+        """How many there are after the prompt."""
+        query = "SELECT coalesce(sum(length(tokens)), 0) / 4 FROM segments WHERE trajectory_id = ?"
+        return self._database.execute(query, (trajectory,))[0][0]
+
     def read(self, ids: Sequence[TrajectoryId]) -> list[Trajectory]:
         """Whole trajectories, in the order asked for: first the prompt, then what followed."""
         query = f"SELECT id, group_id, prompt_id, finish, reward, crc FROM trajectories WHERE id {AMONG}"

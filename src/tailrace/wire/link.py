@@ -5,23 +5,21 @@ It has a thread of its own, so that heartbeats go out while the part computes; `
 
 from __future__ import annotations
 
-import hmac
 import queue
+import select
 import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-
-import zmq
+from math import inf
 
 from tailrace.protocol import Event
 from tailrace.types import MALFORMED
 from tailrace.watchdog import Watchdog
-from tailrace.wire.door import bring_key
+from tailrace.wire.connection import RETRY_S, Connection
 from tailrace.wire.messages import (
-    ORDER,
     UNNUMBERED,
     Acknowledged,
     Collapsed,
@@ -35,14 +33,13 @@ from tailrace.wire.messages import (
     Ordered,
     Reported,
     Spec,
+    WireError,
     decode_from_controller,
     encode,
-    sign,
 )
 
-LONGEST_ORDER = 4 << 30  # a step's trajectories: 8,192 of 16,384 tokens take 2 GB
 LATE_S = 30.0  # beyond the time for which a loop meant to wait
-LINGER_MS = 2000  # how long a closing part tries to get its last words out
+LINGER_S = 2.0  # how long a closing part tries to get its last words out
 
 
 class Link:
@@ -58,6 +55,7 @@ class Link:
         self._beat_at = 0.0
         self._inbox: queue.SimpleQueue[FromController] = queue.SimpleQueue()
         self._outbox: queue.SimpleQueue[FromPart | None] = queue.SimpleQueue()
+        self._give_up_at = inf  # if nobody listens then, the last words are lost
         self._wake, self._woken = socket.socketpair()
         self._wake.setblocking(False)
         self._thread = threading.Thread(target=self._carry, name="link", daemon=True)
@@ -108,8 +106,9 @@ class Link:
     def close(self) -> None:
         """Get everything out that was sent, then hang up."""
         self._watchdog.close()
+        self._give_up_at = time.monotonic() + LINGER_S
         self._put(None)
-        self._thread.join(LINGER_MS / 1000 + 1)
+        self._thread.join(LINGER_S + 1)
 
     def _put(self, message: FromPart | None) -> None:
         """Never waits: the thread that would have to make room may be the one that sends."""
@@ -120,71 +119,78 @@ class Link:
     # ---------------------------------------------------------------------------------------------- the link's thread
 
     def _carry(self) -> None:
-        wire = zmq.Context.instance().socket(zmq.DEALER)
-        wire.setsockopt(zmq.IDENTITY, self._spec.name.encode())
-        wire.setsockopt(zmq.SNDHWM, 0)
-        wire.setsockopt(zmq.RCVHWM, 0)
-        wire.setsockopt(zmq.MAXMSGSIZE, LONGEST_ORDER)
-        if self._spec.door:
-            bring_key(wire, self._spec.door, self._spec.token)
-        wire.setsockopt(zmq.IPV6, "[" in self._spec.endpoint)
-        wire.connect(self._spec.endpoint)
-        poller = zmq.Poller()
-        poller.register(wire, zmq.POLLIN)
-        poller.register(self._woken, zmq.POLLIN)
+        """Connect, and connect again whenever that breaks off, until the part hangs up."""
+        over = False
+        while not over:
+            wire = self._connect()
+            if wire is None:
+                over = time.monotonic() > self._give_up_at
+                time.sleep(RETRY_S)
+                continue
+            try:
+                over = self._converse(wire)
+            except (OSError, WireError):
+                pass  # the controller is gone, or the way to it; another one may come
+            finally:
+                wire.close(LINGER_S if over else 0.0)
+
+    def _connect(self) -> Connection | None:
+        spec = self._spec
+        try:
+            return Connection(spec.endpoint, spec.name, bytes.fromhex(spec.key), spec.door)
+        except (OSError, WireError):
+            return None
+
+    def _converse(self, wire: Connection) -> bool:
+        """Until the connection breaks off (an error), or the part has hung up (True)."""
+        poller = select.poll()
+        poller.register(self._woken, select.POLLIN)
+        self._beat_at = 0.0
         while self._empty_outbox(wire):
             if time.monotonic() >= self._beat_at:
                 self._beat(wire)
+            wire.flush()
+            poller.register(wire, select.POLLIN | (select.POLLOUT if wire.has_unsent else 0))
             ready = dict(poller.poll(int(max(0.0, self._beat_at - time.monotonic()) * 1000) + 1))
             if self._woken.fileno() in ready:
                 self._woken.recv(65536)
-            if wire in ready:
-                self._hear(wire)
-        wire.close(LINGER_MS)
+            for content in wire.receive():
+                with suppress(*MALFORMED):  # of another release: it will be sent away for that
+                    self._take_in(wire, decode_from_controller(content))
+        return True
 
-    def _hear(self, wire: zmq.Socket[bytes]) -> None:
-        frames, name = wire.recv_multipart(), self._spec.name.encode()
-        with suppress(ValueError, *MALFORMED):  # not from our controller: it signs, and only ever encodes these types
-            signature, content = frames
-            if hmac.compare_digest(signature, sign(self._spec.token, name, ORDER, content)):
-                self._take_in(wire, decode_from_controller(content))
-
-    def _beat(self, wire: zmq.Socket[bytes]) -> None:
+    def _beat(self, wire: Connection) -> None:
         self._beat_at = time.monotonic() + self._spec.config.health.heartbeat_s
         event = self._watchdog.guard(self._pulse)()
         if event is not None:
-            self._post(wire, UNNUMBERED, encode(Reported(event)))  # type: ignore[arg-type]
+            wire.send(UNNUMBERED, encode(Reported(event)))  # type: ignore[arg-type]
 
-    def _empty_outbox(self, wire: zmq.Socket[bytes]) -> bool:
+    def _empty_outbox(self, wire: Connection) -> bool:
         """Send what is there; False once the part has hung up."""
         while not self._outbox.empty():
             message = self._outbox.get()
             if message is None:
                 return False
             if isinstance(message, Hello | Offer | Collapsed):
-                self._post(wire, UNNUMBERED, encode(message))
+                wire.send(UNNUMBERED, encode(message))
             else:
                 self._number += 1
                 self._kept.append((self._number, encode(message)))
-                self._post(wire, *self._kept[-1])
+                wire.send(*self._kept[-1])
         return True
 
-    def _take_in(self, wire: zmq.Socket[bytes], message: FromController) -> None:
+    def _take_in(self, wire: Connection, message: FromController) -> None:
         if isinstance(message, Acknowledged):
             self._let_go(message.number)
             return
         if isinstance(message, Introduce):
             self._let_go(message.heard)
-            self._post(wire, UNNUMBERED, encode(self._hello))
+            wire.send(UNNUMBERED, encode(self._hello))
             for number, content in self._kept:
-                self._post(wire, number, content)
+                wire.send(number, content)
             self._beat(wire)  # it may be long until the part itself has time to join
         self._inbox.put(message)
 
     def _let_go(self, committed: int) -> None:
         while self._kept and self._kept[0][0] <= committed:
             self._kept.popleft()
-
-    def _post(self, wire: zmq.Socket[bytes], number: int, content: bytes) -> None:
-        label = number.to_bytes(8, "big")
-        wire.send_multipart([label, sign(self._spec.token, self._spec.name.encode(), label, content), content])

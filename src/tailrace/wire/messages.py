@@ -1,20 +1,19 @@
-"""The messages between a run's processes, how they become bytes, and how those are signed."""
+"""The messages between a run's processes, and how they become bytes."""
 
 from __future__ import annotations
 
-import hashlib
 from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from tailrace.config.tree import Config
 from tailrace.protocol import AnyCommand, AnyEvent
-from tailrace.types import HostId, RelayId, Row, Segment, Struct, Trajectory, TrajectoryId
+from tailrace.types import HostId, Natural, RelayId, Row, Segment, Struct, Trajectory, TrajectoryId
 
 LOOPBACK = "127.0.0.1"
-PROOF = 32  # bytes of a signature
 OFFER_S = 0.5  # how often a host offers itself
-MOST_REPLICAS = 1024  # that one host may offer
+MOST_REPLICAS = 1024  # of other machines that a run takes
 
 
 class WireError(ValueError):
@@ -28,12 +27,13 @@ class Spec(Struct):
     id: int
     incarnation: int
     endpoint: str
-    token: str
+    token: str  # of the run, by which its parts know each other
     folder: str  # of the run
     config: Config
     folder_id: tuple[int, int] = (0, 0)  # by which it is known, whatever is called so later
+    key: str = ""  # of this very part, by which the controller knows it
     lifeline: int = -1  # a descriptor at whose end the part has to go
-    door: str = ""  # the controller's public key; empty: links are plain, on loopback
+    door: str = ""  # fingerprint of the controller's certificate; empty: the link is plain, within this host
     host: HostId = 0  # of whose relay a replica gets its weights
     listen: str = LOOPBACK  # relay: where it takes weights
     rank: int = 0
@@ -58,8 +58,8 @@ class Hello(Message):
     """A part is up, or has been asked who it is. `address` is where a relay takes weights, `arena` where it keeps
     them."""
 
-    address: str = ""
-    arena: str = ""
+    address: Annotated[str, Meta(max_length=400)] = ""
+    arena: Annotated[str, Meta(max_length=4096)] = ""
 
 
 class Reported(Message):
@@ -72,7 +72,7 @@ class Growth(Struct):
     """What was added to a trajectory since the last time."""
 
     trajectory: TrajectoryId
-    epoch: int
+    epoch: Natural
     segments: tuple[Segment, ...]
 
 
@@ -85,17 +85,17 @@ class Grown(Message):
 class Measured(Message):
     """For the table of metrics."""
 
-    step: int
-    values: dict[str, float]
+    step: Annotated[int, Meta(ge=-1, lt=1 << 53)]
+    values: Annotated[dict[Annotated[str, Meta(max_length=100)], float], Meta(max_length=256)]
 
 
 class Offer(Message):
     """A host has room for so many replicas, 0: no longer. Said again and again, with the names of the parts that were
     started there and, of those that ended, how; so nothing has to be remembered of it, and none need arrive."""
 
-    release: str  # of Tailrace
-    replicas: Annotated[int, msgspec.Meta(ge=0, le=MOST_REPLICAS)]
-    parts: dict[str, str] = msgspec.field(default_factory=dict[str, str])
+    release: Annotated[str, Meta(max_length=64)]  # of Tailrace
+    replicas: Annotated[int, Meta(ge=0, le=MOST_REPLICAS)]
+    parts: Annotated[dict[str, str], Meta(max_length=2 * MOST_REPLICAS)] = msgspec.field(default_factory=dict[str, str])
 
 
 class Collapsed(Message):
@@ -155,20 +155,16 @@ class Ended(Message):
     complete: bool
 
 
+class Garbled(Struct):
+    """In place of a message that could not be read, from somebody who has proven who it is."""
+
+    what: str
+
+
 FromPart = Hello | Reported | Grown | Measured | Offer | Collapsed
 FromController = Ordered | Introduce | Acknowledged | Wanted | Dismissed | Ended
-ORDER = b"order"  # in place of a number
 UNNUMBERED = 0  # of what need not arrive: heartbeats, introductions, offers, last words
 
 encode = msgspec.msgpack.Encoder().encode
 decode_from_part = msgspec.msgpack.Decoder(FromPart).decode
 decode_from_controller = msgspec.msgpack.Decoder(FromController).decode
-
-
-def sign(token: str, name: bytes, label: bytes, content: bytes) -> bytes:
-    """Proof that one who has the token said this, as the part of this name or to it. BLAKE2 takes a key, and is the
-    fastest that Python brings."""
-    key = hashlib.sha256(token.encode()).digest()
-    digest = hashlib.blake2b(len(name).to_bytes(4, "big") + name + label, key=key, digest_size=PROOF)
-    digest.update(content)
-    return digest.digest()

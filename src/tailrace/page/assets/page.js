@@ -244,7 +244,7 @@ function tiles(data) {
   say("idle-more", `replicas${scoring >= 0.005 ? ` (scoring ${percent(scoring)})` : ""}; trainer ${percent(run.trainer_idle)}`);
   say("faults", whole(data.faults));
   byId("faults").className = data.faults ? "alarm" : "";
-  say("faults-more", `${whole(run.failures)} failed samples`);
+  say("faults-more", `${whole(run.failed_samples)} failed samples, ${whole(run.failures)} attempts`);
 }
 
 function replicas(data) {

@@ -1,8 +1,8 @@
-"""What makes a link between hosts private: TLS 1.3, with a key and a certificate that a relay makes when it starts.
+"""What makes a link between hosts private: TLS 1.3, with a key and a certificate that who listens makes at its start.
 
-Nobody vouches for the certificate. Its fingerprint is a part of the relay's address, which travels over the control
-channel, and who connects accepts no other. That the caller belongs to the run is shown afterwards, by the run's token.
-Only relays that listen to other hosts need the package `cryptography`.
+Nobody vouches for the certificate. Its fingerprint is a part of a relay's address, which travels over the control
+channel, and of the key with which machines join a run; who connects accepts no other. That the caller belongs to the
+run is shown afterwards. Only who listens to other hosts needs the package `cryptography`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 
 LOOPBACK = "127.0.0.1"
 MEMORY = "/dev/shm"
-VALID = datetime.timedelta(days=3650)  # it ends with its relay; this is only not to be the reason why a run ends
+BEGIN, END = datetime.datetime(2000, 1, 1), datetime.datetime(2100, 1, 1)  # nobody looks: only not to end a run
 
 
 class ListenError(ValueError):
@@ -27,10 +27,10 @@ class ListenError(ValueError):
 
 
 class Identity:
-    """The key of one relay, made anew at every start and never stored."""
+    """The key of who listens, never stored: made anew at every start, or from 32 secret bytes, always the same."""
 
-    def __init__(self) -> None:
-        certificate, key = _make_certificate()
+    def __init__(self, secret: bytes = b"") -> None:
+        certificate, key = _make_certificate(secret)
         self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self.context.minimum_version = ssl.TLSVersion.TLSv1_3
         self.context.num_tickets = 0  # every connection stands for itself
@@ -85,28 +85,28 @@ def _load(context: ssl.SSLContext, certificate: bytes, key: bytes) -> str:
     return fingerprint(ssl.PEM_cert_to_DER_cert(certificate.decode()))
 
 
-def _make_certificate() -> tuple[bytes, bytes]:
-    """A certificate and its key, in PEM."""
+def _make_certificate(secret: bytes) -> tuple[bytes, bytes]:
+    """A certificate and its key, in PEM. Signatures with Ed25519 are always the same; browsers do not know it."""
     try:
         from cryptography import x509
         from cryptography.hazmat.primitives import hashes, serialization
-        from cryptography.hazmat.primitives.asymmetric import ec
+        from cryptography.hazmat.primitives.asymmetric import ec, ed25519
     except ImportError:
         raise ListenError(
             "links to other hosts are encrypted, which needs a package: pip install 'tailrace[hosts]'"
         ) from None
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "tailrace relay")])
-    now = datetime.datetime.now(datetime.UTC)
+    fixed = ed25519.Ed25519PrivateKey.from_private_bytes(secret) if secret else None
+    key = fixed or ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "tailrace")])
     certificate = (
         x509.CertificateBuilder()
         .subject_name(name)
         .issuer_name(name)
         .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - VALID)
-        .not_valid_after(now + VALID)
-        .sign(key, hashes.SHA256())
+        .serial_number(1 if fixed else x509.random_serial_number())
+        .not_valid_before(BEGIN)
+        .not_valid_after(END)
+        .sign(key, None if fixed else hashes.SHA256())
     )
     plain = serialization.NoEncryption()
     pem = serialization.Encoding.PEM

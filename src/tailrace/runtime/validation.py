@@ -1,0 +1,325 @@
+"""What each part may send: only what is its own to say, and only what can be true.
+
+Whoever has proven its name is still checked, because a run takes machines that nobody knows well, and because one wrong
+figure would spread: into the vault, the journal and every later controller. Numbers are bounded by the types of
+`protocol` and `wire.messages`; what depends on who sends it is in the two tables here.
+
+    role       messages                        events, each about itself
+    replica    Hello Collapsed Reported        ReplicaJoined Progressed ScoringStarted GenerationResumed
+               Grown Measured                  Finished SampleFailed Parked WeightsLoaded PullFailed
+    relay      Hello Collapsed Reported        RelayJoined VersionStored LinkFailed Alive
+    trainer    Hello Collapsed Reported        TrainerJoined Trained Checkpointed PublishFailed Alive
+               Measured
+    host       Hello Offer                     none
+
+`complaint_about` looks at a message when it is heard, `complaint_about_event` at an event when it is about to be
+handled, because control may have learned something in between. Each returns what is wrong with it, or nothing. What is
+merely late or doubled is fine: control ignores it.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Callable, Iterable, Mapping
+from math import isfinite
+from typing import Any, NamedTuple
+
+from msgspec.structs import replace
+
+from tailrace.config.tree import Config
+from tailrace.control.ledger import Sample
+from tailrace.control.sampling import part_sizes
+from tailrace.control.state import State
+from tailrace.protocol import (
+    Alive,
+    Checkpointed,
+    Event,
+    Finished,
+    GenerationResumed,
+    LinkFailed,
+    Parked,
+    Progressed,
+    PublishFailed,
+    PullFailed,
+    RelayJoined,
+    ReplicaJoined,
+    SampleFailed,
+    ScoringStarted,
+    Trained,
+    TrainerJoined,
+    TrajectoryMeta,
+    VersionStored,
+    WeightsLoaded,
+)
+from tailrace.store.vault import Vault
+from tailrace.types import Segment, TrajectoryId
+from tailrace.wire.messages import Collapsed, FromPart, Garbled, Grown, Growth, Hello, Measured, Offer, Reported
+
+LEAP = 1000  # incarnations that a part may be ahead of what is known: one for each controller that it met
+MOST_LOGPROB, LEAST_LOGPROB = 0.1, -1e6  # 0 and what arithmetic makes of it; what float32 holds
+LONGEST_FINISH = 32
+LONGEST_REASON = 4000  # characters; a reward may raise with a whole page
+PLACE = re.compile(r"(?P<host>[^\s#]+):(?P<port>[0-9]{1,5})(#[0-9a-f]{64})?")
+
+MESSAGES: dict[str, tuple[type, ...]] = {
+    "replica": (Hello, Collapsed, Reported, Grown, Measured),
+    "relay": (Hello, Collapsed, Reported),
+    "trainer": (Hello, Collapsed, Reported, Measured),
+    "host": (Hello, Offer),
+}
+
+
+def shortened(event: Event) -> Event:
+    """Reasons come from anywhere; what is beyond reading is cut off."""
+    reason = getattr(event, "reason", "")
+    return replace(event, reason=reason[:LONGEST_REASON]) if len(reason) > LONGEST_REASON else event
+
+
+class Sender(NamedTuple):
+    """Who says something."""
+
+    role: str
+    id: int
+    host: int
+    incarnation: int  # as last known
+    joined: bool
+    address: str = ""  # of a relay, as it has said
+
+
+class Validation:
+    """`vocabulary`: every token is below it."""
+
+    def __init__(self, config: Config, state: Callable[[], State], vault: Vault, vocabulary: int) -> None:
+        self._config = config
+        self._state = state
+        self._vault = vault
+        self._vocabulary = vocabulary
+        self._parts_per_step = len(part_sizes(config.workload.prompts_per_step, config.trainer.mini_batches))
+        self._stored: dict[TrajectoryId, tuple[int, int]] = {}  # epoch, and tokens that the vault has of it
+        self._events: dict[str, dict[type[Event], Callable[[Sender, Any], str]]] = {
+            "replica": {
+                ReplicaJoined: self._replica_joined,
+                Progressed: _own_replica,
+                ScoringStarted: self._judged,
+                GenerationResumed: self._judged,
+                Finished: self._finished,
+                SampleFailed: self._sample_failed,
+                Parked: self._parked,
+                WeightsLoaded: _own_replica,
+                PullFailed: _own_replica,
+            },
+            "relay": {
+                RelayJoined: _relay_joined,
+                VersionStored: _own_relay,
+                LinkFailed: _own_relay,
+                Alive: _own_life,
+            },
+            "trainer": {
+                TrainerJoined: self._trainer_joined,
+                Trained: self._trained,
+                Checkpointed: self._checkpointed,
+                PublishFailed: _nothing,
+                Alive: _own_life,
+            },
+        }
+
+    # ------------------------------------------------------------------------------------------------------- messages
+
+    def complaint_about(self, sender: Sender, message: FromPart | Garbled) -> str:
+        if isinstance(message, Garbled):
+            return message.what
+        if not isinstance(message, MESSAGES[sender.role]):
+            return f"{type(message).__name__}, which is not for a {sender.role} to say"
+        match message:
+            case Reported(event):
+                return self._not_its_own(sender, event)
+            case Hello(address, arena):
+                return _bad_place(sender.role, address, arena)
+            case Measured(_, values):
+                return _bad_figures(sender.role, values)
+            case Grown(growths):
+                return next(filter(None, (self._bad_growth(sender, growth) for growth in growths)), "")
+            case _:
+                return ""
+
+    def _not_its_own(self, sender: Sender, event: Event) -> str:
+        name = type(event).__name__
+        if type(event) not in self._events[sender.role]:
+            return f"{name}, which is not for a {sender.role} to say"
+        incarnation = getattr(event, "incarnation", sender.incarnation)
+        if incarnation > sender.incarnation + LEAP:
+            return f"{name} of incarnation {incarnation}, and it is {sender.incarnation}"
+        return ""
+
+    def _bad_growth(self, sender: Sender, growth: Growth) -> str:
+        sample = self._state().ledger.current(growth.trajectory, growth.epoch)
+        if sample is None:
+            return ""  # late: it is not stored
+        if sample.replica != sender.id:
+            return f"tokens of t{growth.trajectory}, which it was not given"
+        wrong = next(filter(None, (self._bad_segment(segment) for segment in growth.segments)), "")
+        length = self.stored(sample) + sum(len(segment.tokens) for segment in growth.segments)
+        most = self._config.workload.max_completion_tokens
+        if not wrong and length > most:
+            wrong = f"{length} tokens, where {most} is the most"
+        return wrong and f"t{growth.trajectory} with {wrong}"
+
+    def _bad_segment(self, segment: Segment) -> str:
+        version, tokens, logprobs = segment.version, segment.tokens, segment.logprobs
+        if tokens and max(tokens) >= self._vocabulary:
+            return f"token {max(tokens)}, where {self._vocabulary} is the size of the vocabulary"
+        if version is None:
+            return "log-probs of tokens that nobody sampled" if logprobs is not None else ""
+        if not 0 <= version <= self._state().training.version:
+            return f"tokens of version {version}, which nobody has made"
+        if logprobs is None or len(logprobs) != len(tokens):
+            return f"{len(tokens)} tokens and {len(logprobs or ())} log-probs"
+        if logprobs and not (
+            isfinite(sum(logprobs)) and min(logprobs) >= LEAST_LOGPROB and max(logprobs) <= MOST_LOGPROB
+        ):
+            return "log-probs that are none"
+        return ""
+
+    # --------------------------------------------------------------------------------------------------- what is stored
+
+    def is_late(self, growth: Growth) -> bool:
+        return self._state().ledger.current(growth.trajectory, growth.epoch) is None
+
+    def grew(self, growth: Growth) -> None:
+        sample = self._state().ledger.samples[growth.trajectory]
+        more = sum(len(segment.tokens) for segment in growth.segments)
+        self._stored[sample.id] = (sample.epoch, self.stored(sample) + more)
+
+    def stored(self, sample: Sample) -> int:
+        """Tokens that the vault has of what is running. It is asked once per assignment."""
+        epoch, tokens = self._stored.get(sample.id, (0, 0))
+        if epoch != sample.epoch:
+            tokens = self._vault.tokens(sample.id)
+            self._stored[sample.id] = (sample.epoch, tokens)
+        return tokens
+
+    def forget(self, ids: Iterable[TrajectoryId]) -> None:
+        for id in ids:
+            self._stored.pop(id, None)
+
+    # --------------------------------------------------------------------------------------------------------- events
+
+    def complaint_about_event(self, sender: Sender, event: Event) -> str:
+        return self._events[sender.role][type(event)](sender, event)
+
+    def _replica_joined(self, sender: Sender, event: ReplicaJoined) -> str:
+        made = self._state().training.version
+        if event.host != sender.host:
+            return f"it joins on host {event.host}, and was started on {sender.host}"
+        return f"it joins with version {event.version}, and {made} is the newest" if event.version > made else ""
+
+    def _judged(self, sender: Sender, event: ScoringStarted | GenerationResumed) -> str:
+        foreign = (self._not_given(sender, one.trajectory, one.epoch) for one in event.samples)
+        return _own_replica(sender, event) or next(filter(None, foreign), "")
+
+    def _finished(self, sender: Sender, event: Finished) -> str:
+        meta = event.meta
+        wrong = _own_replica(sender, event) or self._bad_meta(sender, meta)
+        if not wrong and (meta.reward is None or not isfinite(meta.reward)):
+            return f"t{meta.id} with the reward {meta.reward}"
+        return wrong
+
+    def _sample_failed(self, sender: Sender, event: SampleFailed) -> str:
+        return _own_replica(sender, event) or self._not_given(sender, event.trajectory, event.epoch)
+
+    def _parked(self, sender: Sender, event: Parked) -> str:
+        wrong = _own_replica(sender, event)
+        return wrong or next(filter(None, (self._bad_meta(sender, meta) for meta in event.samples)), "")
+
+    def _bad_meta(self, sender: Sender, meta: TrajectoryMeta) -> str:
+        sample = self._state().ledger.current(meta.id, meta.epoch)
+        if sample is None:
+            return ""
+        made = self._state().training.version
+        if not 0 <= meta.oldest <= meta.newest <= made:
+            return f"t{meta.id} of versions {meta.oldest} to {meta.newest}, and {made} is the newest"
+        if len(meta.finish) > LONGEST_FINISH:
+            return f"t{meta.id} with a reason to end of {len(meta.finish)} characters"
+        wrong = self._not_given(sender, meta.id, meta.epoch)
+        if not wrong and meta.tokens != self.stored(sample):
+            return f"t{meta.id} with {meta.tokens} tokens, of which {self.stored(sample)} came"
+        return wrong
+
+    def _not_given(self, sender: Sender, trajectory: TrajectoryId, epoch: int) -> str:
+        sample = self._state().ledger.current(trajectory, epoch)
+        foreign = sample is not None and sample.replica != sender.id
+        return f"t{trajectory}, which it was not given" if foreign else ""
+
+    def _trainer_joined(self, sender: Sender, event: TrainerJoined) -> str:
+        """A process that has joined before cannot have lost anything since, nor trained what it was not told to."""
+        training = self._state().training
+        if not sender.joined or event.incarnation <= training.incarnation:
+            return ""
+        now, next_ = (training.step, training.part), (training.step, training.part + 1)
+        if training.part + 1 == self._parts_per_step:
+            next_ = (training.step + 1, 0)
+        at = (event.step, event.part)
+        told = at == now or (at == next_ and training.repeating)
+        return "" if told else f"it joins at step {event.step}, part {event.part}, and was at {now[0]}, {now[1]}"
+
+    def _trained(self, sender: Sender, event: Trained) -> str:
+        training = self._state().training
+        ahead = (event.step, event.part) > (training.step, training.part)
+        return f"step {event.step}, part {event.part}, which it was not told to train" if ahead else ""
+
+    def _checkpointed(self, sender: Sender, event: Checkpointed) -> str:
+        made = self._state().training.step + 1  # it may overtake `Trained`
+        return f"a checkpoint of step {event.step}, and {made} is the newest" if event.step > made else ""
+
+
+def _nothing(sender: Sender, event: Event) -> str:
+    return ""
+
+
+def _own_replica(sender: Sender, event: Any) -> str:
+    return "" if event.replica == sender.id else f"{type(event).__name__} of replica {event.replica}"
+
+
+def _own_relay(sender: Sender, event: Any) -> str:
+    return "" if event.relay == sender.id else f"{type(event).__name__} of relay {event.relay}"
+
+
+def _relay_joined(sender: Sender, event: RelayJoined) -> str:
+    return _own_relay(sender, event) or ("" if sender.address else "it joins without an address")
+
+
+def _own_life(sender: Sender, event: Alive) -> str:
+    return "" if (event.part, event.id) == (sender.role, sender.id) else f"Alive of {event.part} {event.id}"
+
+
+def _bad_place(role: str, address: str, arena: str) -> str:
+    """Others will connect there, and look for weights there."""
+    if not address and not arena:
+        return ""
+    if role != "relay":
+        return "an address, where only relays have one"
+    if not _is_place(address):
+        return f"an address that is none: {address[:80]!r}"
+    return "" if arena.startswith("/") and arena.isprintable() else f"a place in memory that is none: {arena[:80]!r}"
+
+
+def _is_place(address: str) -> bool:
+    found = PLACE.fullmatch(address)
+    try:
+        return found is not None and bool(ipaddress.ip_address(found["host"])) and 0 < int(found["port"]) < 1 << 16
+    except ValueError:
+        return False
+
+
+def _bad_figures(role: str, values: Mapping[str, float]) -> str:
+    """Of the trainer they may be anything: a loss that is not finite is worth knowing."""
+    unreadable = next((name for name in values if not name.isprintable()), None)
+    if unreadable is not None:
+        return f"a figure with the name {unreadable!r}"
+    if role != "trainer" and not all(map(isfinite, values.values())):
+        return "figures that are not finite"
+    return ""
+
+
+__all__ = ["LONGEST_REASON", "MESSAGES", "Sender", "Validation", "shortened"]

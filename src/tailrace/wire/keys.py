@@ -1,0 +1,60 @@
+"""Who may say what in whose name: a key for every part, and one by which other machines join.
+
+The controller's secret never leaves it and its keeper. Each part is told one key, made from that secret and the part's
+own name, so nobody can speak for another part: not a stranger, not a machine that joined, not another part of the run.
+Machines join with the run's token, by which they can prove names that begin with `HOST`, and no others.
+"""
+
+from __future__ import annotations
+
+import hmac
+from typing import NamedTuple
+
+from tailrace.wire.messages import WireError
+
+HOST = "host-"  # what the names of other machines begin with
+
+
+class Keyring(NamedTuple):
+    """What the controller knows: the keys of all."""
+
+    secret: bytes
+    token: str
+
+    def of(self, name: str) -> bytes:
+        if name.startswith(HOST):
+            return host_key(self.token, name)
+        return hmac.digest(self.secret, b"part " + name.encode(), "sha256")
+
+    @property
+    def identity(self) -> bytes:
+        """From which the controller's certificate is made."""
+        return hmac.digest(self.secret, b"certificate", "sha256")
+
+
+def host_key(token: str, name: str) -> bytes:
+    """That of a machine which has the run's token."""
+    return hmac.digest(token.encode(), b"host " + name.encode(), "sha256")
+
+
+class JoinKey(NamedTuple):
+    """What a machine needs to join a run: the fingerprint of the controller's certificate, and the token. The token is
+    secret."""
+
+    door: str
+    token: str
+
+    @classmethod
+    def read(cls, text: str) -> JoinKey:
+        """The inverse of `str`."""
+        door, _, token = text.strip().partition(".")
+        if not (_is_hex(door) and _is_hex(token)):
+            raise WireError("this is no join key; it is in the run's folder, in join.key, as one line")
+        return cls(door, token)
+
+    def __str__(self) -> str:
+        return f"{self.door}.{self.token}"
+
+
+def _is_hex(text: str) -> bool:
+    return len(text) == 64 and all(letter in "0123456789abcdef" for letter in text)

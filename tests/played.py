@@ -1,0 +1,260 @@
+"""A real controller whose parts are played by a test: no processes and no sockets, but all else is there, from the
+decoder of the hub to run.db. Honest parts answer every order; then somebody says what it should not."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tailrace.config.tree import Config
+from tailrace.launch.sources import Blanks
+from tailrace.protocol import (
+    Event,
+    Finished,
+    LoadWeights,
+    Parked,
+    Publish,
+    PublishFailed,
+    RelayJoined,
+    Release,
+    ReplicaJoined,
+    Train,
+    Trained,
+    TrainerJoined,
+    TrajectoryMeta,
+    VersionStored,
+    WeightsLoaded,
+)
+from tailrace.runtime.controller import Controller
+from tailrace.runtime.local import Process
+from tailrace.runtime.parts import Tie
+from tailrace.store.run import RunStore
+from tailrace.types import Segment
+from tailrace.wire.hub import Letter
+from tailrace.wire.keys import Keyring
+from tailrace.wire.messages import UNNUMBERED, Grown, Growth, Hello, Offer, Ordered, Reported, Wanted
+
+KEYS = Keyring(bytes(32), "ab" * 32)
+
+
+class Child:
+    """A process that is not there."""
+
+    pid = started = 0
+
+    def __init__(self) -> None:
+        self.ended = asyncio.Event()
+        self.how = "was killed by signal 9"
+
+    def send(self, number: int) -> None:
+        if number == 9:
+            self.ended.set()
+
+
+class Unseen:
+    """An observer that sees nothing."""
+
+    def see(self, *_: Any) -> None:
+        pass
+
+    def measure(self, *_: Any) -> None:
+        pass
+
+
+class Line:
+    """What a hub has of a connection, without one."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.is_host = name, name.startswith("host-")
+        self.introduced = self.asked = False
+
+    def send(self, message: Any) -> None:
+        pass
+
+
+class Played:
+    """Use inside a running loop; `close` at the end."""
+
+    def __init__(self, folder: Path, config: Config) -> None:
+        self.store = RunStore.create(folder, config)
+        self.controller = Controller(self.store, config, Blanks(config), Tie(KEYS, -1), Unseen())  # type: ignore[arg-type]
+        self.controller._log = (folder / "controller.log").open("w")
+        local: Any = self.controller.parts._local
+        local._begin = self._begin
+        hub: Any = self.controller.hub
+        hub.send = self._sent
+        self.orders: list[tuple[str, Any]] = []
+        self.numbers: dict[str, Iterator[int]] = {}
+        self.lines: dict[str, Line] = {}
+        self.wanted: Wanted = Wanted(())  # by the machine that has joined
+
+    def _begin(self, process: Process) -> None:
+        process.children.append(Child())
+
+    async def _sent(self, name: str, message: Any) -> None:
+        self.orders.append((name, message))
+
+    # --------------------------------------------------------------------------------------------------------- driving
+
+    async def start(self) -> None:
+        """Everybody is there and at work."""
+        for event in self.controller._beginning:
+            self.controller.tell(event)
+        await self.turn()
+        for process in self.processes("relay", "trainer", "replica"):
+            await self.join(process)
+        await self.settle()
+
+    async def turn(self) -> None:
+        """One turn of the controller's loop."""
+        controller = self.controller
+        while controller._arrived:
+            controller._arrived.popleft()()
+        controller._handle_events()
+        self.store.commit()
+        outbox, controller._outbox = controller._outbox, []
+        for doing in outbox:
+            await doing
+        if controller._fetching is not None:
+            await controller._fetching
+
+    async def settle(self, most: int = 12) -> None:
+        """Orders are obeyed until there are none; samples are not finished by this."""
+        for _ in range(most):
+            await self.turn()
+            orders, self.orders = self.orders, []
+            for name, message in orders:
+                self.obey(name, message)
+            self.hand_on()
+
+    def hand_on(self) -> None:
+        """What the master has, the other relays get."""
+        relays = self.controller.state.relays
+        held = relays.relays[relays.master].versions if relays.master >= 0 else []
+        for relay in [one for one in relays.relays.values() if one.live]:
+            for version in set(held) - set(relay.versions):
+                name = self.process("relay", relay.id).spec.name
+                self.report(name, VersionStored(relay.id, relay.incarnation, version))
+
+    def obey(self, name: str, message: Any) -> None:
+        if isinstance(message, Wanted):
+            self.wanted = message
+        if not isinstance(message, Ordered):
+            return
+        match message.command:
+            case LoadWeights(replica, incarnation, version):
+                self.report(name, WeightsLoaded(replica, incarnation, version))
+            case Publish(incarnation, version, relay):
+                master = self.controller.parts.get("relay", relay)
+                if master is None:
+                    self.report(name, PublishFailed(incarnation, version, relay, "it is gone"))
+                else:
+                    self.report(master.spec.name, VersionStored(relay, master.incarnation, version))
+            case Train(incarnation, step, part):
+                self.report(name, Trained(incarnation, step, part))
+            case Release(replica, incarnation):
+                self.report(name, Parked(replica, incarnation, ()))
+            case _:
+                pass  # samples are finished by the test
+
+    async def revive(self) -> None:
+        """Whoever was dropped is started again, as control would after a while."""
+        for process in self.processes("relay", "trainer", "replica"):
+            if process.dismissed:
+                self.controller.parts._start(process.spec.role, process.spec.id)
+                await self.turn()
+                await self.join(self.process(process.spec.role, process.spec.id))
+
+    # -------------------------------------------------------------------------------------------------------- speaking
+
+    def processes(self, *roles: str) -> list[Process]:
+        all_ = self.controller.parts._local.processes
+        return [process for role in roles for (kind, _), process in sorted(all_.items()) if kind == role]
+
+    def process(self, role: str, id: int) -> Process:
+        found = self.controller.parts.get(role, id)
+        assert found is not None
+        return found
+
+    async def join(self, process: Process) -> None:
+        spec = process.spec
+        place = (f"127.0.0.1:{4000 + spec.id}", "/dev/shm/arena") if spec.role == "relay" else ()
+        self.say(spec.name, Hello(*place))
+        match spec.role:
+            case "relay":
+                self.report(spec.name, RelayJoined(spec.id, spec.incarnation))
+            case "trainer":
+                self.report(spec.name, TrainerJoined(spec.incarnation, self.controller.state.training.version))
+            case _:
+                self.report(spec.name, ReplicaJoined(spec.id, spec.incarnation, spec.host, -1, 4000, 64))
+        await self.turn()
+
+    async def welcome(self, name: str = "host-77/1", replicas: int = 1) -> None:
+        """A machine joins, and what is wanted there comes up."""
+        from tailrace import __version__
+
+        self.say(name, Hello())
+        offer = Offer(__version__, replicas)
+        for _ in range(2):
+            self.say(name, offer)
+            await self.turn()
+            await self.turn()
+        for process in self.processes("relay", "replica"):
+            if not process.joined:
+                await self.join(process)
+        await self.settle()
+
+    def report(self, name: str, event: Event) -> None:
+        self.say(name, Reported(event))  # type: ignore[arg-type]
+
+    def say(self, name: str, message: Any) -> None:
+        """Through the hub, as bytes. What need not arrive has no number."""
+        numbered = not isinstance(message, Hello | Offer)
+        number = next(self.numbers.setdefault(name, itertools.count(1))) if numbered else UNNUMBERED
+        self.say_bytes(name, msgspec.msgpack.encode(message), number)
+
+    def say_bytes(self, name: str, content: bytes, number: int = UNNUMBERED) -> None:
+        hub: Any = self.controller.hub
+        hub._hear(self.lines.setdefault(name, Line(name)), number, content)
+        letters: list[Letter] = list(hub._letters)
+        hub._letters.clear()
+        for sender, heard, message in letters:
+            self.store.hear(sender, heard)
+            self.controller._hear(sender, message)
+
+    def grow(self, replica: int, tokens: int = 5) -> list[tuple[int, int]]:
+        """All that a replica has grows; trajectory and epoch of each."""
+        samples = [s for s in self.controller.state.ledger.samples.values() if s.replica == replica]
+        version = self.controller.state.fleet.replicas[replica].version
+        piece = (Segment(version, (7,) * tokens, (-0.5,) * tokens),)
+        name = self.process("replica", replica).spec.name
+        self.say(name, Grown(tuple([Growth(s.id, s.epoch, piece) for s in samples])))
+        return [(s.id, s.epoch) for s in samples]
+
+    def finish(self, replica: int, trajectory: int, epoch: int, tokens: int) -> None:
+        version = self.controller.state.fleet.replicas[replica].version
+        meta = TrajectoryMeta(trajectory, epoch, tokens, version, version, "stop", 1.0)
+        self.report(self.process("replica", replica).spec.name, Finished(replica, meta))
+
+    # ------------------------------------------------------------------------------------------------------------- end
+
+    @property
+    def goes_on(self) -> bool:
+        controller = self.controller
+        return not controller.stopped and controller.error is None and not controller.state.stopped
+
+    @property
+    def notes(self) -> str:
+        return (self.store.folder / "controller.log").read_text()
+
+    async def close(self) -> None:
+        self.controller._log.close()
+        for doing in self.controller._outbox:
+            doing.close()
+        await self.controller.hub.close()
+        self.store.close(complete=False)

@@ -1,0 +1,476 @@
+"""Whoever has proven its name and then says what it must not is dropped with a reason; the run goes on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from played import Played
+from tailrace import __version__
+from tailrace.config import Config, load
+from tailrace.protocol import (
+    Alive,
+    AnyEvent,
+    Checkpointed,
+    ControllerRestarted,
+    Finished,
+    HostJoined,
+    HostLeft,
+    LinkFailed,
+    Parked,
+    Progressed,
+    PromptsAdded,
+    RelayJoined,
+    RelayLost,
+    ReplicaJoined,
+    ReplicaLost,
+    RunStarted,
+    SampleFailed,
+    TimerFired,
+    Trained,
+    TrainerJoined,
+    TrainerLost,
+    TrajectoryMeta,
+    VersionStored,
+    WeightsLoaded,
+)
+from tailrace.runtime.validation import MESSAGES
+from tailrace.store.journal import Journal
+from tailrace.types import Prompt, Segment
+from tailrace.wire.messages import Collapsed, Dismissed, FromPart, Grown, Growth, Hello, Measured, Offer, Reported
+
+LONGEST = 64  # tokens of a completion
+LOST = {"replica": ReplicaLost, "relay": RelayLost, "trainer": TrainerLost}
+
+
+def config(*more: str) -> Config:
+    words = {
+        "model.preset": "smollm2-135m",
+        "rollout.engine": "emulated",
+        "rollout.kv_tokens": "4000",
+        "trainer.engine": "emulated",
+        "trainer.mini_batches": "2",
+        "costs.decode_step": "0.001",
+        "workload.prompts_per_step": "2",
+        "workload.group_size": "2",
+        "workload.max_completion_tokens": str(LONGEST),
+        "local.listen": "127.0.0.1",
+        "local.relays": "2",
+        "groups.attempts": "50",
+        "run.steps": "100000",
+    }
+    return load([], [*[word for name, value in words.items() for word in (f"--{name}", value)], *more])
+
+
+def play(folder: Path, scene: Callable[[Played], Awaitable[None]], chosen: Config | None = None) -> None:
+    async def whole() -> None:
+        played = Played(folder, chosen or config())
+        try:
+            await played.start()
+            await scene(played)
+        finally:
+            await played.close()
+
+    asyncio.run(whole())
+
+
+def meta(trajectory: int, epoch: int = 1, tokens: int = 0, **fields: Any) -> TrajectoryMeta:
+    return TrajectoryMeta(trajectory, epoch, tokens, **{"oldest": 0, "newest": 0, "reward": 1.0, **fields})
+
+
+def grown(trajectory: int, *segments: Segment) -> Grown:
+    return Grown((Growth(trajectory, 1, segments),))
+
+
+SAMPLED = Segment(0, (7, 8), (-0.5, -0.25))
+NEITHER = [  # is for any part to say
+    Reported(RunStarted(1, 1)),
+    Reported(HostJoined(7, (8,))),
+    Reported(HostLeft(0, "I say so")),
+    Reported(PromptsAdded(8, (Prompt(8, 10),))),
+    Reported(TimerFired("health")),
+    Reported(ControllerRestarted()),
+    Reported(ReplicaLost(0, 1, "I say so")),
+    Reported(RelayLost(0, 1, "I say so")),
+    Reported(TrainerLost(1, "I say so")),
+    Offer(__version__, 3),
+    b"\xc1",
+    b"",
+    msgspec.msgpack.encode({"kind": "Reported", "event": {"kind": "HostLeft", "host": -9, "reason": ""}}),
+]
+# t0 and t1 are replica 0's, t2 and t3 replica 1's; version 0 is the newest, and the trainer has nothing to do
+LIES: dict[str, list[Any]] = {
+    "replica": [
+        *NEITHER,
+        Reported(Trained(1, 0, 0)),
+        Reported(Checkpointed(1, 0)),
+        Reported(TrainerJoined(2, 0)),
+        Reported(VersionStored(0, 1, 0)),
+        Reported(Alive("replica", 0, 1)),
+        Reported(Progressed(1, 1, 0, 0, 0)),
+        Reported(ReplicaJoined(1, 2, 1, 0, 4000, 64)),
+        Reported(ReplicaJoined(0, 2, 1, 0, 4000, 64)),  # on another host
+        Reported(ReplicaJoined(0, 2, 0, 5, 4000, 64)),  # with a version that nobody has made
+        Reported(ReplicaJoined(0, 2**40, 0, 0, 4000, 64)),
+        Reported(ReplicaJoined(0, 2, 0, 0, 0, 64)),
+        Reported(ReplicaJoined(0, 2, 0, 0, 2**60, 64)),
+        Reported(WeightsLoaded(1, 1, 0)),
+        Reported(WeightsLoaded(0, 1, 2**31)),
+        Reported(Finished(1, meta(2))),
+        Reported(Finished(0, meta(2))),  # which replica 1 has
+        Reported(Finished(0, meta(0, tokens=3))),  # of which none came
+        Reported(Finished(0, meta(0, tokens=2**62))),
+        Reported(Finished(0, meta(0, reward=float("nan")))),
+        Reported(Finished(0, meta(0, reward=float("inf")))),
+        Reported(Finished(0, meta(0, reward=None))),
+        Reported(Finished(0, meta(0, oldest=1, newest=0))),
+        Reported(Finished(0, meta(0, newest=7))),
+        Reported(Finished(0, meta(0, finish="x" * 1000))),
+        Reported(SampleFailed(0, 3, 1, "it raised")),
+        Reported(SampleFailed(1, 3, 1, "it raised")),
+        Reported(Parked(0, 1, (meta(0), meta(2)))),
+        Reported(Parked(1, 1, ())),
+        grown(2, SAMPLED),
+        grown(0, Segment(0, (2**40,), (-0.5,))),
+        grown(0, Segment(0, (100,), (-0.5,))),  # beyond the vocabulary
+        grown(0, Segment(0, (-1,), (-0.5,))),
+        grown(0, Segment(0, (7, 8), (-0.5,))),
+        grown(0, Segment(0, (7,), None)),
+        grown(0, Segment(None, (7,), (-0.5,))),
+        grown(0, Segment(0, (7,), (float("nan"),))),
+        grown(0, Segment(0, (7, 8), (float("inf"), float("-inf")))),
+        grown(0, Segment(0, (7,), (-1e38,))),
+        grown(0, Segment(0, (7,), (5.0,))),
+        grown(0, Segment(3, (7,), (-0.5,))),  # of a version that nobody has made
+        grown(0, *[Segment(0, (7,) * 50, (-0.5,) * 50)] * 2),
+        Measured(-1, {"engine/steps": float("nan")}),
+        Measured(-1, {"x" * 101: 1.0}),
+        Measured(-1, {"\n": 1.0}),
+        Measured(2**60, {"engine/steps": 1.0}),
+        Measured(-1, {str(number): 1.0 for number in range(1000)}),
+        Hello("127.0.0.1:1", "/dev/shm/x"),
+    ],
+    "relay": [
+        *NEITHER,
+        Reported(VersionStored(1, 1, 0)),
+        Reported(VersionStored(0, 1, 2**40)),
+        Reported(LinkFailed(1, 1, 0, "I say so")),
+        Reported(RelayJoined(1, 2)),
+        Reported(RelayJoined(0, 2**40)),
+        Reported(Alive("trainer", 0, 1)),
+        Reported(Alive("relay", 1, 1)),
+        Reported(Finished(0, meta(0))),
+        Reported(Trained(1, 0, 0)),
+        grown(0, SAMPLED),
+        Measured(-1, {"x": 1.0}),
+        Hello("nowhere", "/dev/shm/x"),
+        Hello("127.0.0.1:99999", "/dev/shm/x"),
+        Hello("127.0.0.1:1#x", "/dev/shm/x"),
+        Hello("127.0.0.1:1", "x"),
+        Hello("x" * 500, ""),
+    ],
+    "trainer": [
+        *NEITHER,
+        Reported(TrainerJoined(2, 50)),
+        Reported(TrainerJoined(2, 0, 1)),
+        Reported(TrainerJoined(2**40, 0)),
+        Reported(Trained(1, 0, 1)),
+        Reported(Trained(1, 7, 0)),
+        Reported(Checkpointed(1, 5)),
+        Reported(Checkpointed(1, 2**60)),
+        Reported(Alive("relay", 0, 1)),
+        Reported(Finished(0, meta(0))),
+        grown(0, SAMPLED),
+        Measured(0, {"\0": 1.0}),
+        Hello("127.0.0.1:1", "/dev/shm/x"),
+    ],
+}
+
+
+def speak(played: Played, name: str, lie: Any) -> None:
+    if isinstance(lie, bytes):
+        played.say_bytes(name, lie)
+    else:
+        played.say(name, lie)
+
+
+@pytest.mark.parametrize("role", LIES)
+def test_who_says_what_it_must_not_is_dropped_with_the_reason_and_nobody_else(tmp_path: Path, role: str) -> None:
+    """All lies of a role, each to a run of its own in which everybody is at work."""
+    for number, lie in enumerate(LIES[role]):
+
+        async def scene(played: Played, lie: Any = lie) -> None:
+            played.controller._validation._vocabulary = 100
+            liar = played.process(role, 0)
+            speak(played, liar.spec.name, lie)
+            await played.turn()
+            await played.turn()
+            assert liar.refused, lie
+            assert played.goes_on, lie
+            assert [one for one in played.processes("relay", "trainer", "replica") if one.refused] == [liar]
+            assert f"{liar.title} is dropped: it sent" in played.notes
+            played.controller.plane.check()
+
+        play(tmp_path / f"{role}{number}", scene)
+        lost = [entry.event for entry in Journal(tmp_path / f"{role}{number}").entries()]
+        (loss,) = [event for event in lost if isinstance(event, ReplicaLost | RelayLost | TrainerLost)]
+        assert (type(loss), "it was dropped, because it sent" in loss.reason) == (LOST[role], True)
+
+
+TRUTHS: dict[str, list[Any]] = {
+    "replica": [
+        Hello(),
+        grown(0, SAMPLED, Segment(None, (5,)), SAMPLED),
+        grown(17, SAMPLED),  # late: nobody has it any more
+        Reported(Progressed(0, 1, 10, 2, 0)),
+        Reported(Progressed(0, 2, 10, 2, 0)),  # the heart beats before it has joined anew
+        Reported(Finished(0, meta(0, epoch=9))),
+        Reported(SampleFailed(0, 0, 1, "x" * 100_000)),
+        Measured(-1, {"engine/steps": 1.0}),
+    ],
+    "relay": [Hello("10.0.0.1:4242#" + "a" * 64, "/dev/shm/x"), Reported(LinkFailed(0, 1, 1, "cut"))],
+    "trainer": [
+        Measured(0, {"loss": float("nan")}),
+        Reported(Checkpointed(1, 0)),
+        Reported(TrainerJoined(2, 0)),
+        Reported(Trained(1, 0, 0)),
+    ],
+}
+
+
+@pytest.mark.parametrize("role", TRUTHS)
+def test_what_honest_parts_say_is_heard(tmp_path: Path, role: str) -> None:
+    async def scene(played: Played) -> None:
+        for truth in TRUTHS[role]:
+            speak(played, played.process(role, 0).spec.name, truth)
+            await played.turn()
+            assert not played.process(role, 0).refused, f"{truth}: {played.notes}"
+
+    play(tmp_path / "run", scene)
+
+
+def test_what_is_not_its_own_reaches_neither_vault_nor_journal(tmp_path: Path) -> None:
+    async def scene(played: Played) -> None:
+        (own, epoch), _ = played.grow(1)
+        name = played.process("replica", 0).spec.name
+        played.say(name, Grown((Growth(0, 1, (SAMPLED,)), Growth(own, epoch, (SAMPLED,)))))
+        played.report(name, Finished(0, meta(own, epoch, tokens=5)))
+        played.report(name, Progressed(0, 1, 1, 1, 1))
+        await played.turn()
+        assert played.store.vault.tokens(0) == 0, "nothing of a message is taken if some of it is wrong"
+        assert played.store.vault.tokens(own) == 5
+        assert played.controller.state.ledger.samples[own].state == "running"
+
+    play(tmp_path / "run", scene)
+    kinds = [type(entry.event) for entry in Journal(tmp_path / "run").entries()]
+    assert Finished not in kinds
+    assert Progressed not in kinds
+
+
+def test_failures_that_another_machine_reports_do_not_end_the_run(tmp_path: Path) -> None:
+    """A machine on which every sample fails is its own loss; what it was never given does not count at all."""
+
+    async def scene(played: Played) -> None:
+        await played.welcome()
+        for _ in range(40):
+            guest = played.process("replica", 2)
+            running = [s for s in played.controller.state.ledger.samples.values() if s.replica == 2]
+            for sample in running:
+                played.report(guest.spec.name, SampleFailed(2, sample.id, sample.epoch, "I say so"))
+            for trajectory in range(5):
+                played.report(guest.spec.name, SampleFailed(2, trajectory, 99, "I say so"))
+            await played.settle(2)
+        assert played.goes_on, played.controller.error
+
+    play(tmp_path / "run", scene, config("--groups.attempts", "2"))
+
+
+def test_a_part_of_another_machine_cannot_end_the_run_by_giving_up(tmp_path: Path) -> None:
+    async def scene(played: Played) -> None:
+        await played.welcome()
+        for role, id in (("replica", 2), ("relay", 2)):
+            played.say(played.process(role, id).spec.name, Collapsed("x" * 100_000, expected=True))
+            await played.turn()
+        assert played.goes_on
+
+    play(tmp_path / "run", scene)
+
+
+def test_for_every_event_it_is_said_who_may_report_it(tmp_path: Path) -> None:
+    """A new one has to be entered in the table, or parts that report it are dropped."""
+    noticed_here = {
+        *(RunStarted, HostJoined, HostLeft, PromptsAdded, TimerFired, ControllerRestarted),
+        *(ReplicaLost, RelayLost, TrainerLost),
+    }
+
+    async def scene(played: Played) -> None:
+        reported = {kind for table in played.controller._validation._events.values() for kind in table}
+        assert reported | noticed_here == {each.cls for each in msgspec.inspect.type_info(AnyEvent).types}  # type: ignore[attr-defined]
+        assert not reported & noticed_here
+        assert {kind for kinds in MESSAGES.values() for kind in kinds} == set(FromPart.__args__)
+
+    play(tmp_path / "run", scene)
+
+
+# ---------------------------------------------------------------------------------------------------------- machines
+
+
+def dismissals(played: Played) -> dict[str, str]:
+    return {name: message.reason for name, message in played.orders if isinstance(message, Dismissed)}
+
+
+def test_many_machines_with_many_replicas_are_taken_up_to_a_number(tmp_path: Path) -> None:
+    async def scene(played: Played) -> None:
+        played.say("host-0/1", Hello())
+        played.say("host-0/1", Offer(__version__, 24))
+        await played.turn()
+        for number in range(1, 200):
+            played.say(f"host-{number}/1", Hello())
+            played.say(f"host-{number}/1", Offer(__version__, 1024))
+            await played.turn()
+        assert len(played.controller.state.fleet.replicas) == 2 + 24
+        assert set(dismissals(played)) == {f"host-{number}/1" for number in range(1, 200)}
+        assert (
+            "takes 1,024 replicas of other machines, so there is room for 1,000 more" in dismissals(played)["host-7/1"]
+        )
+        assert played.goes_on
+
+    play(tmp_path / "run", scene)
+
+
+def test_machines_that_come_and_go_do_not_make_the_run_remember_without_end(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("tailrace.runtime.parts.EVER", 50)
+
+    async def scene(played: Played) -> None:
+        for number in range(20):
+            played.say(f"host-{number}/1", Hello())
+            for replicas in (10, 0):
+                played.say(f"host-{number}/1", Offer(__version__, replicas))
+                await played.turn()
+        assert len(played.controller.state.fleet.replicas) == 2 + 40
+        assert "takes no more" in dismissals(played)["host-19/1"]
+        assert played.goes_on
+
+    play(tmp_path / "run", scene)
+
+
+@pytest.mark.parametrize(
+    "lie", [Reported(HostLeft(0, "I say so")), Grown(()), Hello("127.0.0.1:1", "/x"), Collapsed("no", True), b"\xc1"]
+)
+def test_a_machine_that_says_what_it_must_not_is_sent_away_with_its_parts(tmp_path: Path, lie: Any) -> None:
+    async def scene(played: Played) -> None:
+        await played.welcome("host-5/1")
+        speak(played, "host-5/1", lie)
+        await played.turn()
+        assert "because it sent" in dismissals(played)["host-5/1"]
+        assert not played.controller.parts._hosts.present
+        played.say("host-5/1", Offer(__version__, 1))
+        await played.turn()
+        assert not played.controller.parts._hosts.present, "it stays away"
+        assert played.goes_on
+
+    play(tmp_path / "run", scene)
+    left = [entry.event for entry in Journal(tmp_path / "run").entries() if isinstance(entry.event, HostLeft)]
+    assert [event.host for event in left] == [2]
+
+
+def test_an_offer_beyond_reason_is_refused_before_anything_is_made_of_it(tmp_path: Path) -> None:
+    async def scene(played: Played) -> None:
+        for number, offer in enumerate(
+            [
+                {"release": __version__, "replicas": 10**6},
+                {"release": __version__, "replicas": -1},
+                {"release": "x" * 1000, "replicas": 1},
+                {"release": __version__, "replicas": 1, "parts": {str(one): "" for one in range(5000)}},
+            ]
+        ):
+            name = f"host-{number}/1"
+            played.say(name, Hello())
+            played.say_bytes(name, msgspec.msgpack.encode({"kind": "Offer", **offer}))
+            await played.turn()
+            assert "because it sent" in dismissals(played)[name]
+        assert len(played.controller.state.fleet.replicas) == 2
+
+    play(tmp_path / "run", scene)
+
+
+# --------------------------------------------------------------------------------------------------------- anything
+
+NUMBERS = st.one_of(
+    st.integers(0, 6), st.integers(-2, 100), st.sampled_from([2**31 - 1, 2**31, 2**40, 2**53, 2**63 - 1, 2**64 - 1])
+)
+FLOATS = st.one_of(st.floats(-2, 0), st.sampled_from([0.0, 1.0, float("nan"), float("inf"), -1e308, 1e308]))
+WORDS = st.sampled_from(["", "stop", "x" * 300, "health", "127.0.0.1:1", "/dev/shm/x", "replica-0/1", "\0", "é"])
+
+
+def anything(kind: Any) -> st.SearchStrategy[Any]:
+    """Values of the right structure, as plain trees, and of any size."""
+    match kind:
+        case msgspec.inspect.StructType():
+            fields = {field.encode_name: anything(field.type) for field in kind.fields}
+            tag = {kind.tag_field: st.just(kind.tag)} if kind.tag_field else {}
+            return st.fixed_dictionaries({**tag, **fields})
+        case msgspec.inspect.UnionType():
+            return st.one_of([anything(each) for each in kind.types])
+        case msgspec.inspect.LiteralType():
+            return st.sampled_from(kind.values)
+        case msgspec.inspect.IntType():
+            return NUMBERS
+        case msgspec.inspect.FloatType():
+            return FLOATS
+        case msgspec.inspect.BoolType():
+            return st.booleans()
+        case msgspec.inspect.StrType():
+            return WORDS
+        case msgspec.inspect.NoneType():
+            return st.none()
+        case msgspec.inspect.VarTupleType():
+            return st.lists(anything(kind.item_type), max_size=3)
+        case msgspec.inspect.DictType():
+            return st.dictionaries(anything(kind.key_type), anything(kind.value_type), max_size=3)
+        case _:
+            raise AssertionError(kind)
+
+
+MESSAGE = anything(msgspec.inspect.type_info(FromPart))
+SENDERS = ["replica 0", "replica 1", "replica 2", "relay 0", "relay 1", "relay 2", "trainer 0", "host"]
+QUICK = settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+)
+
+
+@given(st.lists(st.tuples(st.sampled_from(SENDERS), MESSAGE), min_size=10, max_size=60))
+@QUICK
+def test_nothing_that_anybody_says_raises_or_ends_the_run(tmp_path_factory: Any, said: list[tuple[str, Any]]) -> None:
+    """Of all roles, here and on a machine that has joined. Only that a part which this run itself has started cannot go
+    on, and why, is believed."""
+
+    async def scene(played: Played) -> None:
+        await played.welcome("host-5/1")
+        for who, tree in said:
+            role, _, number = who.partition(" ")
+            if tree["kind"] == "Collapsed" and who not in ("replica 2", "relay 2", "host"):
+                tree["expected"] = False
+            process = played.controller.parts.get(role, int(number)) if number else None
+            name = process.spec.name if process is not None else "host-5/1"
+            played.say_bytes(name, msgspec.msgpack.encode(tree))
+            await played.turn()
+            assert played.goes_on, (who, tree, played.controller.error, played.controller.state.stopped)
+            played.controller.plane.check()
+            await played.revive()
+        await played.settle()
+        for replica in (0, 1):
+            for trajectory, epoch in played.grow(replica):
+                sample = played.controller.state.ledger.samples[trajectory]
+                played.finish(replica, trajectory, epoch, played.controller._validation.stored(sample))
+        await played.settle()
+        assert played.goes_on
+
+    play(tmp_path_factory.mktemp("said") / "run", scene)
