@@ -200,7 +200,6 @@ def areal(schedule: str, model: str, gpus: int, ways: int, trainer_ways: int, co
             "split__trainer_tensor_parallel": 2,
             "workload__lengths__median": 11000,
             "workload__lengths__mean": 13000,
-            "schedule__max_staleness": 4,
             "schedule__steps_ahead": 4,
         }
     return case("areal_1_5b", schedule, **settings)

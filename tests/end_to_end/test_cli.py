@@ -102,6 +102,20 @@ def test_a_fleet_that_dies_is_said_and_fails(rate: str, lost: list[str], shown: 
     assert [line.split()[0] for line in done.stdout.splitlines()][3:] == shown
 
 
+@pytest.mark.parametrize("peer", ["areal_1_5b", "verl_7b_h20"])
+def test_peers_that_drop_nothing_drop_nothing_here_and_what_a_bound_of_ours_drops_is_noted(peer: str) -> None:
+    words = ["simulate", str(ROOT / f"examples/clusters/{peer}.toml"), "--cluster.gpus", "16", "--schedules", "partial"]
+    words += ["--workload.prompts_per_step", "32", "--run.steps", "5", "--json"]
+    described = tailrace(*words)
+    assert json.loads(described.stdout)["results"][0]["dropped"] == 0
+    assert "drops" not in described.stderr
+    bound = tailrace(*words, "--schedule.max_staleness", "1")
+    found = json.loads(bound.stdout)["results"][0]
+    share = found["dropped"] / (found["dropped"] + found["trained"])
+    assert share > 0.03
+    assert f"note: partial on 16 GPUs drops {100 * share:.0f} % of its groups" in bound.stderr
+
+
 def test_a_schedule_that_cannot_run_is_left_out_unless_asked_for() -> None:
     fresh = ["simulate", OWN_BOX, *SMALL, "--schedule.max_staleness", "0"]
     done = tailrace(*fresh, "--json")
