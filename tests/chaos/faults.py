@@ -37,6 +37,7 @@ LONG_S = (4.0, 9.0)  # one that counts as death
 BROADCAST_S = 2.5  # how long a version is waited for that is under way
 FULL_S = (0.5, 2.0)
 SLOW_S = (0.3, 4.0)
+REWARD = "troubled.py"  # a copy of it, in the folder of a run's trouble
 CROWD = 1500  # to the controller's door, and a tenth of it to the relays'
 
 
@@ -176,6 +177,26 @@ def locked_by_another_program(run: Victim, draw: random.Random) -> str:
         return ""  # there is no run yet
     run.later(seconds, shell.close)
     return f"for {seconds:.1f} s"
+
+
+def inputs_replaced(run: Victim, draw: random.Random) -> str:
+    """Everybody is killed, and the file of the reward is changed: the run refuses to go on until it is put back."""
+    file = run.trouble / REWARD
+    if not file.exists() or run.ended() or not run.steps_done:
+        return ""
+    run.kill()
+    if run.over():
+        return ""
+    run.settle()
+    before = file.read_bytes()
+    file.write_bytes(before + b"\n")
+    try:
+        code, said, _ = run.start("--resume").wait()
+        assert code == 2, said
+        assert "has changed" in said, said
+    finally:
+        file.write_bytes(before)
+    return file.name
 
 
 # --------------------------------------------------------------------------------------------------------- strangers
@@ -345,6 +366,7 @@ KINDS: dict[str, Strike] = {
     "checkpoint cut short": checkpoint_damaged,
     "run.db copied while in use": copied_while_in_use,
     "run.db locked by another program": locked_by_another_program,
+    "inputs replaced": inputs_replaced,
     "strangers talk": strangers_talk,
     "strangers keep silent": strangers_keep_silent,
     "a crowd of strangers": crowd_of_strangers,
@@ -355,8 +377,12 @@ KINDS: dict[str, Strike] = {
     "disk full": disk_full,
     "disk slow": disk_slow,
 }
-RARE = {"everybody killed", "controller killed", "disk full", "checkpoint cut short"}  # each costs a start of everybody
-NEEDS_JUDGES = {"judge killed", "judge stopped for good"} | {kind for kind in KINDS if kind.startswith("reward")}
+RARE = {  # each costs a start of everybody
+    *("everybody killed", "controller killed", "disk full", "checkpoint cut short", "inputs replaced")
+}
+NEEDS_JUDGES = {"judge killed", "judge stopped for good", "inputs replaced"} | {
+    kind for kind in KINDS if kind.startswith("reward")
+}
 
 
 class Fault(NamedTuple):

@@ -26,7 +26,9 @@ def definitions() -> dict[str, set[str]]:
         module = path.parent.name if path.stem == "__init__" else path.stem
         tree = ast.parse(path.read_text())
         collect(tree, module, found)
-        found[""] |= {part.value for part in ast.walk(tree) if isinstance(part, ast.Constant) and isinstance(part.value, str)}
+        found[""] |= {
+            part.value for part in ast.walk(tree) if isinstance(part, ast.Constant) and isinstance(part.value, str)
+        }
     for section in Config.__struct_fields__:
         fields = getattr(type(getattr(Config(), section)), "__struct_fields__", ())
         found.setdefault(section, set()).update(fields)
@@ -79,9 +81,9 @@ def exists(name: str) -> bool:
     if folders and not (SOURCE / "/".join([*folders, owners[0] + ".py"])).exists():
         return False
     known = definitions()
-    return all(inner in known.get(outer, ()) for outer, inner in zip(["", *owners], owners, strict=False) if outer) and (
-        len(owners) > 1 or owners[0] in known[""] or owners[0] in known
-    )
+    return all(
+        inner in known.get(outer, ()) for outer, inner in zip(["", *owners], owners, strict=False) if outer
+    ) and (len(owners) > 1 or owners[0] in known[""] or owners[0] in known)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

@@ -179,8 +179,8 @@ class Scheduler:
         is more to prefill than fits, it takes one step only: the others will soon come along for little more.
         """
         draft = Draft(self.prefill_tokens)
-        for sequence in reversed([one for one in self.running if one.far != self._is_far(one)]):
-            self._preempt(sequence)
+        if self.switch < sys.maxsize:
+            self._preempt_grown()
         place = 0
         while place < len(self.running):  # it may get shorter meanwhile, from its end
             if self._grow(self.running[place]):
@@ -213,6 +213,8 @@ class Scheduler:
         """The chunk's KV is in the pool."""
         sequence = chunk.sequence
         sequence.cached = chunk.end
+        if not self._leaders:  # in most steps
+            return
         if self._leaders.get(self._sharing(sequence)) is sequence and sequence.cached >= sequence.prompt - 1:
             del self._leaders[self._sharing(sequence)]
             self._keep_prompt(sequence)
@@ -261,6 +263,11 @@ class Scheduler:
             else:
                 passed.append(sequence)
         self.waiting.extendleft(reversed(passed))
+
+    def _preempt_grown(self) -> None:
+        """Those that have become far begin anew."""
+        for sequence in reversed([one for one in self.running if one.far != self._is_far(one)]):
+            self._preempt(sequence)
 
     def _must_follow(self, sequence: Sequence) -> bool:
         return self._sharing(sequence) in self._leaders and sequence.id not in self.turns
