@@ -1,13 +1,19 @@
-"""Every code name in the design and the walkthrough exists: a renamed function must not live on in the docs."""
+"""What the docs say is so: every code name in the design and the walkthrough exists, every answer in SQL is
+right, and so is the table of faults."""
 
 import ast
 import re
+import shlex
+import sqlite3
 from collections.abc import Iterator
+from contextlib import closing
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tailrace.cli import main
 from tailrace.config.tree import Config
 
 ROOT = Path(__file__).parents[2]
@@ -90,3 +96,43 @@ def exists(name: str) -> bool:
 def test_every_code_name_in_a_document_exists(document: str) -> None:
     missing = [name for name in names_in(document) if not exists(name)]
     assert not missing, f"{document} names what is not there: {', '.join(missing)}"
+
+
+# ------------------------------------------------------------------------------------------------------------- answers
+
+QUESTION = re.compile(r"```sql\n(.*?)```\n\n```\n(.*?)```", re.S)
+RECORDED = ["--gpus", "16", "--schedules", "trajectory", "--trainer.checkpoint_every", "1"]
+
+
+def recorded(folder: Path, *settings: str) -> sqlite3.Connection:
+    own_box = str(ROOT / "examples" / "clusters" / "own_box.toml")
+    assert main(["simulate", own_box, *RECORDED, *settings, "--record", str(folder)]) == 0
+    return sqlite3.connect(f"file:{folder / 'run.db'}?mode=ro", uri=True)
+
+
+def answered(database: sqlite3.Connection, query: str) -> list[list[str]]:
+    found = database.execute(query)
+    return [[column[0] for column in found.description], *[[str(cell) for cell in row] for row in found]]
+
+
+@pytest.mark.skipif(sqlite3.sqlite_version_info < (3, 38), reason="the questions need SQLite 3.38")
+def test_the_answers_in_sql_are_those_of_the_recorded_run(tmp_path: Path) -> None:
+    text = (ROOT / "docs/journal.md").read_text()
+    section = text.partition("## Questions in SQL\n")[2].partition("\n## ")[0]
+    run, slow = recorded(tmp_path / "run"), recorded(tmp_path / "slow", "--workload.reward_s", "5")
+    questions = QUESTION.findall(section)
+    assert len(questions) >= 6
+    with closing(run), closing(slow):
+        for query, answer in questions:
+            lines = [line.split() for line in answer.splitlines() if not line.startswith("--")]
+            assert lines == answered(slow if "ScoringStarted" in query else run, query), query
+
+
+def test_the_table_of_faults_is_what_simulate_prints(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    section = (ROOT / "docs/simulate.md").read_text().partition("\n## Faults\n")[2]
+    command, table = re.findall(r"```\n(.*?)```", section, re.S)[:2]
+    monkeypatch.chdir(ROOT)
+    assert main(shlex.split(command.replace("\\\n", " "))[1:]) == 0
+    assert [line.split() for line in capsys.readouterr().out.splitlines()] == [
+        each.split() for each in table.splitlines()
+    ]
