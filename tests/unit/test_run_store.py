@@ -6,6 +6,7 @@ import asyncio
 import os
 import sqlite3
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 from tailrace.config import Config, load
 from tailrace.launch.view import View
 from tailrace.protocol import Alive
-from tailrace.store.database import reading
+from tailrace.store.database import Database, reading
 from tailrace.store.journal import Journal, JournalError, JournalWriter
 from tailrace.store.metrics import Measurement, measurements
 from tailrace.store.run import RunStore
@@ -112,6 +113,36 @@ def test_what_cannot_be_resumed_says_so(
     make(folder, config)
     with pytest.raises(JournalError, match=words):
         RunStore.reopen(folder)
+
+
+def test_whoever_finds_a_run_finds_a_whole_one_however_early(tmp_path: Path, config: Config) -> None:
+    """Somebody reads from the first moment on, and holds what he reads for a while."""
+    path, found = tmp_path / "run" / "run.db", []
+
+    def read() -> None:
+        while not path.exists():
+            pass
+        for _ in range(20):
+            with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True, isolation_level=None)) as reader:
+                reader.execute("BEGIN")
+                found.append(reader.execute("SELECT count(*) FROM meta").fetchone()[0])
+                time.sleep(0.01)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    with RunStore.create(path.parent, config):
+        thread.join()
+    assert found == [5] * 20
+
+
+def test_a_run_that_cannot_be_made_leaves_nothing_and_can_be_made_later(tmp_path: Path, config: Config) -> None:
+    with pytest.raises(JournalError, match="cannot be written"):
+        Database.create(tmp_path, "CREATE TABLE half (a); CREATE TABLE", {})
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / ".run.db.new").write_bytes(b"of somebody who was killed")
+    (tmp_path / "run.db-wal").write_bytes(b"of a run that was deleted")
+    RunStore.create(tmp_path, config).close(complete=False)
+    assert [each.name for each in tmp_path.iterdir()] == ["run.db"]
 
 
 def test_one_process_at_a_time(folder: Path, config: Config) -> None:

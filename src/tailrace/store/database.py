@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import sqlite3
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from math import isfinite
 from pathlib import Path
@@ -25,7 +25,7 @@ from tailrace.store.errors import JournalError
 from tailrace.store.folder import PRIVATE, PRIVATE_FOLDER, is_being_written
 from tailrace.store.waiting import LOCKED_S, PAUSE_S, Locked
 
-FILE = "run.db"
+FILE, DRAFT = "run.db", ".run.db.new"
 MAGIC = b"SQLite format 3\0"
 LONGEST_VALUE = 256 << 20  # bytes; SQLite's own limit is 1 GB, a snapshot of a large fleet has a few MB
 LONGEST_LOG = 64 << 20  # bytes that the log keeps on disk once it has been merged
@@ -60,17 +60,20 @@ class Database:
         self._connection = connection
 
     @classmethod
-    def create(cls, folder: Path, schema: str) -> Database:
+    def create(cls, folder: Path, schema: str, meta: Mapping[str, str]) -> Database:
+        """Made under another name first: whoever finds the file finds a whole one, whenever its maker is killed."""
         refuse_existing(folder)
-        path = folder / FILE
+        path, draft = folder / FILE, folder / DRAFT
         try:
             folder.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
-            path.touch(PRIVATE, exist_ok=False)  # SQLite's other files are made alike
-            connection = _connect_to_write(path)
-            connection.executescript(schema)
+            _remove(draft, *_logs(path))  # what somebody has left who was killed, or who has deleted the run
+            _make(draft, schema, meta)
+            draft.rename(path)
+            return cls(path, _patiently(path, lambda: _connect_to_write(path)))
         except (OSError, *DAMAGE) as error:
+            with suppress(OSError):
+                _remove(draft)
             raise JournalError(f"{path} cannot be written ({reason(error)}); name another directory") from error
-        return cls(path, connection)
 
     @classmethod
     def reopen(cls, path: Path) -> Database:
@@ -139,6 +142,19 @@ class Database:
         if self._connection.in_transaction:
             self._connection.rollback()
         return JournalError(self.broken)
+
+
+def _make(path: Path, schema: str, meta: Mapping[str, str]) -> None:
+    path.touch(PRIVATE)  # SQLite's other files are made alike
+    with closing(sqlite3.connect(path)) as connection:
+        connection.executescript(schema)
+        connection.executemany("INSERT INTO meta VALUES (?, ?)", meta.items())
+        connection.commit()
+
+
+def _remove(*paths: Path) -> None:
+    for path in paths:
+        path.unlink(missing_ok=True)
 
 
 def _connect_to_write(path: Path) -> sqlite3.Connection:
@@ -277,7 +293,11 @@ def _bounded(connection: sqlite3.Connection) -> sqlite3.Connection:
 
 def has_log(path: Path) -> bool:
     """Somebody has it open, or it was not closed: beside the file lies what is not merged into it."""
-    return path.with_name(f"{path.name}-wal").exists()
+    return _logs(path)[0].exists()
+
+
+def _logs(path: Path) -> tuple[Path, Path]:
+    return path.with_name(f"{path.name}-wal"), path.with_name(f"{path.name}-shm")
 
 
 def reason(error: Exception) -> str:

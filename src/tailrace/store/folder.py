@@ -32,6 +32,14 @@ class RunFolder:
             os.close(self._handle)
             raise
 
+    @classmethod
+    def make(cls, path: Path) -> RunFolder:
+        try:
+            path.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
+            return cls(path)
+        except OSError as error:
+            raise JournalError(f"{path} cannot be written ({error.strerror}); name another directory") from error
+
     @property
     def identity(self) -> Identity:
         found = os.fstat(self._handle)

@@ -83,11 +83,11 @@ class Meta:
     def configure(self, config: Config) -> None:
         self.set("config", _frozen(config))
 
-    def begin(self, config: Config, driver: str) -> None:
-        """What every run says of itself."""
-        values = {"format": str(FORMAT), "tailrace": __version__, "driver": driver, "created": date()}
-        for key, value in (values | {"config": _frozen(config)}).items():
-            self.set(key, value)
+
+def beginning(config: Config, driver: str) -> dict[str, str]:
+    """What every run says of itself, in `meta`."""
+    values = {"format": str(FORMAT), "tailrace": __version__, "driver": driver, "created": date()}
+    return values | {"config": _frozen(config)}
 
 
 class JournalTable:
@@ -118,13 +118,11 @@ class JournalWriter:
     """
 
     def __init__(self, folder: Path, config: Config, driver: str = "simulation", batch: int = BATCH) -> None:
-        self._database = Database.create(folder, SCHEMA)
+        self._database = Database.create(folder, SCHEMA, beginning(config, driver))
         self.path = self._database.path
         self._batch = batch
         self._journal = JournalTable(self._database)
         self._meta = Meta(self._database)
-        self._meta.begin(config, driver)
-        self.flush()
 
     def record(self, now: float, event: Event, commands: Sequence[Command]) -> None:
         if self._journal.record(now, event, commands) % self._batch == 0:

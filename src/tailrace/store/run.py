@@ -19,7 +19,7 @@ from zlib import crc32
 from tailrace.config import Config
 from tailrace.protocol import Command, Event
 from tailrace.store import journal, metrics, vault
-from tailrace.store.database import FILE, Database, file_of, has_log, merge_log
+from tailrace.store.database import FILE, Database, file_of, has_log, merge_log, refuse_existing
 from tailrace.store.errors import JournalError
 from tailrace.store.folder import RunFolder
 from tailrace.store.journal import Entry, Journal, JournalTable, Meta
@@ -58,11 +58,13 @@ class RunStore:
 
     @classmethod
     def create(cls, folder: Path, config: Config, driver: str = "local") -> Self:
-        database = Database.create(folder, SCHEMA)
-        store = cls(RunFolder(folder), config, database)
-        store.meta.begin(config, driver)
-        store.commit()
-        return store
+        refuse_existing(folder)
+        place = RunFolder.make(folder)
+        try:
+            return cls(place, config, Database.create(folder, SCHEMA, journal.beginning(config, driver)))
+        except BaseException:
+            place.close()
+            raise
 
     @classmethod
     def reopen(cls, folder: Path) -> Self:
