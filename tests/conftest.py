@@ -9,8 +9,8 @@ import signal
 
 from hypothesis import settings
 
-settings.register_profile("repeatable", derandomize=True)
-settings.register_profile("search", derandomize=False)
+settings.register_profile("repeatable", derandomize=True, deadline=None)
+settings.register_profile("search", derandomize=False, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

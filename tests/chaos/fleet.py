@@ -242,6 +242,8 @@ def replica_recovery(run: Victim, tape: Tape, id: int, number: signal.Signals) -
     run.wait_until(lambda: _taken_over(run, id, at), f"others to go on with the work of replica {id}")
     time.sleep(1.0)
     known, again, moved = _taken_over(run, id, at) or (0.0, 0.0, {})
+    if not moved:  # it had nothing in hand just then
+        return Recovery(f"replica {_how(number)}", known, again, known)
     pieces = run.query("SELECT piece, trajectory_id FROM segments ORDER BY piece")
     shows = min(
         (tape.when(piece) for piece, id in pieces if id in moved and tape.when(piece) > at + moved[id]), default=0.0
