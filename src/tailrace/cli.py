@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from tailrace import __version__
+from tailrace.errors import TailraceError
 
 if TYPE_CHECKING:
     from tailrace.launch.keeper import Keeper
@@ -23,7 +24,7 @@ SETTINGS = "Any setting can be given too: --schedule.kind sync, --cluster.gpus 6
 DESCRIPTION = "RL post-training without the synchronization barrier: train, simulate, plan and examine."
 
 
-class UsageError(ValueError):
+class UsageError(TailraceError):
     """The command line itself makes no sense."""
 
 
@@ -36,9 +37,7 @@ def _guarded(command: Callable[[], int]) -> int:
     try:
         status = command()
         sys.stdout.flush()
-    except ValueError as error:  # ConfigError, JournalError and their like: sentences for the person who typed
-        if not _is_meant_for_people(error):
-            raise
+    except TailraceError as error:
         print(f"tailrace: {error}", file=sys.stderr)
         return 2
     except RuntimeError as error:
@@ -55,11 +54,6 @@ def _guarded(command: Callable[[], int]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     return status
-
-
-def _is_meant_for_people(error: ValueError) -> bool:
-    """An error of our own; any other is a bug and keeps its trace."""
-    return type(error).__module__.partition(".")[0] in ("tailrace", "__main__")
 
 
 def _run(words: list[str]) -> int:

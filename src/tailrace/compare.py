@@ -15,11 +15,12 @@ from typing import Any, NamedTuple
 from tailrace.config import Config, ConfigError, load, render, with_values
 from tailrace.config.fields import meant, read
 from tailrace.config.tree import SCHEDULES
+from tailrace.errors import TailraceError
 
 DROPPED = 0.03  # share of the groups above which it is worth a note
 
 
-class RequestError(ValueError):
+class RequestError(TailraceError):
     """Options of `simulate` that do not go together."""
 
 

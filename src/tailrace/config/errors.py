@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tailrace.errors import TailraceError
 
-class ConfigError(ValueError):
+
+class ConfigError(TailraceError):
     """What is wrong, where, and what to write instead."""
 
 

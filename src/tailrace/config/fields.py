@@ -29,6 +29,7 @@ from msgspec.inspect import (
 from tailrace.config.near import near
 from tailrace.config.peers import VALUES
 from tailrace.config.tree import Config, Section
+from tailrace.errors import TailraceError
 
 LARGEST = 10**15  # of anything that is counted or measured; more is a slip, and overflows somewhere
 UNSET = "unset"  # how a person writes None, which TOML has no word for
@@ -37,7 +38,7 @@ LONGEST = 80  # characters of a value that are shown
 INSTEAD = {"task.reward": "; write one function that calls the others and adds up what they return"}  # of a list
 
 
-class RefusedError(ValueError):
+class RefusedError(TailraceError):
     """A value that its field does not take; the text begins with the key."""
 
 

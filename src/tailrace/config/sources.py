@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from tailrace.config.errors import ConfigError
+from tailrace.errors import TailraceError
 
 LONGEST = 1 << 20  # bytes of a settings file; the longest of ours has 2,000
 MOST_FILES = 64  # that one file may lead to by `extends`
@@ -111,7 +112,7 @@ def _parse(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is not valid TOML: {reason[:1].lower()}{reason[1:]}") from None
 
 
-class TomlError(ValueError):
+class TomlError(TailraceError):
     """A text is no TOML, or more of it than is read here."""
 
 

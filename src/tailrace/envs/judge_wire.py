@@ -13,13 +13,14 @@ import msgspec
 
 from tailrace.config.tree import Config
 from tailrace.envs.base import Faulted, Observed, Row, Scored, Turn
+from tailrace.errors import TailraceError
 from tailrace.types import MALFORMED, Struct
 
 HEAD = 4
 LONGEST = 64 << 20  # bytes of a frame; a transcript of a million tokens has a tenth of that
 
 
-class FrameError(ValueError):
+class FrameError(TailraceError):
     """What came is not in these words: the other side is broken, and nothing more of it can be read."""
 
 

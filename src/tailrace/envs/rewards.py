@@ -18,6 +18,7 @@ from tailrace.config.errors import ConfigError
 from tailrace.envs import answers
 from tailrace.envs.base import Row, Turn
 from tailrace.envs.imports import load_object
+from tailrace.errors import TailraceError
 
 Transcript = tuple[Turn, ...]
 Reward = Callable[[Row, Transcript], float]
@@ -31,7 +32,7 @@ BUILT_IN: dict[str, Callable[[], answers.Match]] = {
 KNOWN = "f(completion, answer), f(prompts, completions, **columns) or f(data_source, solution_str, ground_truth)"
 
 
-class RewardError(ValueError):
+class RewardError(TailraceError):
     """What a reward function answered is no reward."""
 
 

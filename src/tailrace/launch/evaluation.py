@@ -15,6 +15,7 @@ import msgspec
 
 from tailrace.config.errors import ConfigError
 from tailrace.config.tree import Config
+from tailrace.errors import TailraceError
 from tailrace.rollout.evaluate import Evaluated
 
 Progress = Callable[[int, int], None]
@@ -22,7 +23,7 @@ SETTING_UP_S = 600.0  # until the first prompt is done: imports, a model, compil
 ENDING_S = 10.0  # from its last line to its end
 
 
-class EvaluationError(ValueError):
+class EvaluationError(TailraceError):
     """Why there is no accuracy, for the person who asked for it."""
 
 

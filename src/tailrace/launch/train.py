@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from tailrace.config.tree import Config
+from tailrace.errors import TailraceError
 from tailrace.launch.evaluation import measure
 from tailrace.launch.folder import CHECKPOINTS, begin_store, resume_store, take_over_store
 from tailrace.launch.inputs import recorded
@@ -100,8 +101,7 @@ def _fatal(error: BaseException) -> str:
     """The sentence that ended the run; nothing for Ctrl-C, which is no failure."""
     if not isinstance(error, Exception):
         return ""
-    ours = type(error).__module__.startswith("tailrace")
-    return str(error) if ours else f"{type(error).__name__}: {error}"
+    return str(error) if isinstance(error, TailraceError) else f"{type(error).__name__}: {error}"
 
 
 def _complete(folder: Path, reason: str) -> bool:

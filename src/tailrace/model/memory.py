@@ -11,13 +11,14 @@ import gc
 import torch
 
 from tailrace.config.tree import Config
+from tailrace.errors import TailraceError
 
 TO_ITSELF = 0.85  # of a card's memory, for replicas that have it to themselves
 BESIDE_TRAINER = 0.3  # for replicas beside a trainer, which needs more: masters, moments, gradients, activations
 UNNAMED = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")  # from libraries that take memory without torch
 
 
-class DoesNotFitError(ValueError):
+class DoesNotFitError(TailraceError):
     """What is to be computed does not fit into the device's memory."""
 
 

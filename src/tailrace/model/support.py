@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from tailrace.errors import TailraceError
 from tailrace.model.memory import ran_out
 
 LAYERS = {"full_attention", "sliding_attention"}  # the kinds that can be computed with
@@ -25,7 +26,7 @@ OWN_PARTS = {  # what a layer may bring along, and why that is too much
 }
 
 
-class UnsupportedModelError(ValueError):
+class UnsupportedModelError(TailraceError):
     """A model that cannot be computed with here, exactly."""
 
 

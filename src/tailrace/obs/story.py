@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from tailrace.errors import TailraceError
 from tailrace.obs.chronicle import Chronicle, Subject, counted, plural, span, under
 from tailrace.protocol import Command, Event
 from tailrace.types import label, parse_label
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from tailrace.store.vault import Held
 
 
-class StoryError(ValueError):
+class StoryError(TailraceError):
     """An id that the run does not have."""
 
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 from urllib.parse import parse_qs
 
+from tailrace.errors import TailraceError
 from tailrace.page.http import Request
 
 VARIABLE = "TAILRACE_PAGE_TOKEN"
@@ -36,7 +37,7 @@ GUESSERS = 1024  # addresses that are remembered
 Verdict = Literal["welcome", "unknown", "wrong", "too many"]
 
 
-class DoorError(ValueError):
+class DoorError(TailraceError):
     """Why the page cannot be opened there, for the person who typed."""
 
 

@@ -30,6 +30,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from tailrace.errors import TailraceError
 from tailrace.relay.checksum import Checksum, checksum
 from tailrace.relay.layout import Layout
 from tailrace.types import Version, label
@@ -43,7 +44,7 @@ SEALED = re.compile(r"v(?P<version>\d+)\.(?P<checksum>[0-9a-f]{16})\.(?P<size>\d
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM}
 
 
-class ArenaError(ValueError):
+class ArenaError(TailraceError):
     """A version cannot be stored or read here; the sentence says why."""
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from tailrace.errors import TailraceError
 from tailrace.types import MALFORMED, Struct
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ BY_CODE = {kind.code: kind for kind in KINDS}
 BY_NAME = {kind.torch: kind for kind in KINDS}
 
 
-class LayoutError(ValueError):
+class LayoutError(TailraceError):
     """These tensors cannot be laid out, or these bytes are no layout."""
 
 

@@ -23,6 +23,7 @@ from typing import Literal, NamedTuple, Self
 
 import msgspec
 
+from tailrace.errors import TailraceError
 from tailrace.relay.messages import DECODER, AnyMessage
 from tailrace.types import MALFORMED
 from tailrace.wire.tls import Identity, caller_context, fingerprint
@@ -62,7 +63,7 @@ class Address(NamedTuple):
         return f"{self.place}#{self.fingerprint}" if self.fingerprint else self.place
 
 
-class LinkError(ValueError):
+class LinkError(TailraceError):
     """The other side could not be reached, broke off, or is not what it should be."""
 
 

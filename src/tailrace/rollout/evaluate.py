@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import msgspec
 
 from tailrace.config.tree import Config
+from tailrace.errors import TailraceError
 from tailrace.protocol import Request
 from tailrace.rollout.episode import Episode
 from tailrace.rollout.runner import Outcome, Runner
@@ -37,9 +38,7 @@ def main() -> int:
     try:
         for progress in evaluate(config):
             _print(progress)
-    except ValueError as error:
-        if not type(error).__module__.startswith("tailrace"):
-            raise
+    except TailraceError as error:
         _print(Evaluated(0, 0, error=str(error)))
         return 2
     return 0

@@ -24,6 +24,7 @@ from msgspec.structs import replace
 
 from tailrace import __version__
 from tailrace.config.tree import Config
+from tailrace.errors import TailraceError
 from tailrace.runtime.hosts import LONGEST
 from tailrace.runtime.local import Local, Process, last_lines
 from tailrace.store.folder import RunFolder
@@ -38,7 +39,7 @@ ENDING_S = 10.0  # for the parts to leave
 FAREWELL_S = 3.0  # for the controller to say that it has heard of our leaving
 
 
-class AgentError(ValueError):
+class AgentError(TailraceError):
     """Why this machine cannot work for the run, for the person who asked it to."""
 
 

@@ -27,6 +27,7 @@ from tailrace.config.errors import ConfigError
 from tailrace.config.tree import Config
 from tailrace.control.plane import ControlPlane
 from tailrace.control.state import State
+from tailrace.errors import TailraceError
 from tailrace.model.load import vocabulary_size
 from tailrace.protocol import (
     TRAINER,
@@ -89,7 +90,7 @@ INTERRUPTED = "interrupted"
 STUCK_S = 10.0  # at one thing; then the controller writes to its log where it is
 
 
-class RunError(ValueError):
+class RunError(TailraceError):
     """Why a run cannot go on, for the person who started it."""
 
 

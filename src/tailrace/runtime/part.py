@@ -18,6 +18,7 @@ from importlib import import_module
 
 import msgspec
 
+from tailrace.errors import TailraceError
 from tailrace.watchdog import show_stacks_when_asked
 from tailrace.wire.link import Link
 from tailrace.wire.messages import Collapsed, Spec
@@ -51,7 +52,7 @@ def main() -> int:
 def _give_up(spec: Spec, error: Exception) -> None:
     if spec.rank:
         return  # the first rank speaks for all; that this one has ended is seen
-    ours = isinstance(error, ValueError) and type(error).__module__.startswith("tailrace")
+    ours = isinstance(error, TailraceError)
     link = Link(spec)
     link.open()
     link.send(Collapsed(str(error) if ours else f"{type(error).__name__}: {error}", expected=ours))

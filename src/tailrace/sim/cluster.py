@@ -15,6 +15,7 @@ from typing import Any
 
 from tailrace.config.tree import Config
 from tailrace.control.plane import ControlPlane
+from tailrace.errors import TailraceError
 from tailrace.lengths import LengthLaw
 from tailrace.protocol import (
     Alive,
@@ -64,7 +65,7 @@ class StandstillError(RuntimeError):
     """The fleet came to a standstill before the run was over: a fault of ours."""
 
 
-class FleetLostError(ValueError):
+class FleetLostError(TailraceError):
     """Control has given the run up, as it would a real one: no replica, no relay or no trainer is left."""
 
 

@@ -12,11 +12,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tailrace.errors import TailraceError
 from tailrace.protocol import SCORING_S, Finished, PromptsAdded, ReplicaJoined, ScoringStarted
 from tailrace.store.journal import Journal
 
 
-class FitError(ValueError):
+class FitError(TailraceError):
     """Why nothing can be fitted to a run, for the person who named it."""
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from tailrace.errors import TailraceError
 
-class JournalError(ValueError):
+
+class JournalError(TailraceError):
     """Why a run cannot be read or written, for the person who named it."""

@@ -15,6 +15,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
+from tailrace.errors import TailraceError
 from tailrace.trainer.manifest import found_in, step_of
 from tailrace.types import Version
 
@@ -22,7 +23,7 @@ IN_A_ROW = 3
 ASIDE = "diverged-"  # what the name of a checkpoint that was put aside begins with
 
 
-class DivergedError(ValueError):
+class DivergedError(TailraceError):
     """The loss, its gradient or the weights are not finite, and will not be again."""
 
 

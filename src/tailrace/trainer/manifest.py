@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from tailrace.errors import TailraceError
 from tailrace.relay.checksum import checksum
 from tailrace.trainer.sealed import Sealed, is_as_written
 from tailrace.types import MALFORMED
@@ -18,7 +19,7 @@ LONGEST_STATE = 1 << 20  # bytes of state.json: a few hundred, and a hundred mor
 NAME = re.compile(rf"{PREFIX}[0-9]{{8,12}}")
 
 
-class CheckpointError(ValueError):
+class CheckpointError(TailraceError):
     """A checkpoint could not be written or read; earlier ones are intact."""
 
 

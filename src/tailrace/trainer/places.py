@@ -18,6 +18,7 @@ from threading import Lock
 
 import torch
 
+from tailrace.errors import TailraceError
 from tailrace.model.haul import Hauler
 from tailrace.relay.arena import NO_ROOM, back, no_room
 from tailrace.relay.messages import Place
@@ -28,7 +29,7 @@ HAUL = 1 << 30  # bytes that threads carry before they meet again
 PORTABLE = 1  # cudaHostRegisterPortable
 
 
-class NotHereError(ValueError):
+class NotHereError(TailraceError):
     """The file that the relay names is not on this host, or not for us."""
 
 

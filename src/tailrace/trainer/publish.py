@@ -18,6 +18,7 @@ from threading import Condition, Event, Thread
 
 import torch
 
+from tailrace.errors import TailraceError
 from tailrace.relay.arena import ArenaError
 from tailrace.relay.checksum import whole_pieces
 from tailrace.relay.layout import Layout
@@ -38,7 +39,7 @@ OnDone = Callable[[Version, float], None]  # the version and the seconds its sen
 OnError = Callable[[Version, str], None]  # the version and the reason
 
 
-class PublishError(ValueError):
+class PublishError(TailraceError):
     """The weights cannot be published; the sentence says why."""
 
 

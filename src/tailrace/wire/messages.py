@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from tailrace.config.tree import Config
+from tailrace.errors import TailraceError
 from tailrace.protocol import AnyCommand, AnyEvent
 from tailrace.types import HostId, Natural, RelayId, Row, Segment, Struct, Trajectory, TrajectoryId
 
@@ -16,7 +17,7 @@ OFFER_S = 0.5  # how often a host offers itself
 MOST_REPLICAS = 1024  # of other machines that a run takes
 
 
-class WireError(ValueError):
+class WireError(TailraceError):
     """Why the processes of a run cannot be connected, for the person who started it."""
 
 

@@ -17,12 +17,14 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
+from tailrace.errors import TailraceError
+
 LOOPBACK = "127.0.0.1"
 MEMORY = "/dev/shm"
 BEGIN, END = datetime.datetime(2000, 1, 1), datetime.datetime(2100, 1, 1)  # nobody looks: only not to end a run
 
 
-class ListenError(ValueError):
+class ListenError(TailraceError):
     """A relay cannot listen as the settings say; the sentence says why."""
 
 
