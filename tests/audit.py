@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 
+from msgspec.structs import replace
+
 from tailrace.config.tree import Config
 from tailrace.control.plane import ControlPlane
+from tailrace.control.sampling import part_sizes
 from tailrace.protocol import (
     Command,
     Event,
@@ -41,6 +44,7 @@ class Audit:
         self.parts: dict[tuple[int, int], Train] = {}  # first order to train (step, part)
         self.step_of: dict[int, int] = {}  # of a group, once it is trained on
         self.forgotten: set[int] = set()
+        self.lost: set[int] = set()  # payloads that went with their store; the sample may be generated anew
         self.published = -1
         self.trained_until = (-1, -1)
         self.progress_at = 0.0
@@ -91,6 +95,8 @@ class Audit:
                 assert request.epoch > self.epoch.get(request.trajectory, 0), "epochs only grow"
                 assert request.trajectory not in self.forgotten, "what is forgotten does not start again"
                 assert request.trajectory not in self.judged, "what a judge has is given to nobody else"
+                assert not (request.resume and request.trajectory in self.lost), "nothing is left to resume from"
+                self.lost.discard(request.trajectory)
                 self.place[request.trajectory] = command.replica
                 self.epoch[request.trajectory] = request.epoch
                 self.prompt_of[request.group] = request.prompt
@@ -100,21 +106,36 @@ class Audit:
             self._empties(command.id)
         elif isinstance(command, Forget):
             assert self.forgotten.isdisjoint(command.trajectories), "a payload is freed once"
-            self.forgotten.update(command.trajectories)
+            (self.lost if command.reason == "lost" else self.forgotten).update(command.trajectories)
+            if command.reason == "lost":
+                self._drop(set(command.trajectories))
         elif isinstance(command, Publish):
             assert command.version >= self.published, "published versions never go back"
             self.published = command.version
 
+    def _drop(self, lost: set[int]) -> None:
+        """What was lost with a store leaves the history, and may be generated and trained again."""
+        for trajectory in lost:
+            self._leaves(trajectory)
+        for at, order in self.parts.items():
+            gone = [group for group in order.groups if not lost.isdisjoint(group.trajectories)]
+            for group in gone:
+                self.step_of.pop(group.group, None)
+            self.parts[at] = replace(order, groups=tuple(group for group in order.groups if group not in gone))
+
     def _train(self, command: Train) -> None:
-        first = self.parts.setdefault((command.step, command.part), command)
-        assert (first.groups, first.last) == (command.groups, command.last), (
-            "a repetition is the same as the first time"
-        )
+        at = command.step, command.part
+        first = self.parts.get(at, command)
+        kept = command.groups[: len(first.groups)]
+        assert (first.groups, first.last) == (kept, command.last), "a repetition is the same as the first time"
+        size = part_sizes(self.config.workload.prompts_per_step, self.config.trainer.mini_batches)[command.part]
+        assert len(command.groups) == size, "what was lost is replaced"
+        self.parts[at] = command
         for group in command.groups:
             assert self.step_of.setdefault(group.group, command.step) == command.step, "nothing is trained twice"
             assert len(group.trajectories) >= self.config.groups.min_survivors
             for id in group.trajectories:
-                assert id not in self.forgotten, "payloads are kept until they are trained on"
+                assert id not in self.forgotten | self.lost, "payloads are kept until they are trained on"
                 age = command.step - self.oldest[id, self.epoch[id]]
                 assert age <= self.config.schedule.max_staleness, f"trajectory {id} is trained {age} versions late"
         trained = [group.group for group in command.groups if self.parts[command.step, command.part] is command]
@@ -136,6 +157,8 @@ class Audit:
             "nothing fails without a reason"
         )
         assert len(trained) == ledger.tally.trained
-        kept = {id for step in training.past.values() for id in step.trajectories} | set(ledger.samples)
-        assert set(self.epoch) <= self.forgotten | kept, "every payload is freed in the end"
+        kept = {id for step in training.past.values() for one in step.picked.values() for id in one.samples} | set(
+            ledger.samples
+        )
+        assert set(self.epoch) <= self.forgotten | self.lost | kept, "every payload is freed in the end"
         assert self.forgotten.isdisjoint(kept)

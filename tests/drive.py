@@ -23,6 +23,7 @@ from tailrace.protocol import (
     Route,
     RunStarted,
     ScoringStarted,
+    StoreJoined,
     TimerFired,
     Train,
     Trained,
@@ -54,11 +55,11 @@ def config(kind: Any = "trajectory", prompts: int = 2, size: int = 2, **sections
 class Drive:
     """Checks every invariant after every event, and keeps all commands in `sent`."""
 
-    def __init__(self, config: Config, replicas: int = 2, relays: int = 1) -> None:
+    def __init__(self, config: Config, replicas: int = 2, relays: int = 1, stores: int = 0) -> None:
         self.plane = ControlPlane(config)
         self.now = 0.0
         self.sent: list[Command] = []
-        self.tell(RunStarted(replicas, relays))
+        self.tell(RunStarted(replicas, relays, stores))
 
     def tell(self, event: Event, after: float = 0.0) -> list[Command]:
         self.now += after
@@ -77,6 +78,8 @@ class Drive:
         state = self.plane.state
         for relay in list(state.relays.relays):
             self.tell(RelayJoined(relay, 1))
+        for store in list(state.stores.stores):
+            self.tell(StoreJoined(store, 1))
         self.tell(TrainerJoined(1, 0))
         self.store_everywhere(0)
         for replica in list(state.fleet.replicas):
@@ -109,6 +112,11 @@ class Drive:
         where = {s.id: s.replica for s in samples if s.state == "running"}
         return [newest[id] for id in sorted(where) if replica is None or where[id] == replica]
 
+    def orders_of(self, requests: list[Request]) -> list[Request]:
+        """The newest request of each of these samples."""
+        newest = {request.trajectory: request for order in self.orders(Generate) for request in order.requests}
+        return [newest[one.trajectory] for one in requests]
+
     def finish(self, request: Request, oldest: int | None = None) -> list[Command]:
         sample = self.plane.state.ledger.samples[request.trajectory]
         return self.tell(Finished(sample.replica, self.meta(request, sample.oldest if oldest is None else oldest)))
@@ -136,6 +144,13 @@ class Drive:
         """The trainer has done what it was told last."""
         order = self.orders(Train)[-1]
         return self.tell(Trained(order.incarnation, order.step, order.part))
+
+    def keep_alive(self) -> None:
+        """For tests that are not about silence."""
+        state = self.plane.state
+        others = (*state.relays.relays.values(), *state.stores.stores.values(), state.training)
+        for part in (*state.fleet.replicas.values(), *others):
+            part.last_seen = self.now + 10_000.0
 
     def tick(self, seconds: float = 1.0) -> list[Command]:
         return self.tell(TimerFired("health"), after=seconds)

@@ -21,13 +21,14 @@ from tailrace.types import (
     PromptId,
     RelayId,
     ReplicaId,
+    StoreId,
     Struct,
     TrajectoryId,
     Version,
 )
 
-Part = Literal["replica", "relay", "trainer"]
-Ending = Literal["trained", "stale", "filtered", "failed"]  # how a group leaves the account
+Part = Literal["replica", "relay", "trainer", "store"]
+Ending = Literal["trained", "stale", "filtered", "failed", "lost"]  # why the payload of a trajectory is not needed
 TRAINER = 0  # the trainer is one part, whatever its number of ranks
 SCORING_S = 0.25  # how long a judge has a turn before that is reported: quick rewards cost no event
 
@@ -61,8 +62,9 @@ class TrajectoryMeta(Struct):
 
 
 class Request(Struct):
-    """One sample to generate. `resume`: go on from what the vault holds of it. `failures`: how often its environment or
-    reward has failed, which gives it other random numbers: with the same ones it would fail again."""
+    """One sample to generate. `resume`: go on from what its store holds of it. `failures`: how often its environment or
+    reward has failed, which gives it other random numbers: with the same ones it would fail again. `store`: the sample
+    store that its tokens go to."""
 
     trajectory: TrajectoryId
     epoch: Natural
@@ -71,13 +73,16 @@ class Request(Struct):
     prompt_tokens: Natural
     resume: bool = False
     failures: Natural = 0
+    store: StoreId = 0
 
 
 class TrainGroup(Struct):
-    """A group as the trainer gets it: the samples that made it."""
+    """A group as the trainer gets it: the samples that made it, and the sample store that has each; empty: all are in
+    store 0."""
 
     group: GroupId
     trajectories: tuple[TrajectoryId, ...]
+    stores: tuple[StoreId, ...] = ()
 
 
 # ---------------------------------------------------------------------------------------------------------- events
@@ -88,17 +93,20 @@ class Event(Struct, tag_field="kind", tag=True):
 
 
 class RunStarted(Event):
-    """The first event of a run: so many replicas and relays are to be started."""
+    """The first event of a run: so many replicas, relays and sample stores are to be started."""
 
     replicas: Natural
     relays: Natural
+    stores: Natural = 0
 
 
 class HostJoined(Event):
-    """Another machine is there, on which a relay and these replicas are to be started. Its number was never used."""
+    """Another machine is there, on which a relay and these replicas are to be started. Its number was never used.
+    `store`: a sample store too, which has the same number."""
 
     host: HostId
     replicas: tuple[ReplicaId, ...]
+    store: bool = False
 
 
 class HostLeft(Event):
@@ -245,6 +253,19 @@ class VersionStored(Event):
     version: Version
 
 
+class StoreJoined(Event):
+    """A sample store is there, with all that it has acknowledged."""
+
+    store: StoreId
+    incarnation: Natural
+
+
+class StoreLost(Event):
+    store: StoreId
+    incarnation: Natural
+    reason: str
+
+
 class TrainerJoined(Event):
     """The trainer is there, with the weights after `step` steps and `part` parts of the next."""
 
@@ -264,6 +285,15 @@ class Trained(Event):
     incarnation: Natural
     step: Natural
     part: Natural
+
+
+class TrainFailed(Event):
+    """The other answer to `Train`: samples of it could not be fetched from their store. Nothing was trained."""
+
+    incarnation: Natural
+    step: Natural
+    part: Natural
+    reason: str
 
 
 class Checkpointed(Event):
@@ -311,9 +341,12 @@ AnyEvent = (
     | LinkFailed
     | PublishFailed
     | VersionStored
+    | StoreJoined
+    | StoreLost
     | TrainerJoined
     | TrainerLost
     | Trained
+    | TrainFailed
     | Checkpointed
     | Alive
     | TimerFired
@@ -367,7 +400,7 @@ class LoadWeights(Command):
 
 
 class Train(Command):
-    """-> Trained. The last part of a step makes version `step + 1`."""
+    """-> Trained or TrainFailed. The last part of a step makes version `step + 1`."""
 
     incarnation: Natural
     step: Natural
@@ -402,7 +435,8 @@ class Drop(Command):
 
 
 class Forget(Command):
-    """The payloads of these trajectories are not needed any more: free or archive them. No answer."""
+    """The payloads of these trajectories are not needed any more: free or archive them. `lost`: they were lost with
+    their store, and their samples are generated anew. No answer."""
 
     trajectories: tuple[TrajectoryId, ...]
     reason: Ending = "trained"
@@ -418,7 +452,7 @@ class GiveUp(Command):
 
 
 class Start(Command):
-    """Start a part (again) -> ReplicaJoined, RelayJoined or TrainerJoined, with a larger incarnation."""
+    """Start a part (again) -> ReplicaJoined, RelayJoined, StoreJoined or TrainerJoined, with a larger incarnation."""
 
     part: Part
     id: Natural

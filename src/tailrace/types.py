@@ -21,6 +21,7 @@ TrajectoryId = Natural
 ReplicaId = Annotated[int, Meta(ge=-1, lt=1 << 31)]
 RelayId = Annotated[int, Meta(ge=-1, lt=1 << 31)]
 HostId = Annotated[int, Meta(ge=-1, lt=1 << 31)]
+StoreId = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Version = Annotated[int, Meta(ge=-1, lt=1 << 31)]
 Token = Annotated[int, Meta(ge=0, lt=1 << 31)]
 

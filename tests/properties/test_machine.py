@@ -44,6 +44,8 @@ from tailrace.protocol import (
     Finished,
     Generate,
     GenerationResumed,
+    HostJoined,
+    HostLeft,
     JudgedTurn,
     LinkFailed,
     LoadWeights,
@@ -64,11 +66,14 @@ from tailrace.protocol import (
     ScoringStarted,
     Start,
     Stop,
+    StoreJoined,
+    StoreLost,
     TimerFired,
     Train,
     Trained,
     TrainerJoined,
     TrainerLost,
+    TrainFailed,
     TrajectoryMeta,
     VersionStored,
     WeightsLoaded,
@@ -77,6 +82,7 @@ from tailrace.sim.cluster import Simulation
 from tailrace.types import Prompt
 
 REPLICAS, RELAYS = 3, 2
+GUEST = RELAYS  # the number of a machine that joins with one replica, a relay and a sample store
 
 
 def small(seed: int) -> Config:
@@ -107,15 +113,17 @@ class Fleet:
         self.now = 0.0
         self.answers: list[Event] = []
         self.incarnations: dict[tuple[str, int], int] = {}
-        self.versions = dict.fromkeys(range(REPLICAS), -1)
-        self.stored: dict[int, dict[int, None]] = {id: {} for id in range(RELAYS)}
-        self.held: dict[int, dict[int, TrajectoryMeta]] = {id: {} for id in range(REPLICAS)}
+        self.versions = dict.fromkeys(range(REPLICAS + 1), -1)
+        self.stored: dict[int, dict[int, None]] = {id: {} for id in range(RELAYS + 1)}
+        self.held: dict[int, dict[int, TrajectoryMeta]] = {id: {} for id in range(REPLICAS + 1)}
+        self.departed = False  # the machine that joined
         self.scored: set[tuple[int, int]] = set()  # complete, and with a judge: trajectory and epoch
         self.oldest: dict[int, int] = {}
         self.position = (0, 0)
         self.saved = 0
         self.over = False
-        self.hear(RunStarted(REPLICAS, RELAYS))
+        self.hear(RunStarted(REPLICAS, RELAYS, 1))
+        self.hear(HostJoined(GUEST, (REPLICAS,), store=True))
 
     def hear(self, event: Event) -> None:
         commands = self.plane.handle(self.now, event)
@@ -191,6 +199,9 @@ class Fleet:
     def train(self, command: Train) -> None:
         if not self.is_current("trainer", 0, command.incarnation):
             return
+        if self.departed and any(GUEST in group.stores for group in command.groups):
+            self.answers.append(TrainFailed(command.incarnation, command.step, command.part, "no such store"))
+            return
         if (command.step, command.part) == self.position:
             self.position = (command.step + 1, 0) if command.last else (command.step, command.part + 1)
             if command.last and command.step % 2:
@@ -204,17 +215,25 @@ class Fleet:
             self.versions[id], self.held[id] = -1, {}
         elif part == "relay":
             self.stored[id] = {}
-        else:
+        elif part == "trainer":
             self.position = (self.saved, 0)
         self.introduce(part, id)
 
     def introduce(self, part: str, id: int) -> None:
+        if self.departed and (part, id) in (("replica", REPLICAS), ("relay", GUEST), ("store", GUEST)):
+            return
         self.incarnations[part, id] = incarnation = self.incarnations.get((part, id), 0) + 1
         if part == "replica":
             held = tuple(Assignment(meta.id, meta.epoch) for meta in self.held[id].values())
-            self.answers.append(ReplicaJoined(id, incarnation, id % RELAYS, self.versions[id], 1000, 8, held))
+            self.answers.append(
+                ReplicaJoined(
+                    id, incarnation, GUEST if id == REPLICAS else id % RELAYS, self.versions[id], 1000, 8, held
+                )
+            )
         elif part == "relay":
             self.answers.append(RelayJoined(id, incarnation, tuple(self.stored[id])))
+        elif part == "store":
+            self.answers.append(StoreJoined(id, incarnation))
         else:
             self.answers.append(TrainerJoined(incarnation, *self.position))
 
@@ -232,7 +251,7 @@ class Fleet:
         elif choice == 11:
             self.hear(self.death(number))
         elif choice == 12:
-            parts = [part for part in self.incarnations if part[0] != "relay" or part[1] < RELAYS]
+            parts = list(self.incarnations)
             self.introduce(*parts[number % len(parts)])
         elif choice == 13:
             self.plane = ControlPlane.restore(self.plane.config, self.plane.snapshot())
@@ -243,7 +262,14 @@ class Fleet:
             self.hear(nonsense(random.Random(number)))
 
     def death(self, number: int) -> Event:
-        kind, id = number % 3, number // 3
+        kind, id = number % 8, number // 8
+        if kind == 7:
+            self.departed = True
+            return HostLeft(GUEST, "it was switched off")
+        if kind == 6:
+            store = id % 2 * GUEST
+            return StoreLost(store, self.incarnations.get(("store", store), 0), "it died")
+        kind %= 3
         if kind == 0:
             return ReplicaLost(id % REPLICAS, self.incarnations.get(("replica", id % REPLICAS), 0), "it died")
         if kind == 1:
@@ -281,6 +307,9 @@ def nonsense(draw: random.Random) -> Event:
         lambda: VersionStored(n(), n(), n(90)),
         lambda: TrainerLost(n(), "?"),
         lambda: Trained(n(), n(), n(2)),
+        lambda: TrainFailed(n(), n(), n(2), "?"),
+        lambda: StoreLost(max(0, n(2)), n(), "?"),
+        lambda: StoreJoined(0, n(2)),
         lambda: Checkpointed(n(), n(9)),
         lambda: Alive(draw.choice(["replica", "relay", "trainer"]), n(), n()),
         lambda: TimerFired(draw.choice(["health", "repack", "lunch"])),

@@ -107,18 +107,11 @@ def test_the_run_ends_when_the_last_host_leaves_and_everybody_else_is_quarantine
     assert "its host left" in drive.orders(Stop)[0].reason
 
 
-def keep_alive(drive: Drive) -> None:
-    """Silence is not what this is about."""
-    state = drive.plane.state
-    for part in (*state.fleet.replicas.values(), *state.relays.relays.values(), state.training):
-        part.last_seen = drive.now + 10_000.0
-
-
 def wear_out_relay(drive: Drive, relay: int) -> None:
     """It is lost again and again, until it is not started any more."""
     for incarnation in range(1, 9):
         drive.tell(RelayLost(relay, incarnation, "no shared memory"))
-        keep_alive(drive)
+        drive.keep_alive()
         if drive.tick(100.0) and drive.plane.state.relays.relays[relay].quarantined:
             return
         drive.tell(RelayJoined(relay, incarnation + 1))

@@ -45,7 +45,7 @@ def test_a_trainer_from_an_older_checkpoint_repeats_the_same_parts():
 def test_published_versions_never_go_back():
     drive = driven(steps=2)
     drive.tell(TrainerJoined(2, 0))
-    while drive.plane.state.training.repeating:
+    while drive.plane.state.training.picked:
         drive.train()
     versions = [version for version, _ in published(drive)]
     assert versions == sorted(versions)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from tailrace.control import sampling
-from tailrace.control.ledger import Group
+from tailrace.control.ledger import NOWHERE, Group, Sample
 from tailrace.control.state import Desk
 from tailrace.protocol import Assignment, Cancel, Ending, Forget
 from tailrace.types import ReplicaId
@@ -49,13 +51,19 @@ def deliver_overdue(desk: Desk) -> None:
 
 def _cut_short(desk: Desk, group: Group) -> None:
     """Stop what replicas still have of a group."""
-    homes = {id: desk.ledger.samples[id].replica for id in group.samples}
+    cancel(desk, [desk.ledger.samples[id] for id in group.samples])
+    desk.ledger.cut_short(group)
+
+
+def cancel(desk: Desk, samples: Iterable[Sample]) -> None:
+    """Have replicas stop whatever they have of these."""
     by_replica: dict[ReplicaId, list[Assignment]] = {}
-    for one in desk.ledger.cut_short(group):
-        by_replica.setdefault(homes[one.trajectory], []).append(one)
-    for id, samples in by_replica.items():
+    for sample in samples:
+        if sample.replica != NOWHERE:
+            by_replica.setdefault(sample.replica, []).append(Assignment(sample.id, sample.epoch))
+    for id, assignments in by_replica.items():
         replica = desk.fleet.replicas[id]
-        for one in samples:
+        for one in assignments:
             replica.drop(one.trajectory)
-        desk.send(Cancel(id, replica.incarnation, tuple(samples)))
+        desk.send(Cancel(id, replica.incarnation, tuple(assignments)))
         desk.touch(replica)

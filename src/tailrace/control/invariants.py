@@ -21,6 +21,7 @@ def check_all(config: Config, state: State) -> None:
     _relays_agree(config, state.relays)
     _replicas_agree(state)
     _somebody_is_left(state)
+    _stores_agree(state)
 
 
 def _groups_balance(ledger: Ledger) -> None:
@@ -93,9 +94,9 @@ def _history_agrees(config: Config, ledger: Ledger, training: Training) -> None:
     parts = now.parts if now else []
     assert training.taken == sum(len(groups) for groups in parts), "groups of the current step are counted"
     assert len(parts) <= config.trainer.mini_batches, "a step has no more parts than it should"
-    picked = {one.group for groups in parts for one in groups}
+    picked = {one.group for past in training.past.values() for groups in past.parts for one in groups}
     under_way = {group.id for group in ledger.groups.values() if group.state == "training"}
-    assert under_way <= picked, "what is being trained belongs to the current step"
+    assert under_way <= picked, "what is being trained belongs to a step that may have to be repeated"
 
 
 def _replicas_agree(state: State) -> None:
@@ -134,3 +135,9 @@ def _reachable(config: Config, relays: Relays) -> list[int]:
         at = relays.after[at]
         reached.append(at)
     return reached
+
+
+def _stores_agree(state: State) -> None:
+    begun = [sample for sample in state.ledger.samples.values() if sample.oldest != NONE and sample.state != "failed"]
+    untrained = [one for one in begun if state.ledger.groups[one.group].state != "training"]
+    assert all(state.stores.has(one.store) for one in untrained), "what was lost with its store is generated anew"

@@ -22,8 +22,8 @@ from typing import Literal
 import msgspec
 
 from tailrace.control.fifo import Fifo
-from tailrace.protocol import Assignment, Ending, Request, TrainGroup, TrajectoryMeta
-from tailrace.types import GroupId, Prompt, ReplicaId, TrajectoryId, Version
+from tailrace.protocol import Ending, Request, TrainGroup, TrajectoryMeta
+from tailrace.types import GroupId, Prompt, ReplicaId, StoreId, TrajectoryId, Version
 
 NOWHERE: ReplicaId = -1
 NONE: Version = -1
@@ -36,11 +36,12 @@ class Sample(msgspec.Struct, gc=False):
     group: GroupId
     state: Literal["waiting", "running", "scoring", "done", "failed"] = "waiting"
     replica: ReplicaId = NOWHERE
+    store: StoreId = 0  # that has its tokens
     epoch: int = 0  # grows with every assignment: what older assignments still send is ignored
     turn: int = 0  # the newest that was heard of in this assignment: what is said of earlier ones comes late
     final: bool = False  # scoring: nothing more of it will be generated
     failures: int = 0
-    tokens: int = 0  # of the prefix in the vault, or in all
+    tokens: int = 0  # of the prefix in its store, or in all
     oldest: Version = NONE  # of its tokens; NONE: nothing of it exists
     newest: Version = NONE
     reward: float | None = None
@@ -67,10 +68,11 @@ class Tally(msgspec.Struct, gc=False):
     dropped_stale: int = 0
     filtered: int = 0
     failed: int = 0
+    lost: int = 0  # trained, but in a history that the trainer had to repeat after their store was lost
 
     @property
     def ended(self) -> int:
-        return self.trained + self.dropped_stale + self.filtered + self.failed
+        return self.trained + self.dropped_stale + self.filtered + self.failed + self.lost
 
 
 class Ledger(msgspec.Struct):
@@ -118,8 +120,8 @@ class Ledger(msgspec.Struct):
 
     # ----------------------------------------------------------------------------------------------- assignment
 
-    def assign(self, id: TrajectoryId, replica: ReplicaId, version: Version) -> Request:
-        """Give a waiting sample to a replica that generates under `version`."""
+    def assign(self, id: TrajectoryId, replica: ReplicaId, version: Version, store: StoreId = 0) -> Request:
+        """Give a waiting sample to a replica that generates under `version`. One that begins anew goes to `store`."""
         sample = self.samples[id]
         del self.waiting[id]
         sample.state = "running"
@@ -128,12 +130,12 @@ class Ledger(msgspec.Struct):
         sample.turn = 0
         resume = sample.oldest != NONE
         if not resume:
-            sample.oldest = version
+            sample.oldest, sample.store = version, store
         sample.newest = version
         group = self.groups[sample.group]
         self._note_oldest(group, sample.oldest)
         prompt = group.prompt
-        return Request(id, sample.epoch, group.id, prompt.id, prompt.tokens, resume, sample.failures)
+        return Request(id, sample.epoch, group.id, prompt.id, prompt.tokens, resume, sample.failures, sample.store)
 
     def _note_oldest(self, group: Group, version: Version) -> None:
         """Keep the index of open groups by their oldest version: staleness bounds are read off it."""
@@ -183,7 +185,7 @@ class Ledger(msgspec.Struct):
         return was_scoring
 
     def unassign(self, sample: Sample) -> None:
-        """Its replica has it no longer: it waits for another, keeping the prefix that the vault has."""
+        """Its replica has it no longer: it waits for another, keeping the prefix that its store has."""
         self._stop_scoring(sample, "waiting")
         sample.replica = NOWHERE
         self.waiting[sample.id] = None
@@ -252,16 +254,37 @@ class Ledger(msgspec.Struct):
         """Of its survivors; simulated samples have none."""
         return [self.samples[id].reward for id in self.survivors(group)]
 
-    def cut_short(self, group: Group) -> list[Assignment]:
-        """End every unfinished sample of a group; returns those that replicas have, to be cancelled, as assignments."""
-        assigned: list[Assignment] = []
+    def cut_short(self, group: Group) -> None:
+        """End every unfinished sample of a group."""
         for id in group.samples:
-            sample = self.samples[id]
-            if sample.state in ("running", "scoring"):
-                assigned.append(Assignment(id, sample.epoch))
-            if sample.state in ("running", "scoring", "waiting"):
-                self._end_sample(sample, "failed")
-        return assigned
+            if self.samples[id].state in ("running", "scoring", "waiting"):
+                self._end_sample(self.samples[id], "failed")
+
+    def regenerate(self, sample: Sample) -> None:
+        """All that there was of a sample is lost: it waits to be generated anew, and its group is open again."""
+        group = self.groups[sample.group]
+        if sample.state in ("running", "scoring"):
+            self.unassign(sample)
+        elif sample.state == "done":
+            sample.state = "waiting"
+            self.waiting[sample.id] = None
+            group.unfinished += 1
+            self.unfinished += 1
+        sample.tokens, sample.oldest, sample.newest, sample.reward = 0, NONE, NONE, None
+        self._reopen(group)
+
+    def _reopen(self, group: Group) -> None:
+        if group.state == "open":
+            self._unindex(group)
+        else:
+            self.ready.pop(group.id, None)
+            self.open_groups += 1
+            self.by_opening.push(group.id)
+            group.state = "open"
+        begun = [self.samples[id].oldest for id in group.samples if self.samples[id].state != "failed"]
+        group.oldest = min((oldest for oldest in begun if oldest != NONE), default=NONE)
+        if group.oldest != NONE:
+            self.open_by_oldest.setdefault(group.oldest, {})[group.id] = None
 
     # ---------------------------------------------------------------------------------------------------- endings
 
@@ -269,13 +292,26 @@ class Ledger(msgspec.Struct):
         """Hand a ready group to the trainer: from here it is never picked again."""
         del self.ready[group.id]
         group.state = "training"
-        return TrainGroup(group.id, tuple(self.survivors(group)))
+        survivors = tuple(self.survivors(group))
+        stores = tuple([self.samples[id].store for id in survivors])
+        return TrainGroup(group.id, survivors, stores if any(stores) else ())
+
+    def put_back(self, group: Group) -> None:
+        """A group that was handed to the trainer is ready again: it was not trained."""
+        group.state = "ready"
+        self.ready[group.id] = None
 
     def retire(self, group_id: GroupId) -> tuple[TrajectoryId, ...]:
         """A group is trained: it leaves the account. Returns its trajectories, whose payloads can be freed later."""
         assert self.groups[group_id].state == "training", group_id
         self.tally.trained += 1
         return self._remove(self.groups[group_id])
+
+    def lose_trained(self, prompt: Prompt) -> None:
+        """A group that was trained has to be trained again, and cannot: its prompt goes back to the pool."""
+        self.tally.trained -= 1
+        self.tally.lost += 1
+        self.pool.push(prompt)
 
     def end(self, group: Group, how: Ending) -> tuple[TrajectoryId, ...]:
         """A group leaves without being trained. Was it only too old, its prompt goes back to the pool."""
@@ -300,12 +336,12 @@ class Ledger(msgspec.Struct):
 
     def overdue(self, opened_before: float) -> list[Group]:
         """Open groups that were opened before that moment; each is reported once."""
-        late: list[Group] = []
+        late: dict[GroupId, Group] = {}  # one that was opened again is in the list twice
         while len(self.by_opening):
             group = self.groups.get(self.by_opening.first())
             if group is not None and group.state == "open":
                 if group.opened_at > opened_before:
                     break
-                late.append(group)
+                late[group.id] = group
             self.by_opening.pop()
-        return late
+        return list(late.values())

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from tailrace.config.tree import Config
-from tailrace.control import moves, replicas, rounds, steps, watch, weights, work
+from tailrace.control import moves, replicas, rounds, steps, stores, watch, weights, work
 from tailrace.control.invariants import check_all
 from tailrace.control.state import Desk, State
 from tailrace.protocol import (
@@ -43,10 +43,13 @@ from tailrace.protocol import (
     RunStarted,
     SampleFailed,
     ScoringStarted,
+    StoreJoined,
+    StoreLost,
     TimerFired,
     Trained,
     TrainerJoined,
     TrainerLost,
+    TrainFailed,
     VersionStored,
     WeightsLoaded,
 )
@@ -80,9 +83,12 @@ HANDLERS: dict[type[Event], Callable[[Desk, Any], None]] = {
     LinkFailed: weights.link_failed,
     PublishFailed: weights.publish_failed,
     VersionStored: weights.version_stored,
+    StoreJoined: stores.joined,
+    StoreLost: stores.lost,
     TrainerJoined: steps.joined,
     TrainerLost: steps.lost,
     Trained: steps.trained,
+    TrainFailed: steps.train_failed,
     Checkpointed: steps.checkpointed,
     Alive: watch.alive,
     TimerFired: watch.timer_fired,

@@ -117,6 +117,7 @@ def finished(desk: Desk, event: Finished) -> None:
         replica.restarts = replica.failures = 0
         replica.finished_at = desk.now
         desk.ledger.finish(sample, event.meta)
+        desk.stores.works(sample.store)
         groups.close_if_complete(desk, desk.ledger.groups[sample.group])
 
 

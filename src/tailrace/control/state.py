@@ -10,6 +10,7 @@ from tailrace.control.fleet import Fleet, Replica
 from tailrace.control.ledger import NONE, Ledger
 from tailrace.control.relays import Relays
 from tailrace.control.schedules import traits
+from tailrace.control.storage import Stores
 from tailrace.control.training import Training
 from tailrace.protocol import Command
 from tailrace.types import ReplicaId, Version
@@ -30,6 +31,7 @@ class State(msgspec.Struct):
     fleet: Fleet = msgspec.field(default_factory=Fleet)
     relays: Relays = msgspec.field(default_factory=Relays)
     training: Training = msgspec.field(default_factory=Training)
+    stores: Stores = msgspec.field(default_factory=Stores)
     round: Round = msgspec.field(default_factory=Round)
     pulling: int = 0  # replicas that are loading weights
     pushing: Version = NONE  # version on its way from the trainer to the master
@@ -57,6 +59,7 @@ class Desk:
         self.fleet = state.fleet
         self.relays = state.relays
         self.training = state.training
+        self.stores = state.stores
         self.state = state
         self.clear(0.0)
 

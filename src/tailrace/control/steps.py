@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from tailrace.control import groups, health, sampling
+from tailrace.control import groups, health, sampling, stores
 from tailrace.control.ledger import NONE
 from tailrace.control.state import Desk
-from tailrace.protocol import Checkpointed, Forget, Stop, Trained, TrainerJoined, TrainerLost
+from tailrace.control.training import PickedGroup
+from tailrace.protocol import Checkpointed, Forget, Stop, Trained, TrainerJoined, TrainerLost, TrainFailed
 
 
 def train(desk: Desk) -> None:
-    """Give the trainer its next part: one that it must repeat, or a newly picked one."""
+    """Give the trainer its next part: one that it must repeat, or a newly picked one. What was lost of one that it must
+    repeat is picked anew."""
     training = desk.training
     if not training.live or training.busy:
         return
-    if training.repeating:
-        desk.send(training.repeat(len(desk.part_sizes)))
+    stores.remove_lost(desk)
+    wanted = desk.part_sizes[training.part] - len(training.picked)
+    if not wanted:
+        desk.send(training.order(len(desk.part_sizes)))
         return
-    wanted = desk.part_sizes[training.part]
-    left = desk.config.workload.prompts_per_step - training.taken
+    left = desk.config.workload.prompts_per_step - training.taken if training.step == training.version else wanted
     if len(desk.ledger.ready) >= (wanted if desk.traits.streams else left):
         _train_on_picked(desk, wanted, left)
     elif desk.state.exhausted and not len(desk.ledger.pool) and not desk.ledger.open_groups:
@@ -48,9 +51,9 @@ def _train_on_picked(desk: Desk, wanted: int, left: int) -> None:
     for group in picked.stale:
         groups.end(desk, group, "stale")
     if picked.groups:
-        trajectories = [id for group in picked.groups for id in group.samples]
         taken = tuple([ledger.take(group) for group in picked.groups])
-        desk.send(training.begin(taken, trajectories, len(desk.part_sizes)))
+        training.add(taken, {group.id: PickedGroup(group.prompt, group.samples) for group in picked.groups})
+        desk.send(training.order(len(desk.part_sizes)))
 
 
 def joined(desk: Desk, event: TrainerJoined) -> None:
@@ -73,7 +76,7 @@ def joined(desk: Desk, event: TrainerJoined) -> None:
 def _catch_up(desk: Desk, event: TrainerJoined) -> bool:
     """Record the parts that are in its weights though the report was lost; False if it has more than was ordered."""
     training = desk.training
-    while (training.step, training.part) < (event.step, event.part) and training.repeating:
+    while (training.step, training.part) < (event.step, event.part) and training.picked:
         _part_trained(desk)
     return (training.step, training.part) >= (event.step, event.part) and event.part < len(desk.part_sizes)
 
@@ -99,6 +102,13 @@ def trained(desk: Desk, event: Trained) -> None:
     training.last_seen = desk.now
     training.restarts = 0
     _part_trained(desk)
+
+
+def train_failed(desk: Desk, event: TrainFailed) -> None:
+    """What its store has is ordered again; what was lost with a store is replaced."""
+    if desk.training.awaits(event.incarnation, event.step, event.part):
+        desk.training.last_seen = desk.now
+        desk.training.busy = False
 
 
 def _part_trained(desk: Desk) -> None:

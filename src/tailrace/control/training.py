@@ -13,14 +13,21 @@ from __future__ import annotations
 import msgspec
 
 from tailrace.protocol import Train, TrainGroup
-from tailrace.types import TrajectoryId, Version
+from tailrace.types import GroupId, Prompt, TrajectoryId, Version
+
+
+class PickedGroup(msgspec.Struct):
+    """What would be needed if the group could not be trained after all, and the payloads to free once it is durable."""
+
+    prompt: Prompt
+    samples: list[TrajectoryId]  # also those that failed
 
 
 class PastStep(msgspec.Struct):
-    """The parts of a step that is trained or under way, and the payloads that can be freed once it is durable."""
+    """The parts of a step that is trained or under way."""
 
     parts: list[tuple[TrainGroup, ...]] = []
-    trajectories: list[TrajectoryId] = []
+    picked: dict[GroupId, PickedGroup] = {}
 
 
 class Training(msgspec.Struct):
@@ -51,30 +58,33 @@ class Training(msgspec.Struct):
         self.last_seen = now
         self.reason = ""
 
+    @property
+    def picked(self) -> tuple[TrainGroup, ...]:
+        """What is known of the part to train next: all of it, if it is a repetition and nothing was lost."""
+        past = self.past.get(self.step)
+        return past.parts[self.part] if past is not None and self.part < len(past.parts) else ()
+
     def awaits(self, incarnation: int, step: int, part: int) -> bool:
         """Whether this is the answer to the unanswered order."""
         return self.busy and (incarnation, step, part) == (self.incarnation, self.step, self.part)
 
-    @property
-    def repeating(self) -> bool:
-        """The part to train next has been picked before."""
-        past = self.past.get(self.step)
-        return past is not None and self.part < len(past.parts)
-
-    def repeat(self, parts_per_step: int) -> Train:
-        return self._command(self.past[self.step].parts[self.part], parts_per_step)
-
-    def begin(self, groups: tuple[TrainGroup, ...], trajectories: list[TrajectoryId], parts_per_step: int) -> Train:
-        """Train the next part of the newest step on freshly picked groups."""
+    def add(self, groups: tuple[TrainGroup, ...], picked: dict[GroupId, PickedGroup]) -> None:
+        """Freshly picked groups for the part to train next."""
         past = self.past.setdefault(self.step, PastStep())
-        past.parts.append(groups)
-        past.trajectories.extend(trajectories)
-        self.taken += len(groups)
-        return self._command(groups, parts_per_step)
+        past.picked |= picked
+        past.parts[self.part :] = [(*self.picked, *groups), *past.parts[self.part + 1 :]]
+        self.taken += len(groups) if self.step == self.version else 0
 
-    def _command(self, groups: tuple[TrainGroup, ...], parts_per_step: int) -> Train:
+    def remove(self, group: TrainGroup) -> PickedGroup:
+        """It cannot be trained on any more: another one has to take its place in the part to train next."""
+        past = self.past[self.step]
+        past.parts[self.part] = tuple([one for one in self.picked if one is not group])
+        self.taken -= self.step == self.version
+        return past.picked.pop(group.group)
+
+    def order(self, parts_per_step: int) -> Train:
         self.busy = True
-        return Train(self.incarnation, self.step, self.part, self.part + 1 == parts_per_step, groups)
+        return Train(self.incarnation, self.step, self.part, self.part + 1 == parts_per_step, self.picked)
 
     def advance(self, now: float, parts_per_step: int) -> bool:
         """The current part is trained; True if that completed a step for the first time."""
@@ -97,6 +107,6 @@ class Training(msgspec.Struct):
         previous, self.saved = (self.saved, step) if step > self.saved else (self.durable, self.saved)
         while self.durable < previous:
             past = self.past.pop(self.durable, None)
-            freed += past.trajectories if past else []
+            freed += [id for one in past.picked.values() for id in one.samples] if past else []
             self.durable += 1
         return freed

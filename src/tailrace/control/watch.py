@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from itertools import chain
 from math import inf
 
-from tailrace.control import groups, health, replicas, steps, weights
+from tailrace.control import groups, health, replicas, steps, stores, weights
 from tailrace.control.fleet import Replica
 from tailrace.control.relays import Relay
 from tailrace.control.state import Desk
+from tailrace.control.storage import FIRST, Store
 from tailrace.control.training import Training
 from tailrace.protocol import (
     TRAINER,
@@ -29,6 +30,8 @@ from tailrace.protocol import (
 
 def run_started(desk: Desk, event: RunStarted) -> None:
     _start(desk, "trainer", TRAINER, desk.training)
+    for id in range(event.stores):
+        _start(desk, "store", id, desk.stores.stores.setdefault(id, Store(id)))
     for id in range(event.relays):
         _start(desk, "relay", id, desk.relays.relays.setdefault(id, Relay(id)))
     for id in range(event.replicas):
@@ -38,6 +41,8 @@ def run_started(desk: Desk, event: RunStarted) -> None:
 
 def host_joined(desk: Desk, event: HostJoined) -> None:
     _start(desk, "relay", event.host, desk.relays.relays.setdefault(event.host, Relay(event.host)))
+    if event.store:
+        _start(desk, "store", event.host, desk.stores.stores.setdefault(event.host, Store(event.host)))
     for id in event.replicas:
         replica = desk.fleet.replicas.setdefault(id, Replica(id))
         desk.fleet.house(replica, event.host)
@@ -45,12 +50,16 @@ def host_joined(desk: Desk, event: HostJoined) -> None:
 
 
 def host_left(desk: Desk, event: HostLeft) -> None:
-    """Nobody is there to start its parts again. What its replicas had goes on elsewhere, from the vault."""
+    """Nobody is there to start its parts again. What its replicas had goes on elsewhere, from its store, unless that
+    has left with it."""
     for id in desk.fleet.on_host.get(event.host, ()):
         replica = desk.fleet.replicas[id]
         if replica.live:
             replicas.lose(desk, replica, event.reason)
         replica.enter("departed", desk.now)
+    store = desk.stores.stores.get(event.host)
+    if store is not None and not store.departed:
+        stores.depart(desk, store)
     relay = desk.relays.relays.get(event.host)
     if relay is not None:
         if relay.live:
@@ -71,8 +80,9 @@ def _look_again(desk: Desk) -> None:
     _set_timer(desk, "health", health.next_look(desk.config.health, desk.now, living))
 
 
-def _everybody(desk: Desk) -> Iterator[Replica | Relay | Training]:
-    return chain(desk.fleet.replicas.values(), desk.relays.relays.values(), (desk.training,))
+def _everybody(desk: Desk) -> Iterator[Replica | Relay | Store | Training]:
+    stores = desk.stores.stores.values()
+    return chain(desk.fleet.replicas.values(), desk.relays.relays.values(), stores, (desk.training,))
 
 
 def _set_timer(desk: Desk, timer: str, at: float) -> None:
@@ -99,6 +109,10 @@ def alive(desk: Desk, event: Alive) -> None:
         relay = desk.relays.current(event.id, event.incarnation)
         if relay is not None:
             relay.last_seen = desk.now
+    elif event.part == "store":
+        store = desk.stores.stores.get(event.id)
+        if store is not None and store.incarnation == event.incarnation:
+            store.last_seen = desk.now
     elif event.part == "trainer" and event.incarnation == desk.training.incarnation:
         desk.training.last_seen = desk.now
 
@@ -118,13 +132,17 @@ def _find_lost(desk: Desk) -> None:
         if relay.live and health.silent(config, now, relay):
             desk.send(GiveUp("relay", relay.id, relay.incarnation, _silence(desk, relay)))
             weights.lose_relay(desk, relay, _silence(desk, relay))
+    for store in desk.stores.stores.values():
+        if store.live and health.silent(config, now, store):
+            desk.send(GiveUp("store", store.id, store.incarnation, _silence(desk, store)))
+            stores.lose(desk, store, _silence(desk, store))
     training = desk.training
     if training.live and health.silent(config, now, training):
         desk.send(GiveUp("trainer", TRAINER, training.incarnation, _silence(desk, training)))
         steps.lose(desk, _silence(desk, training))
 
 
-def _silence(desk: Desk, part: Replica | Relay | Training) -> str:
+def _silence(desk: Desk, part: Replica | Relay | Store | Training) -> str:
     return f"no heartbeat for {desk.now - part.last_seen:.1f} s"
 
 
@@ -135,6 +153,9 @@ def _restart_due(desk: Desk) -> None:
     for relay in desk.relays.relays.values():
         if not relay.live and not relay.given_up and health.due(desk.now, relay):
             _restart_relay(desk, relay)
+    for store in desk.stores.stores.values():
+        if not store.live and not store.departed and health.due(desk.now, store):
+            _restart_store(desk, store)
     if not desk.training.live and health.due(desk.now, desk.training):
         _restart_trainer(desk)
 
@@ -154,6 +175,17 @@ def _restart_relay(desk: Desk, relay: Relay) -> None:
     _stop_if_no_relay_is_left(desk, relay.reason)
 
 
+def _restart_store(desk: Desk, store: Store) -> None:
+    """Without the first one no run can go on: it has the prompts."""
+    if not health.hopeless(desk.config.health, store):
+        _start(desk, "store", store.id, store)
+    elif store.id == FIRST:
+        starts = f"{store.restarts} starts in a row came to nothing (health.max_restarts)"
+        steps.stop(desk, f"the sample store is lost, and {starts}; the last one because: {store.reason}", failed=True)
+    else:
+        stores.depart(desk, store)
+
+
 def _stop_if_no_relay_is_left(desk: Desk, reason: str) -> None:
     if all(one.given_up for one in desk.relays.relays.values()):
         steps.stop(desk, f"no relay is left; the last one was given up because: {reason}", failed=True)
@@ -167,7 +199,7 @@ def _restart_trainer(desk: Desk) -> None:
     steps.stop(desk, f"the trainer is lost, and {starts}; the last one because: {desk.training.reason}", failed=True)
 
 
-def _start(desk: Desk, part: Part, id: int, record: Replica | Relay | Training) -> None:
+def _start(desk: Desk, part: Part, id: int, record: Replica | Relay | Store | Training) -> None:
     desk.send(Start(part, id, health.note_start(desk.config.health, desk.now, record)))
 
 
@@ -183,8 +215,9 @@ def controller_restarted(desk: Desk, _: ControllerRestarted) -> None:
             replica.restarts = 0
     for relay in desk.relays.relays.values():
         relay.restarts, relay.quarantined = 0 if relay.quarantined else relay.restarts, False
-    if health.hopeless(desk.config.health, desk.training):
-        desk.training.restarts = 0
+    for restarted in (desk.training, *desk.stores.stores.values()):
+        if health.hopeless(desk.config.health, restarted):
+            restarted.restarts = 0
     for part in _everybody(desk):
         part.last_seen = desk.now
         if part.restart_at > desk.now:

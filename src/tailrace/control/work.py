@@ -117,7 +117,8 @@ def place(desk: Desk, ids: list[TrajectoryId], candidates: list[Replica]) -> Non
 
 def generate(desk: Desk, replica: Replica, ids: list[TrajectoryId]) -> None:
     ledger, assigned = desk.ledger, replica.assigned
-    requests = tuple([ledger.assign(id, replica.id, replica.version) for id in ids])
+    store = desk.stores.near(replica.host)
+    requests = tuple([ledger.assign(id, replica.id, replica.version, store) for id in ids])
     for id in ids:
         assigned[id] = None
     replica.use_first = False

@@ -260,7 +260,7 @@ class Validation:
         if training.part + 1 == self._parts_per_step:
             next_ = (training.step + 1, 0)
         at = (event.step, event.part)
-        told = at == now or (at == next_ and training.repeating)
+        told = at == now or (at == next_ and bool(training.picked))
         return "" if told else f"it joins at step {event.step}, part {event.part}, and was at {now[0]}, {now[1]}"
 
     def _trained(self, sender: Sender, event: Trained) -> str:
