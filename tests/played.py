@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from tailrace.config.tree import Config
-from tailrace.launch.sources import Blanks
+from tailrace.envs.sources import Blanks
 from tailrace.protocol import (
     Event,
     Finished,

@@ -88,16 +88,16 @@ def hub(_: Path) -> tuple[list[bytes], Decode]:
 
 def hub_stranger(_: Path) -> tuple[list[bytes], Decode]:
     """The first bytes of a connection, from somebody who has no key: nobody is ever let in."""
-    from tailrace.wire.hub import Caller, Hub
     from tailrace.wire.keys import Keyring
+    from tailrace.wire.listener import Caller, Listener
     from tailrace.wire.session import PROOF, Opening, StrangerError
 
     class Writer:
         def write(self, data: bytes) -> None:
             pass
 
-    one: Any = object.__new__(Hub)
-    one._keys, one._identity = Keyring(bytes(32), "ab" * 32), None
+    one: Any = object.__new__(Listener)
+    one._key_of = Keyring(bytes(32), "ab" * 32).of
     loop = asyncio.new_event_loop()
     caller: Any = object.__new__(Caller)
 

@@ -160,7 +160,7 @@ def _worker(arguments: argparse.Namespace) -> int:
     allow_files(BASE + EACH * arguments.replicas + STRANGERS)
     from tailrace.launch.machines import work
 
-    return work(arguments.join, arguments.replicas, arguments.key)
+    return work(arguments.join, arguments.replicas, arguments.key, arguments.store)
 
 
 def _eval(arguments: argparse.Namespace) -> int:
@@ -303,6 +303,8 @@ def _add_training(add: Add) -> None:
     worker.add_argument("--replicas", type=_replicas, default=1, metavar="N", help="how many to start here (1)")
     key = "join.key of the run's folder; unset: TAILRACE_JOIN_KEY has its content"
     worker.add_argument("--key", type=_path, metavar="FILE", help=key)
+    store = "keep the tokens that are generated here in this directory; unset: they go to the run's machine"
+    worker.add_argument("--store", type=_path, metavar="DIR", help=store)
 
     evaluate = _of_a_run(add("eval", _eval, "held-out accuracy of a version of a run"))
     evaluate.add_argument("--version", type=_version, metavar="N", help="0: the start; unset: the newest")

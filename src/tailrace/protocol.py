@@ -84,6 +84,10 @@ class TrainGroup(Struct):
     trajectories: tuple[TrajectoryId, ...]
     stores: tuple[StoreId, ...] = ()
 
+    def located(self) -> list[tuple[TrajectoryId, StoreId]]:
+        """Each sample with the store that has it."""
+        return list(zip(self.trajectories, self.stores or (0,) * len(self.trajectories), strict=True))
+
 
 # ---------------------------------------------------------------------------------------------------------- events
 
@@ -254,7 +258,7 @@ class VersionStored(Event):
 
 
 class StoreJoined(Event):
-    """A sample store is there, with all that it has acknowledged."""
+    """A sample store is there, with what is in its file. It has to be told what of that still counts (`Reconcile`)."""
 
     store: StoreId
     incarnation: Natural
@@ -264,6 +268,14 @@ class StoreLost(Event):
     store: StoreId
     incarnation: Natural
     reason: str
+
+
+class SamplesLost(Event):
+    """A sample store was to keep these, and does not have them."""
+
+    store: StoreId
+    incarnation: Natural
+    trajectories: tuple[TrajectoryId, ...]
 
 
 class TrainerJoined(Event):
@@ -343,6 +355,7 @@ AnyEvent = (
     | VersionStored
     | StoreJoined
     | StoreLost
+    | SamplesLost
     | TrainerJoined
     | TrainerLost
     | Trained

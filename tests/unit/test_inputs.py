@@ -13,11 +13,11 @@ import pytest
 from tailrace import __version__
 from tailrace.config import Config, load
 from tailrace.config.errors import ConfigError
-from tailrace.launch import inputs
+from tailrace.envs import inputs
+from tailrace.envs.inputs import Pins, changes, pinned, refuse_changed
+from tailrace.envs.sources import Later
 from tailrace.launch.folder import begin_store, resume_store
-from tailrace.launch.inputs import Pins, changes, pinned, refuse_changed
 from tailrace.launch.models import export
-from tailrace.launch.sources import Later
 from tailrace.store.journal import Journal, JournalError
 from tailrace.store.run import RunStore
 

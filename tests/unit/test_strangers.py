@@ -130,19 +130,19 @@ def test_a_part_that_was_there_is_heard_all_the_while() -> None:
 
 
 def test_strangers_have_little_time_and_the_oldest_makes_room_first(monkeypatch) -> None:
-    monkeypatch.setattr("tailrace.wire.hub.GREET_S", 0.3)
+    monkeypatch.setattr("tailrace.wire.listener.GREET_S", 0.3)
 
     async def scene() -> None:
         hub = Hub(KEYS)
         _, silent = await asyncio.open_connection("127.0.0.1", hub.port)
         _, drips = await asyncio.open_connection("127.0.0.1", hub.port)
         async with asyncio.timeout(DEADLINE_S):
-            while len(hub._strangers) < 2:
+            while len(hub._listener.strangers) < 2:
                 await asyncio.sleep(0.01)
             for letter in Opening("trainer-0/1").named:
                 drips.write(bytes([letter]))
                 await asyncio.sleep(0.01)
-            while hub._callers:
+            while hub._listener.callers:
                 await asyncio.sleep(0.01)
         silent.close()
         drips.close()
@@ -189,7 +189,7 @@ def test_who_has_the_token_cannot_keep_parts_out_by_calling_as_many_machines(mon
 
         wires = [await asyncio.to_thread(machine, number) for number in range(10)]
         async with asyncio.timeout(DEADLINE_S):
-            while len(hub._callers) > 3:
+            while len(hub._listener.callers) > 3:
                 await asyncio.sleep(0.01)
             assert len(hub._peers) == 3
             link = part(hub.port)

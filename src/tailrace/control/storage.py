@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import msgspec
 
-from tailrace.types import HostId, StoreId
+from tailrace.protocol import TrainGroup
+from tailrace.types import HostId, StoreId, TrajectoryId
 
 FIRST: StoreId = 0
 
@@ -28,6 +29,7 @@ class Store(msgspec.Struct):
 
 class Stores(msgspec.Struct):
     stores: dict[StoreId, Store] = {}
+    missing: dict[TrajectoryId, None] = {}  # that were picked for training, and are not in their store any more
 
     def near(self, host: HostId) -> StoreId:
         """Where a replica on this host keeps what it begins: in the store of its host, if that is there."""
@@ -44,3 +46,14 @@ class Stores(msgspec.Struct):
         """Whether what was acknowledged by this store can still be had, now or once it is back."""
         store = self.stores.get(id)
         return store is None or not store.departed
+
+    def found_missing(self, ids: list[TrajectoryId]) -> None:
+        """It has been seen to: nobody will ask for these again."""
+        for id in ids:
+            self.missing.pop(id, None)
+
+    def has_sample(self, id: TrajectoryId, store: StoreId) -> bool:
+        return id not in self.missing and self.has(store)
+
+    def has_group(self, group: TrainGroup) -> bool:
+        return all(self.has_sample(id, store) for id, store in group.located())

@@ -11,7 +11,7 @@ from tailrace.control import groups, health
 from tailrace.control.ledger import NONE, Sample
 from tailrace.control.state import Desk
 from tailrace.control.storage import FIRST, Store
-from tailrace.protocol import Forget, StoreJoined, StoreLost
+from tailrace.protocol import Forget, SamplesLost, StoreJoined, StoreLost
 
 
 def joined(desk: Desk, event: StoreJoined) -> None:
@@ -49,19 +49,31 @@ def depart(desk: Desk, store: Store) -> None:
     _generate_anew(desk, [one for one in begun if opened[one.group].state != "training"])
 
 
+def samples_lost(desk: Desk, event: SamplesLost) -> None:
+    """Its file was replaced or is damaged: what was to be kept there is gone, though the store is not."""
+    store = desk.stores.stores.get(event.store)
+    if store is None or event.incarnation != store.incarnation:
+        return
+    known = [desk.ledger.samples[id] for id in event.trajectories if id in desk.ledger.samples]
+    here = [one for one in known if one.store == store.id and one.state in ("done", "waiting") and one.oldest != NONE]
+    _generate_anew(desk, [one for one in here if desk.ledger.groups[one.group].state != "training"])
+    desk.stores.missing |= dict.fromkeys(desk.training.all_picked().intersection(event.trajectories))
+
+
 def remove_lost(desk: Desk) -> None:
     """Take out of the part to train next what cannot be fetched any more. A group that is not trained yet is open
     again; the place of one that was trained in a history that is gone is free."""
-    gone = [one for one in desk.training.picked if not all(desk.stores.has(id) for id in one.stores)]
+    gone = [one for one in desk.training.picked if not desk.stores.has_group(one)]
     for one in gone:
         picked, group = desk.training.remove(one), desk.ledger.groups.get(one.group)
         if group is None:
             desk.ledger.lose_trained(picked.prompt)
+            desk.stores.found_missing(picked.samples)
             desk.send(Forget(tuple(picked.samples), "lost"))
         else:
             desk.ledger.put_back(group)
             samples = [desk.ledger.samples[id] for id in one.trajectories]
-            _generate_anew(desk, [sample for sample in samples if not desk.stores.has(sample.store)])
+            _generate_anew(desk, [one for one in samples if not desk.stores.has_sample(one.id, one.store)])
 
 
 def _generate_anew(desk: Desk, samples: list[Sample]) -> None:
@@ -70,5 +82,6 @@ def _generate_anew(desk: Desk, samples: list[Sample]) -> None:
     groups.cancel(desk, samples)
     for sample in samples:
         desk.ledger.regenerate(sample)
+    desk.stores.found_missing([sample.id for sample in samples])
     desk.send(Forget(tuple([one.id for one in samples]), "lost"))
     desk.more_work = True

@@ -64,6 +64,10 @@ class Training(msgspec.Struct):
         past = self.past.get(self.step)
         return past.parts[self.part] if past is not None and self.part < len(past.parts) else ()
 
+    def all_picked(self) -> set[TrajectoryId]:
+        """All that was trained on or is to be, and may have to be trained on again."""
+        return {id for past in self.past.values() for part in past.parts for group in part for id in group.trajectories}
+
     def awaits(self, incarnation: int, step: int, part: int) -> bool:
         """Whether this is the answer to the unanswered order."""
         return self.busy and (incarnation, step, part) == (self.incarnation, self.step, self.part)

@@ -8,7 +8,7 @@ from tailrace import __version__
 from tailrace.config.errors import ConfigError
 from tailrace.config.fields import fields, read
 from tailrace.config.tree import Config
-from tailrace.launch import inputs
+from tailrace.envs import inputs
 from tailrace.obs.summary import JSON as SUMMARY
 from tailrace.store.folder import is_being_written
 from tailrace.store.journal import Journal

@@ -14,9 +14,9 @@ import sys
 from pathlib import Path
 
 from tailrace.relay.arena import clear_abandoned
-from tailrace.runtime.agent import Agent
+from tailrace.runtime.agent import Agent, AgentError
 from tailrace.runtime.controller import Controller
-from tailrace.store.folder import PRIVATE, RunFolder
+from tailrace.store.folder import PRIVATE, PRIVATE_FOLDER, RunFolder
 from tailrace.wire import descriptors
 from tailrace.wire.keys import JoinKey
 from tailrace.wire.messages import WireError
@@ -44,19 +44,21 @@ def withdraw(folder: RunFolder) -> None:
     (folder.now / FILE).unlink(missing_ok=True)
 
 
-def work(join: str, replicas: int, file: Path | None) -> int:
+def work(join: str, replicas: int, file: Path | None, store: Path | None = None) -> int:
     """Until the run is over (0), or Ctrl-C (130)."""
     endpoint, key = _endpoint(join), _key(file)
+    if store is not None:
+        _prepare(store)
     descriptors.raise_limit()
     clear_abandoned()
     try:
-        return asyncio.run(_work(endpoint, key, replicas))
+        return asyncio.run(_work(endpoint, key, replicas, store))
     finally:
         clear_abandoned()  # of relays that were killed
 
 
-async def _work(endpoint: str, key: JoinKey, replicas: int) -> int:
-    agent = Agent(endpoint, key, replicas, _say)
+async def _work(endpoint: str, key: JoinKey, replicas: int, store: Path | None) -> int:
+    agent = Agent(endpoint, key, replicas, _say, store)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, agent.interrupt)
@@ -90,3 +92,10 @@ def _key(file: Path | None) -> JoinKey:
 
 def _say(sentence: str) -> None:
     print(sentence, file=sys.stderr, flush=True)
+
+
+def _prepare(store: Path) -> None:
+    try:
+        store.mkdir(PRIVATE_FOLDER, parents=True, exist_ok=True)
+    except OSError as error:
+        raise AgentError(f"--store {store} cannot be made ({error.strerror}); write another directory") from None

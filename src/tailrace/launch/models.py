@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 from tailrace.config.errors import ConfigError
-from tailrace.launch import inputs
+from tailrace.envs import inputs
 from tailrace.launch.evaluation import measure
 from tailrace.launch.folder import CHECKPOINTS
 from tailrace.obs.progress import Progress

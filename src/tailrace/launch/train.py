@@ -13,20 +13,19 @@ from contextlib import suppress
 from pathlib import Path
 
 from tailrace.config.tree import Config
+from tailrace.envs.sources import open_source, steps_short
 from tailrace.errors import TailraceError
 from tailrace.launch.evaluation import measure
 from tailrace.launch.folder import CHECKPOINTS, begin_store, resume_store, take_over_store
-from tailrace.launch.inputs import recorded
 from tailrace.launch.keeper import Keeper
 from tailrace.launch.machines import invite, withdraw
-from tailrace.launch.sources import Later, open_source, steps_short
 from tailrace.launch.view import View
 from tailrace.model.advice import advice
 from tailrace.model.device import check_devices
 from tailrace.obs.progress import Progress
 from tailrace.obs.summary import write_summary
 from tailrace.relay.arena import clear_abandoned
-from tailrace.runtime.controller import INTERRUPTED, Controller, RunError, Source
+from tailrace.runtime.controller import INTERRUPTED, Controller, RunError
 from tailrace.runtime.local import read_traces
 from tailrace.runtime.parts import Tie
 from tailrace.store.database import has_log
@@ -58,13 +57,12 @@ def train(config: Config, folder: Path, resume: bool, keeper: Keeper, accept: bo
     keys = Keyring(keeper.secret, keeper.token)
     tie = Tie(keys, keeper.lifeline, read_traces(folder) if keeper.begun else None)
     store = _opened(folder, config, resume, keeper, accept)
-    source = source or Later(config, recorded(store.meta))
     keeper.begin()
     try:
         if _evaluates(config) and store.meta.get(f"accuracy_{BEFORE}") is None:
             _evaluate(store, config, None, BEFORE)
             store.commit()
-        reason, complete = asyncio.run(_drive(store, config, source, tie, keeper))
+        reason, complete = asyncio.run(_drive(store, config, tie, keeper))
         clear_abandoned()  # of relays that were killed and did not come back before the end
         store.place.refuse_moved()
         if complete and _evaluates(config):
@@ -130,9 +128,9 @@ def _newest(folder: Path) -> Path | None:
     return newest(folder / CHECKPOINTS)
 
 
-async def _drive(store: RunStore, config: Config, source: Source, tie: Tie, keeper: Keeper) -> tuple[str, bool]:
+async def _drive(store: RunStore, config: Config, tie: Tie, keeper: Keeper) -> tuple[str, bool]:
     view = View(store, config)
-    controller = Controller(store, config, source, tie, view)
+    controller = Controller(store, config, tie, view)
     invitation = invite(controller, store.place)
     if invitation and tie.left is None:
         print(invitation, file=sys.stderr, flush=True)

@@ -14,12 +14,14 @@ import os
 import shutil
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tailrace.config.errors import ConfigError
 from tailrace.config.shapes import is_gguf, why_no_model
 from tailrace.config.sources import PACKAGE
+from tailrace.config.tree import Config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -119,6 +121,16 @@ def vocabulary_size(path: str) -> int | None:
     """Every token of the model is below it; None if its settings do not say."""
     settings = read_config(model_folder(path))
     return (settings.get("text_config") or settings).get("vocab_size")
+
+
+def vocabulary_of(config: Config) -> int:
+    """The same for a run. An emulated engine has none, nor has a run that goes on without its model's folder: then what
+    an int32 holds."""
+    size = None
+    if config.rollout.engine == "native":
+        with suppress(ConfigError):
+            size = vocabulary_size(config.model.path)
+    return size or 1 << 31
 
 
 def end_tokens(path: str, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

@@ -1,8 +1,9 @@
 """The process of one replica: takes work from the controller, plays it on its engine, streams what comes of it.
 
-Consumes `Generate`, `Release`, `Cancel` and `LoadWeights`; produces growth for the vault and `ScoringStarted`,
-`GenerationResumed`, `Finished`, `SampleFailed`, `Parked`, `WeightsLoaded` or `PullFailed`. Waits only when there is
-nothing to generate or to judge.
+Consumes `Generate`, `Release`, `Cancel` and `LoadWeights`; produces `ScoringStarted`, `GenerationResumed`, `Finished`,
+`SampleFailed`, `Parked`, `WeightsLoaded` or `PullFailed`. Prompts and prefixes come from the sample store, and tokens
+go there; what they say is reported to the controller only once it is durable. Waits only when there is nothing to
+generate or to judge, or when the store is behind.
 Weights for a GPU come there while generation goes on. So does generation while a controller is away: the next one is
 told what is in hand.
 """
@@ -21,12 +22,14 @@ from tailrace.protocol import (
     Finished,
     Generate,
     GenerationResumed,
+    JudgedTurn,
     LoadWeights,
     Parked,
     Progressed,
     PullFailed,
     Release,
     ReplicaJoined,
+    Request,
     SampleFailed,
     ScoringStarted,
     WeightsLoaded,
@@ -36,10 +39,12 @@ from tailrace.relay.fetch import Sources
 from tailrace.rollout.build import build_runner
 from tailrace.rollout.episode import Episode
 from tailrace.rollout.pull import Puller
-from tailrace.rollout.runner import Outcome
+from tailrace.rollout.runner import Key, Outcome
+from tailrace.samples.client import SampleClient
+from tailrace.samples.messages import Refused
 from tailrace.types import Version, label
 from tailrace.wire.link import Link
-from tailrace.wire.messages import Ended, Grown, Growth, Introduce, Ordered, Spec
+from tailrace.wire.messages import Ended, Introduce, Ordered, Spec, Stores
 
 IDLE_S = 0.05  # how long to wait for orders when there is nothing to generate
 JUDGING_S = 0.001  # the same while only judges are at work, or weights are on their way
@@ -56,6 +61,9 @@ class Worker:
         self.runner = build_runner(spec.config)
         self.load = Load(0, 0, 0)
         self.link = Link(spec, self._heartbeat)
+        self.samples = SampleClient(spec.name)
+        self._fetching: dict[Key, Request] = {}  # whose prompt and prefix are on their way
+        self._unstored: set[Key] = set()  # complete, but not durable yet
         self.totals: dict[str, float] = {}
         staging = getattr(self.runner.engine, "staging", None)
         self._puller = Puller(staging) if staging is not None else None
@@ -72,12 +80,15 @@ class Worker:
         }
 
     def run(self) -> None:
+        self.samples.open()
         self.link.open()
         self._join()
         try:
             while self._obey(self._patience()):
+                self._begin_fetched()
                 self._advance()
         finally:
+            self.samples.close()
             if self._puller is not None:
                 self._puller.close()
             self._arenas.close()
@@ -87,7 +98,8 @@ class Worker:
     def _join(self) -> None:
         """Say what is here, at the beginning and whenever there is a new controller."""
         engine = self.runner.engine
-        held = tuple([Assignment(*episode.key) for episode in self.runner.episodes.values()])
+        keys = [*self._fetching, *[episode.key for episode in self.runner.episodes.values()], *list(self._unstored)]
+        held = tuple([Assignment(*key) for key in keys])
         room = (engine.kv_capacity, engine.roofline)
         self.link.report(
             ReplicaJoined(self.spec.id, self.link.incarnation, self.spec.host, engine.version, *room, held)
@@ -95,9 +107,9 @@ class Worker:
 
     def _patience(self) -> float:
         """How long orders are worth waiting for."""
-        if self.runner.busy:
+        if self.runner.busy and not self.samples.waiting_for:
             return 0.0
-        soon = self.runner.episodes or (self._puller is not None and self._puller.busy)
+        soon = self.runner.episodes or self._fetching or (self._puller is not None and self._puller.busy)
         return JUDGING_S if soon else IDLE_S
 
     def _obey(self, timeout_s: float) -> bool:
@@ -106,15 +118,27 @@ class Worker:
                 return False
             if isinstance(message, Introduce):
                 self._join()
-            else:
+            elif isinstance(message, Stores):
+                self.samples.connect(message.addresses)
+            elif isinstance(message, Ordered):
                 self._order = message
                 self._actions[type(message.command)](message.command)
         return True
 
+    def _begin_fetched(self) -> None:
+        for found in self.samples.poll():
+            key = found.trajectory, found.attempt
+            request = self._fetching.pop(key, None)
+            if isinstance(found, Refused):  # somebody else has it by now
+                self._withdraw([key])
+            elif request is not None:
+                prefix = found.prefix if request.resume else ()
+                self.runner.add(Episode(request, found.row, prefix, self.runner.engine.version))
+
     def _advance(self) -> None:
         if self._puller is not None:
             self._switch_when_landed(self._puller)
-        if not self.runner.episodes:
+        if not self.runner.episodes or self.samples.waiting_for:
             return
         for outcome in self.runner.step():
             self._end(outcome)
@@ -125,25 +149,33 @@ class Worker:
     # ------------------------------------------------------------------------------------------------------- orders
 
     def _generate(self, command: Generate) -> None:
-        order: Ordered = self._order
         for request in command.requests:
-            prefix = order.prefixes.get(request.trajectory, ())
-            version = self.runner.engine.version
-            self.runner.add(Episode(request, order.rows[request.prompt], prefix, version))
+            self._fetching[request.trajectory, request.epoch] = request
+            self.samples.fetch(request.trajectory, request.epoch, request.store)
 
     def _release(self, command: Release) -> None:
-        """Hand everything back; what is in the vault by then is where somebody else goes on. Only what is complete and
-        being scored stays: its judge would have to begin anew elsewhere."""
+        """Hand everything back; what its store has by then is where somebody else goes on. What is complete and being
+        scored stays: its judge would have to begin anew elsewhere. So does what has not begun."""
         self._stream(1)
-        leaving = self.runner.withdraw(self.runner.unfinished())
+        leaving = {episode.key: episode.meta() for episode in self.runner.withdraw(self.runner.unfinished())}
         self._take_stock()
-        metas = tuple(episode.meta() for episode in leaving)
-        self.link.report(Parked(self.spec.id, self.link.incarnation, metas))
+
+        def park(durable: frozenset[Key]) -> None:
+            metas = tuple([meta for key, meta in leaving.items() if key in durable])
+            self.link.report(Parked(self.spec.id, self.link.incarnation, metas))
+
+        self.samples.then_all(list(leaving), park)
 
     def _cancel(self, command: Cancel) -> None:
+        self._withdraw([(one.trajectory, one.epoch) for one in command.samples])
+
+    def _withdraw(self, keys: list[Key]) -> None:
         current = {episode.key for episode in self.runner.episodes.values()}
-        wanted = [one for one in command.samples if (one.trajectory, one.epoch) in current]
-        self.runner.withdraw(one.trajectory for one in wanted)
+        self.runner.withdraw(key[0] for key in keys if key in current)
+        for key in keys:
+            self._fetching.pop(key, None)
+            self._unstored.discard(key)
+            self.samples.withdraw(*key)
 
     def _load_weights(self, command: LoadWeights) -> None:
         arena = self._arenas.at(self._order.arena, self._order.addresses.get(command.relay, ""))
@@ -181,13 +213,20 @@ class Worker:
     # ------------------------------------------------------------------------------------------------------ reports
 
     def _end(self, outcome: Outcome) -> None:
-        episode = outcome.episode
-        self._send_growth([episode])
+        key = outcome.episode.key
         if outcome.reward is None:
-            trajectory, epoch = episode.key
-            self.link.report(SampleFailed(self.spec.id, trajectory, epoch, outcome.reason))
-        else:
-            self.link.report(Finished(self.spec.id, episode.meta(outcome.reward)))
+            self.samples.withdraw(*key)
+            self.link.report(SampleFailed(self.spec.id, *key, outcome.reason))
+            return
+        meta = outcome.episode.meta(outcome.reward)
+
+        def finish() -> None:
+            self.link.report(Finished(self.spec.id, meta))
+            self._unstored.discard(key)
+
+        self._unstored.add(key)
+        self._store([outcome.episode])
+        self.samples.then(*key, finish)
 
     def _report_scoring(self) -> None:
         """Whose turn a judge has had for a while, and who goes on after that; a few times a second at most, so that
@@ -199,18 +238,28 @@ class Worker:
             self._report_at = time.monotonic() + SCORING_S
         if resumed:
             self.link.report(GenerationResumed(self.spec.id, self.link.incarnation, resumed))
-        if started:  # with all that there is of them: should this replica be lost, they need only another judge
-            self._send_growth([self.runner.episodes[one.trajectory] for one in started])
-            self.link.report(ScoringStarted(self.spec.id, self.link.incarnation, started))
+        if started:
+            self._report_started(started)
+
+    def _report_started(self, started: tuple[JudgedTurn, ...]) -> None:
+        """With all that there is of them: should this replica be lost, they need only another judge."""
+
+        def report(durable: frozenset[Key]) -> None:
+            stored = tuple([one for one in started if (one.trajectory, one.epoch) in durable])
+            self.link.report(ScoringStarted(self.spec.id, self.link.incarnation, stored))
+
+        self._store([self.runner.episodes[one.trajectory] for one in started])
+        self.samples.then_all([(one.trajectory, one.epoch) for one in started], report)
 
     def _stream(self, at_least: int) -> None:
-        """Bring to the vault what has grown by so many tokens."""
-        self._send_growth([one for one in self.runner.episodes.values() if one.unstored_tokens >= at_least])
+        """Bring to their stores what has grown by so many tokens."""
+        self._store([one for one in self.runner.episodes.values() if one.unstored_tokens >= at_least])
 
-    def _send_growth(self, episodes: list[Episode]) -> None:
-        growths = [Growth(*episode.key, episode.take_growth()) for episode in episodes if episode.unstored_tokens]
-        if growths:
-            self.link.send(Grown(tuple(growths)))
+    def _store(self, episodes: list[Episode]) -> None:
+        for episode in episodes:
+            if episode.unstored_tokens:
+                start = episode.completion_tokens - episode.unstored_tokens
+                self.samples.append(*episode.key, start, episode.take_growth(), episode.request.store)
 
     def _take_stock(self) -> None:
         """For the heart, which beats in another thread and must not look into a working engine."""

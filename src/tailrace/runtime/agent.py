@@ -44,11 +44,15 @@ class AgentError(TailraceError):
 
 
 class Agent:
-    def __init__(self, endpoint: str, key: JoinKey, replicas: int, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, endpoint: str, key: JoinKey, replicas: int, say: Callable[[str], None], store: Path | None = None
+    ) -> None:
+        """`store`: the folder for the tokens of what is generated here; None: they go to the run's own machine."""
         spec = Spec("host", secrets.randbits(48), 1, endpoint, key.token, "", Config(), door=key.door)
         self._spec = replace(spec, key=host_key(key.token, spec.name).hex())
         knock(endpoint, spec.name, host_key(key.token, spec.name), key.door, KNOCK_S)
         self._replicas = replicas
+        self._store = store
         self._say = say
         self._own, self._held = os.pipe()
         self._folder = Path(tempfile.mkdtemp(prefix="tailrace-worker-"))
@@ -101,7 +105,7 @@ class Agent:
 
     def _offer(self, replicas: int) -> None:
         self._link.send(Hello())
-        self._link.send(Offer(__version__, replicas, self._parts))
+        self._link.send(Offer(__version__, replicas, self._store is not None, self._parts))
 
     async def _listen(self, until: float) -> None:
         """Between two offers. Something that changes here is worth one at once."""
@@ -151,7 +155,8 @@ class Agent:
     def _at_home(self, spec: Spec) -> Spec:
         """The same with what is different on this machine."""
         listen = spec.listen if "/" in spec.listen else _own_address(self._spec.endpoint)
-        return replace(spec, endpoint=self._spec.endpoint, door=self._spec.door, lifeline=self._own, listen=listen)
+        here = replace(spec, endpoint=self._spec.endpoint, door=self._spec.door, lifeline=self._own, listen=listen)
+        return replace(here, folder=str(self._store), folder_id=(0, 0)) if spec.role == "store" else here
 
     def _ended(self, process: Process, how: str) -> None:
         self._say(f"{process.spec.role} {process.spec.id} {how}; see {process.log}")

@@ -1,9 +1,10 @@
 """The wall-clock driver: carries out the control plane's commands on real processes and reports what happens.
 
-One asyncio loop. Whatever arrives is handled in batches: events go through the control plane, payloads into the vault,
-everything is committed to `run.db` in one transaction, and only then are the commands sent. So a crash at any moment
-leaves a journal from which the run goes on, and nobody has ever been told what the journal does not know. While another
-program has `run.db` locked, whatever arrives waits, and the loop goes on listening.
+One asyncio loop. Whatever arrives is handled in batches: events go through the control plane, everything is committed
+to `run.db` in one transaction, and only then are the commands sent. So a crash at any moment leaves a journal from
+which the run goes on, and nobody has ever been told what the journal does not know. While another program has `run.db`
+locked, whatever arrives waits, and the loop goes on listening. No token passes through here: replicas and trainers
+exchange them with the sample stores, which are told who may write what.
 
 Parts outlive a controller that is killed. The next one, started by the same keeper, adopts them and asks each to join
 again; what they report is counted exactly once (see `wire`), so they go on with the work that they have in hand.
@@ -23,12 +24,10 @@ from functools import partial
 from math import inf
 from typing import Any, NamedTuple, Protocol, TextIO
 
-from tailrace.config.errors import ConfigError
 from tailrace.config.tree import Config
 from tailrace.control.plane import ControlPlane
 from tailrace.control.state import State
 from tailrace.errors import TailraceError
-from tailrace.model.load import vocabulary_size
 from tailrace.protocol import (
     TRAINER,
     Command,
@@ -41,7 +40,6 @@ from tailrace.protocol import (
     Generate,
     GiveUp,
     LoadWeights,
-    PromptsAdded,
     Publish,
     RelayJoined,
     Release,
@@ -52,28 +50,31 @@ from tailrace.protocol import (
     SetTimer,
     Start,
     Stop,
+    StoreJoined,
     TimerFired,
     Train,
     Trained,
     TrainerJoined,
 )
+from tailrace.runtime.grants import granted, reconciliation
 from tailrace.runtime.local import Process
-from tailrace.runtime.parts import Parts, Tie
+from tailrace.runtime.parts import FIRST_STORE, Parts, Tie
 from tailrace.runtime.validation import LONGEST_REASON, Sender, Validation, shortened
 from tailrace.store.folder import PRIVATE, PRIVATE_FOLDER
 from tailrace.store.run import RunStore
 from tailrace.store.waiting import PAUSE_S, Locked, to_terminal
 from tailrace.trainer.pace import BYTES_PER_PARAMETER
-from tailrace.types import MALFORMED, Prompt, Row
+from tailrace.types import MALFORMED
 from tailrace.watchdog import Watchdog
 from tailrace.wire.hub import Hub
 from tailrace.wire.keys import HOST
 from tailrace.wire.messages import (
+    Accused,
     Acknowledged,
+    Assigned,
     Collapsed,
     FromPart,
     Garbled,
-    Grown,
     Hello,
     Measured,
     Offer,
@@ -94,15 +95,6 @@ class RunError(TailraceError):
     """Why a run cannot go on, for the person who started it."""
 
 
-class Source(Protocol):
-    """Where prompts come from. The run is over after `total` of them; None: never. Asked by one thread at a time."""
-
-    @property
-    def total(self) -> int | None: ...
-
-    def rows(self, start: int, count: int) -> list[Row]: ...
-
-
 class Observer(Protocol):
     """Whoever watches: the terminal, the summary."""
 
@@ -120,10 +112,9 @@ class Happened(NamedTuple):
 
 
 class Controller:
-    def __init__(self, store: RunStore, config: Config, source: Source, tie: Tie, observer: Observer) -> None:
+    def __init__(self, store: RunStore, config: Config, tie: Tie, observer: Observer) -> None:
         self.store = store
         self.config = config
-        self.source = source
         self.tie = tie
         self.observer = observer
         if tie.left is None:
@@ -136,7 +127,7 @@ class Controller:
         self._began = time.monotonic() - store.last_now
         self._arrived: deque[Callable[[], None]] = deque()  # what is to be taken in with the next transaction
         self._events: deque[Happened] = deque()
-        self._validation = Validation(config, lambda: self.state, store.vault, _vocabulary(config))
+        self._validation = Validation(config, lambda: self.state)
         self.held_up = False  # by another program that has run.db locked
         self._outbox: list[Coroutine[Any, Any, None]] = []
         self._wake = asyncio.Event()
@@ -146,9 +137,8 @@ class Controller:
         self._crash: BaseException | None = None
         self._log: TextIO = sys.stderr
         self._failures = 0  # samples in a row that could not be judged
-        self._fetching: asyncio.Task[None] | None = None
         self._actions: dict[type[Command], Callable[[Any], None]] = {
-            FetchPrompts: self._fetch_prompts,
+            FetchPrompts: lambda command: self.parts.send("store", FIRST_STORE, Ordered(command)),
             Generate: self._generate,
             Release: self._to_replica,
             LoadWeights: self._load_weights,
@@ -209,7 +199,7 @@ class Controller:
     def _beginning(self) -> list[Event]:
         if self.resumed:
             return [ControllerRestarted(), *self.parts.missing(self.tie.left)]
-        return [RunStarted(self.config.local.replicas, self.config.local.relays)]
+        return [RunStarted(self.config.local.replicas, self.config.local.relays, stores=1)]
 
     def interrupt(self) -> None:
         """Stop as soon as what is under way is written down; the run can be resumed. The second time: at once."""
@@ -310,6 +300,7 @@ class Controller:
             self._keep(event)
             commands = self.plane.handle(now, event)
             seq = self.store.record(now, event, commands)
+            self._introduce_stores(event)
             self.observer.see(now, event, commands)
             for command in commands:
                 self._actions.get(type(command), self._to_replica)(command)
@@ -330,17 +321,30 @@ class Controller:
         return process.refused
 
     def _keep(self, event: Event) -> None:
-        """What the vault has to know of an event."""
+        """What the table of trajectories has to know of an event."""
+        trajectories = self.store.trajectories
         match event:
             case Finished(_, meta):
                 self._failures = 0
-                self.store.vault.finish(meta.id, meta.epoch, meta.finish, meta.reward)
+                trajectories.finish(meta)
             case SampleFailed(replica, trajectory, epoch, reason):
-                if self.store.vault.fail(trajectory, epoch, reason) and self.parts.is_ours("replica", replica):
+                if trajectories.fail(trajectory, epoch, reason) and self.parts.is_ours("replica", replica):
                     self._count_failure(reason)
             case Trained(incarnation, step, part) if self.state.training.awaits(incarnation, step, part):
-                groups = self.state.training.past[step].parts[part]
-                self.store.vault.trained([id for group in groups for id in group.trajectories], step)
+                trajectories.trained([id for group in self.state.training.picked for id in group.trajectories], step)
+            case _:
+                pass
+
+    def _introduce_stores(self, event: Event) -> None:
+        """A store that joins hears what is under way, and everybody hears where it is; so does whoever joins later."""
+        match event:
+            case StoreJoined(store):
+                self.parts.send("store", store, reconciliation(self.state, store))
+                self.parts.tell_stores()
+            case ReplicaJoined(replica):
+                self.parts.tell_stores_to("replica", replica)
+            case TrainerJoined():
+                self.parts.tell_stores_to("trainer", TRAINER)
             case _:
                 pass
 
@@ -381,13 +385,12 @@ class Controller:
                 self.parts.introduced(process, address, arena)
             case Reported(event):
                 self._events.append(Happened(shortened(event), process, _sender(process)))
-                if isinstance(event, ReplicaJoined | RelayJoined | TrainerJoined):
+                if isinstance(event, ReplicaJoined | RelayJoined | StoreJoined | TrainerJoined):
                     process.joined, process.incarnation = True, max(process.incarnation, event.incarnation)
-            case Grown(growths):
-                for growth in growths:
-                    if not self._validation.is_late(growth):
-                        self._validation.grew(growth)
-                        self.store.vault.append(growth.trajectory, growth.epoch, growth.segments)
+            case Accused(component, reason):
+                accused = self.parts.named(component)
+                if accused is not None:
+                    self.parts.refuse(accused, reason)
             case Measured(step, values):
                 source = process.spec.role if process.spec.role == "trainer" else f"r{process.spec.id}"
                 self.store.metrics.measure(self.now, step, source, values)
@@ -421,34 +424,13 @@ class Controller:
 
     # ----------------------------------------------------------------------------------------------------- commands
 
-    def _fetch_prompts(self, command: FetchPrompts) -> None:
-        """In a thread: rendering many prompts, or opening a large task, must not keep everybody waiting."""
-        self._fetching = asyncio.create_task(self._fetch(command))
-        self._fetching.add_done_callback(self._deaf)
-
-    async def _fetch(self, command: FetchPrompts) -> None:
-        rows, last = await asyncio.to_thread(self._read, command)
-        self._arrived.append(partial(self._add_prompts, command.start, rows, last))
-        self._wake.set()
-
-    def _add_prompts(self, start: int, rows: list[Row], last: bool) -> None:
-        self.store.vault.add_prompts(rows)
-        prompts = tuple([Prompt(row.id, len(row.tokens)) for row in rows])
-        self.tell(PromptsAdded(start, prompts, last))
-
-    def _read(self, command: FetchPrompts) -> tuple[list[Row], bool]:
-        total = self.source.total
-        count = command.count if total is None else max(0, min(command.count, total - command.start))
-        return self.source.rows(command.start, count), total is not None and command.start + count >= total
-
     def _generate(self, command: Generate) -> None:
-        vault = self.store.vault
-        for one in command.requests:
-            vault.assign(one.trajectory, one.epoch, one.group, one.prompt, one.resume)
-        prompts = {one.prompt for one in command.requests}
-        rows = {id: Row(id, one.tokens, one.prompt, one.columns) for id in prompts if (one := vault.row(id))}
-        prefixes = {one.trajectory: vault.prefix(one.trajectory) for one in command.requests if one.resume}
-        self.parts.send("replica", command.replica, Ordered(command, rows=rows, prefixes=prefixes))
+        """The stores first: a replica has to find its prompts and prefixes there, and may write there."""
+        self.store.trajectories.assign(command.requests)
+        for store in {request.store for request in command.requests}:
+            mine = [request for request in command.requests if request.store == store]
+            self.parts.send("store", store, Assigned(tuple([granted(command.replica, one) for one in mine])))
+        self.parts.send("replica", command.replica, Ordered(command))
 
     def _load_weights(self, command: LoadWeights) -> None:
         relay = self.parts.get("relay", command.relay)
@@ -463,8 +445,8 @@ class Controller:
         self.parts.send("replica", command.replica, Ordered(command))
 
     def _train(self, command: Train) -> None:
-        groups = tuple([tuple(self.store.vault.read(group.trajectories)) for group in command.groups])
-        self.parts.send("trainer", TRAINER, Ordered(command, groups=groups))
+        rewards = self.store.trajectories.rewards([id for group in command.groups for id in group.trajectories])
+        self.parts.send("trainer", TRAINER, Ordered(command, rewards=rewards))
 
     def _publish(self, command: Publish) -> None:
         addresses = self.parts.addresses((command.relay,))
@@ -475,8 +457,9 @@ class Controller:
         self.parts.send("relay", command.relay, Ordered(command, addresses=self.parts.addresses(command.targets)))
 
     def _forget(self, command: Forget) -> None:
-        self._validation.forget(command.trajectories)
-        self.store.vault.forget(command.trajectories, self.config.run.archive, command.reason)
+        self.store.trajectories.forget(command.trajectories, self.config.run.archive, command.reason)
+        for store in self.state.stores.stores:
+            self.parts.send("store", store, Ordered(command))
 
     def _set_timer(self, command: SetTimer) -> None:
         loop = asyncio.get_running_loop()
@@ -524,18 +507,9 @@ def _sender(process: Process) -> Sender:
     return Sender(spec.role, spec.id, spec.host, process.incarnation, process.joined, process.address)
 
 
-def _vocabulary(config: Config) -> int:
-    """An emulated engine has none; then what the vault can hold."""
-    size = None
-    if config.rollout.engine == "native":
-        with suppress(ConfigError):  # of a run that goes on without its model's folder
-            size = vocabulary_size(config.model.path)
-    return size or 1 << 31
-
-
 def _say(sentence: str) -> None:
     """To the terminal: the disk of the log may be what it waits for. Replacing it is for its keeper."""
     print(f"tailrace: the controller is {sentence}", file=sys.stderr, flush=True)
 
 
-__all__ = ["INTERRUPTED", "Controller", "RunError", "Source"]
+__all__ = ["INTERRUPTED", "Controller", "RunError"]

@@ -13,7 +13,7 @@ import signal
 from collections.abc import Mapping
 
 from tailrace.runtime.local import HostTrace
-from tailrace.types import HostId, ReplicaId
+from tailrace.types import HostId
 from tailrace.wire.messages import Spec, Wanted
 
 LONGEST = 1000  # characters of how something ended
@@ -58,7 +58,8 @@ class Host:
     @property
     def parts(self) -> list[tuple[str, int]]:
         """Role and number of all that are to run there."""
-        return [("relay", self.id), *[("replica", id) for id in self.trace.replicas]]
+        store = [("store", self.id)] if self.trace.store else []
+        return [("relay", self.id), *store, *[("replica", id) for id in self.trace.replicas]]
 
     def place(self, spec: Spec) -> Distant:
         """A process that is to be there."""
@@ -98,8 +99,8 @@ class Hosts:
         """The one on which this part runs."""
         return self._of_part.get((role, id))
 
-    def add(self, name: str, id: HostId, replicas: tuple[ReplicaId, ...], now: float) -> Host:
-        host = self.present[name] = Host(HostTrace(name, id, replicas), now)
+    def add(self, trace: HostTrace, now: float) -> Host:
+        host = self.present[trace.name] = Host(trace, now)
         self._of_part |= dict.fromkeys(host.parts, host)
         return host
 

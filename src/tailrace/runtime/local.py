@@ -44,11 +44,13 @@ class Trace(Struct):
 
 
 class HostTrace(Struct):
-    """Another machine that has joined: what it calls itself, and the numbers of its relay and its replicas."""
+    """Another machine that has joined: what it calls itself, the numbers of its relay and its replicas, and whether it
+    has a sample store."""
 
     name: str
     id: HostId
     replicas: tuple[ReplicaId, ...]
+    store: bool = False
 
 
 class Traces(Struct):
@@ -106,7 +108,7 @@ class Process:
         self.joined = False
         self.dismissed = False  # its end is expected
         self.refused = False  # it has sent what it must not, and is not heard any more
-        self.address = self.arena = ""  # of a relay
+        self.address = self.arena = ""  # of a relay; a sample store has an address too
 
     @property
     def title(self) -> str:

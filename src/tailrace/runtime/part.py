@@ -26,6 +26,7 @@ from tailrace.wire.messages import Collapsed, Spec
 ROLES = {
     "replica": "tailrace.rollout.worker",
     "relay": "tailrace.relay.worker",
+    "store": "tailrace.samples.worker",
     "trainer": "tailrace.trainer.worker",
 }
 STDIN = 0

@@ -27,15 +27,16 @@ from tailrace.protocol import (
     RelayLost,
     ReplicaLost,
     Start,
+    StoreLost,
     TrainerLost,
 )
 from tailrace.runtime.hosts import Host, Hosts
-from tailrace.runtime.local import SHORTAGE, SHORTAGE_S, Local, Process, Trace, Traces, last_lines
+from tailrace.runtime.local import SHORTAGE, SHORTAGE_S, HostTrace, Local, Process, Trace, Traces, last_lines
 from tailrace.store.folder import RunFolder
 from tailrace.types import RelayId
 from tailrace.watchdog import ask_for_stacks, is_stopped, look_at
 from tailrace.wire.hub import Hub
-from tailrace.wire.keys import HOST, JoinKey, Keyring
+from tailrace.wire.keys import HOST, JoinKey, Keyring, sample_key
 from tailrace.wire.messages import (
     LOOPBACK,
     MOST_REPLICAS,
@@ -45,9 +46,12 @@ from tailrace.wire.messages import (
     FromController,
     Offer,
     Spec,
+    StoreAddress,
+    Stores,
     Wanted,
 )
 
+FIRST_STORE = 0
 EVER = 16_384  # replicas that a run remembers: a number is never used again
 DROPPED = 1024  # machines that are remembered for having lied
 STACKS_S = 0.25  # for a part that is given up to write down where it is
@@ -127,6 +131,27 @@ class Parts:
         found = {id: self.get("relay", id) for id in relays}
         return {id: process.address for id, process in found.items() if process is not None}
 
+    def tell_stores(self) -> None:
+        """Everybody who exchanges tokens with them hears where the sample stores are."""
+        for process in self._local.processes.values():
+            if process.joined and process.spec.role in ("replica", "trainer"):
+                self.tell_stores_to(process.spec.role, process.spec.id)
+
+    def tell_stores_to(self, role: str, id: int) -> None:
+        process = self.get(role, id)
+        if process is not None:
+            self.send(role, id, Stores(tuple([self._address(store, process) for store in self._stores()])))
+
+    def _stores(self) -> list[Process]:
+        """Those that have joined."""
+        known = [self.get("store", id) for id in self.overseer.state.stores.stores]
+        return [process for process in known if process is not None and process.joined]
+
+    def _address(self, store: Process, reader: Process) -> StoreAddress:
+        endpoint, _, fingerprint = store.address.partition("#")
+        key = sample_key(self.tie.keys.of(store.spec.name), reader.spec.name)
+        return StoreAddress(store.spec.id, f"tcp://{endpoint}", fingerprint, key.hex())
+
     def send(self, role: str, id: int, message: FromController) -> None:
         """To be sent once the books are closed. A part that is gone gets nothing: control will hear of its loss."""
         process = self.get(role, id)
@@ -140,6 +165,7 @@ class Parts:
 
     def start_everybody(self) -> None:
         """A resumed run: whoever was there is gone with the keeper of then."""
+        self._start("store", FIRST_STORE)
         self._start("trainer", TRAINER)
         for id in range(self.config.local.relays):
             self._start("relay", id)
@@ -202,14 +228,19 @@ class Parts:
 
     def is_ours(self, role: str, id: int) -> bool:
         """A part of this machine."""
-        own = {"trainer": TRAINER + 1, "relay": self.config.local.relays, "replica": self.config.local.replicas}
-        return id < own[role]
+        own = {"relay": self.config.local.relays, "replica": self.config.local.replicas}
+        return id < own.get(role, 1)
 
     def _known_incarnation(self, role: str, id: int) -> int:
         """The last one that control has heard of."""
         state = self.overseer.state
-        records: dict[str, Any] = {"replica": state.fleet.replicas, "relay": state.relays.relays}
-        known = state.training if role == "trainer" else records[role].get(id)
+        records: dict[str, Any] = {
+            "replica": state.fleet.replicas,
+            "relay": state.relays.relays,
+            "store": state.stores.stores,
+            "trainer": {TRAINER: state.training},
+        }
+        known = records[role].get(id)
         return known.incarnation if known else 0
 
     # ------------------------------------------------------------------------------------------- until it has joined
@@ -292,6 +323,8 @@ class Parts:
                 self.overseer.tell(ReplicaLost(process.spec.id, process.incarnation, reason))
             case "relay":
                 self.overseer.tell(RelayLost(process.spec.id, process.incarnation, reason))
+            case "store":
+                self.overseer.tell(StoreLost(process.spec.id, process.incarnation, reason))
             case _:
                 self.overseer.tell(TrainerLost(process.incarnation, reason))
 
@@ -324,7 +357,9 @@ class Parts:
             here = {(one.role, one.id) for one in left.parts if self._adopt(one)}
         relays = [one for one in state.relays.relays.values() if one.live and ("relay", one.id) not in here]
         replicas = [one for one in state.fleet.replicas.values() if one.live and ("replica", one.id) not in here]
-        events: list[Event] = [RelayLost(one.id, one.incarnation, gone) for one in relays]
+        stores = [one for one in state.stores.stores.values() if one.live and ("store", one.id) not in here]
+        events: list[Event] = [StoreLost(one.id, one.incarnation, gone) for one in stores]
+        events += [RelayLost(one.id, one.incarnation, gone) for one in relays]
         events += [ReplicaLost(one.id, one.incarnation, gone) for one in replicas]
         events += [HostLeft(id, gone) for id in self._absent_hosts()]
         return events if ("trainer", TRAINER) in here else [*events, TrainerLost(state.training.incarnation, gone)]
@@ -346,7 +381,7 @@ class Parts:
         """Those of which the journal knows; others are new when they are heard of."""
         for one in left.hosts:
             if one.id in self.overseer.state.relays.relays:
-                self._hosts.add(one.name, one.id, one.replicas, self.overseer.now)
+                self._hosts.add(one, self.overseer.now)
         self._local.hosts = self._hosts.traces
 
     def _absent_hosts(self) -> list[RelayId]:
@@ -377,7 +412,7 @@ class Parts:
         elif why_not := self._no_room_for(offer):
             self._post(name, Dismissed(why_not))
         else:
-            self._answer(self._welcome(name, offer.replicas), offer)
+            self._answer(self._welcome(name, offer), offer)
 
     def _answer(self, host: Host, offer: Offer) -> None:
         """What is wanted there."""
@@ -411,14 +446,15 @@ class Parts:
             return f"machines with {EVER:,} replicas in all have come and gone, and this run takes no more"
         return ""
 
-    def _welcome(self, name: str, count: int) -> Host:
+    def _welcome(self, name: str, offer: Offer) -> Host:
         """A machine that is new, or has been away for too long, gets numbers that nobody has had."""
         state, present = self.overseer.state, self._hosts.present.values()
         hosts = [self.config.local.relays - 1, *state.relays.relays, *[host.id for host in present]]
         given = [id for host in present for id in host.trace.replicas]
         first = 1 + max([self.config.local.replicas - 1, *state.fleet.replicas, *given])
-        host = self._hosts.add(name, 1 + max(hosts), tuple(range(first, first + count)), self.overseer.now)
-        self.overseer.tell(HostJoined(host.id, host.trace.replicas))
+        replicas = tuple(range(first, first + offer.replicas))
+        host = self._hosts.add(HostTrace(name, 1 + max(hosts), replicas, offer.store), self.overseer.now)
+        self.overseer.tell(HostJoined(host.id, replicas, offer.store))
         return host
 
     def find_silent_hosts(self) -> None:

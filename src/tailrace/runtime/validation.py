@@ -1,14 +1,16 @@
 """What each part may send: only what is its own to say, and only what can be true.
 
 Whoever has proven its name is still checked, because a run takes machines that nobody knows well, and because one wrong
-figure would spread: into the vault, the journal and every later controller. Numbers are bounded by the types of
+figure would spread: into the journal and every later controller. Numbers are bounded by the types of
 `protocol` and `wire.messages`; what depends on who sends it is in the two tables here.
 
     role       messages                        events, each about itself
     replica    Hello Collapsed Reported        ReplicaJoined Progressed ScoringStarted GenerationResumed
-               Grown Measured                  Finished SampleFailed Parked WeightsLoaded PullFailed
+               Measured                        Finished SampleFailed Parked WeightsLoaded PullFailed
     relay      Hello Collapsed Reported        RelayJoined VersionStored LinkFailed Alive
-    trainer    Hello Collapsed Reported        TrainerJoined Trained Checkpointed PublishFailed Alive
+    store      Hello Collapsed Reported        StoreJoined PromptsAdded SamplesLost Alive
+               Measured Accused
+    trainer    Hello Collapsed Reported        TrainerJoined Trained TrainFailed Checkpointed PublishFailed Alive
                Measured
     host       Hello Offer                     none
 
@@ -21,16 +23,16 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from math import isfinite
 from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
 from tailrace.config.tree import Config
-from tailrace.control.ledger import Sample
 from tailrace.control.sampling import part_sizes
 from tailrace.control.state import State
+from tailrace.control.storage import FIRST
 from tailrace.protocol import (
     Alive,
     Checkpointed,
@@ -40,31 +42,34 @@ from tailrace.protocol import (
     LinkFailed,
     Parked,
     Progressed,
+    PromptsAdded,
     PublishFailed,
     PullFailed,
     RelayJoined,
     ReplicaJoined,
     SampleFailed,
+    SamplesLost,
     ScoringStarted,
+    StoreJoined,
     Trained,
     TrainerJoined,
+    TrainFailed,
     TrajectoryMeta,
     VersionStored,
     WeightsLoaded,
 )
-from tailrace.store.vault import Vault
-from tailrace.types import Segment, TrajectoryId
-from tailrace.wire.messages import Collapsed, FromPart, Garbled, Grown, Growth, Hello, Measured, Offer, Reported
+from tailrace.types import TrajectoryId
+from tailrace.wire.messages import Accused, Collapsed, FromPart, Garbled, Hello, Measured, Offer, Reported
 
 LEAP = 1000  # incarnations that a part may be ahead of what is known: one for each controller that it met
-MOST_LOGPROB, LEAST_LOGPROB = 0.1, -1e6  # 0 and what arithmetic makes of it; what float32 holds
 LONGEST_FINISH = 32
 LONGEST_REASON = 4000  # characters; a reward may raise with a whole page
 PLACE = re.compile(r"(?P<host>[^\s#]+):(?P<port>[0-9]{1,5})(#[0-9a-f]{64})?")
 
 MESSAGES: dict[str, tuple[type, ...]] = {
-    "replica": (Hello, Collapsed, Reported, Grown, Measured),
+    "replica": (Hello, Collapsed, Reported, Measured),
     "relay": (Hello, Collapsed, Reported),
+    "store": (Hello, Collapsed, Reported, Measured, Accused),
     "trainer": (Hello, Collapsed, Reported, Measured),
     "host": (Hello, Offer),
 }
@@ -88,15 +93,9 @@ class Sender(NamedTuple):
 
 
 class Validation:
-    """`vocabulary`: every token is below it."""
-
-    def __init__(self, config: Config, state: Callable[[], State], vault: Vault, vocabulary: int) -> None:
-        self._config = config
+    def __init__(self, config: Config, state: Callable[[], State]) -> None:
         self._state = state
-        self._vault = vault
-        self._vocabulary = vocabulary
         self._parts_per_step = len(part_sizes(config.workload.prompts_per_step, config.trainer.mini_batches))
-        self._stored: dict[TrajectoryId, tuple[int, int]] = {}  # epoch, and tokens that the vault has of it
         self._events: dict[str, dict[type[Event], Callable[[Sender, Any], str]]] = {
             "replica": {
                 ReplicaJoined: self._replica_joined,
@@ -115,9 +114,16 @@ class Validation:
                 LinkFailed: _own_relay,
                 Alive: _own_life,
             },
+            "store": {
+                StoreJoined: _store_joined,
+                PromptsAdded: _prompts_added,
+                SamplesLost: _own_store,
+                Alive: _own_life,
+            },
             "trainer": {
                 TrainerJoined: self._trainer_joined,
                 Trained: self._trained,
+                TrainFailed: self._trained,
                 Checkpointed: self._checkpointed,
                 PublishFailed: _nothing,
                 Alive: _own_life,
@@ -138,8 +144,6 @@ class Validation:
                 return _bad_place(sender.role, address, arena)
             case Measured(_, values):
                 return _bad_figures(sender.role, values)
-            case Grown(growths):
-                return next(filter(None, (self._bad_growth(sender, growth) for growth in growths)), "")
             case _:
                 return ""
 
@@ -151,57 +155,6 @@ class Validation:
         if incarnation > sender.incarnation + LEAP:
             return f"{name} of incarnation {incarnation}, and it is {sender.incarnation}"
         return ""
-
-    def _bad_growth(self, sender: Sender, growth: Growth) -> str:
-        sample = self._state().ledger.current(growth.trajectory, growth.epoch)
-        if sample is None:
-            return ""  # late: it is not stored
-        if sample.replica != sender.id:
-            return f"tokens of t{growth.trajectory}, which it was not given"
-        wrong = next(filter(None, (self._bad_segment(segment) for segment in growth.segments)), "")
-        length = self.stored(sample) + sum(len(segment.tokens) for segment in growth.segments)
-        most = self._config.workload.max_completion_tokens
-        if not wrong and length > most:
-            wrong = f"{length} tokens, where {most} is the most"
-        return wrong and f"t{growth.trajectory} with {wrong}"
-
-    def _bad_segment(self, segment: Segment) -> str:
-        version, tokens, logprobs = segment.version, segment.tokens, segment.logprobs
-        if tokens and max(tokens) >= self._vocabulary:
-            return f"token {max(tokens)}, where {self._vocabulary} is the size of the vocabulary"
-        if version is None:
-            return "log-probs of tokens that nobody sampled" if logprobs is not None else ""
-        if not 0 <= version <= self._state().training.version:
-            return f"tokens of version {version}, which nobody has made"
-        if logprobs is None or len(logprobs) != len(tokens):
-            return f"{len(tokens)} tokens and {len(logprobs or ())} log-probs"
-        if logprobs and not (
-            isfinite(sum(logprobs)) and min(logprobs) >= LEAST_LOGPROB and max(logprobs) <= MOST_LOGPROB
-        ):
-            return "log-probs that are none"
-        return ""
-
-    # --------------------------------------------------------------------------------------------------- what is stored
-
-    def is_late(self, growth: Growth) -> bool:
-        return self._state().ledger.current(growth.trajectory, growth.epoch) is None
-
-    def grew(self, growth: Growth) -> None:
-        sample = self._state().ledger.samples[growth.trajectory]
-        more = sum(len(segment.tokens) for segment in growth.segments)
-        self._stored[sample.id] = (sample.epoch, self.stored(sample) + more)
-
-    def stored(self, sample: Sample) -> int:
-        """Tokens that the vault has of what is running. It is asked once per assignment."""
-        epoch, tokens = self._stored.get(sample.id, (0, 0))
-        if epoch != sample.epoch:
-            tokens = self._vault.tokens(sample.id)
-            self._stored[sample.id] = (sample.epoch, tokens)
-        return tokens
-
-    def forget(self, ids: Iterable[TrajectoryId]) -> None:
-        for id in ids:
-            self._stored.pop(id, None)
 
     # --------------------------------------------------------------------------------------------------------- events
 
@@ -241,10 +194,7 @@ class Validation:
             return f"t{meta.id} of versions {meta.oldest} to {meta.newest}, and {made} is the newest"
         if len(meta.finish) > LONGEST_FINISH:
             return f"t{meta.id} with a reason to end of {len(meta.finish)} characters"
-        wrong = self._not_given(sender, meta.id, meta.epoch)
-        if not wrong and meta.tokens != self.stored(sample):
-            return f"t{meta.id} with {meta.tokens} tokens, of which {self.stored(sample)} came"
-        return wrong
+        return self._not_given(sender, meta.id, meta.epoch)
 
     def _not_given(self, sender: Sender, trajectory: TrajectoryId, epoch: int) -> str:
         sample = self._state().ledger.current(trajectory, epoch)
@@ -263,7 +213,7 @@ class Validation:
         told = at == now or (at == next_ and bool(training.picked))
         return "" if told else f"it joins at step {event.step}, part {event.part}, and was at {now[0]}, {now[1]}"
 
-    def _trained(self, sender: Sender, event: Trained) -> str:
+    def _trained(self, sender: Sender, event: Trained | TrainFailed) -> str:
         training = self._state().training
         ahead = (event.step, event.part) > (training.step, training.part)
         return f"step {event.step}, part {event.part}, which it was not told to train" if ahead else ""
@@ -289,6 +239,22 @@ def _relay_joined(sender: Sender, event: RelayJoined) -> str:
     return _own_relay(sender, event) or ("" if sender.address else "it joins without an address")
 
 
+def _own_store(sender: Sender, event: Any) -> str:
+    return "" if event.store == sender.id else f"{type(event).__name__} of store {event.store}"
+
+
+def _store_joined(sender: Sender, event: StoreJoined) -> str:
+    return _own_store(sender, event) or ("" if sender.address else "it joins without an address")
+
+
+def _prompts_added(sender: Sender, event: PromptsAdded) -> str:
+    """One store has the prompts of all. They are numbered from the first on."""
+    ids = range(event.start, event.start + len(event.prompts))
+    if sender.id != FIRST or any(prompt.id != id for prompt, id in zip(event.prompts, ids, strict=True)):
+        return f"prompts that store {sender.id} was not asked for"
+    return ""
+
+
 def _own_life(sender: Sender, event: Alive) -> str:
     return "" if (event.part, event.id) == (sender.role, sender.id) else f"Alive of {event.part} {event.id}"
 
@@ -297,10 +263,12 @@ def _bad_place(role: str, address: str, arena: str) -> str:
     """Others will connect there, and look for weights there."""
     if not address and not arena:
         return ""
-    if role != "relay":
-        return "an address, where only relays have one"
+    if role not in ("relay", "store"):
+        return "an address, where only relays and stores have one"
     if not _is_place(address):
         return f"an address that is none: {address[:80]!r}"
+    if role == "store":
+        return "a place in memory, where only relays have one" if arena else ""
     return "" if arena.startswith("/") and arena.isprintable() else f"a place in memory that is none: {arena[:80]!r}"
 
 

@@ -25,7 +25,7 @@ from tailrace.store.errors import JournalError
 from tailrace.store.folder import PRIVATE, PRIVATE_FOLDER, is_being_written
 from tailrace.store.waiting import LOCKED_S, PAUSE_S, Locked
 
-FILE, DRAFT = "run.db", ".run.db.new"
+FILE = "run.db"
 MAGIC = b"SQLite format 3\0"
 LONGEST_VALUE = 256 << 20  # bytes; SQLite's own limit is 1 GB, a snapshot of a large fleet has a few MB
 LONGEST_LOG = 64 << 20  # bytes that the log keeps on disk once it has been merged
@@ -41,9 +41,9 @@ DAMAGE = (sqlite3.Error, UnicodeDecodeError)  # what reading a damaged file rais
 # --------------------------------------------------------------------------------------------------------- writing
 
 
-def refuse_existing(folder: Path) -> None:
+def refuse_existing(folder: Path, name: str = FILE) -> None:
     """Nothing is ever written over a run, nor into something that is not a directory."""
-    if (folder / FILE).exists():
+    if (folder / name).exists():
         raise JournalError(f"{folder} already has a run; name another directory, or remove this one")
     if folder.exists() and not folder.is_dir():
         raise JournalError(f"{folder} is a file, so no run can be recorded in it; name a directory")
@@ -60,10 +60,10 @@ class Database:
         self._connection = connection
 
     @classmethod
-    def create(cls, folder: Path, schema: str, meta: Mapping[str, str]) -> Database:
+    def create(cls, folder: Path, schema: str, meta: Mapping[str, str], name: str = FILE) -> Database:
         """Made under another name first: whoever finds the file finds a whole one, whenever its maker is killed."""
-        refuse_existing(folder)
-        path, draft = folder / FILE, folder / DRAFT
+        refuse_existing(folder, name)
+        path, draft = folder / name, folder / f".{name}.new"
         try:
             folder.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
             _remove(draft, *_logs(path))  # what somebody has left who was killed, or who has deleted the run
@@ -76,11 +76,12 @@ class Database:
             raise JournalError(f"{path} cannot be written ({reason(error)}); name another directory") from error
 
     @classmethod
-    def reopen(cls, path: Path) -> Database:
-        """To go on with it; nothing is written to a file that is not whole."""
+    def reopen(cls, path: Path, check: bool = True) -> Database:
+        """To go on with it; nothing is written to a file that is not whole. `check` reads all of it: a file that can be
+        very large and whose rows are checked when they are read goes without."""
         try:
             connection = _patiently(path, lambda: _connect_to_write(path))
-            found = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
+            found = connection.execute("PRAGMA quick_check(1)").fetchone()[0] if check else "ok"
         except DAMAGE as error:
             raise JournalError(f"{path} cannot be opened to go on with it: {reason(error)}") from error
         if found != "ok":
@@ -110,6 +111,10 @@ class Database:
 
     def commit(self) -> None:
         self._try(self._connection.commit)
+
+    def rollback(self) -> None:
+        """Give up what was not committed."""
+        self._try(self._connection.rollback)
 
     def close(self) -> None:
         """What is not committed is lost. One file is left, unless somebody goes on reading it."""
@@ -159,8 +164,9 @@ def _remove(*paths: Path) -> None:
 
 def _connect_to_write(path: Path) -> sqlite3.Connection:
     """WAL with `NORMAL`: a killed process loses only what it had not committed, and a commit waits for no disk. Locks
-    are met at the first write of a transaction or not at all, and SQLite does not wait for them: we do."""
-    connection = _bounded(sqlite3.connect(path, timeout=0.0, isolation_level="IMMEDIATE"))
+    are met at the first write of a transaction or not at all, and SQLite does not wait for them: we do. One thread uses
+    it at a time; which one, is for its owner to see to."""
+    connection = _bounded(sqlite3.connect(path, timeout=0.0, isolation_level="IMMEDIATE", check_same_thread=False))
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("PRAGMA synchronous = NORMAL")
     connection.execute(f"PRAGMA journal_size_limit = {LONGEST_LOG}")
@@ -235,7 +241,7 @@ def reading(path: Path) -> Iterator[sqlite3.Connection]:
     """A connection that can only read; sqlite3's errors are left to who knows what was being read. A run that has ended
     in the meantime could not merge its log, because of this very reader: then that is done here."""
     try:
-        with closing(_connect_to_read(path)) as connection:
+        with closing(connect_to_read(path)) as connection:
             yield connection
     finally:
         with suppress(OSError):
@@ -277,10 +283,11 @@ def has_table(connection: sqlite3.Connection, name: str) -> bool:
     return connection.execute(query, (name,)).fetchone() is not None
 
 
-def _connect_to_read(path: Path) -> sqlite3.Connection:
+def connect_to_read(path: Path) -> sqlite3.Connection:
     """Read-only, and without a trace: SQLite needs files beside this one only while its log is not merged."""
     uri = f"{path.resolve().as_uri()}?mode=ro"
-    return _bounded(sqlite3.connect(uri if has_log(path) else f"{uri}&immutable=1", uri=True))
+    place = uri if has_log(path) else f"{uri}&immutable=1"
+    return _bounded(sqlite3.connect(place, uri=True, check_same_thread=False))
 
 
 def _bounded(connection: sqlite3.Connection) -> sqlite3.Connection:

@@ -1,6 +1,6 @@
-"""The store of a real run: `run.db` with journal, vault, metrics and snapshots, written through one connection.
+"""The store of a real run: `run.db` with journal, trajectories, metrics and snapshots, through one connection.
 
-The controller owns it. It calls `record` for every event, lets `vault` and `metrics` have what came with it, and then
+The controller owns it. It calls `record` for every event, notes in `trajectories` and `metrics` what it says, and then
 `commit`: one transaction, so an event, its payload and its commands are all there or none is. Only what is committed
 may be acted on. After a crash `reopen` gives the state back: `newest_snapshot`, then `entries` after it.
 
@@ -18,16 +18,16 @@ from zlib import crc32
 
 from tailrace.config import Config
 from tailrace.protocol import Command, Event
-from tailrace.store import journal, metrics, vault
+from tailrace.store import journal, metrics, trajectories
 from tailrace.store.database import FILE, Database, file_of, has_log, merge_log, refuse_existing
 from tailrace.store.errors import JournalError
 from tailrace.store.folder import RunFolder
 from tailrace.store.journal import Entry, Journal, JournalTable, Meta
 from tailrace.store.metrics import Metrics
-from tailrace.store.vault import Vault
+from tailrace.store.trajectories import TrajectoryTable
 
 SNAPSHOTS = "CREATE TABLE snapshots (seq INTEGER PRIMARY KEY, state BLOB NOT NULL, crc INTEGER NOT NULL);"
-SCHEMA = journal.SCHEMA + vault.SCHEMA + metrics.SCHEMA + SNAPSHOTS
+SCHEMA = journal.SCHEMA + trajectories.SCHEMA + metrics.SCHEMA + SNAPSHOTS
 HEARD = "CREATE TABLE IF NOT EXISTS heard (name TEXT PRIMARY KEY, number INTEGER NOT NULL)"
 FAILED = "failed"  # in `meta`: why the run could not go on; empty once it has been resumed
 KEPT_SNAPSHOTS = 2  # the older one in case that the newest is damaged
@@ -46,7 +46,7 @@ class RunStore:
         self.place = folder
         self.config = config  # that the run was begun with
         self.meta = Meta(database)
-        self.vault = Vault(database)
+        self.trajectories = TrajectoryTable(database)
         self.metrics = Metrics(database)
         self._database = database
         database.execute(HEARD)

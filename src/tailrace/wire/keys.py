@@ -37,6 +37,12 @@ def host_key(token: str, name: str) -> bytes:
     return hmac.digest(token.encode(), b"host " + name.encode(), "sha256")
 
 
+def sample_key(store: bytes, name: str) -> bytes:
+    """That of a component for a sample store, made from the store's own key. Both the store and the controller can make
+    it, and nobody else."""
+    return hmac.digest(store, b"samples " + name.encode(), "sha256")
+
+
 class JoinKey(NamedTuple):
     """What a machine needs to join a run: the fingerprint of the controller's certificate, and the token. The token is
     secret."""

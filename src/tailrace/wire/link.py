@@ -22,6 +22,7 @@ from tailrace.wire.connection import RETRY_S, Connection
 from tailrace.wire.messages import (
     UNNUMBERED,
     Acknowledged,
+    Assigned,
     Collapsed,
     Ended,
     FromController,
@@ -31,8 +32,10 @@ from tailrace.wire.messages import (
     Measured,
     Offer,
     Ordered,
+    Reconcile,
     Reported,
     Spec,
+    Stores,
     WireError,
     decode_from_controller,
     encode,
@@ -77,17 +80,18 @@ class Link:
     def measure(self, step: int, values: Mapping[str, float]) -> None:
         self.send(Measured(step, dict(values)))
 
-    def receive(self, timeout_s: float) -> Iterator[Ordered | Introduce | Ended]:
+    def receive(self, timeout_s: float) -> Iterator[Ordered | Assigned | Reconcile | Stores | Introduce | Ended]:
         """What has arrived, waiting at most `timeout_s` for the first of it. After `Introduce` the part is expected to
         report that it joins, as the incarnation that it is from then on."""
         for message in self.listen(timeout_s):
             if isinstance(message, Introduce):
                 self.incarnation += 1
                 yield message
-            elif isinstance(message, Ended) or (
-                isinstance(message, Ordered) and getattr(message.command, "incarnation", None) == self.incarnation
+            elif isinstance(message, Ended | Assigned | Reconcile | Stores) or (
+                isinstance(message, Ordered)
+                and getattr(message.command, "incarnation", self.incarnation) == self.incarnation
             ):
-                self._may_take(type(message.command).__name__ if isinstance(message, Ordered) else "the end of the run")
+                self._may_take(type(message.command if isinstance(message, Ordered) else message).__name__)
                 yield message
 
     def listen(self, timeout_s: float) -> Iterator[FromController]:

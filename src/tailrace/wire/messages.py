@@ -10,7 +10,7 @@ from msgspec import Meta
 from tailrace.config.tree import Config
 from tailrace.errors import TailraceError
 from tailrace.protocol import AnyCommand, AnyEvent
-from tailrace.types import HostId, Natural, RelayId, Row, Segment, Struct, Trajectory, TrajectoryId
+from tailrace.types import GroupId, HostId, Natural, PromptId, RelayId, ReplicaId, StoreId, Struct, TrajectoryId
 
 LOOPBACK = "127.0.0.1"
 OFFER_S = 0.5  # how often a host offers itself
@@ -69,20 +69,6 @@ class Reported(Message):
     event: AnyEvent
 
 
-class Growth(Struct):
-    """What was added to a trajectory since the last time."""
-
-    trajectory: TrajectoryId
-    epoch: Natural
-    segments: tuple[Segment, ...]
-
-
-class Grown(Message):
-    """For the vault. Sent before the event that says the trajectory is finished or parked."""
-
-    growths: tuple[Growth, ...]
-
-
 class Measured(Message):
     """For the table of metrics."""
 
@@ -96,7 +82,15 @@ class Offer(Message):
 
     release: Annotated[str, Meta(max_length=64)]  # of Tailrace
     replicas: Annotated[int, Meta(ge=0, le=MOST_REPLICAS)]
+    store: bool = False  # it has room for a sample store too
     parts: Annotated[dict[str, str], Meta(max_length=2 * MOST_REPLICAS)] = msgspec.field(default_factory=dict[str, str])
+
+
+class Accused(Message):
+    """From a sample store: this component has sent what it must not, and is cut off from the store."""
+
+    component: Annotated[str, Meta(max_length=100)]
+    reason: Annotated[str, Meta(max_length=4000)]
 
 
 class Collapsed(Message):
@@ -110,19 +104,54 @@ class Collapsed(Message):
 
 
 class Ordered(Message):
-    """A command of the control plane, and the payload that it refers to."""
+    """A command of the control plane, and what else is needed to carry it out. Tokens are in the sample stores."""
 
     command: AnyCommand
-    rows: dict[int, Row] = msgspec.field(default_factory=dict[int, Row])  # Generate: prompts by id
-    # Generate: what exists of resumed samples
-    prefixes: dict[TrajectoryId, tuple[Segment, ...]] = msgspec.field(
-        default_factory=dict[TrajectoryId, tuple[Segment, ...]]
-    )
-    groups: tuple[tuple[Trajectory, ...], ...] = ()  # Train: payloads in the order of the command
-    addresses: dict[RelayId, str] = msgspec.field(
-        default_factory=dict[RelayId, str]
-    )  # Publish, Route: where relays listen
+    # Train: of each sample
+    rewards: dict[TrajectoryId, float | None] = msgspec.field(default_factory=dict[TrajectoryId, float | None])
+    # Publish, Route: where relays listen
+    addresses: dict[RelayId, str] = msgspec.field(default_factory=dict[RelayId, str])
     arena: str = ""  # LoadWeights: where the version lies
+
+
+class Grant(Struct):
+    """The right to append to a sample: a replica has it until there is a larger attempt. `resume`: what is stored of
+    the sample is continued; else it is deleted."""
+
+    replica: ReplicaId
+    trajectory: TrajectoryId
+    attempt: Natural
+    group: GroupId
+    prompt: PromptId
+    resume: bool = False
+
+
+class Assigned(Message):
+    """To a sample store, before the replica hears of it."""
+
+    grants: tuple[Grant, ...]
+
+
+class Reconcile(Message):
+    """To a sample store that has joined: all assignments that are under way, and what else has to be kept."""
+
+    grants: tuple[Grant, ...]
+    keep: tuple[TrajectoryId, ...] = ()
+
+
+class StoreAddress(Struct):
+    """Where a sample store listens, and the key by which it knows the component that this is sent to."""
+
+    store: StoreId
+    endpoint: str
+    fingerprint: str = ""
+    key: str = ""
+
+
+class Stores(Message):
+    """To replicas and trainers: all sample stores that are there now."""
+
+    addresses: tuple[StoreAddress, ...]
 
 
 class Introduce(Message):
@@ -162,8 +191,8 @@ class Garbled(Struct):
     what: str
 
 
-FromPart = Hello | Reported | Grown | Measured | Offer | Collapsed
-FromController = Ordered | Introduce | Acknowledged | Wanted | Dismissed | Ended
+FromPart = Hello | Reported | Measured | Offer | Accused | Collapsed
+FromController = Ordered | Assigned | Reconcile | Stores | Introduce | Acknowledged | Wanted | Dismissed | Ended
 UNNUMBERED = 0  # of what need not arrive: heartbeats, introductions, offers, last words
 
 encode = msgspec.msgpack.Encoder().encode

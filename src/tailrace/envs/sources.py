@@ -4,19 +4,27 @@ from __future__ import annotations
 
 from functools import cached_property
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from tailrace.config.errors import ConfigError
 from tailrace.config.tree import Config
-from tailrace.launch.inputs import Pins, pinned, refuse_changed
-from tailrace.runtime.controller import Source
+from tailrace.envs.inputs import Pins, pinned, refuse_changed
 from tailrace.types import Row
 
 if TYPE_CHECKING:
     from tailrace.envs.prompts import Prompts
 
 
-def open_source(config: Config) -> Source:
+class PromptSource(Protocol):
+    """Where prompts come from. The run is over after `total` of them; None: never. Asked by one thread at a time."""
+
+    @property
+    def total(self) -> int | None: ...
+
+    def rows(self, start: int, count: int) -> list[Row]: ...
+
+
+def open_source(config: Config) -> PromptSource:
     """Build the task and look at its first prompts: what is wrong with them is best known before anything starts."""
     if config.rollout.engine == "emulated":
         return Blanks(config)
@@ -44,7 +52,7 @@ def _refuse_too_few(config: Config, total: int | None) -> None:
         )
 
 
-def steps_short(config: Config, source: Source) -> str:
+def steps_short(config: Config, source: PromptSource) -> str:
     """A sentence where the prompts will not last for all steps; nothing where they will."""
     total = source.total
     if total is None or total >= config.run.steps * config.workload.prompts_per_step:
@@ -80,7 +88,7 @@ class Later:
         self._pins = pins
 
     @cached_property
-    def _source(self) -> Source:
+    def _source(self) -> PromptSource:
         refuse_changed(self._pins, pinned(self._config))
         return open_source(self._config)
 

@@ -1,0 +1,160 @@
+"""What `run.db` knows of every trajectory: its newest attempt, how it ended, and which store has its tokens.
+
+    trajectories(id, epoch, group_id, prompt_id, store, state, tokens, finish, reward, reason, step, payload, crc)
+
+The tokens themselves are in the files of the sample stores (see `samples`). The controller writes this table as events
+are handled, and commits it with the journal. What the trainer is told of a sample has a checksum (crc: of id, finish
+and reward): what a disk or a careless copy has damaged is refused, never trained on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from math import inf, isfinite, nan
+from pathlib import Path
+from zlib import crc32
+
+import msgspec
+
+from tailrace.protocol import Ending, Request, TrajectoryMeta
+from tailrace.store.database import (
+    DAMAGE,
+    Database,
+    JournalError,
+    Values,
+    as_stored,
+    file_of,
+    has_table,
+    reading,
+    reason,
+)
+from tailrace.types import GroupId, PromptId, StoreId, Struct, TrajectoryId
+
+SCHEMA = """
+CREATE TABLE trajectories (
+    id INTEGER PRIMARY KEY, epoch INTEGER NOT NULL, group_id INTEGER NOT NULL, prompt_id INTEGER NOT NULL,
+    store INTEGER NOT NULL, state TEXT NOT NULL, tokens INTEGER NOT NULL DEFAULT 0, finish TEXT NOT NULL DEFAULT '',
+    reward REAL, reason TEXT NOT NULL DEFAULT '', step INTEGER, payload TEXT NOT NULL DEFAULT 'live', crc INTEGER);
+CREATE INDEX trajectories_of ON trajectories (prompt_id);
+"""
+ASSIGN = """
+INSERT INTO trajectories (id, epoch, group_id, prompt_id, store, state) VALUES (?, ?, ?, ?, ?, 'running')
+ON CONFLICT (id) DO UPDATE SET epoch = excluded.epoch, store = excluded.store, state = 'running', finish = '',
+    reward = NULL, reason = '', payload = 'live', crc = NULL
+"""
+AMONG = "IN (SELECT value FROM json_each(?))"  # any number of ids as one value
+KNOWN = "id, group_id, prompt_id, store, state, tokens, finish, reward, reason, step, payload"
+COLUMN_OF = {"trajectory": "id", "group": "group_id", "prompt": "prompt_id"}
+
+
+class KnownTrajectory(Struct):
+    """A row, for people."""
+
+    id: TrajectoryId
+    group: GroupId
+    prompt: PromptId
+    store: StoreId
+    state: str  # running, finished, failed, trained, stale, filtered, lost
+    tokens: int  # when it finished, without the prompt
+    finish: str
+    reward: float | None
+    reason: str  # why it failed
+    step: int | None  # that trained it
+    payload: str  # live, archived, deleted
+
+
+class TrajectoryTable:
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        rows = database.execute("SELECT id, epoch FROM trajectories WHERE state = 'running'")
+        self._running: dict[TrajectoryId, int] = dict(rows)  # one number per running trajectory
+
+    def assign(self, requests: Iterable[Request]) -> None:
+        """New attempts begin: whatever earlier ones still report is late."""
+        rows = [(one.trajectory, one.epoch, one.group, one.prompt, one.store) for one in requests]
+        self._database.executemany(ASSIGN, rows)
+        self._running |= {row[0]: row[1] for row in rows}
+
+    def finish(self, meta: TrajectoryMeta) -> bool:
+        reward = meta.reward
+        if reward is not None:
+            if not isfinite(reward):
+                raise JournalError(f"t{meta.id} cannot be stored with a reward of {reward}: it is not finite")
+            reward = as_stored(reward)
+        crc = _crc(meta.id, meta.finish, reward)
+        return self._end(meta.id, meta.epoch, ("finished", meta.tokens, meta.finish, reward, "", crc, meta.id))
+
+    def fail(self, trajectory: TrajectoryId, epoch: int, reason: str) -> bool:
+        return self._end(trajectory, epoch, ("failed", 0, "", None, reason, None, trajectory))
+
+    def _end(self, trajectory: TrajectoryId, epoch: int, values: Values) -> bool:
+        if self._running.get(trajectory) != epoch:
+            return False
+        del self._running[trajectory]
+        assignment = "state = ?, tokens = ?, finish = ?, reward = ?, reason = ?, crc = ?"
+        self._database.execute(f"UPDATE trajectories SET {assignment} WHERE id = ?", values)
+        return True
+
+    def trained(self, ids: Iterable[TrajectoryId], step: int) -> None:
+        statement = f"UPDATE trajectories SET state = 'trained', step = ? WHERE id {AMONG}"
+        self._database.execute(statement, (step, _list(ids)))
+
+    def forget(self, ids: Sequence[TrajectoryId], archived: bool, ending: Ending = "trained") -> None:
+        """Nobody will train on these any more."""
+        for id in ids:
+            self._running.pop(id, None)
+        among, payload = _list(ids), "archived" if archived and ending != "lost" else "deleted"
+        self._database.execute(f"UPDATE trajectories SET payload = ? WHERE id {AMONG}", (payload, among))
+        if ending != "trained":
+            statement = f"UPDATE trajectories SET state = ? WHERE state != 'failed' AND id {AMONG}"
+            self._database.execute(statement, (ending, among))
+
+    def rewards(self, ids: Sequence[TrajectoryId]) -> dict[TrajectoryId, float | None]:
+        """Of all of these, each checked against its checksum."""
+        query = f"SELECT id, finish, reward, crc FROM trajectories WHERE id {AMONG}"
+        found = {row[0]: self._reward(row) for row in self._database.execute(query, (_list(ids),))}
+        missing = next((id for id in ids if id not in found), None)
+        if missing is not None:
+            raise self._damaged(f"t{missing} is missing")
+        return found
+
+    def _reward(self, row: Values) -> float | None:
+        id, finish, reward, crc = row
+        if (finish, reward, crc) == ("", None, None):
+            return None  # it is not finished yet
+        if reward in (inf, -inf) or (reward is None and crc == _crc(id, finish, nan)):
+            written = f"{self._database.path}: the reward of t{id} is not a finite number"
+            raise JournalError(f"{written}, and it cannot be trained on; mend the reward, and begin a new run")
+        if _crc(id, finish, reward) != crc:
+            raise self._damaged(f"how t{id} ended is not as it was written")
+        return reward
+
+    def _damaged(self, how: str) -> JournalError:
+        """Nobody asks for what was never written down: what is missing was lost with a part of the file."""
+        return JournalError(f"{self._database.path} is damaged: {how}")
+
+
+def known_trajectories(run: Path, kind: str, number: int) -> list[KnownTrajectory]:
+    """What a run knows of a trajectory, or of all of a group or prompt; nothing where there is no such table."""
+    if kind not in COLUMN_OF:
+        return []
+    path = file_of(run)
+    try:
+        with reading(path) as connection:
+            if not has_table(connection, "trajectories"):
+                return []
+            query = f"SELECT {KNOWN} FROM trajectories WHERE {COLUMN_OF[kind]} = ? ORDER BY id"
+            return [KnownTrajectory(*row) for row in connection.execute(query, (number,))]
+    except DAMAGE as error:
+        raise JournalError(f"{path} is damaged: {reason(error)}") from error
+
+
+def _crc(*values: object) -> int:
+    crc = 0
+    for value in values:
+        crc = crc32(repr(value).encode(), crc)
+    return crc
+
+
+def _list(ids: Iterable[int]) -> str:
+    return msgspec.json.encode(list(ids)).decode()
