@@ -37,7 +37,7 @@ from tailrace.store.run import RunStore
 from tailrace.types import Segment
 from tailrace.wire.hub import Letter
 from tailrace.wire.keys import Keyring
-from tailrace.wire.messages import UNNUMBERED, Grown, Growth, Hello, Offer, Ordered, Reported, Wanted
+from tailrace.wire.messages import UNNUMBERED, Beat, Grown, Growth, Hello, Offer, Ordered, Reported, Wanted
 
 KEYS = Keyring(bytes(32), "ab" * 32)
 
@@ -214,7 +214,7 @@ class Played:
 
     def say(self, name: str, message: Any) -> None:
         """Through the hub, as bytes. What need not arrive has no number."""
-        numbered = not isinstance(message, Hello | Offer)
+        numbered = not isinstance(message, Beat | Hello | Offer)
         number = next(self.numbers.setdefault(name, itertools.count(1))) if numbered else UNNUMBERED
         self.say_bytes(name, msgspec.msgpack.encode(message), number)
 

@@ -10,7 +10,9 @@ ignores what does not match.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
+
+from msgspec import Meta
 
 from tailrace.types import (
     GroupId,
@@ -149,7 +151,7 @@ class ReplicaLost(Event):
 
 
 class Progressed(Event):
-    """A replica's heartbeat, with its load."""
+    """A replica's load, which has changed since it was last reported."""
 
     replica: ReplicaId
     incarnation: Natural
@@ -315,12 +317,19 @@ class Checkpointed(Event):
     step: Natural
 
 
-class Alive(Event):
-    """Heartbeat of a relay or of the trainer."""
+class Late(Struct):
+    """One who was last heard `age_s` ago, not counting the time in which the controller could not listen."""
 
     part: Part
     id: Natural
     incarnation: Natural
+    age_s: Annotated[float, Meta(ge=0.0)]
+
+
+class Heartbeats(Event):
+    """Told just before the timer `health`: whoever is live and not named here was heard in time."""
+
+    late: tuple[Late, ...] = ()
 
 
 class TimerFired(Event):
@@ -361,7 +370,7 @@ AnyEvent = (
     | Trained
     | TrainFailed
     | Checkpointed
-    | Alive
+    | Heartbeats
     | TimerFired
     | ControllerRestarted
 )

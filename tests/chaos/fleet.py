@@ -220,7 +220,14 @@ def _tokens_per_s(run: Victim, since: float, until: float) -> float:
     told: dict[str, list[tuple[float, float]]] = {}
     for source, now, value in run.query(query, since - 0.5, until + 0.5):
         told.setdefault(source, []).append((now, value))
-    return sum((own[-1][1] - own[0][1]) / (own[-1][0] - own[0][0]) for own in told.values() if len(own) > 1)
+    rates = [(own[-1][1] - own[0][1]) / _span([at for at, _ in own], since, until) for own in told.values()]
+    return sum(rates)
+
+
+def _span(told: list[float], since: float, until: float) -> float:
+    """Who says nothing for longer than a heartbeat or two has done nothing then."""
+    first = told[0] if told[0] - since < 2 else since
+    return max(1e-3, (told[-1] if until - told[-1] < 2 else until) - first)
 
 
 # ----------------------------------------------------------------------------------------------------------- recovery

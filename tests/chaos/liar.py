@@ -16,10 +16,11 @@ import msgspec
 
 from tailrace import __version__
 from tailrace.protocol import (
-    Alive,
     Checkpointed,
     Finished,
+    Heartbeats,
     HostLeft,
+    Late,
     LinkFailed,
     Parked,
     Progressed,
@@ -175,7 +176,7 @@ class Liar:
             Reported(VersionStored(0, 1, 0)),
             Reported(LinkFailed(0, 1, spec.id, "I say so")),
             Reported(RelayJoined(0, 9)),
-            Reported(Alive("trainer", 0, 1)),
+            Reported(Heartbeats((Late("trainer", 0, 1, 1e6),))),
             Grown(()),
             Collapsed("I say so", True),
         ]

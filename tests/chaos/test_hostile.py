@@ -30,7 +30,7 @@ from tailrace.envs.data import read_rows
 from tailrace.envs.judge_wire import LONGEST, FrameError, Frames
 from tailrace.launch.folder import run_folder
 from tailrace.launch.models import export
-from tailrace.protocol import Alive
+from tailrace.protocol import RelayJoined
 from tailrace.store.journal import Journal, JournalError
 from tailrace.store.run import RunStore
 from tailrace.trainer.manifest import CheckpointError, State, check, described, found_in, read_state
@@ -89,7 +89,7 @@ def run(tmp_path: Path, config: Config) -> Path:
             store.vault.assign(trajectory, 1, 0, 0, resume=False)
             store.vault.append(trajectory, 1, [Segment(0, tuple(range(64)), (-0.5,) * 64)])
             store.vault.finish(trajectory, 1, "stop", 1.0)
-            store.record(float(trajectory), Alive("relay", trajectory, 1), [])
+            store.record(float(trajectory), RelayJoined(trajectory, 1), [])
         store.snapshot(20, b"older" * 50)
         store.snapshot(30, b"newer" * 50)
     return tmp_path / "run"
@@ -177,7 +177,7 @@ def test_a_copy_of_a_run_in_use_is_whole_or_refused(tmp_path: Path, config: Conf
     copies = 0
     with RunStore.create(tmp_path / "run", config) as store:
         for number in range(3000):
-            store.record(float(number), Alive("relay", number, 1), [])
+            store.record(float(number), RelayJoined(number, 1), [])
             store.vault.assign(number, 1, 0, 0, resume=False)
             store.vault.append(number, 1, [Segment(0, tuple(range(32)), (-0.5,) * 32)])
             if number % 10 == 0:
@@ -198,7 +198,7 @@ def test_a_copy_of_a_run_in_use_is_whole_or_refused(tmp_path: Path, config: Conf
     for place in sorted(tmp_path.glob("copy*")):
         with suppress(JournalError), RunStore.reopen(place) as store:
             seen = [entry.event for entry in store.entries(0)]
-            assert seen == [Alive("relay", number, 1) for number in range(len(seen))]
+            assert seen == [RelayJoined(number, 1) for number in range(len(seen))]
 
 
 RESUME = ["train", str(ROOT / "examples" / "heavy_tail.toml"), "--resume", "--run.folder", ".", "--run.name", "run"]

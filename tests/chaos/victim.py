@@ -213,7 +213,7 @@ class Victim(Run):
         lines = [f"{name}: {look_at(id)}" for name, ids in processes.items() for id in ids]
         lines += [f"shared memory: {path}" for path in self.arenas()]
         events = self.query(
-            "SELECT seq, now, kind, event FROM journal WHERE kind NOT IN ('Progressed', 'Alive', 'TimerFired')"
+            "SELECT seq, now, kind, event FROM journal WHERE kind NOT IN ('Progressed', 'Heartbeats', 'TimerFired')"
             " ORDER BY seq DESC LIMIT 12"
         )
         lines += [

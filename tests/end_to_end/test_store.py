@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tailrace.config import load
-from tailrace.protocol import Alive, Finished
+from tailrace.protocol import Finished, RelayJoined
 from tailrace.store.journal import Journal, JournalError
 from tailrace.store.run import RunStore
 from tailrace.types import Segment
@@ -77,7 +77,7 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
 
 def write_without_end(store: RunStore) -> None:
     while True:
-        store.record(1.0, Alive("relay", 0, 1), [])
+        store.record(1.0, RelayJoined(0, 1), [])
         store.commit()
 
 

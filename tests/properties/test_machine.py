@@ -34,7 +34,6 @@ from tailrace.config.tree import (
 )
 from tailrace.control.plane import ControlPlane
 from tailrace.protocol import (
-    Alive,
     Assignment,
     Checkpointed,
     Command,
@@ -44,9 +43,11 @@ from tailrace.protocol import (
     Finished,
     Generate,
     GenerationResumed,
+    Heartbeats,
     HostJoined,
     HostLeft,
     JudgedTurn,
+    Late,
     LinkFailed,
     LoadWeights,
     Parked,
@@ -290,6 +291,9 @@ def nonsense(draw: random.Random) -> Event:
     def turns() -> tuple[JudgedTurn, ...]:
         return tuple(JudgedTurn(n(40), n(3), n(3), draw.random() < 0.5) for _ in range(n(3)))
 
+    def late() -> Late:
+        return Late(draw.choice(["replica", "relay", "trainer"]), n(), n(), draw.uniform(0.0, 9.0))
+
     makers = [
         lambda: ScoringStarted(n(), n(), turns()),
         lambda: GenerationResumed(n(), n(), turns()),
@@ -311,7 +315,7 @@ def nonsense(draw: random.Random) -> Event:
         lambda: StoreLost(max(0, n(2)), n(), "?"),
         lambda: StoreJoined(0, n(2)),
         lambda: Checkpointed(n(), n(9)),
-        lambda: Alive(draw.choice(["replica", "relay", "trainer"]), n(), n()),
+        lambda: Heartbeats(tuple(late() for _ in range(n(3)))),
         lambda: TimerFired(draw.choice(["health", "repack", "lunch"])),
         lambda: RelayJoined(max(0, n(1)), n(2), tuple(n(9) for _ in range(n(4)))),
         lambda: ReplicaJoined(

@@ -1,16 +1,18 @@
 """Silence, back-off, quarantine, and a controller that comes back."""
 
-from drive import Drive, config
+import pytest
+
+from drive import Drive, config, only
 from tailrace.config.tree import Health, Run
 from tailrace.control.plane import ControlPlane
 from tailrace.protocol import (
-    Alive,
     Assignment,
     ControllerRestarted,
     FetchPrompts,
     Finished,
     GiveUp,
-    Progressed,
+    Heartbeats,
+    Late,
     PullFailed,
     RelayLost,
     ReplicaLost,
@@ -33,28 +35,76 @@ def starts(commands):
 
 def test_who_misses_three_heartbeats_is_lost_and_started_again():
     drive = driven()
-    drive.tell(Progressed(0, 1, 0, 0, 0), after=2.0)
-    drive.tell(Alive("relay", 0, 1))
-    drive.tell(Alive("trainer", 0, 1))
-    commands = drive.tick(1.5)
+    drive.tell(Heartbeats((Late("replica", 1, 1, 3.0),)), after=3.5)
+    commands = drive.tick(0.0)
     states = {id: replica.state for id, replica in drive.plane.state.fleet.replicas.items()}
     assert states == {0: "ready", 1: "lost"}
-    assert [one for one in commands if isinstance(one, GiveUp)] == [
-        GiveUp("replica", 1, 1, drive.plane.state.fleet.replicas[1].reason)
-    ]
-    assert "no heartbeat" in drive.plane.state.fleet.replicas[1].reason
+    assert [one for one in commands if isinstance(one, GiveUp)] == [GiveUp("replica", 1, 1, "no heartbeat for 3.0 s")]
     assert not drive.running(1)
-    drive.tell(Progressed(0, 1, 0, 0, 0), after=4.0)
-    drive.tell(Alive("relay", 0, 1))
-    drive.tell(Alive("trainer", 0, 1))
+    drive.tell(Heartbeats(), after=4.0)
     assert starts(drive.tick(0.0)) == [("replica", 1)]
 
 
-def test_a_heartbeat_of_another_part_does_not_keep_the_trainer_alive():
+@pytest.mark.parametrize(("part", "lost"), [("replica", "r0"), ("relay", "h0"), ("trainer", "trainer")])
+def test_only_who_is_named_is_late(part, lost):
     drive = driven()
-    drive.tell(Alive("replica", 0, 1), after=3.5)
+    drive.tell(Heartbeats((Late(part, 0, 1, 3.0),)), after=100.0)
     drive.tick(0.0)
-    assert not drive.plane.state.training.live
+    assert absent(drive) == {lost}
+
+
+def absent(drive):
+    state = drive.plane.state
+    everybody = {f"r{id}": one.live for id, one in state.fleet.replicas.items()}
+    everybody |= {f"h{id}": one.live for id, one in state.relays.relays.items()} | {"trainer": state.training.live}
+    return {name for name, live in everybody.items() if not live}
+
+
+def test_who_is_named_as_an_earlier_incarnation_was_heard_in_time():
+    drive = driven()
+    drive.join(0, incarnation=2)
+    drive.tell(Heartbeats((Late("replica", 0, 1, 50.0), Late("relay", 7, 1, 50.0), Late("replica", 9, 1, 50.0))), 60.0)
+    drive.tick(0.0)
+    assert not absent(drive)
+
+
+def test_who_is_late_is_lost_exactly_when_its_time_is_over():
+    """Of one that was not named at the last look, the true time of its last sign is known from then on."""
+    drive = driven()
+    drive.tell(Heartbeats(), after=1.0)  # it was last heard at 0.4
+    drive.tick(0.0)
+    drive.tell(Heartbeats((Late("replica", 1, 1, 1.6),)), after=1.0)
+    drive.tick(0.0)
+    drive.tell(Heartbeats((Late("replica", 1, 1, 2.6),)), after=1.0)
+    commands = drive.tick(0.0)
+    assert not absent(drive)
+    look = only(commands, SetTimer)
+    assert look.at == pytest.approx(0.4 + 3.0)
+    drive.now = look.at
+    drive.tell(Heartbeats((Late("replica", 1, 1, look.at - 0.4),)))
+    commands = drive.tick(0.0)
+    assert [one.id for one in commands if isinstance(one, GiveUp)] == [1]
+
+
+@pytest.mark.parametrize("strikes", [1, 2, 3, 5])
+def test_a_driver_names_everybody_before_its_time_is_over(strikes):
+    """There is a look in every second; whoever is silent is named at one of them, however the looks fall."""
+    settings = config(health=Health(heartbeat_s=1.0, strikes=strikes))
+    drive = Drive(settings).join_all()
+    assert drive.plane.heartbeats(lambda *_: strikes - 1.0).late
+    assert strikes == 1 or not drive.plane.heartbeats(lambda *_: 0.99).late
+
+
+def test_a_driver_names_the_living_and_no_others():
+    drive = driven()
+    drive.tell(ReplicaLost(1, 1, "it died"))
+    named = drive.plane.heartbeats(lambda part, id: 2.0 + id).late
+    assert named == (Late("replica", 0, 1, 2.0), Late("relay", 0, 1, 2.0), Late("trainer", 0, 1, 2.0))
+
+
+def test_nothing_is_decided_after_heartbeats():
+    drive = driven()
+    assert drive.tell(Heartbeats((Late("replica", 1, 1, 50.0),)), after=60.0) == []
 
 
 def test_the_pause_before_a_start_doubles_and_then_the_replica_is_quarantined():
@@ -254,21 +304,6 @@ def test_who_failed_to_start_does_not_join_any_more_but_its_successor_does():
     assert not drive.plane.state.fleet.replicas[0].live
     drive.join(0, incarnation=3)
     assert drive.plane.state.fleet.replicas[0].live
-
-
-def test_silence_is_noticed_when_it_has_lasted_long_enough_and_not_at_the_next_round_second():
-    drive = driven()
-    drive.tell(Progressed(1, 1, 0, 0, 0), after=0.4)  # its last word
-    for second in (1.0, 2.0, 3.0):
-        for event in (Progressed(0, 1, 0, 0, 0), Alive("relay", 0, 1), Alive("trainer", 0, 1)):
-            drive.tell(event, after=second - drive.now)
-        drive.tick(0.0)
-    assert drive.plane.state.fleet.replicas[1].live
-    look = [command for command in drive.orders(SetTimer) if command.timer == "health"][-1]
-    assert look.at == 0.4 + 3.0
-    commands = drive.tell(TimerFired("health"), after=look.at - drive.now)
-    assert not drive.plane.state.fleet.replicas[1].live
-    assert [one.id for one in commands if isinstance(one, GiveUp)] == [1]
 
 
 def test_by_default_the_samples_of_a_silent_replica_are_elsewhere_within_three_seconds():

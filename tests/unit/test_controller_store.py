@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 from contextlib import aclosing
+from functools import partial
 from math import inf
 from pathlib import Path
 from types import SimpleNamespace
@@ -61,19 +62,19 @@ def test_while_it_is_held_up_nobody_is_found_silent_and_other_machines_hear_from
     async def scene() -> None:
         async with aclosing(Held(tmp_path / "run", config)) as held:
             controller, parts = held.controller, held.controller.parts
-            host = Host(HostTrace("host-1/1", 1, (2,)), 0.0)
+            host = Host(HostTrace("host-1/1", 1, (2,)))
             host.place(Spec("replica", 2, 1, "", "", "", config))
             parts._hosts.present["host-1/1"] = host
             beginning = asyncio.create_task(controller._begin(held.watchdog))
             await asyncio.sleep(0.3)
-            controller._fire("health", controller.now)
+            controller._due(controller.now, partial(controller._fire, "lunch"))
             assert controller.held_up
             assert not controller._events, "first everybody is heard"
             assert held.sent[0] == ("host-1/1", Wanted(("replica-2/1",)))
             held.shell.execute("ROLLBACK")
             assert await beginning
-            controller._fire("health", inf)
-            assert list(controller._events) == [Happened(TimerFired("health"))]
+            controller._due(inf, partial(controller._fire, "lunch"))
+            assert list(controller._events) == [Happened(TimerFired("lunch"))]
 
     asyncio.run(scene())
 

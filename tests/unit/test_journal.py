@@ -13,11 +13,11 @@ import pytest
 
 from tailrace.config import Config, load
 from tailrace.protocol import (
-    Alive,
     Command,
     Event,
     Finished,
     Generate,
+    RelayJoined,
     Request,
     SetTimer,
     TimerFired,
@@ -27,7 +27,7 @@ from tailrace.store.journal import Entry, Journal, JournalError, JournalWriter
 
 EVENTS: list[tuple[float, Event, list[Command]]] = [
     (0.1, TimerFired("health"), [SetTimer("health", 1.1)]),
-    (0.30000000000000004, Alive("relay", 3, 1), []),
+    (0.30000000000000004, RelayJoined(3, 1), []),
     (2.5, Finished(0, TrajectoryMeta(7, 1, 812, 2, 3, "stop", 0.5)), [Generate(0, 1, (Request(9, 1, 2, 2, 64),))]),
 ]
 
@@ -146,7 +146,11 @@ DAMAGE: list[tuple[str, Callable[[Path], object], str]] = [
     ("commands", lambda run: change(run, "UPDATE journal SET commands = '[' WHERE seq = 1"), "cut short"),
     ("null", lambda run: change(run, "UPDATE journal SET event = NULL WHERE seq = 1"), "cut short"),
     ("kind", lambda run: change(run, 'UPDATE journal SET event = \'{"kind":"Moved"}\''), "does not know event 1"),
-    ("field", lambda run: change(run, 'UPDATE journal SET event = \'{"kind":"Alive"}\''), "written by tailrace 0.1.0"),
+    (
+        "field",
+        lambda run: change(run, 'UPDATE journal SET event = \'{"kind":"Parked"}\''),
+        "written by tailrace 0.1.0",
+    ),
 ]
 
 

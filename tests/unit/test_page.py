@@ -34,7 +34,7 @@ from tailrace.page.follow import Follower, Newest
 from tailrace.page.http import LONGEST_BODY, LONGEST_HEAD, Request
 from tailrace.page.server import Limits, Server, open_socket
 from tailrace.page.site import ALWAYS, GUESS_S, Site
-from tailrace.protocol import Alive, Generate, ReplicaJoined, ReplicaLost, RunStarted, Stop
+from tailrace.protocol import Generate, ReplicaJoined, ReplicaLost, RunStarted, Stop, TimerFired
 from tailrace.protocol import Request as Sample
 from tailrace.store.run import RunStore
 from tailrace.wire.tls import Identity
@@ -472,7 +472,7 @@ def test_a_run_is_followed_while_it_goes_on_and_beyond(tmp_path: Path, config: C
         store.meta.set("accuracy_before", "0.25")
         store.meta.set("reward_before", "no number")
         store.record(3.0, ReplicaJoined(0, 2, 0, -1, 1000, 8), [Generate(0, 2, (Sample(0, 1, 0, 0, 4),))])
-        store.record(4.0, Alive("trainer", 0, 1), [Stop("all steps are done")])
+        store.record(4.0, TimerFired("health"), [Stop("all steps are done")])
         store.close(complete=True)
     follower.look()
     found = shown(follower)

@@ -16,7 +16,7 @@ import pytest
 
 from tailrace.config import Config, load
 from tailrace.launch.view import View
-from tailrace.protocol import Alive
+from tailrace.protocol import RelayJoined
 from tailrace.store.database import Database, reading
 from tailrace.store.journal import Journal, JournalError, JournalWriter
 from tailrace.store.metrics import Measurement, measurements
@@ -37,7 +37,7 @@ def folder(tmp_path: Path) -> Path:
 
 def record(store: RunStore, count: int) -> None:
     for _ in range(count):
-        store.record(float(store.last_seq), Alive("relay", store.last_seq, 1), [])
+        store.record(float(store.last_seq), RelayJoined(store.last_seq, 1), [])
 
 
 def record_without_end(store: RunStore) -> None:

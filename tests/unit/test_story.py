@@ -137,10 +137,10 @@ def test_a_prompt() -> None:
     assert told("p0")[:2] == ["p0 pooled: 64 tokens", "opened as g0"]
 
 
-def test_heartbeats_are_one_line() -> None:
+def test_the_load_of_a_replica_is_one_line() -> None:
     lines = told("r0")
     assert lines[0] == "r0 joined on host 0 without weights, room for 90,000 tokens of KV"
-    assert lines[-1] == "in all 2 heartbeats; at most 900 tokens of KV, 3 running, 1 waiting"
+    assert lines[-1] == "peak load: 900 tokens of KV, 3 running, 1 waiting"
 
 
 def test_a_relay_and_a_version() -> None:

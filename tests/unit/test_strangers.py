@@ -12,7 +12,6 @@ from contextlib import contextmanager, suppress
 import pytest
 
 from tailrace.config.tree import Config, Health
-from tailrace.protocol import Alive
 from tailrace.wire import descriptors
 from tailrace.wire.connection import Connection
 from tailrace.wire.hub import Hub
@@ -91,13 +90,9 @@ def crowd(port: int, first: bytes) -> Iterator[list[socket.socket]]:
 
 def part(port: int) -> Link:
     config, key = Config(health=Health(heartbeat_s=0.05)), KEYS.of("relay-0/1").hex()
-    link = Link(Spec("relay", 0, 1, f"tcp://127.0.0.1:{port}", KEYS.token, "", config, key=key), alive)
+    link = Link(Spec("relay", 0, 1, f"tcp://127.0.0.1:{port}", KEYS.token, "", config, key=key))
     link.open()
     return link
-
-
-def alive() -> Alive:
-    return Alive("relay", 0, 1)
 
 
 HELLO = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(64)  # the beginning of a TLS handshake
@@ -124,7 +119,9 @@ def test_a_part_that_was_there_is_heard_all_the_while() -> None:
         assert child.stdout is not None
         assert child.stdout.readline().split()[0] == "relay-0/1"
         with crowd(port, b""):
-            heard = [child.stdout.readline().split()[0] for _ in range(60)]  # some were said before
+            for number in range(60):
+                link.measure(number, {"strangers": CROWD})
+            heard = [child.stdout.readline().split()[0] for _ in range(60)]
         assert set(heard) == {"relay-0/1"}
         link.close()
 

@@ -16,13 +16,14 @@ from played import Played
 from tailrace import __version__
 from tailrace.config import Config, load
 from tailrace.protocol import (
-    Alive,
     AnyEvent,
     Checkpointed,
     ControllerRestarted,
     Finished,
+    Heartbeats,
     HostJoined,
     HostLeft,
+    Late,
     LinkFailed,
     Parked,
     Progressed,
@@ -44,7 +45,7 @@ from tailrace.protocol import (
 from tailrace.runtime.validation import MESSAGES
 from tailrace.store.journal import Journal
 from tailrace.types import Prompt, Segment
-from tailrace.wire.messages import Collapsed, Dismissed, FromPart, Grown, Growth, Hello, Measured, Offer, Reported
+from tailrace.wire.messages import Beat, Collapsed, Dismissed, FromPart, Grown, Growth, Hello, Measured, Offer, Reported
 
 LONGEST = 64  # tokens of a completion
 LOST = {"replica": ReplicaLost, "relay": RelayLost, "trainer": TrainerLost}
@@ -97,6 +98,8 @@ NEITHER = [  # is for any part to say
     Reported(PromptsAdded(8, (Prompt(8, 10),))),
     Reported(TimerFired("health")),
     Reported(ControllerRestarted()),
+    Reported(Heartbeats()),
+    Reported(Heartbeats((Late("trainer", 0, 1, 1e6),))),
     Reported(ReplicaLost(0, 1, "I say so")),
     Reported(RelayLost(0, 1, "I say so")),
     Reported(TrainerLost(1, "I say so")),
@@ -113,7 +116,6 @@ LIES: dict[str, list[Any]] = {
         Reported(Checkpointed(1, 0)),
         Reported(TrainerJoined(2, 0)),
         Reported(VersionStored(0, 1, 0)),
-        Reported(Alive("replica", 0, 1)),
         Reported(Progressed(1, 1, 0, 0, 0)),
         Reported(ReplicaJoined(1, 2, 1, 0, 4000, 64)),
         Reported(ReplicaJoined(0, 2, 1, 0, 4000, 64)),  # on another host
@@ -164,8 +166,6 @@ LIES: dict[str, list[Any]] = {
         Reported(LinkFailed(1, 1, 0, "I say so")),
         Reported(RelayJoined(1, 2)),
         Reported(RelayJoined(0, 2**40)),
-        Reported(Alive("trainer", 0, 1)),
-        Reported(Alive("relay", 1, 1)),
         Reported(Finished(0, meta(0))),
         Reported(Trained(1, 0, 0)),
         grown(0, SAMPLED),
@@ -185,7 +185,6 @@ LIES: dict[str, list[Any]] = {
         Reported(Trained(1, 7, 0)),
         Reported(Checkpointed(1, 5)),
         Reported(Checkpointed(1, 2**60)),
-        Reported(Alive("relay", 0, 1)),
         Reported(Finished(0, meta(0))),
         grown(0, SAMPLED),
         Measured(0, {"\0": 1.0}),
@@ -230,7 +229,7 @@ TRUTHS: dict[str, list[Any]] = {
         grown(0, SAMPLED, Segment(None, (5,)), SAMPLED),
         grown(17, SAMPLED),  # late: nobody has it any more
         Reported(Progressed(0, 1, 10, 2, 0)),
-        Reported(Progressed(0, 2, 10, 2, 0)),  # the heart beats before it has joined anew
+        Reported(Progressed(0, 2, 10, 2, 0)),  # its load is reported before it has joined anew
         Reported(Finished(0, meta(0, epoch=9))),
         Reported(SampleFailed(0, 0, 1, "x" * 100_000)),
         Measured(-1, {"engine/steps": 1.0}),
@@ -306,7 +305,7 @@ def test_a_part_of_another_machine_cannot_end_the_run_by_giving_up(tmp_path: Pat
 def test_for_every_event_it_is_said_who_may_report_it(tmp_path: Path) -> None:
     """A new one has to be entered in the table, or parts that report it are dropped."""
     noticed_here = {
-        *(RunStarted, HostJoined, HostLeft, PromptsAdded, TimerFired, ControllerRestarted),
+        *(RunStarted, HostJoined, HostLeft, PromptsAdded, Heartbeats, TimerFired, ControllerRestarted),
         *(ReplicaLost, RelayLost, TrainerLost),
     }
 
@@ -314,7 +313,8 @@ def test_for_every_event_it_is_said_who_may_report_it(tmp_path: Path) -> None:
         reported = {kind for table in played.controller._validation._events.values() for kind in table}
         assert reported | noticed_here == {each.cls for each in msgspec.inspect.type_info(AnyEvent).types}  # type: ignore[attr-defined]
         assert not reported & noticed_here
-        assert {kind for kinds in MESSAGES.values() for kind in kinds} == set(FromPart.__args__)
+        heard = {kind for kinds in MESSAGES.values() for kind in kinds}
+        assert heard == set(FromPart.__args__) - {Beat}, "heartbeats go no further than to the hub"
 
     play(tmp_path / "run", scene)
 

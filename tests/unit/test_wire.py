@@ -11,12 +11,12 @@ import msgspec
 import pytest
 
 from tailrace.config.tree import Config, Health
-from tailrace.protocol import Alive, Cancel, Trained
+from tailrace.protocol import Cancel, Trained
 from tailrace.wire.connection import Connection
 from tailrace.wire.hub import Hub, Letter
 from tailrace.wire.keys import Keyring, host_key
 from tailrace.wire.link import Link
-from tailrace.wire.messages import Acknowledged, Ended, Garbled, Hello, Introduce, Ordered, Reported, Spec
+from tailrace.wire.messages import Acknowledged, Beat, Ended, Garbled, Hello, Introduce, Ordered, Reported, Spec
 from tailrace.wire.session import HEAD, NAMED, PROOF, Opening, Session, StrangerError, read_named
 
 KEYS = Keyring(bytes(32), "ab" * 32)
@@ -30,7 +30,7 @@ def spec(endpoint: str, keys: Keyring = KEYS) -> Spec:
 
 
 def beating(hub: Hub) -> Link:
-    link = Link(spec(hub.endpoint), lambda: Alive("trainer", 0, link.incarnation))
+    link = Link(spec(hub.endpoint))
     link.open()
     return link
 
@@ -117,19 +117,18 @@ def test_what_is_committed_is_not_kept():
     asyncio.run(scene())
 
 
-def test_a_part_that_has_much_to_say_at_once_does_not_wait_for_its_own_heart_nor_its_heart_for_it():
-    """More than the pipe that wakes the link's thread can hold; and that thread sends, too, when the heart beats."""
+def test_a_part_that_has_much_to_say_at_once_does_not_wait_for_its_own_heartbeat_nor_that_for_it():
+    """More than the pipe that wakes the link's thread can hold; and that thread sends, too, with every heartbeat."""
     many = 3000
 
     async def scene() -> None:
         hub, said = Hub(KEYS), threading.Event()
 
-        def pulse() -> Alive:
+        def load() -> None:
             said.wait(DEADLINE_S)  # the thread that empties the pipe is busy
             link.measure(0, {"beats": 1.0})
-            return Alive("trainer", 0, 1)
 
-        link = Link(spec(hub.endpoint), pulse)
+        link = Link(spec(hub.endpoint), load)
         link.open()
         burst = threading.Thread(target=lambda: [link.report(Trained(1, step, 0)) for step in range(many)], daemon=True)
         burst.start()
@@ -206,7 +205,7 @@ def test_who_has_the_key_of_a_name_takes_it_over_and_has_to_introduce_itself_ane
         say(first, Reported(Trained(1, 0, 0)), 1)
         await hear(hub, has(0))
         second = await asyncio.to_thread(call, hub, NAME, KEYS.of(NAME))
-        say(second, Reported(Alive("trainer", 0, 1)))
+        say(second, Beat())
         say(second, Reported(Trained(1, 2, 0)), 3)
         asked = await asyncio.to_thread(lambda: next(arriving(second)))
         assert asked == Introduce(1)
@@ -287,7 +286,7 @@ def test_the_port_of_a_controller_that_is_gone_is_of_no_use_without_the_keys():
     """Somebody else listens there: the part tells it nothing but its name, and waits for its controller."""
     with socket.create_server(("127.0.0.1", 0)) as usurper:
         usurper.settimeout(DEADLINE_S)
-        link = Link(spec(f"tcp://127.0.0.1:{usurper.getsockname()[1]}"), lambda: Alive("trainer", 0, 1))
+        link = Link(spec(f"tcp://127.0.0.1:{usurper.getsockname()[1]}"))
         link.open()
         link.report(Trained(1, 0, 0))
         for proof in (bytes(PROOF), None):

@@ -1,6 +1,7 @@
 """When silence counts as death, and when the dead are started again.
 
-A part counts as lost when it has missed `strikes` heartbeats, or when it does not answer a command in time. It is
+A part counts as lost when it has missed `strikes` heartbeats, or when it does not answer a command in time. How long
+each has been silent is for the driver to say, just before the timer at which the lost are found (`Heartbeats`). It is
 started again after a pause that doubles with each start in a row, whether it died at work or before it was up; after
 `max_restarts` it is left alone, with the reason, because a part that always dies costs more than it gives. Good work
 resets the count.
@@ -14,6 +15,8 @@ from typing import Protocol
 
 from tailrace.config.tree import Health
 
+ROUNDING_S = 1e-6  # `last_seen` is now less an age: what is due exactly now must not need a second look
+
 
 class Restartable(Protocol):
     """The fields of a replica, relay or trainer that this file reads and writes."""
@@ -25,8 +28,14 @@ class Restartable(Protocol):
     restart_at: float
 
 
+def late_after(config: Health) -> float:
+    """Seconds without a sign of life after which a driver names somebody: later than a heartbeat usually comes, and at
+    least one look before it counts as lost."""
+    return config.heartbeat_s * min(1.5, config.strikes - 1)
+
+
 def silent(config: Health, now: float, part: Restartable) -> bool:
-    return now >= silent_at(config, part)
+    return now >= silent_at(config, part) - ROUNDING_S
 
 
 def silent_at(config: Health, part: Restartable) -> float:

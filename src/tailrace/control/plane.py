@@ -21,17 +21,18 @@ from tailrace.control import moves, replicas, rounds, steps, stores, watch, weig
 from tailrace.control.invariants import check_all
 from tailrace.control.state import Desk, State
 from tailrace.protocol import (
-    Alive,
     Checkpointed,
     Command,
     ControllerRestarted,
     Event,
     Finished,
     GenerationResumed,
+    Heartbeats,
     HostJoined,
     HostLeft,
     LinkFailed,
     Parked,
+    Part,
     Progressed,
     PromptsAdded,
     PublishFailed,
@@ -92,11 +93,11 @@ HANDLERS: dict[type[Event], Callable[[Desk, Any], None]] = {
     Trained: steps.trained,
     TrainFailed: steps.train_failed,
     Checkpointed: steps.checkpointed,
-    Alive: watch.alive,
+    Heartbeats: watch.heartbeats,
     TimerFired: watch.timer_fired,
     ControllerRestarted: watch.controller_restarted,
 }
-HEARTBEATS = (Progressed, Alive)  # they only inform
+INFORMING = (Progressed, Heartbeats)  # nothing is decided after them
 
 
 class ControlPlane:
@@ -110,7 +111,7 @@ class ControlPlane:
         desk.clear(now)
         if not self.state.stopped or type(event) is ControllerRestarted:  # its last order may not have been sent
             HANDLERS[type(event)](desk, event)
-        if not self.state.stopped and type(event) not in HEARTBEATS:
+        if not self.state.stopped and type(event) not in INFORMING:
             self._decide(desk)
         return desk.commands
 
@@ -137,6 +138,10 @@ class ControlPlane:
                 desk.touch(desk.fleet.replicas[id])
         for replica in desk.touched.values():
             work.settle(desk, replica)
+
+    def heartbeats(self, age_s: Callable[[Part, int], float]) -> Heartbeats:
+        """What a driver has to tell just before each timer `health`, from how long ago it last heard whom."""
+        return watch.find_late(self.config, self.state, age_s)
 
     def snapshot(self) -> bytes:
         return msgspec.msgpack.encode(self.state)

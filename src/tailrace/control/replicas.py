@@ -78,7 +78,6 @@ def lose(desk: Desk, replica: Replica, reason: str) -> None:
 def progressed(desk: Desk, event: Progressed) -> None:
     replica = desk.fleet.current(event.replica, event.incarnation)
     if replica is not None:
-        replica.last_seen = desk.now
         replica.kv_tokens = event.kv_tokens
         replica.waiting = event.waiting
         replica.pledged = 0
@@ -170,7 +169,6 @@ def weights_loaded(desk: Desk, event: WeightsLoaded) -> None:
         replica.use_first = 2 * (desk.now - replica.since) > desk.training.pace_s
         weights.end_pull(desk, replica)
         replica.version = event.version
-        replica.last_seen = desk.now
         desk.touch(replica)
         desk.more_work = desk.more_work or bool(desk.ledger.waiting)
 

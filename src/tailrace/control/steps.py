@@ -99,7 +99,6 @@ def trained(desk: Desk, event: Trained) -> None:
     training = desk.training
     if not training.awaits(event.incarnation, event.step, event.part):
         return
-    training.last_seen = desk.now
     training.restarts = 0
     _part_trained(desk)
 

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import chain
+from collections.abc import Callable, Iterator
 from math import inf
 
+from tailrace.config.tree import Config
 from tailrace.control import groups, health, replicas, steps, stores, weights
 from tailrace.control.fleet import Replica
 from tailrace.control.relays import Relay
-from tailrace.control.state import Desk
+from tailrace.control.state import Desk, State
 from tailrace.control.storage import FIRST, Store
 from tailrace.control.training import Training
 from tailrace.protocol import (
     TRAINER,
-    Alive,
     ControllerRestarted,
     GiveUp,
+    Heartbeats,
     HostJoined,
     HostLeft,
+    Late,
     Part,
     RunStarted,
     SetTimer,
@@ -76,13 +77,18 @@ def _set_timers(desk: Desk) -> None:
 
 
 def _look_again(desk: Desk) -> None:
-    living = [part for part in _everybody(desk) if part.live]
+    living = [record for _, _, record in _everybody(desk.state) if record.live]
     _set_timer(desk, "health", health.next_look(desk.config.health, desk.now, living))
 
 
-def _everybody(desk: Desk) -> Iterator[Replica | Relay | Store | Training]:
-    stores = desk.stores.stores.values()
-    return chain(desk.fleet.replicas.values(), desk.relays.relays.values(), stores, (desk.training,))
+def _everybody(state: State) -> Iterator[tuple[Part, int, Replica | Relay | Store | Training]]:
+    for replica in state.fleet.replicas.values():
+        yield "replica", replica.id, replica
+    for relay in state.relays.relays.values():
+        yield "relay", relay.id, relay
+    for store in state.stores.stores.values():
+        yield "store", store.id, store
+    yield "trainer", TRAINER, state.training
 
 
 def _set_timer(desk: Desk, timer: str, at: float) -> None:
@@ -104,17 +110,20 @@ def timer_fired(desk: Desk, event: TimerFired) -> None:
         _look_again(desk)
 
 
-def alive(desk: Desk, event: Alive) -> None:
-    if event.part == "relay":
-        relay = desk.relays.current(event.id, event.incarnation)
-        if relay is not None:
-            relay.last_seen = desk.now
-    elif event.part == "store":
-        store = desk.stores.stores.get(event.id)
-        if store is not None and store.incarnation == event.incarnation:
-            store.last_seen = desk.now
-    elif event.part == "trainer" and event.incarnation == desk.training.incarnation:
-        desk.training.last_seen = desk.now
+def find_late(config: Config, state: State, age_s: Callable[[Part, int], float]) -> Heartbeats:
+    """For the drivers, each time that the timer `health` fires. `age_s`: how long ago somebody was last heard."""
+    patience = health.late_after(config.health)
+    ages: list[tuple[Part, int, int, float]] = [
+        (part, id, one.incarnation, age_s(part, id)) for part, id, one in _everybody(state) if one.live
+    ]
+    return Heartbeats(tuple([Late(*one) for one in ages if one[-1] >= patience]))
+
+
+def heartbeats(desk: Desk, event: Heartbeats) -> None:
+    ages = {(one.part, one.id, one.incarnation): one.age_s for one in event.late}
+    for part, id, record in _everybody(desk.state):
+        if record.live:
+            record.last_seen = desk.now - ages.get((part, id, record.incarnation), 0.0)
 
 
 def _find_lost(desk: Desk) -> None:
@@ -218,10 +227,10 @@ def controller_restarted(desk: Desk, _: ControllerRestarted) -> None:
     for restarted in (desk.training, *desk.stores.stores.values()):
         if health.hopeless(desk.config.health, restarted):
             restarted.restarts = 0
-    for part in _everybody(desk):
-        part.last_seen = desk.now
-        if part.restart_at > desk.now:
-            health.plan_restart(desk.config.health, desk.now, part)
+    for _part, _id, record in _everybody(desk.state):
+        record.last_seen = desk.now
+        if record.restart_at > desk.now:
+            health.plan_restart(desk.config.health, desk.now, record)
     desk.state.fetching = False
     desk.more_work = True
     _set_timers(desk)

@@ -97,7 +97,6 @@ def version_stored(desk: Desk, event: VersionStored) -> None:
     relay = desk.relays.current(event.relay, event.incarnation)
     if relay is None or not 0 <= event.version <= desk.training.version:
         return
-    relay.last_seen = desk.now
     relay.restarts = 0
     if relay.id == desk.relays.master and event.version >= desk.state.pushing:
         desk.state.pushing = NONE  # the trainer may have finished a newer one while the order was on its way

@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 from tailrace.obs.account import Load
 from tailrace.protocol import (
-    Alive,
     Command,
     ControllerRestarted,
     Event,
@@ -168,8 +167,6 @@ class Activity:
             trainer.alive, trainer.asked = False, None
         elif isinstance(event, Trained) and trainer.asked == (event.step, event.part):
             trainer.asked = None
-        elif isinstance(event, Alive) and event.part == "trainer" and event.incarnation == trainer.incarnation:
-            trainer.alive = True
 
     def _unknown(self, changed: set[ReplicaId]) -> None:
         """The controller is back: who is still there will say so."""

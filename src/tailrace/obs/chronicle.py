@@ -14,7 +14,6 @@ from typing import Any
 import msgspec
 
 from tailrace.protocol import (
-    Alive,
     Cancel,
     Checkpointed,
     Command,
@@ -78,11 +77,10 @@ class Group(msgspec.Struct):
     trained: bool = False
 
 
-class Pulse(msgspec.Struct):
-    """The heartbeats of one part."""
+class PeakLoad(msgspec.Struct):
+    """The most that a replica ever had, each figure by itself."""
 
-    count: int = 0
-    kv_tokens: int = 0  # the most at any one
+    kv_tokens: int = 0
     running: int = 0
     waiting: int = 0
 
@@ -97,7 +95,7 @@ class Chronicle:
         self.versions: dict[ReplicaId, Version] = {}  # what each replica generates under
         self.guests: dict[HostId, tuple[ReplicaId, ...]] = {}  # on the machines that joined
         self.training: Train | None = None  # the unanswered one
-        self.pulses: dict[Subject, Pulse] = {}
+        self.peaks: dict[ReplicaId, PeakLoad] = {}
         self.began: dict[Version, int] = {}  # trajectories begun under a version
         self._events: dict[type[Event], Callable[[Any], Told]] = {
             HostJoined: self._host_joined,
@@ -120,7 +118,6 @@ class Chronicle:
             VersionStored: self._version_stored,
             Trained: self._trained,
             Checkpointed: self._checkpointed,
-            Alive: self._alive,
             ControllerRestarted: self._controller_restarted,
         }
         self._commands: dict[type[Command], Callable[[Any], Told]] = {
@@ -153,13 +150,9 @@ class Chronicle:
 
     def summary(self) -> Told:
         """What is worth one line at the end rather than one each."""
-        for subject, pulse in self.pulses.items():
-            load = ""
-            if subject[0] == "replica":
-                load = (
-                    f"; at most {pulse.kv_tokens:,} tokens of KV, {pulse.running:,} running, {pulse.waiting:,} waiting"
-                )
-            yield subject, f"in all {counted(pulse.count, 'heartbeat')}{load}"
+        for replica, peak in self.peaks.items():
+            load = f"{peak.kv_tokens:,} tokens of KV, {peak.running:,} running, {peak.waiting:,} waiting"
+            yield ("replica", replica), f"peak load: {load}"
         for version, count in self.began.items():
             yield ("version", version), f"in all {counted(count, 'trajectory')} begun under it"
 
@@ -375,11 +368,10 @@ class Chronicle:
                 yield ("trajectory", id), f"r{replica} lost: {reason}"
 
     def _progressed(self, event: Progressed) -> Told:
-        pulse = self.pulses.setdefault(("replica", event.replica), Pulse())
-        pulse.count += 1
-        pulse.kv_tokens = max(pulse.kv_tokens, event.kv_tokens)
-        pulse.running = max(pulse.running, event.running)
-        pulse.waiting = max(pulse.waiting, event.waiting)
+        peak = self.peaks.setdefault(event.replica, PeakLoad())
+        peak.kv_tokens = max(peak.kv_tokens, event.kv_tokens)
+        peak.running = max(peak.running, event.running)
+        peak.waiting = max(peak.waiting, event.waiting)
         yield from ()
 
     def _give_up(self, command: GiveUp) -> Told:
@@ -448,11 +440,6 @@ class Chronicle:
         text = f"did not get from the trainer to h{event.relay}: {event.reason}"
         yield ("version", event.version), text
         yield ("relay", event.relay), f"v{event.version} {text}"
-
-    def _alive(self, event: Alive) -> Told:
-        if event.part == "relay":
-            self.pulses.setdefault(("relay", event.id), Pulse()).count += 1
-        yield from ()
 
 
 def _told_of(replica: ReplicaId, what: str, ids: Sequence[TrajectoryId]) -> Told:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import xxhash
 
-from tailrace.protocol import Alive, Drop, LinkFailed, RelayJoined, Route, VersionStored
+from tailrace.protocol import Drop, LinkFailed, RelayJoined, Route, VersionStored
 from tailrace.relay.arena import Arena, arena_path
 from tailrace.relay.link import Address
 from tailrace.relay.node import Failure, RelayNode
@@ -23,7 +23,7 @@ PATIENCE_S = 1.0  # orders wake the loop; this only bounds how long it sleeps
 
 
 def run(spec: Spec) -> None:
-    link = Link(spec, lambda: Alive("relay", spec.id, link.incarnation))
+    link = Link(spec)
 
     def stored(version: Version) -> None:
         link.report(VersionStored(spec.id, link.incarnation, version))
@@ -65,7 +65,7 @@ def _obey(link: Link, node: RelayNode, join: Callable[[], None]) -> bool:
             return False
         if isinstance(message, Introduce):
             join()
-        else:
+        elif isinstance(message, Ordered):
             _carry_out(message, node)
     return True
 

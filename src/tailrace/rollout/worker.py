@@ -60,11 +60,13 @@ class Worker:
         self.config = spec.config
         self.runner = build_runner(spec.config)
         self.load = Load(0, 0, 0)
-        self.link = Link(spec, self._heartbeat)
+        self.link = Link(spec, self._report_load)
         self.samples = SampleClient(spec.name)
         self._fetching: dict[Key, Request] = {}  # whose prompt and prefix are on their way
         self._unstored: set[Key] = set()  # complete, but not durable yet
         self.totals: dict[str, float] = {}
+        self._measured: dict[str, float] = {}  # the totals that were sent last
+        self._cpu_s = self._cpu_seen = 0.0  # processor time while the engine worked, and in all at the last heartbeat
         staging = getattr(self.runner.engine, "staging", None)
         self._puller = Puller(staging) if staging is not None else None
         name = label("replica", self.spec.id)
@@ -138,7 +140,8 @@ class Worker:
     def _advance(self) -> None:
         if self._puller is not None:
             self._switch_when_landed(self._puller)
-        if not self.runner.episodes or self.samples.waiting_for:
+        self.link.waiting_for = self.samples.waiting_for
+        if not self.runner.episodes or self.link.waiting_for:
             return
         for outcome in self.runner.step():
             self._end(outcome)
@@ -262,13 +265,22 @@ class Worker:
                 self.samples.append(*episode.key, start, episode.take_growth(), episode.request.store)
 
     def _take_stock(self) -> None:
-        """For the heart, which beats in another thread and must not look into a working engine."""
+        """For the link, which asks in another thread and must not look into a working engine."""
         self.load = self.runner.engine.load()
         self.totals = self.runner.engine.counters()
 
-    def _heartbeat(self) -> Progressed:
-        load, totals = self.load, self.totals
-        if totals:
-            own = {"cpu_s": time.process_time(), "loads": float(self.loads), "load_s": self.load_s}
-            self.link.measure(-1, {f"engine/{name}": value for name, value in (totals | own).items()})
+    def _report_load(self) -> Progressed:
+        """Once per heartbeat, in the link's thread."""
+        self._measure(self.totals)
+        load = self.load
         return Progressed(self.spec.id, self.link.incarnation, load.kv_tokens, load.running, load.waiting)
+
+    def _measure(self, totals: dict[str, float]) -> None:
+        """What the engine has done so far, unless it has done nothing since."""
+        cpu_s = time.process_time()
+        spent, self._cpu_seen = cpu_s - self._cpu_seen, cpu_s
+        if totals != self._measured:
+            self._measured = totals
+            self._cpu_s += spent
+            own = {"cpu_s": self._cpu_s, "loads": float(self.loads), "load_s": self.load_s}
+            self.link.measure(-1, {f"engine/{name}": value for name, value in (totals | own).items()})

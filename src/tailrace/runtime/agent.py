@@ -128,11 +128,12 @@ class Agent:
             self._bring_about(message)
 
     def _bring_about(self, wanted: Wanted) -> None:
+        names = set(wanted.names)
         for process in list(self._local.processes.values()):
-            if process.spec.name not in wanted.names:
+            if process.spec.name not in names:
                 process.kill()
                 del self._local.processes[process.spec.role, process.spec.id]
-        self._parts = {name: how for name, how in self._parts.items() if name in wanted.names}
+        self._parts = {name: how for name, how in self._parts.items() if name in names}
         for spec in wanted.specs:
             if spec.name not in self._parts:
                 _refuse_missing_model(spec.config)

@@ -3,8 +3,9 @@
 One asyncio loop. Whatever arrives is handled in batches: events go through the control plane, everything is committed
 to `run.db` in one transaction, and only then are the commands sent. So a crash at any moment leaves a journal from
 which the run goes on, and nobody has ever been told what the journal does not know. While another program has `run.db`
-locked, whatever arrives waits, and the loop goes on listening. No token passes through here: replicas and trainers
-exchange them with the sample stores, which are told who may write what.
+locked, what arrives waits, so much and no more: then the hub stops reading. Heartbeats have a channel and a thread of
+their own (`wire.liveness`), so nobody looks dead because this loop is late. No token passes through here: replicas and
+trainers exchange them with the sample stores, which are told who may write what.
 
 Parts outlive a controller that is killed. The next one, started by the same keeper, adopts them and asks each to join
 again; what they report is counted exactly once (see `wire`), so they go on with the work that they have in hand.
@@ -57,6 +58,7 @@ from tailrace.protocol import (
     TrainerJoined,
 )
 from tailrace.runtime.grants import granted, reconciliation
+from tailrace.runtime.lag import LoopLag
 from tailrace.runtime.local import Process
 from tailrace.runtime.parts import FIRST_STORE, Parts, Tie
 from tailrace.runtime.validation import LONGEST_REASON, Sender, Validation, shortened
@@ -72,6 +74,7 @@ from tailrace.wire.messages import (
     Accused,
     Acknowledged,
     Assigned,
+    BeatHere,
     Collapsed,
     FromPart,
     Garbled,
@@ -87,6 +90,8 @@ SNAPSHOT_EVERY = 5000  # events; what a resumed run has to go through again at m
 ENDING_S = 60.0  # for everybody to leave; and for the trainer's last checkpoint
 SLOW_DISK = 100e6  # bytes per second
 ACKNOWLEDGE_S = 0.5  # how often parts are told what is committed
+LATE_BEATS = 1.5  # heartbeats without a datagram until frames are asked for
+LOOP_LAG, LAG_EVERY = "controller/loop_lag_p99_s", 100  # samples between two figures: ten seconds
 INTERRUPTED = "interrupted"
 STUCK_S = 10.0  # at one thing; then the controller writes to its log where it is
 
@@ -125,7 +130,10 @@ class Controller:
         self.stopped = ""
         self.error: RunError | None = None
         self._began = time.monotonic() - store.last_now
+        self.waiting: dict[str, str] = {}  # parts that are held up (r0, h0, trainer), and by what
+        self.lag = LoopLag(self._sampled)
         self._arrived: deque[Callable[[], None]] = deque()  # what is to be taken in with the next transaction
+        self._taken_in = asyncio.Event()  # there is nothing in it
         self._events: deque[Happened] = deque()
         self._validation = Validation(config, lambda: self.state)
         self.held_up = False  # by another program that has run.db locked
@@ -136,6 +144,7 @@ class Controller:
         self._acknowledge_at = 0.0
         self._crash: BaseException | None = None
         self._log: TextIO = sys.stderr
+        self._told_of_datagrams = False  # that they do not get through
         self._failures = 0  # samples in a row that could not be judged
         self._actions: dict[type[Command], Callable[[Any], None]] = {
             FetchPrompts: lambda command: self.parts.send("store", FIRST_STORE, Ordered(command)),
@@ -185,6 +194,7 @@ class Controller:
                 self.store.commit()
         finally:
             listening.cancel()
+            self.lag.close()
             await self.parts.end(self.complete, 2.0 if self.error else self._ending_s)
             await self.hub.close()
         if self.error:
@@ -228,6 +238,7 @@ class Controller:
             self.store.place.refuse_moved()
             while self._arrived:
                 self._arrived.popleft()()
+            self._taken_in.set()
             self._handle_events()
             self._unacknowledged |= self.store.commit()
             outbox, self._outbox = self._outbox, []
@@ -240,7 +251,7 @@ class Controller:
 
     async def _begin(self, watchdog: Watchdog) -> bool:
         """A transaction, once nobody else has one; False if the run stops before that. Until then nothing is handled,
-        so nobody is told or found to be silent; but everybody is heard."""
+        so nobody is told or found to be silent."""
         locked: Locked | None = None
         while not self.stopped and not self.error:
             if self._crash:
@@ -272,11 +283,13 @@ class Controller:
                     await self._wake.wait()
 
     async def _listen(self) -> None:
+        """One batch at a time: what cannot be taken in waits in the hub, which has room for so much."""
         while True:
             for sender, number, message in await self.hub.receive():
                 self._arrived.append(partial(self._receive, sender, number, message))
+            self._taken_in.clear()
             self._wake.set()
-            await asyncio.sleep(0)
+            await self._taken_in.wait()
 
     def _receive(self, sender: str, number: int, message: FromPart | Garbled) -> None:
         self.store.hear(sender, number)
@@ -392,11 +405,13 @@ class Controller:
                 if accused is not None:
                     self.parts.refuse(accused, reason)
             case Measured(step, values):
-                source = process.spec.role if process.spec.role == "trainer" else f"r{process.spec.id}"
-                self.store.metrics.measure(self.now, step, source, values)
-                self.observer.measure(self.now, step, source, values)
+                self._measure(step, process.label, values)
             case Collapsed(reason, expected):
                 self.parts.collapsed(process, reason[:LONGEST_REASON], expected)
+
+    def _measure(self, step: int, source: str, values: Mapping[str, float]) -> None:
+        self.store.metrics.measure(self.now, step, source, values)
+        self.observer.measure(self.now, step, source, values)
 
     # ---------------------------------------------------------------------------------------------- what the parts need
 
@@ -413,6 +428,19 @@ class Controller:
         """Once the books are closed."""
         self._outbox.append(doing)
         self._wake.set()
+
+    def later(self, wait_s: float, action: Callable[[], None]) -> None:
+        """Deadlines of others are extended by the time in which they could not be heard."""
+        asyncio.get_running_loop().call_later(wait_s, self._due, self.now + wait_s, action)
+
+    def _due(self, at: float, action: Callable[[], None]) -> None:
+        """A controller that stood still, stopped or waiting for its disk, first hears what was said meanwhile. So does
+        one that is held up."""
+        pause = self.config.health.heartbeat_s
+        if self.held_up or self.now - at > pause:
+            asyncio.get_running_loop().call_later(pause, self._due, inf, action)
+        else:
+            action()
 
     def note(self, sentence: str) -> None:
         with suppress(OSError, ValueError):  # a full disk, or a log that is closed by now, must not end the run
@@ -462,19 +490,49 @@ class Controller:
             self.parts.send("store", store, Ordered(command))
 
     def _set_timer(self, command: SetTimer) -> None:
-        loop = asyncio.get_running_loop()
-        loop.call_later(max(0.0, command.at - self.now), self._fire, command.timer, command.at)
+        self.later(max(0.0, command.at - self.now), partial(self._fire, command.timer))
 
-    def _fire(self, timer: str, at: float) -> None:
-        """A controller that stood still, stopped or waiting for its disk, first hears what was said meanwhile. So does
-        one that is held up."""
-        pause = self.config.health.heartbeat_s
-        if self.held_up or self.now - at > pause:
-            asyncio.get_running_loop().call_later(pause, self._fire, timer, inf)
-            return
+    def _fire(self, timer: str) -> None:
         if timer == "health":
             self.parts.find_silent_hosts()
+            self._ask_for_frames()
+            self._note_waiting()
+            self.tell(self.plane.heartbeats(self.parts.age_s))
         self.tell(TimerFired(timer))
+
+    # ------------------------------------------------------------------------------------------------- signs of life
+
+    def _ask_for_frames(self) -> None:
+        """Of those whose heartbeats do not get through as datagrams, though they are connected."""
+        liveness = self.hub.liveness
+        for name, on in liveness.to_ask(LATE_BEATS * self.config.health.heartbeat_s).items():
+            self.then(self.hub.send(name, BeatHere(on)))
+        without = liveness.without_datagrams
+        if without and not self._told_of_datagrams:
+            self._told_of_datagrams = True
+            self.note(
+                f"no heartbeats come from {without[0]} as datagrams to UDP port {self.hub.port}, which a firewall may "
+                "have closed; they come over its TCP connection instead"
+            )
+
+    def _note_waiting(self) -> None:
+        """Who is held up is named when that begins and when it ends."""
+        found = [(self.parts.named(name), what) for name, what in dict(self.hub.liveness.waiting).items()]
+        before, self.waiting = self.waiting, {process.label: what for process, what in found if process is not None}
+        for part in sorted(self.waiting.keys() - before.keys()):
+            self._waits(part, f"waits for {self.waiting[part]}", 1.0)
+        for part in sorted(before.keys() - self.waiting.keys()):
+            self._waits(part, f"no longer waits for {before[part]}", 0.0)
+
+    def _waits(self, part: str, what: str, figure: float) -> None:
+        self.note(f"{part} {what}")
+        self._arrived.append(partial(self._measure, -1, part, {"waiting": figure}))
+
+    def _sampled(self) -> None:
+        """Several times a second, whatever else there is to do."""
+        self.hub.liveness.loop_turns(self.hub.reads)
+        if self.lag.samples % LAG_EVERY == 0:
+            self._arrived.append(partial(self._measure, -1, "controller", {LOOP_LAG: self.lag.p99_s}))
 
     def _stop(self, command: Stop) -> None:
         if command.failed:

@@ -42,9 +42,8 @@ class Distant:
 class Host:
     """A machine that has joined. `id` is that of its relay."""
 
-    def __init__(self, trace: HostTrace, now: float) -> None:
+    def __init__(self, trace: HostTrace) -> None:
         self.trace = trace
-        self.seen = now
         self.distant: dict[str, Distant] = {}  # by the names of the parts
 
     @property
@@ -65,9 +64,8 @@ class Host:
         """A process that is to be there."""
         return self.distant.setdefault(spec.name, Distant(spec))
 
-    def hear(self, now: float, parts: Mapping[str, str]) -> Wanted:
+    def hear(self, parts: Mapping[str, str]) -> Wanted:
         """Take in what is there, and say what should be."""
-        self.seen = now
         for name, distant in list(self.distant.items()):
             if parts.get(name) or (name not in parts and not distant.wanted):
                 distant.end(parts.get(name, "ended")[:LONGEST])
@@ -99,8 +97,8 @@ class Hosts:
         """The one on which this part runs."""
         return self._of_part.get((role, id))
 
-    def add(self, trace: HostTrace, now: float) -> Host:
-        host = self.present[trace.name] = Host(trace, now)
+    def add(self, trace: HostTrace) -> Host:
+        host = self.present[trace.name] = Host(trace)
         self._of_part |= dict.fromkeys(host.parts, host)
         return host
 
@@ -108,7 +106,3 @@ class Hosts:
         del self.present[host.name]
         for place in host.parts:
             del self._of_part[place]
-
-    def silent(self, since: float) -> list[Host]:
-        """Those of which nothing has been heard since then."""
-        return [host for host in self.present.values() if host.seen < since]

@@ -23,7 +23,7 @@ from typing import Protocol
 import msgspec
 
 from tailrace.store.folder import PRIVATE, PRIVATE_FOLDER, RunFolder
-from tailrace.types import HostId, ReplicaId, Struct
+from tailrace.types import HostId, ReplicaId, Struct, label
 from tailrace.wire.messages import LOOPBACK, Spec, WireError
 
 FILE = "parts.json"
@@ -114,6 +114,11 @@ class Process:
     def title(self) -> str:
         """For people."""
         return "the trainer" if self.spec.role == "trainer" else f"{self.spec.role} {self.spec.id}"
+
+    @property
+    def label(self) -> str:
+        """For metrics."""
+        return "trainer" if self.spec.role == "trainer" else label(self.spec.role, self.spec.id)
 
     @property
     def alive(self) -> bool:

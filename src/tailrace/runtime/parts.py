@@ -9,8 +9,9 @@ wrong on another machine is that machine's loss, never the end of the run.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from msgspec.structs import replace
@@ -78,11 +79,6 @@ class Overseer(Protocol):
     @property
     def stopped(self) -> str: ...
 
-    @property
-    def held_up(self) -> bool:
-        """What has been reported is not taken in yet."""
-        ...
-
     def tell(self, event: Event) -> None:
         """Something that control has to hear."""
         ...
@@ -93,6 +89,10 @@ class Overseer(Protocol):
 
     def then(self, doing: Coroutine[Any, Any, None]) -> None:
         """To be done once the books are closed."""
+        ...
+
+    def later(self, wait_s: float, action: Callable[[], None]) -> None:
+        """To be done when everything that was said until then has been taken in."""
         ...
 
     def note(self, sentence: str) -> None:
@@ -125,6 +125,13 @@ class Parts:
         role, _, number = name.partition("/")[0].rpartition("-")
         process = self.get(role, int(number)) if number.isdecimal() else None
         return process if process is not None and process.spec.name == name else None
+
+    def age_s(self, role: str, id: int) -> float:
+        """How long ago it was last heard."""
+        process = self.get(role, id)
+        if process is None:
+            return 0.0  # that it is lost is about to be told
+        return self.hub.liveness.age_s(process.spec.name)
 
     def addresses(self, relays: tuple[RelayId, ...]) -> dict[RelayId, str]:
         """Where these take weights, as far as they are there."""
@@ -247,7 +254,7 @@ class Parts:
 
     def _expect(self, process: Process) -> None:
         """It has to join in time."""
-        asyncio.get_running_loop().call_later(self.config.local.start_s, self._overdue, process)
+        self.overseer.later(self.config.local.start_s, partial(self._overdue, process))
         self._look_after(process, 0)
 
     def _look_after(self, process: Process, stopped: int) -> None:
@@ -263,9 +270,7 @@ class Parts:
             asyncio.get_running_loop().call_later(wait_s, self._look_after, process, stopped)
 
     def _overdue(self, process: Process) -> None:
-        if self.overseer.held_up:  # it may have joined in the meantime
-            asyncio.get_running_loop().call_later(self.config.health.heartbeat_s, self._overdue, process)
-        elif self._is_starting(process):
+        if self._is_starting(process):
             process.kill()
             self._not_up(process, f"is not up after {self.config.local.start_s:g} s (local.start_s); see {process.log}")
 
@@ -381,7 +386,7 @@ class Parts:
         """Those of which the journal knows; others are new when they are heard of."""
         for one in left.hosts:
             if one.id in self.overseer.state.relays.relays:
-                self._hosts.add(one, self.overseer.now)
+                self._hosts.add(one)
         self._local.hosts = self._hosts.traces
 
     def _absent_hosts(self) -> list[RelayId]:
@@ -416,7 +421,7 @@ class Parts:
 
     def _answer(self, host: Host, offer: Offer) -> None:
         """What is wanted there."""
-        wanted = host.hear(self.overseer.now, offer.parts)
+        wanted = host.hear(offer.parts)
         with suppress(OSError):  # no descriptor for that now: the next offer comes soon
             self._local.note_those_elsewhere()
             self._post(host.name, wanted)
@@ -453,14 +458,16 @@ class Parts:
         given = [id for host in present for id in host.trace.replicas]
         first = 1 + max([self.config.local.replicas - 1, *state.fleet.replicas, *given])
         replicas = tuple(range(first, first + offer.replicas))
-        host = self._hosts.add(HostTrace(name, 1 + max(hosts), replicas, offer.store), self.overseer.now)
+        host = self._hosts.add(HostTrace(name, 1 + max(hosts), replicas, offer.store))
         self.overseer.tell(HostJoined(host.id, replicas, offer.store))
         return host
 
     def find_silent_hosts(self) -> None:
-        now, patience = self.overseer.now, self.config.health.strikes * max(self.config.health.heartbeat_s, OFFER_S)
-        for host in self._hosts.silent(now - patience):
-            self._host_left(host, f"nothing was heard of its host for {now - host.seen:.1f} s")
+        patience = self.config.health.strikes * max(self.config.health.heartbeat_s, OFFER_S)
+        ages = [(host, self.hub.liveness.age_s(host.name)) for host in self._hosts.present.values()]
+        for host, age_s in ages:
+            if age_s >= patience:
+                self._host_left(host, f"nothing was heard of its host for {age_s:.1f} s")
 
     async def reassure_hosts(self) -> None:
         """They give up a controller that is not heard of: while their offers cannot be taken in, they hear from time to

@@ -7,10 +7,10 @@ figure would spread: into the journal and every later controller. Numbers are bo
     role       messages                        events, each about itself
     replica    Hello Collapsed Reported        ReplicaJoined Progressed ScoringStarted GenerationResumed
                Measured                        Finished SampleFailed Parked WeightsLoaded PullFailed
-    relay      Hello Collapsed Reported        RelayJoined VersionStored LinkFailed Alive
-    store      Hello Collapsed Reported        StoreJoined PromptsAdded SamplesLost Alive
+    relay      Hello Collapsed Reported        RelayJoined VersionStored LinkFailed
+    store      Hello Collapsed Reported        StoreJoined PromptsAdded SamplesLost
                Measured Accused
-    trainer    Hello Collapsed Reported        TrainerJoined Trained TrainFailed Checkpointed PublishFailed Alive
+    trainer    Hello Collapsed Reported        TrainerJoined Trained TrainFailed Checkpointed PublishFailed
                Measured
     host       Hello Offer                     none
 
@@ -34,7 +34,6 @@ from tailrace.control.sampling import part_sizes
 from tailrace.control.state import State
 from tailrace.control.storage import FIRST
 from tailrace.protocol import (
-    Alive,
     Checkpointed,
     Event,
     Finished,
@@ -112,13 +111,11 @@ class Validation:
                 RelayJoined: _relay_joined,
                 VersionStored: _own_relay,
                 LinkFailed: _own_relay,
-                Alive: _own_life,
             },
             "store": {
                 StoreJoined: _store_joined,
                 PromptsAdded: _prompts_added,
                 SamplesLost: _own_store,
-                Alive: _own_life,
             },
             "trainer": {
                 TrainerJoined: self._trainer_joined,
@@ -126,7 +123,6 @@ class Validation:
                 TrainFailed: self._trained,
                 Checkpointed: self._checkpointed,
                 PublishFailed: _nothing,
-                Alive: _own_life,
             },
         }
 
@@ -253,10 +249,6 @@ def _prompts_added(sender: Sender, event: PromptsAdded) -> str:
     if sender.id != FIRST or any(prompt.id != id for prompt, id in zip(event.prompts, ids, strict=True)):
         return f"prompts that store {sender.id} was not asked for"
     return ""
-
-
-def _own_life(sender: Sender, event: Alive) -> str:
-    return "" if (event.part, event.id) == (sender.role, sender.id) else f"Alive of {event.part} {event.id}"
 
 
 def _bad_place(role: str, address: str, arena: str) -> str:

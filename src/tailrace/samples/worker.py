@@ -15,7 +15,7 @@ from pathlib import Path
 from tailrace.envs.inputs import recorded
 from tailrace.envs.sources import Later, PromptSource
 from tailrace.model.load import vocabulary_of
-from tailrace.protocol import Alive, FetchPrompts, Forget, PromptsAdded, SamplesLost, StoreJoined
+from tailrace.protocol import FetchPrompts, Forget, PromptsAdded, SamplesLost, StoreJoined
 from tailrace.samples.file import SampleFile, sample_file
 from tailrace.samples.messages import Limits
 from tailrace.samples.server import SampleServer
@@ -41,7 +41,7 @@ class StoreWorker:
     def __init__(self, spec: Spec) -> None:
         self.spec = spec
         self.archive = spec.config.run.archive
-        self.link = Link(spec, lambda: Alive("store", spec.id, self.link.incarnation))
+        self.link = Link(spec)
         self._errors: queue.SimpleQueue[BaseException] = queue.SimpleQueue()  # of the server's threads
         self.server = _server(spec, lambda name, reason: self.link.send(Accused(name, reason)), self._errors.put)
         self._rendering = ThreadPoolExecutor(1, "prompts")  # opening a large task must not keep control waiting

@@ -18,7 +18,6 @@ from tailrace.control.plane import ControlPlane
 from tailrace.errors import TailraceError
 from tailrace.lengths import LengthLaw
 from tailrace.protocol import (
-    Alive,
     Assignment,
     Cancel,
     Command,
@@ -168,33 +167,40 @@ class Simulation:
         """Send an event to the controller, over a network that may hold it back, delay it or deliver it twice."""
         if sender is not None and self.faults.holds_back(sender):
             sender.outbox.append(event)
-        elif self.faults.network:
+        else:
+            self._transmit(sender, event)
+
+    def _transmit(self, sender: Node | None, event: Event | None) -> None:
+        if self.faults.network:
             self.faults.transmit(sender, event)
         else:
-            self._inbox.append(event)
+            self.arrive(sender, event)
 
-    def arrive(self, event: Event) -> None:
-        self._inbox.append(event)
+    def arrive(self, sender: Node | None, event: Event | None) -> None:
+        """Whatever comes is a sign of life; None: it is nothing else."""
+        if sender is not None:
+            sender.heard_at = self.kernel.now
+        if event is not None:
+            self._inbox.append(event)
 
     def arrive_first(self, event: Event) -> None:
         self._inbox.appendleft(event)
 
     def _heartbeats(self) -> None:
-        now = self.kernel.now
-        for replica in self.replicas:
-            if replica.alive:
-                engine = replica.engine
-                engine.advance(now)
-                self.tell(
-                    replica,
-                    Progressed(replica.id, replica.incarnation, int(engine.kv), len(engine.batch), len(engine.waiting)),
-                )
-        for relay in self.relays:
-            if relay.alive:
-                self.tell(relay, Alive("relay", relay.id, relay.incarnation))
-        if self.trainer.alive:
-            self.tell(self.trainer, Alive("trainer", 0, self.trainer.incarnation))
+        for node in (*self.replicas, *self.relays, self.trainer):
+            if node.alive and not self.faults.holds_back(node):
+                self._transmit(node, self._new_load(node) if isinstance(node, SimReplica) else None)
         self.kernel.after(self.config.health.heartbeat_s, self._heartbeats)
+
+    def _new_load(self, replica: SimReplica) -> Progressed | None:
+        """What a replica has to report with its heartbeat, if anything has changed or was ordered since."""
+        engine = replica.engine
+        engine.advance(self.kernel.now)
+        load = Progressed(replica.id, replica.incarnation, int(engine.kv), len(engine.batch), len(engine.waiting))
+        if load == replica.reported:
+            return None
+        replica.reported = load
+        return load
 
     # ------------------------------------------------------------------------------------------- controller's errands
 
@@ -207,8 +213,15 @@ class Simulation:
         self.kernel.at(command.at, self._fire, command.timer, self.faults.controller_life)
 
     def _fire(self, timer: str, life: int) -> None:
-        if life == self.faults.controller_life:
-            self._inbox.append(TimerFired(timer))
+        if life != self.faults.controller_life:
+            return
+        if timer == "health":
+            self._inbox.append(self.plane.heartbeats(self._silence))
+        self._inbox.append(TimerFired(timer))
+
+    def _silence(self, part: str, id: int) -> float:
+        """How long the controller has not heard anything of somebody."""
+        return self.kernel.now - max(self._node(part, id).heard_at, self.faults.listening_since)
 
     def _forget(self, command: Forget) -> None:
         for id in command.trajectories:

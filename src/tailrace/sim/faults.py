@@ -41,6 +41,7 @@ class Faults:
         self.network = self.config.delay_s > 0 or self.config.duplicate > 0
         self.controller_down = False
         self.controller_life = 0
+        self.listening_since = 0.0  # when the present controller was there again
         self.count = 0
         self._cut: dict[HostId, None] = {}
         self._dies_next = False
@@ -147,19 +148,19 @@ class Faults:
             return
         held_back, node.outbox = node.outbox, []
         for event in held_back:
-            self.sim.arrive(event)
+            self.sim.arrive(node, event)
         self.sim.join(node)
 
     # -------------------------------------------------------------------------------------------------- the network
 
-    def transmit(self, sender: Node | None, event: Event) -> None:
+    def transmit(self, sender: Node | None, event: Event | None) -> None:
         """Messages overtake each other, but nobody is heard before he has introduced himself."""
         earliest = sender.connected_at if sender is not None else 0.0
         arrivals = [max(self._arrival(), earliest)]
         if self.random.random() < self.config.duplicate:
             arrivals.append(max(self._arrival(), earliest))
         for at in arrivals:
-            self.sim.kernel.at(at, self.sim.arrive, event)
+            self.sim.kernel.at(at, self.sim.arrive, sender, event)
         if sender is not None and isinstance(event, ReplicaJoined | RelayJoined | TrainerJoined):
             sender.connected_at = min(arrivals)
 
@@ -202,6 +203,7 @@ class Faults:
         assert plane.snapshot() == self.sim.plane.snapshot(), "snapshot and journal tail give back the same controller"
         self.sim.plane = plane
         self.controller_down = False
+        self.listening_since = self.sim.kernel.now
         self.sim.arrive_first(ControllerRestarted())
         for node in (self.sim.trainer, *self.sim.relays, *self.sim.replicas):
             self._reconnect(node)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tailrace.protocol import Event, Train
+from tailrace.protocol import Event, Progressed, Train
 from tailrace.sim.engine import Engine, Sequence
 from tailrace.types import HostId, RelayId, ReplicaId, TrajectoryId, Version
 
@@ -15,6 +15,7 @@ class Node:
         self.incarnation = 0  # grows when it starts, and when it finds the controller again
         self.life = 0  # grows when it dies
         self.connected_at = 0.0  # when its newest introduction arrives; nothing it says later comes before
+        self.heard_at = 0.0  # when the controller last heard something of it
         self.alive = False
         self.outbox: list[Event] = []  # what could not be sent; delivered after the next reconnection
         self.restarting = False
@@ -32,6 +33,7 @@ class SimReplica(Node):
         self.scoring: dict[TrajectoryId, Sequence] = {}  # generated to the end, and not yet scored
         self.pulled_s = 0.0
         self.pulls = 0
+        self.reported: Progressed | None = None  # its load, as last reported; None: say it again
 
 
 class SimRelay(Node):

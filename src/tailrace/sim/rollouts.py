@@ -34,13 +34,16 @@ class Rollouts:
     def __init__(self, simulation: Simulation) -> None:
         self.sim = simulation
 
-    def _replica(self, id: int, incarnation: int) -> SimReplica | None:
+    def _reached(self, id: int, incarnation: int) -> SimReplica | None:
+        """The replica that an order is for, if it gets there; then its next heartbeat brings its load."""
         replica = self.sim.replicas[id]
-        reachable = replica.alive and not self.sim.faults.is_cut(replica)
-        return replica if reachable and replica.incarnation == incarnation else None
+        if not replica.alive or self.sim.faults.is_cut(replica) or replica.incarnation != incarnation:
+            return None
+        replica.reported = None
+        return replica
 
     def generate(self, command: Generate) -> None:
-        replica = self._replica(command.replica, command.incarnation)
+        replica = self._reached(command.replica, command.incarnation)
         if replica is None:
             return
         sequences = [self._sequence(request, replica) for request in command.requests]
@@ -156,7 +159,7 @@ class Rollouts:
         )
 
     def release(self, command: Release) -> None:
-        replica = self._replica(command.replica, command.incarnation)
+        replica = self._reached(command.replica, command.incarnation)
         if replica is None:
             return
         now = self.sim.kernel.now
@@ -166,7 +169,7 @@ class Rollouts:
         self.sim.tell(replica, Parked(replica.id, replica.incarnation, tuple([self._meta(s) for s in sequences])))
 
     def cancel(self, command: Cancel) -> None:
-        replica = self._replica(command.replica, command.incarnation)
+        replica = self._reached(command.replica, command.incarnation)
         if replica is None:
             return
         for one in command.samples:
@@ -184,7 +187,7 @@ class Rollouts:
     # ------------------------------------------------------------------------------------------------------- weights
 
     def load_weights(self, command: LoadWeights) -> None:
-        replica = self._replica(command.replica, command.incarnation)
+        replica = self._reached(command.replica, command.incarnation)
         if replica is None:
             return
         now = self.sim.kernel.now

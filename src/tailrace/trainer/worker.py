@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from tailrace.protocol import Alive, Checkpointed, Publish, PublishFailed, Train, Trained, TrainerJoined
+from tailrace.protocol import Checkpointed, Publish, PublishFailed, Train, Trained, TrainerJoined
 from tailrace.store.folder import refuse_moved
 from tailrace.trainer.crew import Crew, build_crew
 from tailrace.trainer.divergence import DivergedError, Divergence, put_aside_after, way_back
@@ -48,7 +48,7 @@ class Worker:
         self.pace = CheckpointPace(every, publish_every, crew.checkpoint_bytes, time.monotonic())
         self.part = 0
         self.divergence = Divergence()
-        self.link = Link(spec, lambda: Alive("trainer", 0, self.link.incarnation))
+        self.link = Link(spec)
 
     def run(self) -> None:
         self.crew.snapshot(self.step)

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Self
 
+from tailrace.wire.liveness import BeatSender
 from tailrace.wire.messages import WireError
 from tailrace.wire.session import (
     HEAD,
@@ -41,6 +42,7 @@ class Connection:
         self._room = bytearray(HEAD.size)  # for the head of a frame, or for its content
         self._filled = 0
         self._head: tuple[int, bytes] | None = None  # number and signature of the content that is on its way
+        self._name = name
         self._socket: socket.socket = socket.create_connection(_place(endpoint), timeout=max(within_s, 1e-3))
         try:
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -58,11 +60,18 @@ class Connection:
     def fileno(self) -> int:
         return self._socket.fileno()
 
+    def beat_sender(self) -> BeatSender:
+        """For the heartbeats that go with this connection; whoever asks for it closes it."""
+        return BeatSender(self._socket, self._name, self._session.beat_key)
+
     # ------------------------------------------------------------------------------------------------------- greeting
 
     def _encrypt(self, door: str) -> None:
         if hasattr(socket, "TCP_USER_TIMEOUT"):  # a network that is cut takes small messages for a long time
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENT_MS)
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # and who sends none learns nothing
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENT_MS // 3000)
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, SILENT_MS // 3000)
         self._wait()
         secure = caller_context().wrap_socket(self._socket, do_handshake_on_connect=False)
         self._socket = secure

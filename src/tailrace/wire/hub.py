@@ -16,9 +16,11 @@ from tailrace.types import MALFORMED
 from tailrace.wire import descriptors
 from tailrace.wire.keys import HOST, Keyring
 from tailrace.wire.listener import Listener, OversizedFrameError, SignedChannel
+from tailrace.wire.liveness import Liveness
 from tailrace.wire.messages import (
     LOOPBACK,
     UNNUMBERED,
+    Beat,
     FromController,
     FromPart,
     Garbled,
@@ -61,6 +63,11 @@ class Peer:
         self.is_host = self.name.startswith(HOST)
         self._most = UNREAD_BY_HOST if self.is_host else UNREAD_BY_PART
 
+    @property
+    def beat_key(self) -> bytes:
+        """Of its datagrams; a machine sends none, it offers itself."""
+        return b"" if self.is_host else self.channel.beat_key
+
     def send(self, message: FromController) -> None:
         if self.channel.unsent_bytes > self._most:
             self.channel.hang_up()
@@ -93,11 +100,18 @@ class Hub:
         self._listener.accepting.add_done_callback(lambda _: self._arrived.set())
         self.port = self._listener.port
         self.endpoint = f"tcp://{self._listener.place}"
+        self.liveness = Liveness(self._listener.socket)
+        self._machines = 0  # among the peers
 
     @property
     def fingerprint(self) -> str:
         """By which machines that join know this controller; empty: none may."""
         return self._listener.fingerprint
+
+    @property
+    def reads(self) -> bool:
+        """Frames are taken in; else there is no room for more until some are received."""
+        return self._has_room.is_set()
 
     # ----------------------------------------------------------------------------------------------------- the contract
 
@@ -124,11 +138,14 @@ class Hub:
         """On somebody who is not to be heard any more."""
         peer = self._peers.pop(name, None)
         if peer is not None:
+            self._machines -= peer.is_host
+            self.liveness.leave(name)
             peer.channel.hang_up()
 
     async def close(self) -> None:
         """Get everything out that was sent, as far as anybody takes it, then hang up."""
         await self._listener.stop()
+        self.liveness.close()
         with suppress(TimeoutError):
             async with asyncio.timeout(LINGER_S):
                 await asyncio.gather(*[peer.channel.drain() for peer in self._peers.values()])
@@ -149,16 +166,17 @@ class Hub:
             await self._read(peer)
         finally:
             if self._peers.get(peer.name) is peer:
-                del self._peers[peer.name]
+                self.hang_up(peer.name)
 
     def _admit(self, peer: Peer) -> None:
         """Who has proven a name has it from now on: whoever else had it was cut off, or it would not come again."""
         self.hang_up(peer.name)
-        machines = sum(name.startswith(HOST) for name in self._peers)
-        crowded = peer.is_host and machines >= min(MACHINES, self._most_peers // 4)
+        crowded = peer.is_host and self._machines >= min(MACHINES, self._most_peers // 4)
         if crowded or len(self._peers) >= self._most_peers:
             raise WireError("there is no room for more connections")
         self._peers[peer.name] = peer
+        self._machines += peer.is_host
+        self.liveness.admit(peer.name, peer.beat_key)
 
     # ---------------------------------------------------------------------------------------------------------- hearing
 
@@ -171,6 +189,7 @@ class Hub:
             except OversizedFrameError as error:
                 self._deliver(Letter(peer.name, UNNUMBERED, Garbled(str(error))), 0)
                 return
+            self.liveness.frame(peer.name)
             self._hear(peer, number, content)
             if len(self._letters) >= WAITING or self._waiting_bytes >= WAITING_BYTES:
                 self._has_room.clear()
@@ -188,6 +207,8 @@ class Hub:
         heard = self._heard.get(peer.name, 0)
         if not peer.introduced or number > heard + 1:
             self._ask(peer, heard)
+        elif isinstance(message, Beat):
+            self.liveness.waits(peer.name, message.waiting_for)
         elif number == UNNUMBERED or number > heard:
             if number:
                 self._heard[peer.name] = number

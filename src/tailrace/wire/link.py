@@ -1,6 +1,8 @@
 """A part's end of the wire.
 
 It has a thread of its own, so that heartbeats go out while the part computes; `send` may be called from any thread.
+Heartbeats are datagrams (`liveness`), and frames as well where the controller asks for that. They stop while the part's
+loop is stuck.
 """
 
 from __future__ import annotations
@@ -19,10 +21,13 @@ from tailrace.protocol import Event
 from tailrace.types import MALFORMED
 from tailrace.watchdog import Watchdog
 from tailrace.wire.connection import RETRY_S, Connection
+from tailrace.wire.liveness import LONGEST_WAIT, BeatSender
 from tailrace.wire.messages import (
     UNNUMBERED,
     Acknowledged,
     Assigned,
+    Beat,
+    BeatHere,
     Collapsed,
     Ended,
     FromController,
@@ -46,12 +51,16 @@ LINGER_S = 2.0  # how long a closing part tries to get its last words out
 
 
 class Link:
-    """A part's end: `send` and `report` at any time, `receive` what has come, `pulse` gives the heartbeat."""
+    """A part's end: `send` and `report` at any time, `receive` what has come. `load` is asked once per heartbeat, in
+    the link's thread; what it gives is reported if it has changed, or if an order has come since."""
 
-    def __init__(self, spec: Spec, pulse: Callable[[], Event | None] = lambda: None) -> None:
+    def __init__(self, spec: Spec, load: Callable[[], Event | None] = lambda: None) -> None:
         self.incarnation = spec.incarnation  # grows with every controller that this part meets
+        self.waiting_for = ""  # who holds this part up, in a few words, for people to see; set it from any thread
         self._spec = spec
-        self._pulse = pulse
+        self._load = load
+        self._reported: Event | None = None  # the load
+        self._beats_here = False  # heartbeats go over the connection too
         self._hello = Hello()
         self._number = UNNUMBERED  # of the last report
         self._kept: deque[tuple[int, bytes]] = deque()  # reports that are not known to be committed
@@ -65,7 +74,7 @@ class Link:
         self._watchdog = Watchdog(spec.name, lambda sentence: self.send(Collapsed(sentence)))
 
     def open(self, address: str = "", arena: str = "") -> None:
-        """Introduce this part; from here on its heart beats."""
+        """Introduce this part; from here on it sends heartbeats."""
         self._hello = Hello(address, arena)
         self.send(self._hello)
         self._thread.start()
@@ -131,11 +140,13 @@ class Link:
                 over = time.monotonic() > self._give_up_at
                 time.sleep(RETRY_S)
                 continue
+            beats = wire.beat_sender()
             try:
-                over = self._converse(wire)
+                over = self._converse(wire, beats)
             except (OSError, WireError):
                 pass  # the controller is gone, or the way to it; another one may come
             finally:
+                beats.close()
                 wire.close(LINGER_S if over else 0.0)
 
     def _connect(self) -> Connection | None:
@@ -145,14 +156,14 @@ class Link:
         except (OSError, WireError):
             return None
 
-    def _converse(self, wire: Connection) -> bool:
+    def _converse(self, wire: Connection, beats: BeatSender) -> bool:
         """Until the connection breaks off (an error), or the part has hung up (True)."""
         poller = select.poll()
         poller.register(self._woken, select.POLLIN)
-        self._beat_at = 0.0
+        self._beat_at, self._beats_here, self._reported = 0.0, False, None
         while self._empty_outbox(wire):
             if time.monotonic() >= self._beat_at:
-                self._beat(wire)
+                self._beat(wire, beats)
             wire.flush()
             poller.register(wire, select.POLLIN | (select.POLLOUT if wire.has_unsent else 0))
             ready = dict(poller.poll(int(max(0.0, self._beat_at - time.monotonic()) * 1000) + 1))
@@ -163,11 +174,19 @@ class Link:
                     self._take_in(wire, decode_from_controller(content))
         return True
 
-    def _beat(self, wire: Connection) -> None:
+    def _beat(self, wire: Connection, beats: BeatSender) -> None:
+        """The first of a connection is a frame as well: a controller that does not know this part asks who it is."""
+        as_frame = self._beats_here or not self._beat_at
         self._beat_at = time.monotonic() + self._spec.config.health.heartbeat_s
-        event = self._watchdog.guard(self._pulse)()
-        if event is not None:
-            wire.send(UNNUMBERED, encode(Reported(event)))  # type: ignore[arg-type]
+        if self._watchdog.stuck or self._spec.role == "host":  # a host is heard by its offers
+            return
+        beats.send(self.incarnation, self.waiting_for)
+        if as_frame:
+            wire.send(UNNUMBERED, encode(Beat(self.waiting_for[:LONGEST_WAIT])))
+        load = self._load()
+        if load is not None and load != self._reported:
+            wire.send(UNNUMBERED, encode(Reported(load)))  # type: ignore[arg-type]
+        self._reported = load
 
     def _empty_outbox(self, wire: Connection) -> bool:
         """Send what is there; False once the part has hung up."""
@@ -187,12 +206,15 @@ class Link:
         if isinstance(message, Acknowledged):
             self._let_go(message.number)
             return
+        if isinstance(message, BeatHere):
+            self._beats_here, self._beat_at = message.on, 0.0
+            return
         if isinstance(message, Introduce):
             self._let_go(message.heard)
             wire.send(UNNUMBERED, encode(self._hello))
             for number, content in self._kept:
                 wire.send(number, content)
-            self._beat(wire)  # it may be long until the part itself has time to join
+        self._reported = None  # control reckons with what was ordered until it hears of the load again
         self._inbox.put(message)
 
     def _let_go(self, committed: int) -> None:

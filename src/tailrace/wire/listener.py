@@ -75,6 +75,11 @@ class SignedChannel:
             self._writer.write(content)
 
     @property
+    def beat_key(self) -> bytes:
+        """Of the heartbeats that its other end sends as datagrams."""
+        return self._session.beat_key
+
+    @property
     def unsent_bytes(self) -> int:
         return self._writer.transport.get_write_buffer_size()
 
@@ -111,8 +116,8 @@ class Listener:
         self._most_strangers = descriptors.shares().strangers
         self.strangers: set[Caller] = set()
         self.callers: set[Caller] = set()  # all
-        self._listening = _listen(listen, port)
-        host, self.port = self._listening.getsockname()[:2]
+        self.socket = _listen(listen, port)
+        host, self.port = self.socket.getsockname()[:2]
         self.place = f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
         self.accepting = asyncio.get_running_loop().create_task(self._accept())
 
@@ -125,7 +130,7 @@ class Listener:
         """Take nobody in any more."""
         self.accepting.cancel()
         await asyncio.gather(self.accepting, return_exceptions=True)
-        self._listening.close()
+        self.socket.close()
 
     async def disconnect(self) -> None:
         """End all connections."""
@@ -141,7 +146,7 @@ class Listener:
         loop, taken = asyncio.get_running_loop(), 0
         while True:
             try:
-                accepted, _ = await loop.sock_accept(self._listening)
+                accepted, _ = await loop.sock_accept(self.socket)
             except OSError:
                 await asyncio.sleep(TROUBLE_S)
                 continue

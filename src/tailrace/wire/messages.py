@@ -55,6 +55,12 @@ class Message(Struct, tag_field="kind", tag=True):
     """Base of all messages."""
 
 
+class Beat(Message):
+    """A heartbeat on the connection: the first message of each, and where datagrams do not get through."""
+
+    waiting_for: Annotated[str, Meta(max_length=200)] = ""
+
+
 class Hello(Message):
     """A part is up, or has been asked who it is. `address` is where a relay takes weights, `arena` where it keeps
     them."""
@@ -166,6 +172,12 @@ class Acknowledged(Message):
     number: int
 
 
+class BeatHere(Message):
+    """Your datagrams do not arrive: send heartbeats on the connection too. Not `on`: they arrive again."""
+
+    on: bool
+
+
 class Wanted(Message):
     """Answer to `Offer`: these parts are to be there and no others; the specs of those that were not named in it."""
 
@@ -191,9 +203,11 @@ class Garbled(Struct):
     what: str
 
 
-FromPart = Hello | Reported | Measured | Offer | Accused | Collapsed
-FromController = Ordered | Assigned | Reconcile | Stores | Introduce | Acknowledged | Wanted | Dismissed | Ended
-UNNUMBERED = 0  # of what need not arrive: heartbeats, introductions, offers, last words
+FromPart = Beat | Hello | Reported | Measured | Offer | Accused | Collapsed
+FromController = (
+    Ordered | Assigned | Reconcile | Stores | Introduce | Acknowledged | BeatHere | Wanted | Dismissed | Ended
+)
+UNNUMBERED = 0  # of what need not arrive: heartbeats, loads, introductions, offers, last words
 
 encode = msgspec.msgpack.Encoder().encode
 decode_from_part = msgspec.msgpack.Decoder(FromPart).decode

@@ -79,6 +79,11 @@ class Session:
     def proof(self) -> bytes:
         return hmac.digest(self._key, b"proof" + self._own, "sha256")
 
+    @property
+    def beat_key(self) -> bytes:
+        """Of the datagrams that go with this connection (`liveness`)."""
+        return hmac.digest(self._key, b"beat", "sha256")
+
     def check_proof(self, proof: bytes) -> None:
         if not hmac.compare_digest(proof, hmac.digest(self._key, b"proof" + self._other, "sha256")):
             raise StrangerError("it has another key")
