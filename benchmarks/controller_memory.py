@@ -25,8 +25,7 @@ from tailrace.obs.live import LiveRun
 from tailrace.protocol import Command, Event, Finished, Forget, Generate, PromptsAdded, SampleFailed, Train
 from tailrace.sim.cluster import Simulation
 from tailrace.store.run import RunStore
-from tailrace.store.vault import StoredPrompt
-from tailrace.types import Segment
+from tailrace.types import Row, Segment, id_bytes
 
 ROOT = Path(__file__).parents[1]
 PIECE = 64  # tokens that a replica sends at a time
@@ -50,7 +49,7 @@ class Controller:
     def see(self, now: float, event: Event, commands: Sequence[Command]) -> None:
         store, vault = self.store, self.store.vault
         if isinstance(event, PromptsAdded):
-            vault.add_prompts([StoredPrompt(p.id, tuple(range(p.tokens)), "a prompt", {}) for p in event.prompts])
+            vault.add_prompts([Row(p.id, id_bytes(range(p.tokens)), "a prompt", {}) for p in event.prompts])
         elif isinstance(event, Finished):
             self._finish(event)
         elif isinstance(event, SampleFailed):
@@ -67,8 +66,8 @@ class Controller:
     def _finish(self, event: Finished) -> None:
         meta, vault = event.meta, self.store.vault
         for start in range(0, meta.tokens, PIECE):
-            tokens = tuple(range(start, min(start + PIECE, meta.tokens)))
-            vault.append(meta.id, meta.epoch, [Segment(meta.oldest, tokens, (-0.5,) * len(tokens))])
+            tokens = range(start, min(start + PIECE, meta.tokens))
+            vault.append(meta.id, meta.epoch, [Segment.of(meta.oldest, tokens, (-0.5,) * len(tokens))])
         vault.finish(meta.id, meta.epoch, meta.finish, 1.0)
         self.finished += 1
         if self.finished % EVERY == 0:
@@ -107,10 +106,10 @@ def long_run(folder: Path, trajectories: int, archive: bool) -> list[dict[str, f
 def vault_speed(folder: Path, count: int = 1000, pieces: int = 16) -> dict[str, float]:
     """Appends of 64 tokens, committed 20 at a time, and the best of five reads of 500 trajectories of 1,024 tokens; in
     seconds of CPU, because nothing here waits and the machine may be shared."""
-    tokens = tuple(range(PIECE))
-    piece = [Segment(0, tokens, (-0.5,) * PIECE)]
+    tokens = range(PIECE)
+    piece = [Segment.of(0, tokens, (-0.5,) * PIECE)]
     with RunStore.create(folder, load([], ["--model.preset", "qwen2.5-7b"])) as store:
-        store.vault.add_prompts([StoredPrompt(0, tokens, "a prompt", {})])
+        store.vault.add_prompts([Row(0, id_bytes(tokens), "a prompt", {})])
         for id in range(count):
             store.vault.assign(id, 1, id // 8, 0, resume=False)
         begin = time.process_time()

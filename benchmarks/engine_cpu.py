@@ -78,14 +78,15 @@ class Native:
 
     def run(self, work: Work) -> None:
         from tailrace.engines.base import Job
+        from tailrace.types import id_bytes
 
         for i, (prompt, length) in enumerate(work):
-            self.engine.submit(Job(i, i, tuple(prompt), len(prompt), length))
+            self.engine.submit(Job(i, i, id_bytes(prompt), len(prompt), length))
         sampled = 0
         while self.engine.load().running or self.engine.load().waiting:
             found = self.engine.step()
-            sampled += len(found)
-            self.engine.forget(each.id for each in found if each.finish)
+            sampled += len(found.tokens)
+            self.engine.forget(id for id, finish in zip(found.ids, found.finish, strict=True) if finish)
         assert sampled == sum(length for _, length in work)
 
 

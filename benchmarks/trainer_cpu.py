@@ -131,11 +131,11 @@ def group(rng: np.random.Generator, number: int) -> list[Any]:
     from tailrace.types import Segment, Trajectory
 
     items = int(np.clip(4 * rng.lognormal(0.0, 1.15), 1, 96))
-    prompt = Segment(None, some_tokens(rng, 2 * items + 3))
+    prompt = Segment.of(None, some_tokens(rng, 2 * items + 3))
 
     def sample(i: int) -> Trajectory:
         length = 3 * items + 4 if rng.random() < CAREFUL else int(rng.integers(2, 6))
-        answer = Segment(0, some_tokens(rng, length), (-4.0,) * length)
+        answer = Segment.of(0, some_tokens(rng, length), (-4.0,) * length)
         return Trajectory(number * SAMPLES + i, number, number, (prompt, answer), "stop", float(i % 2))
 
     return [sample(i) for i in range(SAMPLES)]
@@ -146,7 +146,7 @@ def some_tokens(rng: np.random.Generator, count: int) -> tuple[int, ...]:
 
 
 def tokens(parts: list[list[list[Any]]]) -> int:
-    return sum(len(segment.tokens) for part in parts for some in part for one in some for segment in one.segments)
+    return sum(len(segment) for part in parts for some in part for one in some for segment in one.segments)
 
 
 if __name__ == "__main__":

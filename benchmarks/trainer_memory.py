@@ -91,8 +91,8 @@ def _group(lengths: list[int]) -> list:
 
     def trajectory(i: int, length: int) -> Trajectory:
         tokens = tuple(rng.integers(0, VOCABULARY, length).tolist())
-        sampled = Segment(0, tokens[1:], (-10.0,) * (length - 1))
-        return Trajectory(i, 0, 0, (Segment(None, tokens[:1]), sampled), "stop", float(i % 2))
+        sampled = Segment.of(0, tokens[1:], (-10.0,) * (length - 1))
+        return Trajectory(i, 0, 0, (Segment.of(None, tokens[:1]), sampled), "stop", float(i % 2))
 
     return [trajectory(i, length) for i, length in enumerate(lengths)]
 

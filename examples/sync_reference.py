@@ -24,6 +24,7 @@ from tailrace.engines.sampling import uniform
 from tailrace.envs.base import Row, Turn
 from tailrace.envs.prompts import order
 from tailrace.envs.running_total import RunningTotal
+from tailrace.types import id_bytes
 
 START = Path(__file__).parent / "running_total" / "start"
 EVALUATION = 1 << 40  # trajectory ids from here on belong to the evaluation
@@ -41,7 +42,7 @@ class Sample:
 
     @property
     def sequence(self) -> list[int]:
-        return [*self.row.tokens, *self.tokens]
+        return [*self.row.ids.tolist(), *self.tokens]
 
 
 # ---------------------------------------------------------------------------------------------------------- prompts
@@ -54,7 +55,7 @@ def row_at(place: int, task: RunningTotal, tokenizer: Any, seed: int) -> Row:
 
 
 def to_row(place: int, columns: dict[str, Any], tokenizer: Any) -> Row:
-    return Row(place, tuple(tokenizer(columns["prompt"])["input_ids"]), columns["prompt"], columns)
+    return Row(place, id_bytes(tokenizer(columns["prompt"])["input_ids"]), columns["prompt"], columns)
 
 
 # ------------------------------------------------------------------------------------------------------- generation
@@ -63,16 +64,16 @@ def to_row(place: int, columns: dict[str, Any], tokenizer: Any) -> Row:
 @torch.no_grad()
 def generate(model: Any, samples: list[Sample], seed: int, max_tokens: int) -> None:
     """Fill in tokens and log-probs. Which samples share a batch matters to speed only."""
-    samples = sorted(samples, key=lambda sample: len(sample.row.tokens))
+    samples = sorted(samples, key=lambda sample: sample.row.length)
     for start in range(0, len(samples), TOGETHER):
         generate_batch(model, samples[start : start + TOGETHER], seed, max_tokens)
 
 
 def generate_batch(model: Any, running: list[Sample], seed: int, max_tokens: int) -> None:
     """Prompts are padded on the left; sequences that end leave the batch."""
-    end, width = model.config.eos_token_id, max(len(sample.row.tokens) for sample in running)
-    pads = torch.tensor([width - len(sample.row.tokens) for sample in running])
-    inputs = torch.tensor([[end] * (width - len(sample.row.tokens)) + [*sample.row.tokens] for sample in running])
+    end, width = model.config.eos_token_id, max(sample.row.length for sample in running)
+    pads = torch.tensor([width - sample.row.length for sample in running])
+    inputs = torch.tensor([[end] * (width - sample.row.length) + sample.row.ids.tolist() for sample in running])
     cache = DynamicCache(config=model.config)
     for length in range(width, width + max_tokens):
         places = torch.arange(length) - pads[:, None]
@@ -144,7 +145,7 @@ def token_losses(model: Any, samples: list[Sample], clip: float) -> torch.Tensor
     width = max(len(sample.sequence) for sample in samples)
     padded = torch.tensor([sample.sequence + [0] * (width - len(sample.sequence)) for sample in samples])
     everything = model(padded).logits[:, :-1].log_softmax(-1).gather(-1, padded[:, 1:, None])[..., 0]
-    spans = [slice(len(sample.row.tokens) - 1, len(sample.sequence) - 1) for sample in samples]
+    spans = [slice(sample.row.length - 1, len(sample.sequence) - 1) for sample in samples]
     new = torch.cat([line[span] for line, span in zip(everything, spans, strict=True)])
     old = torch.tensor([logprob for sample in samples for logprob in sample.logprobs])
     advantages = torch.tensor([sample.advantage for sample in samples for _ in sample.tokens])

@@ -231,7 +231,7 @@ class Played:
         """All that a replica has grows; trajectory and epoch of each."""
         samples = [s for s in self.controller.state.ledger.samples.values() if s.replica == replica]
         version = self.controller.state.fleet.replicas[replica].version
-        piece = (Segment(version, (7,) * tokens, (-0.5,) * tokens),)
+        piece = (Segment.of(version, (7,) * tokens, (-0.5,) * tokens),)
         name = self.process("replica", replica).spec.name
         self.say(name, Grown(tuple([Growth(s.id, s.epoch, piece) for s in samples])))
         return [(s.id, s.epoch) for s in samples]

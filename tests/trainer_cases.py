@@ -65,7 +65,7 @@ def settings(model: Path, **trainer: Any) -> Config:
 def group(seed: int, size: int = 4, longest: int = 30) -> list[Trajectory]:
     """Samples of one prompt with mixed lengths, versions and rewards; some have a tool's output in the middle."""
     rng = np.random.default_rng(seed)
-    prompt = Segment(None, _tokens(rng, int(rng.integers(1, 6))))
+    prompt = Segment.of(None, _tokens(rng, int(rng.integers(1, 6))))
     return [
         Trajectory(seed * 100 + i, seed, seed, (prompt, *_turns(rng, longest)), "stop", float(rng.random()))
         for i in range(size)
@@ -75,21 +75,19 @@ def group(seed: int, size: int = 4, longest: int = 30) -> list[Trajectory]:
 def poisoned(seed: int) -> list[Trajectory]:
     """The same with log-probs that are none in one sample, so that neither loss nor gradient is finite."""
     first, *rest = group(seed)
-    segments = [
-        s if s.version is None else Segment(s.version, s.tokens, (math.nan,) * len(s.tokens)) for s in first.segments
-    ]
+    segments = [s if s.version is None else Segment.of(s.version, s.ids, (math.nan,) * len(s)) for s in first.segments]
     return [Trajectory(first.id, first.group, first.prompt, tuple(segments), first.finish, first.reward), *rest]
 
 
 def _turns(rng: np.random.Generator, longest: int) -> list[Segment]:
     first, second = _sampled(rng, 0, longest), _sampled(rng, 1, longest)
-    tool = Segment(None, _tokens(rng, 3))
+    tool = Segment.of(None, _tokens(rng, 3))
     return [[first], [first, second], [first, tool, second], [first, second, tool]][int(rng.integers(4))]
 
 
 def _sampled(rng: np.random.Generator, version: int, longest: int) -> Segment:
     tokens = _tokens(rng, int(rng.integers(1, longest // 2)))
-    return Segment(version, tokens, tuple(float(x) for x in -rng.exponential(2.0, len(tokens))))
+    return Segment.of(version, tokens, tuple(float(x) for x in -rng.exponential(2.0, len(tokens))))
 
 
 def _tokens(rng: np.random.Generator, count: int) -> tuple[int, ...]:

@@ -63,19 +63,22 @@ def native_engine(model: Any, cases: list[Case], options: argparse.Namespace, te
 
 def play(engine: NativeEngine, work: Work, first: int = 0) -> dict[int, tuple[list[int], list[float]]]:
     """Everything sampled, by request."""
+    import numpy as np
+
     from tailrace.engines.base import Job
+    from tailrace.types import id_bytes
 
     found: dict[int, tuple[list[int], list[float]]] = {first + at: ([], []) for at in range(len(work))}
     for at, (prompt, length) in enumerate(work, first):
-        engine.submit(Job(at, at, tuple(prompt), len(prompt), length))
+        engine.submit(Job(at, at, id_bytes(prompt), len(prompt), length))
     open_ones = len(work)
     while open_ones:
-        for each in engine.step():
-            found[each.id][0].extend(each.tokens)
-            found[each.id][1].extend(each.logprobs)
-            if each.finish:
+        for id, tokens, logprobs, finish in engine.step().additions():
+            found[id][0].extend(np.frombuffer(tokens, np.int32).tolist())
+            found[id][1].extend(np.frombuffer(logprobs, np.float32).tolist())
+            if finish:
                 open_ones -= 1
-                engine.forget([each.id])
+                engine.forget([id])
     return found
 
 
@@ -300,12 +303,13 @@ def profile(case: Case, options: argparse.Namespace) -> None:
     from torch.profiler import ProfilerActivity, profile
 
     from tailrace.engines.base import Job
+    from tailrace.types import id_bytes
 
     dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
     engine = native_engine(random_model(case.model, options.device, dtype), [case], options)
     play(engine, case.warm_up(), 1_000_000)
     for at, (prompt, length) in enumerate(case.work()):
-        engine.submit(Job(at, at, tuple(prompt), len(prompt), length))
+        engine.submit(Job(at, at, id_bytes(prompt), len(prompt), length))
     while engine.load().waiting:
         engine.step()
     for _ in range(3):
@@ -313,7 +317,7 @@ def profile(case: Case, options: argparse.Namespace) -> None:
     kinds = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if options.device == "cuda" else [])
     began = time.perf_counter()
     with profile(activities=kinds) as found:
-        tokens = sum(len(each.tokens) for _ in range(options.profile_steps) for each in engine.step())
+        tokens = sum(len(engine.step().tokens) for _ in range(options.profile_steps))
         seconds = time.perf_counter() - began
     order = "self_device_time_total" if options.device == "cuda" else "self_cpu_time_total"
     print(found.key_averages().table(sort_by=order, row_limit=15, max_name_column_width=70))

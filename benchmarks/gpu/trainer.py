@@ -212,7 +212,7 @@ def _sampled_by(learner: Learner, groups: list[list[Trajectory]]) -> list[list[T
 
 def _with(trajectory: Trajectory, logprobs: Any) -> Trajectory:
     prompt, answer = trajectory.segments
-    segments = (prompt, Segment(0, answer.tokens, tuple(logprobs.tolist())))
+    segments = (prompt, Segment.of(0, answer.ids, logprobs))
     return Trajectory(trajectory.id, trajectory.group, trajectory.prompt, segments, "stop", trajectory.reward)
 
 
@@ -386,7 +386,7 @@ def make_groups(tokens: int, vocabulary: int, seed: int) -> list[list[Trajectory
 def _trajectory(rng: np.random.Generator, i: int, length: int, prompt: int, vocabulary: int) -> Trajectory:
     tokens = tuple(rng.integers(0, vocabulary, length).tolist())
     chance = (-float(np.log(vocabulary)),) * (length - prompt)
-    segments = (Segment(None, tokens[:prompt]), Segment(0, tokens[prompt:], chance))
+    segments = (Segment.of(None, tokens[:prompt]), Segment.of(0, tokens[prompt:], chance))
     return Trajectory(i, i // GROUP, i // GROUP, segments, "stop", float(rng.random()))
 
 

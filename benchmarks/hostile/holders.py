@@ -75,7 +75,7 @@ def _truths() -> list[Any]:
     from tailrace.types import Segment
     from tailrace.wire.messages import Grown, Growth, Reported
 
-    growth = Growth(0, 1, (Segment(0, (7, 8), (-0.5, -0.25)), Segment(None, (9,))))
+    growth = Growth(0, 1, (Segment.of(0, (7, 8), (-0.5, -0.25)), Segment.of(None, (9,))))
     finished = Finished(0, TrajectoryMeta(0, 1, 3, 0, 0, "stop", 1.0))
     return [Grown((growth,)), *map(Reported, (finished, SampleFailed(0, 1, 1, "raised"), WeightsLoaded(0, 1, 0)))]
 

@@ -15,13 +15,13 @@ from hostile.inputs import Decode
 def examples() -> tuple[list[Any], list[Any]]:
     """One of everything that parts and controller say."""
     from tailrace import protocol
-    from tailrace.types import Row, Segment, Trajectory
+    from tailrace.types import Row, Segment, Trajectory, id_bytes
     from tailrace.wire.messages import Collapsed, Ended, Grown, Growth, Hello, Measured, Offer, Ordered, Reported
 
     events = [_example(each) for each in msgspec.inspect.type_info(protocol.AnyEvent).types]  # type: ignore[attr-defined]
     commands = [_example(each) for each in msgspec.inspect.type_info(protocol.AnyCommand).types]  # type: ignore[attr-defined]
-    segments = (Segment(None, (1, 2, 3)), Segment(4, (5, 6), (-0.5, -1.5)))
-    row = Row(1, (1, 2), [{"role": "user", "content": "2 + 2"}], {"answer": 4, "nested": {"a": [1, 2]}})
+    segments = (Segment.of(None, (1, 2, 3)), Segment.of(4, (5, 6), (-0.5, -1.5)))
+    row = Row(1, id_bytes((1, 2)), [{"role": "user", "content": "2 + 2"}], {"answer": 4, "nested": {"a": [1, 2]}})
     up = [Hello("127.0.0.1:1", "/dev/shm/arena"), Measured(1, {"loss": 0.5}), Collapsed("no", True)]
     up += [Grown((Growth(7, 1, segments),)), Offer("0.1.0", 2, {"replica-3/1": "", "relay-1/1": "was killed"})]
     up += [Reported(event) for event in events]
@@ -144,7 +144,7 @@ def judge_questions(_: Path) -> tuple[list[bytes], Decode]:
     from tailrace.envs.judge_wire import Question
 
     decoder = msgspec.msgpack.Decoder(list[Question])
-    row = Row(1, (1, 2), "2 + 2", {"answer": 4})
+    row = Row(1, b"", "2 + 2", {"answer": 4})
     asked = [Question(1, row, (Turn("policy", "4"), Turn("environment", "no")))]
     return [msgspec.msgpack.encode(asked)], lambda data: bool(decoder.decode(data) or True)
 

@@ -34,14 +34,14 @@ def _small_run(folder: Path) -> Path:
     """A run's store with something in every table."""
     from tailrace.config import load
     from tailrace.store.run import RunStore
-    from tailrace.types import Row, Segment
+    from tailrace.types import Row, Segment, id_bytes
 
     shutil.rmtree(folder / "run", ignore_errors=True)
     config = load([], ["--model.preset", "qwen2.5-7b"])
     with RunStore.create(folder / "run", config) as store:
-        store.vault.add_prompts([Row(0, (1, 2, 3), "2 + 2", {"answer": 4})])
+        store.vault.add_prompts([Row(0, id_bytes((1, 2, 3)), "2 + 2", {"answer": 4})])
         store.vault.assign(0, 1, 0, 0, resume=False)
-        store.vault.append(0, 1, [Segment(0, (4, 5), (-0.1, -0.2))])
+        store.vault.append(0, 1, [Segment.of(0, (4, 5), (-0.1, -0.2))])
         store.metrics.measure(0.0, 1, "trainer", {"loss": 0.5})
         up, _ = examples()
         for number, each in enumerate(each for each in up if hasattr(each, "event")):

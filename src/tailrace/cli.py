@@ -197,9 +197,9 @@ def _fit(arguments: argparse.Namespace) -> int:
 
 def _story(arguments: argparse.Namespace) -> int:
     from tailrace.obs.ending import LastStop, ending_of
-    from tailrace.obs.story import Line, render_held, render_story, story
+    from tailrace.obs.story import Line, render_known, render_story, story
     from tailrace.store.journal import Journal
-    from tailrace.store.vault import held
+    from tailrace.store.trajectories import known_trajectories
     from tailrace.types import parse_label
 
     try:
@@ -209,8 +209,8 @@ def _story(arguments: argparse.Namespace) -> int:
     journal, last = Journal(arguments.journal), LastStop()
     print(render_story(story(last.passing(journal.entries()), arguments.id)))
     print(render_story([Line(last.now, str(ending_of(journal.meta, journal.path.parent, last.stop)))]))
-    if known := held(arguments.journal, kind, number):
-        print(render_held(known))
+    if known := known_trajectories(arguments.journal, kind, number):
+        print(render_known(known))
     return 0
 
 

@@ -7,10 +7,15 @@ the wire format and the stored format are one thing. Ids are plain integers; peo
 
 from __future__ import annotations
 
-from typing import Annotated, Any, dataclass_transform
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any, dataclass_transform
 
 import msgspec
 from msgspec import Meta
+
+if TYPE_CHECKING:  # imported where it is used: a command line that needs no tokens starts without it
+    import numpy as np
+    from numpy.typing import NDArray
 
 # What is read from elsewhere has to be within these; -1 stands for none where there may be none.
 Natural = Annotated[int, Meta(ge=0, lt=1 << 53)]
@@ -23,7 +28,7 @@ RelayId = Annotated[int, Meta(ge=-1, lt=1 << 31)]
 HostId = Annotated[int, Meta(ge=-1, lt=1 << 31)]
 StoreId = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Version = Annotated[int, Meta(ge=-1, lt=1 << 31)]
-Token = Annotated[int, Meta(ge=0, lt=1 << 31)]
+TOKEN_BYTES = 4  # of a token id (int32), and of a log-prob (float32); both little-endian
 
 # What msgspec raises for bytes that nobody of ours wrote. Nesting is bounded by Python's own limit, about 1,000 levels.
 MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
@@ -49,17 +54,51 @@ class Row(Struct):
     """A prompt with everything that generating and judging its samples takes. It travels to the replica."""
 
     id: PromptId  # its place in the sequence of prompts
-    tokens: tuple[Token, ...]  # rendered
+    tokens: bytes  # rendered: token ids as little-endian int32
     prompt: str | list[dict[str, Any]]  # as it was written: text, or messages
     columns: dict[str, Any] = {}  # `answer` and whatever else a reward may want
 
+    @property
+    def ids(self) -> NDArray[np.int32]:
+        """The token ids, without a copy."""
+        return token_ids(self.tokens)
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens) // TOKEN_BYTES
+
 
 class Segment(Struct):
-    """A run of tokens with one origin. `version` is None for tokens that the policy did not sample (prompt, tool)."""
+    """A run of tokens with one origin. `version` is None for tokens that the policy did not sample (prompt, tool).
+
+    Tokens and log-probs are buffers from the engine to the packer: little-endian int32 and float32. `len` is in tokens.
+    """
 
     version: Version | None
-    tokens: tuple[Token, ...]
-    logprobs: tuple[float, ...] | None = None
+    tokens: bytes
+    logprobs: bytes | None = None
+
+    @classmethod
+    def of(cls, version: Version | None, ids: Sequence[int] | NDArray[Any], logprobs: Any = None) -> Segment:
+        """From any sequences of numbers."""
+        import numpy as np
+
+        return cls(version, id_bytes(ids), None if logprobs is None else np.asarray(logprobs, "<f4").tobytes())
+
+    def __len__(self) -> int:
+        return len(self.tokens) // TOKEN_BYTES
+
+    @property
+    def ids(self) -> NDArray[np.int32]:
+        """The token ids, without a copy."""
+        return token_ids(self.tokens)
+
+    @property
+    def logprob_values(self) -> NDArray[np.float32]:
+        """The log-probs, without a copy; none where nothing was sampled."""
+        import numpy as np
+
+        return np.frombuffer(self.logprobs or b"", "<f4")
 
 
 class Trajectory(Struct):
@@ -74,7 +113,7 @@ class Trajectory(Struct):
 
     @property
     def sampled_tokens(self) -> int:
-        return sum(len(s.tokens) for s in self.segments if s.version is not None)
+        return sum(len(s) for s in self.segments if s.version is not None)
 
     @property
     def oldest_version(self) -> Version | None:
@@ -87,6 +126,20 @@ class Group(Struct):
     id: GroupId
     prompt: PromptId
     trajectories: tuple[TrajectoryId, ...]
+
+
+def token_ids(tokens: bytes | bytearray | memoryview) -> NDArray[np.int32]:
+    """The token ids of a buffer, without a copy."""
+    import numpy as np
+
+    return np.frombuffer(tokens, "<i4")
+
+
+def id_bytes(ids: Sequence[int] | NDArray[Any]) -> bytes:
+    """Token ids as a buffer."""
+    import numpy as np
+
+    return np.asarray(ids, "<i4").tobytes()
 
 
 def label(kind: str, number: int) -> str:

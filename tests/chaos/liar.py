@@ -154,9 +154,9 @@ class Liar:
         foreign = TrajectoryMeta(some, 1, 3, 0, 0, "stop", 1.0)
         return [
             *self._of_anybody(),
-            Grown((Growth(some, 1, (Segment(0, (2**40,), (-0.5,)),)),)),
-            Grown((Growth(some, 1, (Segment(0, (1, 2), (float("nan"), 0.0)),)),)),
-            Grown((Growth(some, 1, (Segment(0, (1,), (-0.5,)),)),)),
+            Grown((Growth(some, 1, (Segment(0, bytes(7), bytes(4)),)),)),
+            Grown((Growth(some, 1, (Segment.of(0, (1, 2), (float("nan"), 0.0)),)),)),
+            Grown((Growth(some, 1, (Segment.of(0, (1,), (-0.5,)),)),)),
             Reported(Finished(id, foreign)),
             Reported(Finished(0, foreign)),
             Reported(SampleFailed(0, some, 1, "I say so")),

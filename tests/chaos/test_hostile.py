@@ -35,7 +35,7 @@ from tailrace.store.journal import Journal, JournalError
 from tailrace.store.run import RunStore
 from tailrace.trainer.manifest import CheckpointError, State, check, described, found_in, read_state
 from tailrace.trainer.sealed import sealed
-from tailrace.types import MALFORMED, Row, Segment
+from tailrace.types import MALFORMED, Row, Segment, id_bytes
 
 ROOT = Path(__file__).parents[2]
 INPUTS = 30_000
@@ -84,10 +84,10 @@ def config() -> Config:
 def run(tmp_path: Path, config: Config) -> Path:
     """A run that was interrupted, with tokens that somebody may want to go on from."""
     with RunStore.create(tmp_path / "run", config) as store:
-        store.vault.add_prompts([Row(0, (1, 2, 3), "2 + 2", {"answer": 4})])
+        store.vault.add_prompts([Row(0, id_bytes((1, 2, 3)), "2 + 2", {"answer": 4})])
         for trajectory in range(40):
             store.vault.assign(trajectory, 1, 0, 0, resume=False)
-            store.vault.append(trajectory, 1, [Segment(0, tuple(range(64)), (-0.5,) * 64)])
+            store.vault.append(trajectory, 1, [Segment.of(0, tuple(range(64)), (-0.5,) * 64)])
             store.vault.finish(trajectory, 1, "stop", 1.0)
             store.record(float(trajectory), RelayJoined(trajectory, 1), [])
         store.snapshot(20, b"older" * 50)
@@ -179,7 +179,7 @@ def test_a_copy_of_a_run_in_use_is_whole_or_refused(tmp_path: Path, config: Conf
         for number in range(3000):
             store.record(float(number), RelayJoined(number, 1), [])
             store.vault.assign(number, 1, 0, 0, resume=False)
-            store.vault.append(number, 1, [Segment(0, tuple(range(32)), (-0.5,) * 32)])
+            store.vault.append(number, 1, [Segment.of(0, tuple(range(32)), (-0.5,) * 32)])
             if number % 10 == 0:
                 store.commit()
             if number % 300 == 299:  # torn: the first half is older than the second
@@ -189,7 +189,7 @@ def test_a_copy_of_a_run_in_use_is_whole_or_refused(tmp_path: Path, config: Conf
                 copy.mkdir()
                 for _ in range(40):
                     store.vault.assign(10_000 + number, 1, 0, 0, resume=False)
-                    store.vault.append(10_000 + number, 1, [Segment(0, tuple(range(500)), (-0.5,) * 500)])
+                    store.vault.append(10_000 + number, 1, [Segment.of(0, tuple(range(500)), (-0.5,) * 500)])
                     store.commit()
                 store._database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
                 halves.append((tmp_path / "run" / "run.db").read_bytes())

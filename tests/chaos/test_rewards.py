@@ -15,7 +15,7 @@ from tailrace.envs.base import Answer, Faulted, Row, Scored, Turn
 from tailrace.envs.judges import Judges
 
 DEADLINE_S = 60.0
-ROW = Row(0, (1,), "a 1 b . =", {"answer": "1"})
+ROW = Row(0, b"", "a 1 b . =", {"answer": "1"})
 RIGHT = (Turn("policy", ". 1"),)
 TASK = Config(task=Task(name=f"{Path(__file__).parent / 'troubled.py'}:Troubled", reward_timeout_s=1.0))
 

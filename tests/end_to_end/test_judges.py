@@ -64,7 +64,7 @@ def settings(folder: Path, function: str = "behave", **more) -> Config:
     return Config(task=Task(data=str(folder / "data.jsonl"), eval_rows=1, reward=path, **more))
 
 
-ROW = Row(0, (1,), "1 + 1", {"answer": "2"})
+ROW = Row(0, b"", "1 + 1", {"answer": "2"})
 
 
 def said(text: str) -> tuple[Turn, ...]:
@@ -158,7 +158,7 @@ def test_the_example_of_an_own_task_works() -> None:
     config = load([Path(__file__).parents[2] / "examples" / "own_task" / "run.toml"])
     examine(config)
     judges = Judges(config)
-    row = Row(0, (1,), "", {"answer": "river", "most": 4})
+    row = Row(0, b"", "", {"answer": "river", "most": 4})
     try:
         for text in ("The river is deep.", "The river is very deep.", ""):
             judges.ask(text, row, said(text))
@@ -183,7 +183,7 @@ def test_tools_are_answered_until_the_turns_are_used_up(folder: Path) -> None:
 
 def test_a_trusted_task_is_asked_without_a_process() -> None:
     judges = Judges(Config(task=Task(name="calculator", max_turns=3)))
-    row = Row(0, (1,), "What is 2 + 3?", {"answer": "5"})
+    row = Row(0, b"", "What is 2 + 3?", {"answer": "5"})
     judges.ask("call", row, said("<tool>2 + 3</tool>"))
     judges.ask("answer", row, said("<answer>5</answer>"))
     assert dict(judges.poll()) == {"call": Observed("5"), "answer": Scored(1.0)}
@@ -196,10 +196,10 @@ from tailrace.config.tree import Config, Task
 from tailrace.envs.base import Row, Turn
 from tailrace.envs.judges import Judges
 judges = Judges(Config(task=Task(data="data.jsonl", reward="rewards.py:behave")))
-judges.ask(0, Row(0, (1,), "", {"answer": ""}), (Turn("policy", "2"),))
+judges.ask(0, Row(0, b"", "", {"answer": ""}), (Turn("policy", "2"),))
 while not judges.poll(30): pass
 print(judges._judges[0].process.process.pid, flush=True)
-judges.ask(1, Row(0, (1,), "", {"answer": ""}), (Turn("policy", "hang"),))
+judges.ask(1, Row(0, b"", "", {"answer": ""}), (Turn("policy", "hang"),))
 judges.poll(100)
 """
 

@@ -23,16 +23,15 @@ from pathlib import Path
 from tailrace.config import load
 from tailrace.protocol import Finished, TrajectoryMeta
 from tailrace.store.run import RunStore
-from tailrace.store.vault import StoredPrompt
-from tailrace.types import Segment
+from tailrace.types import Row, Segment, id_bytes
 
 folder = Path(sys.argv[1])
 fresh = not folder.exists()
 store = RunStore.create(folder, load([], ["--model.preset", "qwen2.5-7b"])) if fresh else RunStore.reopen(folder)
-store.vault.add_prompts([StoredPrompt(0, (1, 2), "p", {})])
+store.vault.add_prompts([Row(0, id_bytes((1, 2)), "p", {})])
 for id in range(store.last_seq, 20_000):
     store.vault.assign(id, 1, id, 0, False)
-    store.vault.append(id, 1, [Segment(0, (id,) * 50, (-0.5,) * 50)])
+    store.vault.append(id, 1, [Segment.of(0, (id,) * 50, (-0.5,) * 50)])
     store.vault.finish(id, 1, "stop", 1.0)
     seq = store.record(float(id), Finished(0, TrajectoryMeta(id, 1, 50, 0, 0, "stop", 1.0)), [])
     store.commit()
@@ -61,7 +60,7 @@ def test_a_killed_writer_loses_only_what_it_had_not_committed(tmp_path: Path) ->
         with RunStore.reopen(folder) as store:
             assert store.last_seq == len(ids)
             payloads = [one.segments[1] for one in store.vault.read(ids)]
-            assert payloads == [Segment(0, (id,) * 50, (-0.5,) * 50) for id in ids]
+            assert payloads == [Segment.of(0, (id,) * 50, (-0.5,) * 50) for id in ids]
 
 
 @pytest.fixture

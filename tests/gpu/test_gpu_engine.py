@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config
 
+from buffers import added, ids_of, job_of
 from tailrace.config.tree import Config, Rollout, Sampling, Workload
 from tailrace.engines.base import Job
 from tailrace.engines.native import NativeEngine
@@ -53,7 +54,7 @@ def engine(model: Any, device: str, dtype: torch.dtype, temperature: float = 0.0
 def jobs(longest: int = 60) -> list[Job]:
     draw = torch.Generator().manual_seed(3)
     prompts = [tuple(torch.randint(VOCABULARY, (length,), generator=draw).tolist()) for length in PROMPTS]
-    return [Job(at, at, prompt, len(prompt), 5 + (at * 13) % longest) for at, prompt in enumerate(prompts)]
+    return [job_of(at, at, prompt, len(prompt), 5 + (at * 13) % longest) for at, prompt in enumerate(prompts)]
 
 
 Found = dict[int, tuple[list[int], list[float]]]
@@ -72,12 +73,12 @@ def play(engine: NativeEngine, work: list[Job], found: Found | None = None) -> F
 
 
 def take(engine: NativeEngine, found: Found) -> None:
-    for each in engine.step():
+    for each in added(engine.step()):
         found[each.id][0].extend(each.tokens)
         found[each.id][1].extend(each.logprobs)
 
 
-def reference(model: Any, prompt: tuple[int, ...], tokens: list[int]) -> torch.Tensor:
+def reference(model: Any, prompt: list[int], tokens: list[int]) -> torch.Tensor:
     with torch.inference_mode():
         ids = torch.tensor([[*prompt, *tokens]], device=model.device)
         logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
@@ -87,7 +88,10 @@ def reference(model: Any, prompt: tuple[int, ...], tokens: list[int]) -> torch.T
 def errors(found: Found, exact: Any) -> torch.Tensor:
     work = {job.id: job for job in jobs()}
     return torch.cat(
-        [torch.tensor(logprobs) - reference(exact, work[id].tokens, tokens) for id, (tokens, logprobs) in found.items()]
+        [
+            torch.tensor(logprobs) - reference(exact, ids_of(work[id]), tokens)
+            for id, (tokens, logprobs) in found.items()
+        ]
     )
 
 
@@ -107,7 +111,7 @@ def test_log_probs_are_as_near_to_float32_as_those_of_transformers(dtype):
     work = {job.id: job for job in jobs()}
     plain = torch.cat(
         [
-            reference(half, work[id].tokens, tokens) - reference(exact, work[id].tokens, tokens)
+            reference(half, ids_of(work[id]), tokens) - reference(exact, ids_of(work[id]), tokens)
             for id, (tokens, _) in found.items()
         ]
     )
@@ -137,7 +141,7 @@ def test_new_weights_take_effect_while_sequences_are_being_decoded():
     placed = new.to("cuda")
     for job in work:
         tokens, logprobs = found[job.id]
-        exact = reference(placed, job.tokens, tokens)[before[job.id] :]
+        exact = reference(placed, ids_of(job), tokens)[before[job.id] :]
         torch.testing.assert_close(torch.tensor(logprobs[before[job.id] :]), exact, atol=2e-3, rtol=0)
 
 
@@ -162,13 +166,13 @@ def test_sequences_of_a_long_rope_model_go_by_their_own_length_on_a_gpu(dtype: t
     model = model.to("cuda", dtype)
     draw = torch.Generator().manual_seed(3)
     prompts = [tuple(torch.randint(1, 48, (n,), generator=draw).tolist()) for n in (3, 12, 19, 25)]
-    work = [Job(n, n, prompt, len(prompt), 16) for n, prompt in enumerate(prompts)]
+    work = [job_of(n, n, prompt, len(prompt), 16) for n, prompt in enumerate(prompts)]
     found = play(engine(model, "cuda", dtype), work)
     model.set_attn_implementation("eager")
     for job in work:
         tokens, logprobs = found[job.id]
-        row = [*job.tokens, *tokens]
-        for place, logprob in enumerate(logprobs, len(job.tokens)):
+        row = [*ids_of(job), *tokens]
+        for place, logprob in enumerate(logprobs, job.length):
             with torch.no_grad():
                 logits = model(torch.tensor([row[:place]], device="cuda"), use_cache=False).logits[0, -1]
             wanted = float(logits.float().log_softmax(-1)[row[place]])

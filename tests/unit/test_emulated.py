@@ -8,8 +8,9 @@ import msgspec
 import numpy as np
 import pytest
 
+from buffers import Added, added, ids_of, job_of
 from tailrace.config import Config, ConfigError, with_values
-from tailrace.engines.base import Job, Sampled
+from tailrace.engines.base import Job
 from tailrace.engines.emulated import CATCH_UP_S, SLICE_S, EmulatedEngine
 from tailrace.lengths import LengthLaw
 from tailrace.trainer.emulated import EmulatedLearner
@@ -51,26 +52,26 @@ def engine_of(config: Config, time: Time, seed: int = 3) -> EmulatedEngine:
 
 
 def job(id: int, prompt: tuple[int, ...] = PROMPT, max_tokens: int = 500) -> Job:
-    return Job(id, id // GROUP, prompt, len(prompt), max_tokens)
+    return job_of(id, id // GROUP, prompt, len(prompt), max_tokens)
 
 
 def drawn(config: Config, id: int, seed: int = 3) -> int:
     return LengthLaw(config.workload, seed).group(id // GROUP, GROUP)[id % GROUP]
 
 
-def finish(engine: EmulatedEngine) -> dict[int, list[Sampled]]:
+def finish(engine: EmulatedEngine) -> dict[int, list[Added]]:
     """Step until nothing is left; what came, by trajectory."""
-    seen: dict[int, list[Sampled]] = {}
+    seen: dict[int, list[Added]] = {}
     for _ in range(100_000):
         load = engine.load()
         if not load.running and not load.waiting:
             return seen
-        for sampled in engine.step():
+        for sampled in added(engine.step()):
             seen.setdefault(sampled.id, []).append(sampled)
     raise AssertionError("the engine does not come to an end")
 
 
-def tokens_of(parts: list[Sampled]) -> tuple[int, ...]:
+def tokens_of(parts: list[Added]) -> tuple[int, ...]:
     return tuple(token for part in parts for token in part.tokens)
 
 
@@ -151,7 +152,7 @@ def test_a_call_covers_a_slice_of_time_and_stops_at_the_next_completion() -> Non
     shortest = min(drawn(config, id) for id in range(GROUP))
     steps, finished = [], False
     while not finished:
-        batch = engine.step()
+        batch = added(engine.step())
         steps.append(len(batch[0].tokens))
         finished = any(sampled.finish for sampled in batch)
     assert sum(steps) == shortest
@@ -161,7 +162,7 @@ def test_a_call_covers_a_slice_of_time_and_stops_at_the_next_completion() -> Non
 def test_a_step_longer_than_a_slice_is_one_step() -> None:
     engine = engine_of(settings(costs__decode_step=10 * SLICE_S), Time())
     engine.submit(job(0))
-    assert len(engine.step()[0].tokens) == 1
+    assert len(engine.step().tokens) == 1
 
 
 def test_a_moved_trajectory_has_the_tokens_of_one_that_stayed() -> None:
@@ -174,12 +175,12 @@ def test_a_moved_trajectory_has_the_tokens_of_one_that_stayed() -> None:
     while True:
         engine = engine_of(config, Time())
         engine.submit(moving)
-        (sampled,) = engine.step()
-        got += sampled.tokens
+        (sampled,) = added(engine.step())
+        got += tuple(sampled.tokens)
         if sampled.finish:
             break
         (moving,) = engine.withdraw([longest, 999])
-        assert moving.tokens == PROMPT + got
+        assert tuple(ids_of(moving)) == PROMPT + got
         assert moving.max_tokens == 500 - len(got)
         assert engine.load().kv_tokens == 0
     assert got == expected
@@ -190,12 +191,13 @@ def test_a_trajectory_that_was_complete_before_it_came_gets_no_more_tokens() -> 
     config = settings()
     engine = engine_of(config, Time())
     engine.submit(job(0))
-    complete = Job(0, 0, PROMPT + tokens_of(finish(engine)[0]), len(PROMPT), 500)
+    complete = job(0, PROMPT + tokens_of(finish(engine)[0]))
+    complete = msgspec.structs.replace(complete, prompt_tokens=len(PROMPT))
     other = engine_of(config, Time())
     other.submit(complete)
-    assert other.step() == [Sampled(0, (), (), "stop")]
+    assert added(other.step()) == [(0, [], [], "stop")]
     other.submit(complete)
-    assert other.withdraw([0]) == other.step() == []
+    assert other.withdraw([0]) == added(other.step()) == []
 
 
 def test_a_trajectory_that_failed_has_other_tokens_and_another_length_as_often_as_it_is_moved() -> None:
@@ -207,8 +209,8 @@ def test_a_trajectory_that_failed_has_other_tokens_and_another_length_as_often_a
             while True:
                 engine = engine_of(config, Time())
                 engine.submit(moving)
-                (sampled,) = engine.step()
-                got += sampled.tokens
+                (sampled,) = added(engine.step())
+                got += tuple(sampled.tokens)
                 if sampled.finish:
                     break
                 (moving,) = engine.withdraw([id])
@@ -238,8 +240,8 @@ def test_samples_of_a_group_share_their_prompt() -> None:
     engine.submit(job(0))
     engine.submit(job(1))
     engine.submit(job(GROUP))
-    added = engine.step()
-    assert engine.load().kv_tokens == 2 * len(PROMPT) + sum(len(sampled.tokens) for sampled in added)
+    sampled = engine.step().tokens
+    assert engine.load().kv_tokens == 2 * len(PROMPT) + len(sampled)
 
 
 def test_work_waits_when_the_pool_is_full_the_youngest_goes_back_and_all_of_it_ends() -> None:
@@ -247,11 +249,11 @@ def test_work_waits_when_the_pool_is_full_the_youngest_goes_back_and_all_of_it_e
     engine = engine_of(config, Time())
     for id in range(12):
         engine.submit(job(id))
-    seen: dict[int, list[Sampled]] = {}
+    seen: dict[int, list[Added]] = {}
     went_back = False
     before = 12
     while engine.load().running + engine.load().waiting:
-        for sampled in engine.step():
+        for sampled in added(engine.step()):
             seen.setdefault(sampled.id, []).append(sampled)
         load = engine.load()
         went_back |= load.waiting > before
@@ -277,7 +279,7 @@ def test_new_weights_take_their_time_and_running_work_is_read_again_unless_kv_is
     config, time = settings(), Time()
     engine = engine_of(config, time)
     engine.submit(job(0))
-    (first,) = engine.step()
+    (first,) = added(engine.step())
     before, read = time.now, engine.counters()["prefilled"]
     engine.load_weights(5, {}, keep_kv=keep)
     assert engine.version == 5
@@ -303,8 +305,8 @@ def test_the_learner_takes_time_by_tokens_and_comes_back_from_its_checkpoint(tmp
     config, time = settings(costs__train_part=0.5, costs__train_token=1e-3, costs__publish=0.25), Time()
     learner = EmulatedLearner(config, time.sleep)
     assert learner.restore(tmp_path) == 0
-    answer = Segment(0, tuple(range(90)), (0.0,) * 90)
-    groups = [[Trajectory(id, 0, 0, (Segment(None, PROMPT), answer), reward=float(id)) for id in range(2)]]
+    answer = Segment.of(0, tuple(range(90)), (0.0,) * 90)
+    groups = [[Trajectory(id, 0, 0, (Segment.of(None, PROMPT), answer), reward=float(id)) for id in range(2)]]
     measured = learner.train_part(6, 0, groups)
     assert time.now - 100.0 == pytest.approx(0.5 + 0.2)
     own = {"reward": 0.5, "reward_std": 0.5, "tokens": 180, "sequences": 2}

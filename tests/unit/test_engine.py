@@ -21,6 +21,7 @@ from transformers import (
     Qwen3Config,
 )
 
+from buffers import added, ids_of, job_of
 from tailrace.config.errors import ConfigError
 from tailrace.config.tree import Config, Rollout, Sampling, Workload
 from tailrace.engines import attention, batch, compiled, native
@@ -31,6 +32,7 @@ from tailrace.engines.native import NativeEngine
 from tailrace.engines.plain import PlainOperations
 from tailrace.engines.weights import replace_weights
 from tailrace.kernels import cpu
+from tailrace.types import id_bytes
 
 VOCABULARY = 96
 SHAPE: dict[str, Any] = {
@@ -89,7 +91,7 @@ def jobs(group_size: int = 1, lengths: Sequence[int] = (1, 2, 5, 9, 17, 30)) -> 
     draw = torch.Generator().manual_seed(3)
     prompts = [tuple(torch.randint(1, VOCABULARY, (n,), generator=draw).tolist()) for n in lengths]
     return [
-        Job(10 * group + sample, group, prompt, len(prompt), 6 + 5 * sample + group)
+        job_of(10 * group + sample, group, prompt, len(prompt), 6 + 5 * sample + group)
         for group, prompt in enumerate(prompts)
         for sample in range(group_size)
     ]
@@ -104,7 +106,7 @@ class Record:
         self.finish: dict[int, str] = {}
 
     def step(self, engine: NativeEngine) -> None:
-        for found in engine.step():
+        for found in added(engine.step()):
             self.tokens.setdefault(found.id, []).extend(found.tokens)
             self.logprobs.setdefault(found.id, []).extend(found.logprobs)
             self.finish[found.id] = found.finish
@@ -123,10 +125,10 @@ def run(engine: NativeEngine, work: Iterable[Job], record: Record | None = None,
 
 
 def by_transformers(model: PreTrainedModel, job: Job) -> list[int]:
-    prompt = torch.tensor([job.tokens])
+    prompt = torch.tensor([ids_of(job)])
     generate: Any = model.generate
     found = generate(prompt, max_new_tokens=job.max_tokens, do_sample=False, attention_mask=torch.ones_like(prompt))
-    return found[0, len(job.tokens) :].tolist()
+    return found[0, job.length :].tolist()
 
 
 def compute(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,7 +157,7 @@ def test_greedy_tokens_equal_generate_with_sharing_chunks_and_a_small_pool(
         expected = by_transformers(model, longest)
         for sample in range(3):
             tokens = record.tokens[job.id + sample]
-            assert tokens == expected[: len(tokens)], f"{family}, prompt of {len(job.tokens)}"
+            assert tokens == expected[: len(tokens)], f"{family}, prompt of {job.length}"
     assert len({token for tokens in record.tokens.values() for token in tokens}) > 20
 
 
@@ -207,7 +209,7 @@ def test_greedy_tokens_of_smollm2_equal_generate() -> None:
     model, tokenizer = load_model(SMOLLM2), load_tokenizer(SMOLLM2)
     texts = ("The capital of France is", "1, 2, 3, 4,", "Water boils at a temperature of about one hundred degrees")
     prompts = [tuple(tokenizer.encode(text)) for text in texts]
-    work = [Job(i, i, prompt, len(prompt), 6 + 2 * i) for i, prompt in enumerate(prompts)]
+    work = [job_of(i, i, prompt, len(prompt), 6 + 2 * i) for i, prompt in enumerate(prompts)]
     expected = {job.id: by_transformers(model, job) for job in work}
     subject = NativeEngine(model, letters, (), settings(prefill_tokens=8, block_tokens=16), 0)
     assert run(subject, work).tokens == expected
@@ -221,10 +223,10 @@ def test_logprobs_are_those_of_a_plain_forward(family: str, way: str, monkeypatc
     work = jobs(group_size=2)
     record = run(engine(model, settings(temperature=0.7)), work)
     for job in work:
-        sequence = torch.tensor([[*job.tokens, *record.tokens[job.id]]])
+        sequence = torch.tensor([[*ids_of(job), *record.tokens[job.id]]])
         with torch.no_grad():
             scores = (model(sequence, use_cache=False).logits[0, :-1] / 0.7).log_softmax(-1)
-        expected = scores.gather(-1, sequence[0, 1:, None])[len(job.tokens) - 1 :, 0]
+        expected = scores.gather(-1, sequence[0, 1:, None])[job.length - 1 :, 0]
         torch.testing.assert_close(torch.tensor(record.logprobs[job.id]), expected, atol=1e-4, rtol=0)
 
 
@@ -275,10 +277,10 @@ def test_the_next_turn_goes_on_from_the_kv_of_the_last() -> None:
     model, (job,) = tiny(), jobs(lengths=[17])
     subject = engine(model)
     record = run(subject, [job])
-    second = Job(job.id, job.group, (*job.tokens, *record.tokens.pop(job.id), 5, 6, 7), job.prompt_tokens, 8)
+    second = job_of(job.id, job.group, (*ids_of(job), *record.tokens.pop(job.id), 5, 6, 7), job.prompt_tokens, 8)
     subject.submit(second)
-    assert len(subject.step()) == 1  # the turn needs one short prefill: everything before was kept
-    assert subject.load().kv_tokens >= len(second.tokens)
+    assert len(subject.step().tokens) == 1  # the turn needs one short prefill: everything before was kept
+    assert subject.load().kv_tokens >= second.length
     subject.withdraw([job.id])
     record = run(subject, [second])
     assert record.tokens[job.id] == by_transformers(model, second)
@@ -300,7 +302,7 @@ def test_new_weights_act_like_a_fresh_engine_even_in_the_middle() -> None:
     run(subject, [], record)
     for job in work:
         kept = before.get(job.id, [])
-        rest = Job(job.id, job.group, (*job.tokens, *kept), job.prompt_tokens, job.max_tokens - len(kept))
+        rest = job_of(job.id, job.group, (*ids_of(job), *kept), job.prompt_tokens, job.max_tokens - len(kept))
         if rest.max_tokens:
             assert record.tokens[job.id][len(kept) :] == by_transformers(new, rest)
 
@@ -363,7 +365,7 @@ def test_a_turn_ends_at_a_stop_token_a_stop_string_or_its_limit() -> None:
 def test_a_stop_string_from_before_the_turn_does_not_end_it() -> None:
     model, (job,) = tiny(), jobs(lengths=[9])
     earlier = (11, 12)
-    resumed = msgspec.structs.replace(job, tokens=(*job.tokens, *earlier), prompt_tokens=9)
+    resumed = msgspec.structs.replace(job, tokens=id_bytes((*ids_of(job), *earlier)), prompt_tokens=9)
     record = run(engine(model, settings(stop=(letters(earlier),))), [resumed])
     assert len(record.tokens[job.id]) == job.max_tokens
 
@@ -376,7 +378,7 @@ def test_a_sequence_ends_with_the_context() -> None:
     assert (len(record.tokens[job.id]), record.finish[job.id]) == (3, "length")
     full = engine(model)
     full.submit(msgspec.structs.replace(job, tokens=job.tokens * 2))
-    assert [(found.tokens, found.finish) for found in full.step()] == [((), "length")]
+    assert added(full.step()) == [(job.id, [], [], "length")]
 
 
 def test_a_pool_too_small_for_one_sequence_is_refused() -> None:
@@ -389,6 +391,6 @@ def test_a_pool_too_small_for_one_sequence_is_refused() -> None:
 
 def test_an_idle_engine_has_nothing_to_do() -> None:
     subject = engine(tiny())
-    assert subject.step() == []
+    assert subject.step().ids == []
     assert subject.withdraw([1, 2]) == []
     subject.forget([1])

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from buffers import added, job_of
 from tailrace.config.tree import Config, Rollout, Sampling, Workload
 from tailrace.engines.base import Job
 from tailrace.engines.kv import KVCache
@@ -47,7 +48,7 @@ def prompt(group: int) -> tuple[int, ...]:
 def jobs() -> list[Job]:
     """Groups of three: the second and third start from a copy of the block where their prompt ends."""
     return [
-        Job(10 * group + sample, group, prompt(group), len(prompt(group)), 6 + 3 * sample)
+        job_of(10 * group + sample, group, prompt(group), len(prompt(group)), 6 + 3 * sample)
         for group in range(5)
         for sample in range(3)
     ]
@@ -79,7 +80,7 @@ def played(subject: NativeEngine, work: Sequence[Job]) -> dict[int, tuple[list[i
     for job in work:
         subject.submit(job)
     for _ in range(500):
-        for sampled in subject.step():
+        for sampled in added(subject.step()):
             found[sampled.id][0].extend(sampled.tokens)
             found[sampled.id][1].extend(sampled.logprobs)
         subject.check()

@@ -132,7 +132,7 @@ def test_held_out_rows_have_ids_that_are_no_places() -> None:
 
 def test_a_prompt_goes_through_the_chat_template() -> None:
     row = prompts(system="Be brief.").rows(0, 1)[0]
-    text = text_of(row.tokens)
+    text = text_of(row.ids.tolist())
     assert (
         text
         == f"<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n{row.prompt}<|im_end|>\n<|im_start|>assistant\n"
@@ -215,7 +215,7 @@ def test_what_cannot_be_rendered_is_refused() -> None:
 
 
 def test_a_prompt_that_leaves_no_room_for_an_answer_is_refused() -> None:
-    fits = len(prompts().rows(0, 1)[0].tokens) + 10
+    fits = prompts().rows(0, 1)[0].length + 10
     prompts(context=fits).rows(0, 5)
     with pytest.raises(
         ConfigError, match=rf"max_completion_tokens = 11 that is more than the model's context of {fits}"

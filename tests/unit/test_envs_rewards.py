@@ -73,7 +73,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def row(prompt="1 + 1") -> Row:
-    return Row(0, (1,), prompt, {"answer": "2", "level": 3, "data_source": "book"})
+    return Row(0, b"", prompt, {"answer": "2", "level": 3, "data_source": "book"})
 
 
 def says(text: str) -> tuple[Turn, ...]:
@@ -177,5 +177,5 @@ def test_the_final_answer_counts(completion: str, answer, reward: float) -> None
 def test_math_verify_compares_as_mathematics() -> None:
     pytest.importorskip("math_verify")
     reward = load_reward("math_verify", [])
-    half = Row(0, (1,), "", {"answer": r"\frac{1}{2}"})
+    half = Row(0, b"", "", {"answer": r"\frac{1}{2}"})
     assert [reward(half, says(text)) for text in ("so $0.5$", r"\boxed{2/4}", "$0.6$", "none")] == [1.0, 1.0, 0.0, 0.0]

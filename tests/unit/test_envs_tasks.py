@@ -30,7 +30,7 @@ def answered(task, row: dict, *texts: str):
     roles = ("policy", "environment") * len(texts)
     transcript = tuple(Turn(role, text) for role, text in zip(roles, texts, strict=False))
     columns = {name: value for name, value in row.items() if name != "prompt"}
-    return task.respond(Row(0, (1,), row["prompt"], columns), transcript)
+    return task.respond(Row(0, b"", row["prompt"], columns), transcript)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ class Answering:
     ],
 )
 def test_what_a_task_of_the_users_own_answers_is_checked(answer, expected) -> None:
-    given = answer_to(Answering(answer), Row(0, (1,), "", {}), (Turn("policy", ""),))  # type: ignore[arg-type]
+    given = answer_to(Answering(answer), Row(0, b"", "", {}), (Turn("policy", ""),))  # type: ignore[arg-type]
     assert repr(given) == repr(Faulted(expected) if isinstance(expected, str) else expected), "a plain float"
     assert reply_in(frame(Judged(0, given, 0.0))[HEAD:]) == Judged(0, given, 0.0)
 
@@ -184,13 +184,13 @@ def test_an_episode_without_tokens_for_another_turn_is_scored_and_not_answered(t
     ended = (Turn("policy", "<tool>1 + 1</tool>"), Turn("environment", "2"))
     own = build(data="x.jsonl", reward=f"{tmp_path}/mine.py:shown", tools="calculator", max_turns=3)
     messages = [{"role": "user", "content": "1 + 1"}]
-    assert answer_to(own, Row(0, (1,), messages, {}), ended) == Scored(-0.5)
+    assert answer_to(own, Row(0, b"", messages, {}), ended) == Scored(-0.5)
     built_in = build(name="calculator", max_turns=3)
     for answer, reward in (("2", 0.0), ("1", 1.0)):  # what the tool said is not what the policy answered
-        assert answer_to(built_in, Row(0, (1,), "", {"answer": answer}), ended) == Scored(reward)
+        assert answer_to(built_in, Row(0, b"", "", {"answer": answer}), ended) == Scored(reward)
     (tmp_path / "my_env.py").write_text(documented() + "\nclass Silent(Guess):\n    score = None\n")
     guess, silent = (build(name=f"{tmp_path}/my_env.py:{name}") for name in ("Guess", "Silent"))
-    row = Row(0, (1,), "", {"answer": 7})
+    row = Row(0, b"", "", {"answer": 7})
     cut = (Turn("policy", "50"), Turn("environment", "low"))
     assert answer_to(guess, row, cut) == Scored(0.0)
     assert answer_to(silent, row, cut) == Faulted(UNSCORED)

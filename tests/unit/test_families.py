@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from buffers import added, ids_of, job_of
 from tailrace.config.tree import Config, Rollout, Sampling, Workload
 from tailrace.engines.base import Job
 from tailrace.engines.native import NativeEngine
@@ -129,12 +130,12 @@ def gradients(logprobs: torch.Tensor, model: PreTrainedModel) -> torch.Tensor:
 @pytest.mark.parametrize("family", EXACT)
 def test_the_engine_samples_what_generate_samples(family: str) -> None:
     model = tiny(family, EXACT[family])
-    work = [Job(n, n, tuple(tokens(length, n).tolist()), length, 8 + n) for n, length in enumerate((1, 5, 13, 22))]
+    work = [job_of(n, n, tokens(length, n).tolist(), length, 8 + n) for n, length in enumerate((1, 5, 13, 22))]
     found = generated(engine(model), work)
     for job in work:
-        prompt, generate = torch.tensor([job.tokens]), model.generate
+        prompt, generate = torch.tensor([ids_of(job)]), model.generate
         options: Any = {"max_new_tokens": job.max_tokens, "do_sample": False, "attention_mask": torch.ones_like(prompt)}
-        assert found[job.id] == generate(prompt, **options)[0, len(job.tokens) :].tolist()  # type: ignore[operator]
+        assert found[job.id] == generate(prompt, **options)[0, job.length :].tolist()  # type: ignore[operator]
 
 
 def engine(model: PreTrainedModel) -> NativeEngine:
@@ -151,7 +152,7 @@ def generated(engine: NativeEngine, work: Sequence[Job]) -> dict[int, list[int]]
     for job in work:
         engine.submit(job)
     while engine.load().running or engine.load().waiting:
-        for one in engine.step():
+        for one in added(engine.step()):
             found.setdefault(one.id, []).extend(one.tokens)
     return found
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from buffers import job_of
 from tailrace.config import Config, ConfigError, load, with_values
 from tailrace.config.tree import Costs, Workload
-from tailrace.engines.base import Job
 from tailrace.engines.emulated import EmulatedEngine
 from tailrace.lengths import LengthLaw
 from tailrace.protocol import (
@@ -74,7 +74,7 @@ class Recorder:
         told = self.now
         for group in range(groups):
             for id in range(GROUP * group, GROUP * group + GROUP):
-                engine.submit(Job(id, group, tuple(range(20)), 20, 400))
+                engine.submit(job_of(id, group, range(20), 20, 400))
             while engine.load().waiting + engine.load().running > 3 * (group % 7):
                 engine.step()
                 if self.now - told > 0.5:
@@ -215,7 +215,7 @@ def test_a_simulated_engine_is_as_fast_as_an_emulated_one() -> None:
     for step in range(config.run.steps):
         for group in range(8 * step, 8 * step + 8):
             for id in range(GROUP * group, GROUP * group + GROUP):
-                engine.submit(Job(id, group, tuple(range(20)), 20, 400))
+                engine.submit(job_of(id, group, range(20), 20, 400))
         engine.load_weights(step, {})
         while engine.load().waiting + engine.load().running:
             engine.step()

@@ -15,6 +15,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from buffers import added, ids_of, job_of
 from tailrace.config.tree import Config, Rollout, Sampling, Workload
 from tailrace.engines.base import Job
 from tailrace.engines.native import NativeEngine
@@ -67,8 +68,8 @@ def test_a_pack_rotates_every_sequence_by_its_own_length(family):
 
 
 def trajectory(id: int, prompt: list[int], answer: list[int], reward: float) -> Trajectory:
-    sampled = Segment(0, tuple(answer), (-1.0,) * len(answer))
-    return Trajectory(id, 0, 0, (Segment(None, tuple(prompt)), sampled), "stop", reward)
+    sampled = Segment.of(0, answer, (-1.0,) * len(answer))
+    return Trajectory(id, 0, 0, (Segment.of(None, prompt), sampled), "stop", reward)
 
 
 @pytest.mark.parametrize("more", [{}, {"loss": "ppo", "advantage": "gae"}])
@@ -88,8 +89,8 @@ def test_the_trainer_has_the_log_probs_of_every_token_at_the_length_that_its_seq
     (lesson,) = learner._lessons(0, 0, batch)
     found = learner.scores(lesson.pack).logprobs
     for place, one in enumerate(group):
-        row = [token for segment in one.segments for token in segment.tokens]
-        wanted = alone(model, row)[len(one.segments[0].tokens) - 1 :]
+        row = [token for segment in one.segments for token in segment.ids.tolist()]
+        wanted = alone(model, row)[len(one.segments[0]) - 1 :]
         mine = found[torch.from_numpy(lesson.pack.sequence == place)]
         torch.testing.assert_close(mine, wanted, atol=1e-4, rtol=1e-4)
     assert learner.train_part(0, 0, [group])["passed_tokens"] == sum(t.sampled_tokens for t in group)
@@ -133,7 +134,7 @@ def generated(subject: NativeEngine, work: Sequence[Job]) -> tuple[dict[int, lis
     for _ in range(2000):
         if not (subject.load().running or subject.load().waiting):
             return found, logprobs
-        for one in subject.step():
+        for one in added(subject.step()):
             found.setdefault(one.id, []).extend(one.tokens)
             logprobs.setdefault(one.id, []).extend(one.logprobs)
         subject.check()
@@ -146,7 +147,7 @@ def jobs() -> list[Job]:
     prompts = [system + tokens(3, 1), system + tokens(5, 2), system + tokens(14, 3), tokens(4, 4), tokens(30, 5)]
     ends = [(2, 30), (28, 3), (20, 10), (12, 40), (15, 2)]
     return [
-        Job(10 * group + sample, group, tuple(prompt), len(prompt), count)
+        job_of(10 * group + sample, group, prompt, len(prompt), count)
         for group, (prompt, counts) in enumerate(zip(prompts, ends, strict=True))
         for sample, count in enumerate(counts)
     ]
@@ -158,9 +159,9 @@ def test_greedy_tokens_are_those_of_generate_whoever_else_is_in_the_batch(family
     model, work = tiny(family), jobs()
     found, _ = generated(engine(model, kv_tokens=pool), work)
     for job in work:
-        prompt, generate = torch.tensor([job.tokens]), model.generate
+        prompt, generate = torch.tensor([ids_of(job)]), model.generate
         options: Any = {"max_new_tokens": job.max_tokens, "do_sample": False, "attention_mask": torch.ones_like(prompt)}
-        assert found[job.id] == generate(prompt, **options)[0, len(job.tokens) :].tolist()  # type: ignore[operator]
+        assert found[job.id] == generate(prompt, **options)[0, job.length :].tolist()  # type: ignore[operator]
     assert len({token for each in found.values() for token in each}) > 15
 
 
@@ -171,7 +172,7 @@ def test_engine_and_trainer_agree_on_log_probs_across_the_limit(family, tmp_path
     work = jobs()
     found, logprobs = generated(engine(model, temperature=1.0), work)
     learner = Learner(settings(tmp_path / "model", tokens_per_batch=10**6))
-    group = [trajectory(job.id, list(job.tokens), found[job.id], float(n)) for n, job in enumerate(work)]
+    group = [trajectory(job.id, ids_of(job), found[job.id], float(n)) for n, job in enumerate(work)]
     batch = mini_batch([group], learner.settings, switch=learner.switch)
     (lesson,) = learner._lessons(0, 0, batch)
     mine = learner.scores(lesson.pack).logprobs.numpy()
@@ -182,10 +183,10 @@ def test_engine_and_trainer_agree_on_log_probs_across_the_limit(family, tmp_path
 def test_a_later_turn_that_begins_beyond_the_limit_goes_on_from_nothing_that_was_kept(tmp_path):
     model = tiny()
     subject = engine(model, temperature=1.0)
-    first = Job(0, 0, tuple(tokens(10, 1)), 10, 5)
+    first = job_of(0, 0, tokens(10, 1), 10, 5)
     found, _ = generated(subject, [first])
-    spoken = [*first.tokens, *found[0], *tokens(12, 2)]
-    second = Job(0, 0, tuple(spoken), 10, 6)
+    spoken = [*ids_of(first), *found[0], *tokens(12, 2)]
+    second = job_of(0, 0, spoken, 10, 6)
     more, logprobs = generated(subject, [second])
     wanted = alone(model, [*spoken, *more[0]])[len(spoken) - 1 :]
     assert logprobs[0] == pytest.approx(wanted.tolist(), abs=1e-4)
@@ -195,10 +196,10 @@ def test_a_model_with_dynamic_frequencies_is_used_up_to_its_own_context_where_th
     rope = {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 4.0}
     lengths = {"max_position_embeddings": 24, "rope_parameters": rope}
     model = tiny_model(**lengths, eos_token_id=None, tie_word_embeddings=False)
-    work = [Job(0, 0, tuple(tokens(20, 1)), 20, 40), Job(1, 1, tuple(tokens(3, 2)), 3, 8)]
+    work = [job_of(0, 0, tokens(20, 1), 20, 40), job_of(1, 1, tokens(3, 2), 3, 8)]
     found, _ = generated(engine(model), work)
     assert [len(found[0]), len(found[1])] == [4, 8]  # up to its context
     for job in work:
-        prompt, generate = torch.tensor([job.tokens]), model.generate
+        prompt, generate = torch.tensor([ids_of(job)]), model.generate
         options: Any = {"max_new_tokens": len(found[job.id]), "do_sample": False}
-        assert found[job.id] == generate(prompt, **options)[0, len(job.tokens) :].tolist()  # type: ignore[operator]
+        assert found[job.id] == generate(prompt, **options)[0, job.length :].tolist()  # type: ignore[operator]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tailrace.engines.base import Job
+from buffers import job_of
 from tailrace.engines.paged import BlockPool
 from tailrace.engines.scheduler import Plan, Scheduler, Sequence
 
@@ -23,7 +23,7 @@ def sequence(
     """Prompts of different groups differ, unless they have the same beginning."""
     first = 1000 * (group if beginning is None else beginning)
     tokens = tuple(range(first, first + prompt)) + tuple(range(id, id + more))
-    return Sequence(Job(id, group, tokens, prompt, end - len(tokens)), end)
+    return Sequence(job_of(id, group, tokens, prompt, end - len(tokens)), end)
 
 
 def compute(subject: Scheduler) -> Plan:
@@ -123,7 +123,7 @@ def test_the_next_turn_computes_only_what_is_new() -> None:
         compute(subject)
     kept = subject.turns[1]
     assert subject.load().kv_tokens == 0
-    subject.submit(Sequence(Job(1, 0, (*kept.tokens, 7, 50, 51), 6, 5), 19))
+    subject.submit(Sequence(job_of(1, 0, (*kept.tokens, 7, 50, 51), 6, 5), 19))
     (chunk,) = compute(subject).chunks
     assert (chunk.start, chunk.length) == (11, 3)
     assert 1 not in subject.turns

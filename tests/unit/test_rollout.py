@@ -4,23 +4,26 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
+from buffers import Added, ids_of, output_of
 from tailrace.config import Config, with_values
-from tailrace.engines.base import Job, Load, Sampled
+from tailrace.engines.base import Job, Load, StepOutput
 from tailrace.engines.emulated import EmulatedEngine
 from tailrace.envs.base import Answer, Faulted, Observed, Scored, Turn
 from tailrace.launch import models
 from tailrace.protocol import JudgedTurn, Request
 from tailrace.rollout.build import CoinJudge
-from tailrace.rollout.episode import Episode, merged
+from tailrace.rollout.episode import Episode
 from tailrace.rollout.evaluate import Evaluated, _summed_up
 from tailrace.rollout.runner import Key, Language, Outcome, Runner
-from tailrace.types import Row, Segment
+from tailrace.types import Row, Segment, id_bytes
+from tailrace.wire.messages import Grown, Growth, decode_from_part, encode
 
 END = 99
 REWARDS = (0.5, 0.6, 3.0, -1.0, None)
-ROW = Row(5, (1, 2, 3), "a question", {"answer": "7"})
+ROW = Row(5, id_bytes((1, 2, 3)), "a question", {"answer": "7"})
 LANGUAGE = Language(
     decode=lambda tokens: " ".join(map(str, tokens)),
     observation_tokens=lambda text, after: tuple(map(int, text.split())),
@@ -39,26 +42,26 @@ class Scripted:
         self.turns = list(turns)
         self.jobs: dict[int, Job] = {}
         self.script: dict[int, list[int]] = {}
-        self.seen: list[Job] = []
+        self.seen: list[list[int]] = []
         self.forgotten: list[int] = []
 
     def submit(self, job: Job) -> None:
         self.jobs[job.id] = job
-        self.seen.append(job)
+        self.seen.append(ids_of(job))
         self.script[job.id] = list(self.turns.pop(0))
 
-    def step(self) -> list[Sampled]:
-        return [self._next(id) for id in list(self.jobs)]
+    def step(self) -> StepOutput:
+        return output_of([self._next(id) for id in list(self.jobs)])
 
-    def _next(self, id: int) -> Sampled:
+    def _next(self, id: int) -> Added:
         if not self.script[id]:
             del self.jobs[id]
-            return Sampled(id, (), (), "length")  # its context has no room for a single token
+            return Added(id, [], [], "length")  # its context has no room for a single token
         token = self.script[id].pop(0)
         finish = "stop" if token == END else "" if self.script[id] else "length"
         if finish:
             del self.jobs[id]
-        return Sampled(id, (token,), (-0.5,), finish)
+        return Added(id, [token], [-0.5], finish)
 
     def withdraw(self, ids):
         return [self.jobs.pop(id) for id in ids if id in self.jobs]
@@ -138,7 +141,7 @@ def test_a_single_turn_is_judged_and_scored():
     runner.add(episode())
     [outcome] = play(runner)
     assert (outcome.reward, outcome.episode.finish) == (1.0, "stop")
-    assert outcome.episode.take_growth() == (Segment(3, (10, 11, END), (-0.5, -0.5, -0.5)),)
+    assert outcome.episode.take_growth() == (Segment.of(3, (10, 11, END), (-0.5, -0.5, -0.5)),)
     meta = outcome.episode.meta(1.0)
     assert (meta.tokens, meta.oldest, meta.newest) == (3, 3, 3)
     assert engine.forgotten == [8]
@@ -150,15 +153,15 @@ def test_what_a_tool_says_is_inserted_and_not_the_policys():
     runner.add(episode())
     [outcome] = play(runner)
     growth = outcome.episode.take_growth()
-    assert [(one.version, one.tokens) for one in growth] == [(3, (10, END)), (None, (70, 71)), (3, (12, END))]
-    assert engine.seen[1].tokens == (1, 2, 3, 10, END, 70, 71)
+    assert [(one.version, one.ids.tolist()) for one in growth] == [(3, [10, END]), (None, [70, 71]), (3, [12, END])]
+    assert engine.seen[1] == [1, 2, 3, 10, END, 70, 71]
     said = (Turn("policy", f"10 {END}"), Turn("environment", "seen 70 71"), Turn("policy", f"12 {END}"))
     assert judge.asked[-1][1] == said
     assert outcome.episode.meta().tokens == 6
 
 
 def test_an_episode_goes_on_from_any_prefix():
-    whole = (Segment(2, (10, END), (-1.0, -1.0)), Segment(None, (70,)), Segment(3, (12, END), (-1.0, -1.0)))
+    whole = (Segment.of(2, (10, END), (-1.0, -1.0)), Segment.of(None, (70,)), Segment.of(3, (12, END), (-1.0, -1.0)))
     for cut in range(3):
         engine = Scripted((12, END)) if cut == 2 else Scripted((10, END), (12, END))
         answers = [Observed("70"), Scored(1.0)] if cut < 2 else [Scored(1.0)]
@@ -167,7 +170,7 @@ def test_an_episode_goes_on_from_any_prefix():
             engine.turns = [(12, END)]
         runner.add(episode(whole[:cut]))
         [outcome] = play(runner)
-        assert outcome.episode.tokens == [1, 2, 3, 10, END, 70, 12, END]
+        assert outcome.episode.tokens == id_bytes([1, 2, 3, 10, END, 70, 12, END])
         assert outcome.reward == 1.0
 
 
@@ -179,18 +182,20 @@ def test_versions_in_the_middle_of_a_turn_are_kept_apart():
     runner.step()
     engine.load_weights(4, {})
     play(runner)
-    assert [(part.version, part.tokens) for part in one.take_growth()] == [(3, (10,)), (4, (11, END))]
+    assert [(part.version, part.ids.tolist()) for part in one.take_growth()] == [(3, [10]), (4, [11, END])]
     assert (one.meta().oldest, one.meta().newest) == (3, 4)
 
 
 def test_an_answer_to_an_assignment_that_is_gone_is_ignored():
-    judge = Verdicts(Scored(1.0), Scored(0.0))
+    judge = Slow()
     runner = Runner(Scripted((END,), (END,)), judge, LANGUAGE, 20)
     runner.add(episode(epoch=1))
-    for sampled in runner.engine.step():
-        runner._sampled(sampled, 3)
+    runner.step()
     assert [one.key for one in runner.withdraw([8])] == [(8, 1)]
     runner.add(episode(epoch=2))
+    runner.step()
+    judge.answer(Scored(1.0))
+    judge.answer(Scored(0.0))
     outcomes = play(runner)
     assert [(outcome.episode.key, outcome.reward) for outcome in outcomes] == [((8, 2), 0.0)]
 
@@ -238,14 +243,14 @@ def test_a_result_that_leaves_no_room_is_cut_and_the_episode_is_scored(limit):
     [outcome] = play(runner)
     whole = [10, END, 70, 71, 72, 12]
     assert (outcome.episode.finish, outcome.reward) == ("length", -1.0)
-    assert outcome.episode.tokens == [*ROW.tokens, *whole[:limit]]
+    assert outcome.episode.tokens == ROW.tokens + id_bytes(whole[:limit])
     seen = {2: "", 3: "seen 70", 4: "seen 70 71"}.get(limit, "seen 70 71 72")
     last = [Turn("policy", "12")] if limit == 6 else []
     assert list(judge.asked[-1][1]) == [Turn("policy", f"10 {END}"), Turn("environment", seen), *last]
 
 
 def test_a_prefix_without_room_for_more_is_scored_where_it_ends():
-    said, seen = Segment(3, (10, END), (-1.0, -1.0)), Segment(None, (70, 71))
+    said, seen = Segment.of(3, (10, END), (-1.0, -1.0)), Segment.of(None, (70, 71))
     for prefix, answers in (((said, seen), [Scored(-1.0)]), ((said,), [Observed("70"), Scored(-1.0)])):
         judge = Verdicts(*answers)
         runner = Runner(Scripted(), judge, LANGUAGE, 4 if seen in prefix else 2)
@@ -331,9 +336,34 @@ def test_a_task_that_will_not_score_an_episode_without_tokens_is_an_error_and_no
     assert "give the task a method score" in outcome.reason
 
 
-def test_neighbours_of_one_origin_are_merged():
-    parts = [Segment(1, (1,), (-1.0,)), Segment(1, (2,), (-2.0,)), Segment(None, (3,)), Segment(2, (4,), (-4.0,))]
-    assert list(merged(parts)) == [Segment(1, (1, 2), (-1.0, -2.0)), Segment(None, (3,)), Segment(2, (4,), (-4.0,))]
+def test_growth_is_handed_out_once_in_runs_of_one_origin():
+    one = episode((Segment.of(1, (5,), (-5.0,)),))
+    for version, token in ((1, 6), (1, 7)):
+        one.sampled(version, id_bytes([token]), np.float32(-token).tobytes())
+    assert one.unstored_tokens == 2
+    assert one.take_growth() == (Segment.of(1, (6, 7), (-6.0, -7.0)),)
+    assert (one.unstored_tokens, one.take_growth()) == (0, ())
+    one.sampled(1, id_bytes([8]), np.float32(-8).tobytes())
+    one.observed(id_bytes([70, 71]))
+    one.sampled(1, id_bytes([9]), np.float32(-9).tobytes())
+    one.sampled(2, id_bytes([10]), np.float32(-10).tobytes())
+    assert one.take_growth() == (
+        Segment.of(1, (8,), (-8.0,)),
+        Segment.of(None, (70, 71)),
+        Segment.of(1, (9,), (-9.0,)),
+        Segment.of(2, (10,), (-10.0,)),
+    )
+    assert one.last_turn().tolist() == [9, 10]
+    assert (one.meta().tokens, one.meta().oldest, one.meta().newest) == (8, 1, 2)
+
+
+def test_a_sampled_token_is_eight_bytes_on_the_wire():
+    one, ids = episode(), np.arange(100_000, 101_000)
+    one.sampled(3, id_bytes(ids), np.linspace(-9.0, -0.1, len(ids), dtype="<f4").tobytes())
+    message = Grown((Growth(*one.key, one.take_growth()),))
+    body = encode(message)
+    assert len(body) < 8 * len(ids) + 100
+    assert decode_from_part(body) == message
 
 
 def test_an_evaluation_has_the_mean_reward_beside_the_share_of_right_answers():

@@ -21,8 +21,7 @@ from tailrace.store.database import Database, reading
 from tailrace.store.journal import Journal, JournalError, JournalWriter
 from tailrace.store.metrics import Measurement, measurements
 from tailrace.store.run import RunStore
-from tailrace.store.vault import StoredPrompt
-from tailrace.types import Segment
+from tailrace.types import Row, Segment, id_bytes
 
 
 @pytest.fixture
@@ -230,10 +229,10 @@ def test_who_stops_reading_in_the_middle_keeps_nothing_open(folder: Path, config
 
 def test_so_does_a_run_that_ends_because_its_file_is_damaged(folder: Path, config: Config) -> None:
     store = RunStore.create(folder, config)
-    store.vault.add_prompts([StoredPrompt(0, (1,), "p", {})])
+    store.vault.add_prompts([Row(0, id_bytes((1,)), "p", {})])
     for trajectory in range(40):
         store.vault.assign(trajectory, 1, 0, 0, resume=False)
-        store.vault.append(trajectory, 1, [Segment(0, (1, 2), (-0.5, -0.5))])
+        store.vault.append(trajectory, 1, [Segment.of(0, (1, 2), (-0.5, -0.5))])
     store._database.execute("UPDATE segments SET crc = 0 WHERE trajectory_id = 7")
     store.commit()
     with pytest.raises(JournalError, match="what t7 holds") as caught:

@@ -12,7 +12,7 @@ from tailrace.envs.running_total import LABELS, RunningTotal, render
 
 
 def _judge(answer: str, text: str) -> float:
-    row = Row(id=0, tokens=(), prompt="", columns={"answer": answer})
+    row = Row(id=0, tokens=b"", prompt="", columns={"answer": answer})
     return RunningTotal({}, seed=0).respond(row, (Turn("policy", text),)).reward
 
 

@@ -36,7 +36,7 @@ def test_nothing_is_learned_from_equal_rewards_or_from_a_sample_alone(name):
 @pytest.mark.parametrize("advantage", [*GROUP_ADVANTAGES, "gae"])
 @pytest.mark.parametrize("rewards", [(1e308, 1e308, 0.0, -1e308), (1.7e308, 5e-324), (-1e308, -1e308, -1e308)])
 def test_rewards_of_any_size_have_finite_advantages(advantage, rewards):
-    sampled = (Segment(None, (1,)), Segment(0, (2,), (-1.0,)))
+    sampled = (Segment.of(None, (1,)), Segment.of(0, (2,), (-1.0,)))
     group = [Trajectory(id, 0, 0, sampled, "stop", reward) for id, reward in enumerate(rewards)]
     batch = mini_batch([group], Trainer(advantage=advantage))
     assert np.isfinite(np.float32(batch.advantages) ** 2).all()

@@ -21,11 +21,11 @@ def trajectories(draw: st.DrawFn) -> list[Trajectory]:
     """Every token of all of them is another number, so that each can be followed."""
     fresh, made = iter(range(1, 10**6)), []
     for i in range(draw(st.integers(1, 12))):
-        segments = [Segment(None, (next(fresh),)), Segment(0, (next(fresh),), (-1.0,))]
+        segments = [Segment.of(None, (next(fresh),)), Segment.of(0, (next(fresh),), (-1.0,))]
         for count in draw(COUNTS):
             tokens = tuple(next(fresh) for _ in range(count))
             version = draw(st.sampled_from([None, 0, 3]))
-            segments.append(Segment(version, tokens, None if version is None else tuple(-float(t) for t in tokens)))
+            segments.append(Segment.of(version, tokens, None if version is None else tuple(-float(t) for t in tokens)))
         made.append(Trajectory(i, 0, 0, tuple(segments)))
     return made
 
@@ -35,7 +35,7 @@ def test_every_sampled_token_is_in_exactly_one_pack_behind_the_token_before_it(g
     samples = [read(t) for t in given_trajectories]
     packs = [p for rank in range(ranks) for p in rank_packs(samples, range(len(samples)), budget, rank, ranks)]
     seen = Counter(int(t) for p in packs for t in p.targets)
-    wanted = [t for x in given_trajectories for s in x.segments if s.version is not None for t in s.tokens]
+    wanted = [t for x in given_trajectories for s in x.segments if s.version is not None for t in s.ids]
     assert seen == Counter(wanted)
     for p in packs:
         assert np.array_equal(p.inputs[p.places], p.targets - 1)  # tokens were numbered in order
@@ -62,11 +62,11 @@ def test_ranks_get_whole_sequences_and_about_as_many_tokens(lengths, ranks):
 
 def test_masks_log_probs_and_versions_come_from_the_segments():
     parts = (
-        Segment(None, (10, 11)),
-        Segment(4, (12, 13), (-0.5, -0.25)),
-        Segment(None, (14,)),
-        Segment(5, (15,), (-2.0,)),
-        Segment(None, (16, 17)),
+        Segment.of(None, (10, 11)),
+        Segment.of(4, (12, 13), (-0.5, -0.25)),
+        Segment.of(None, (14,)),
+        Segment.of(5, (15,), (-2.0,)),
+        Segment.of(None, (16, 17)),
     )
     sample = read(Trajectory(0, 0, 0, parts))
     assert sample.inputs.tolist() == [10, 11, 12, 13, 14]  # what follows the last sampled token predicts nothing
@@ -79,7 +79,8 @@ def test_masks_log_probs_and_versions_come_from_the_segments():
 @given(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=6), min_size=1, max_size=8))
 def test_a_folded_pack_has_every_beginning_once_and_every_sequence_in_full(sequences):
     samples = [
-        read(Trajectory(0, 0, 0, (Segment(None, (7,)), Segment(0, (*s, 9), (-1.0,) * (len(s) + 1))))) for s in sequences
+        read(Trajectory(0, 0, 0, (Segment.of(None, (7,)), Segment.of(0, (*s, 9), (-1.0,) * (len(s) + 1)))))
+        for s in sequences
     ]
     [folded] = fill(samples, range(len(samples)), 1000)
     assert folded.paths is not None
@@ -92,9 +93,9 @@ def test_a_folded_pack_has_every_beginning_once_and_every_sequence_in_full(seque
 @pytest.mark.parametrize(
     ("segments", "reason"),
     [
-        ((Segment(None, (1,)),), "no sampled token"),
-        ((Segment(0, (1,), (-1.0,)),), "starts with a sampled token"),
-        ((Segment(None, (1,)), Segment(0, (1, 2), (-1.0,))), "without the log-probs"),
+        ((Segment.of(None, (1,)),), "no sampled token"),
+        ((Segment.of(0, (1,), (-1.0,)),), "starts with a sampled token"),
+        ((Segment.of(None, (1,)), Segment.of(0, (1, 2), (-1.0,))), "without the log-probs"),
     ],
 )
 def test_a_trajectory_that_cannot_be_trained_on_is_refused(segments, reason):

@@ -100,7 +100,7 @@ def test_rewards_that_differ_by_rounding_give_no_advantage(tolerance, passes):
 
 def test_a_likely_answer_becomes_likelier_when_it_is_rewarded(folder):
     learner = Learner(settings(folder, loss="aipo"))
-    good, bad = ((Segment(None, (1, 2)), Segment(0, (t,) * 4, (-3.0,) * 4)) for t in (5, 6))
+    good, bad = ((Segment.of(None, (1, 2)), Segment.of(0, (t,) * 4, (-3.0,) * 4)) for t in (5, 6))
     pair = [Trajectory(0, 0, 0, good, "stop", 1.0), Trajectory(1, 0, 0, bad, "stop", 0.0)]
     samples = fill([read(t) for t in pair], (0, 1), 100)[0]
     before = learner.scores(samples).logprobs
@@ -223,7 +223,7 @@ def test_mismatch_is_zero_when_the_trainer_agrees_with_the_engine(folder):
 def _as_sampled_by(learner: Learner, t: Trajectory) -> Trajectory:
     found = iter(learner.scores(fill([read(t)], (0,), 10**6)[0]).logprobs.tolist())
     segments = [
-        s if s.version is None else Segment(s.version, s.tokens, tuple(next(found) for _ in s.tokens))
+        s if s.version is None else Segment.of(s.version, s.ids, [next(found) for _ in range(len(s))])
         for s in t.segments
     ]
     return Trajectory(t.id, t.group, t.prompt, tuple(segments), t.finish, t.reward)
@@ -258,7 +258,7 @@ def test_the_learning_rate_warms_up_and_decays():
 @pytest.mark.parametrize(("reward", "segments"), [(None, 2), (float("nan"), 2), (1.0, 1)])
 def test_a_group_that_cannot_be_trained_on_is_refused_before_anything_changes(folder, reward, segments):
     learner = Learner(settings(folder))
-    parts = (Segment(None, (1,)), Segment(0, (2,), (-1.0,)))[:segments]
+    parts = (Segment.of(None, (1,)), Segment.of(0, (2,), (-1.0,)))[:segments]
     with pytest.raises(ValueError, match=r"no finite reward|has a sampled token"):
         learner.train_part(0, 0, [[Trajectory(0, 0, 0, parts, "stop", reward)]])
     assert learner.step == 0

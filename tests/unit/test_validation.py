@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -44,8 +45,8 @@ from tailrace.protocol import (
 )
 from tailrace.runtime.validation import MESSAGES
 from tailrace.store.journal import Journal
-from tailrace.types import Prompt, Segment
-from tailrace.wire.messages import Beat, Collapsed, Dismissed, FromPart, Grown, Growth, Hello, Measured, Offer, Reported
+from tailrace.types import Prompt, Segment, id_bytes
+from tailrace.wire.messages import Collapsed, Dismissed, FromPart, Grown, Growth, Hello, Measured, Offer, Reported
 
 LONGEST = 64  # tokens of a completion
 LOST = {"replica": ReplicaLost, "relay": RelayLost, "trainer": TrainerLost}
@@ -90,7 +91,7 @@ def grown(trajectory: int, *segments: Segment) -> Grown:
     return Grown((Growth(trajectory, 1, segments),))
 
 
-SAMPLED = Segment(0, (7, 8), (-0.5, -0.25))
+SAMPLED = Segment.of(0, (7, 8), (-0.5, -0.25))
 NEITHER = [  # is for any part to say
     Reported(RunStarted(1, 1)),
     Reported(HostJoined(7, (8,))),
@@ -140,18 +141,19 @@ LIES: dict[str, list[Any]] = {
         Reported(Parked(0, 1, (meta(0), meta(2)))),
         Reported(Parked(1, 1, ())),
         grown(2, SAMPLED),
-        grown(0, Segment(0, (2**40,), (-0.5,))),
-        grown(0, Segment(0, (100,), (-0.5,))),  # beyond the vocabulary
-        grown(0, Segment(0, (-1,), (-0.5,))),
-        grown(0, Segment(0, (7, 8), (-0.5,))),
-        grown(0, Segment(0, (7,), None)),
-        grown(0, Segment(None, (7,), (-0.5,))),
-        grown(0, Segment(0, (7,), (float("nan"),))),
-        grown(0, Segment(0, (7, 8), (float("inf"), float("-inf")))),
-        grown(0, Segment(0, (7,), (-1e38,))),
-        grown(0, Segment(0, (7,), (5.0,))),
-        grown(0, Segment(3, (7,), (-0.5,))),  # of a version that nobody has made
-        grown(0, *[Segment(0, (7,) * 50, (-0.5,) * 50)] * 2),
+        grown(0, Segment(0, bytes(4), bytes(3))),
+        grown(0, Segment(0, bytes(7), bytes(4))),
+        grown(0, Segment.of(0, (100,), (-0.5,))),  # beyond the vocabulary
+        grown(0, Segment.of(0, (5, -1, 99), (-0.5,) * 3)),
+        grown(0, Segment.of(0, (7, 8), (-0.5,))),
+        grown(0, Segment.of(0, (7,), None)),
+        grown(0, Segment.of(None, (7,), (-0.5,))),
+        grown(0, Segment.of(0, (7,), (float("nan"),))),
+        grown(0, Segment.of(0, (7, 8), (float("inf"), float("-inf")))),
+        grown(0, Segment.of(0, (7,), (-1e38,))),
+        grown(0, Segment.of(0, (7,), (5.0,))),
+        grown(0, Segment.of(3, (7,), (-0.5,))),  # of a version that nobody has made
+        grown(0, *[Segment.of(0, (7,) * 50, (-0.5,) * 50)] * 2),
         Measured(-1, {"engine/steps": float("nan")}),
         Measured(-1, {"x" * 101: 1.0}),
         Measured(-1, {"\n": 1.0}),
@@ -226,7 +228,7 @@ def test_who_says_what_it_must_not_is_dropped_with_the_reason_and_nobody_else(tm
 TRUTHS: dict[str, list[Any]] = {
     "replica": [
         Hello(),
-        grown(0, SAMPLED, Segment(None, (5,)), SAMPLED),
+        grown(0, SAMPLED, Segment.of(None, (5,)), SAMPLED),
         grown(17, SAMPLED),  # late: nobody has it any more
         Reported(Progressed(0, 1, 10, 2, 0)),
         Reported(Progressed(0, 2, 10, 2, 0)),  # its load is reported before it has joined anew
@@ -408,6 +410,11 @@ NUMBERS = st.one_of(
 )
 FLOATS = st.one_of(st.floats(-2, 0), st.sampled_from([0.0, 1.0, float("nan"), float("inf"), -1e308, 1e308]))
 WORDS = st.sampled_from(["", "stop", "x" * 300, "health", "127.0.0.1:1", "/dev/shm/x", "replica-0/1", "\0", "é"])
+BUFFERS = st.one_of(
+    st.lists(st.integers(0, 120), max_size=3).map(id_bytes),
+    st.lists(st.floats(-2, 0), max_size=3).map(lambda values: np.array(values, "<f4").tobytes()),
+    st.sampled_from([b"\1", bytes(7), b"\xff" * 8, np.array([np.nan, np.inf], "<f4").tobytes()]),
+)
 
 
 def anything(kind: Any) -> st.SearchStrategy[Any]:
@@ -429,6 +436,8 @@ def anything(kind: Any) -> st.SearchStrategy[Any]:
             return st.booleans()
         case msgspec.inspect.StrType():
             return WORDS
+        case msgspec.inspect.BytesType():
+            return BUFFERS
         case msgspec.inspect.NoneType():
             return st.none()
         case msgspec.inspect.VarTupleType():

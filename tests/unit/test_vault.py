@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,14 +12,14 @@ from tailrace.config import load
 from tailrace.obs.story import render_held
 from tailrace.store.journal import JournalError, JournalWriter
 from tailrace.store.run import RunStore
-from tailrace.store.vault import StoredPrompt, Vault, _crc, held
-from tailrace.types import Segment, Trajectory
+from tailrace.store.vault import Vault, _crc, held
+from tailrace.types import Row, Segment, Trajectory, id_bytes
 
 PROMPTS = [
-    StoredPrompt(0, (5, 6, 7), "what is 2 + 2?", {"answer": "4"}),
-    StoredPrompt(1, (8,), [{"role": "user", "content": "wie geht’s?"}], {"answer": None, "hints": [1, 2.5]}),
+    Row(0, id_bytes((5, 6, 7)), "what is 2 + 2?", {"answer": "4"}),
+    Row(1, id_bytes((8,)), [{"role": "user", "content": "wie geht’s?"}], {"answer": None, "hints": [1, 2.5]}),
 ]
-TOOL = Segment(None, (40, 41))
+TOOL = Segment.of(None, (40, 41))
 
 
 @pytest.fixture
@@ -35,13 +34,8 @@ def vault(store: RunStore) -> Vault:
     return store.vault
 
 
-def single(value: float) -> float:
-    """What float32 makes of a number."""
-    return struct.unpack("<f", struct.pack("<f", value))[0]
-
-
 def sampled(version: int, *tokens: int) -> Segment:
-    return Segment(version, tokens, tuple(single(-token / 7) for token in tokens))
+    return Segment.of(version, tokens, [-token / 7 for token in tokens])
 
 
 def begin(vault: Vault, trajectory: int = 3, epoch: int = 1, resume: bool = False) -> None:
@@ -55,7 +49,7 @@ def test_a_trajectory_comes_back_as_it_went_in(vault: Vault) -> None:
     assert vault.append(3, 1, pieces[2:])
     assert vault.finish(3, 1, "stop", 0.1)
     assert vault.prefix(3) == tuple(pieces)
-    assert vault.read([3]) == [Trajectory(3, 1, 0, (Segment(None, (5, 6, 7)), *pieces), "stop", 0.1)]
+    assert vault.read([3]) == [Trajectory(3, 1, 0, (Segment.of(None, (5, 6, 7)), *pieces), "stop", 0.1)]
 
 
 @pytest.mark.parametrize("reward", [-0.0, 1e308, -1e308, 5e-324, -5e-324, True, 3, np.float32(0.1), np.float64(-0.0)])
@@ -99,8 +93,8 @@ def test_neighbours_of_one_version_are_one_segment(vault: Vault) -> None:
     begin(vault)
     for token in range(5):
         vault.append(3, 1, [sampled(4, token)])
-    vault.append(3, 1, [TOOL, Segment(None, ()), TOOL, sampled(4, 5)])
-    assert vault.prefix(3) == (sampled(4, 0, 1, 2, 3, 4), Segment(None, (40, 41, 40, 41)), sampled(4, 5))
+    vault.append(3, 1, [TOOL, Segment.of(None, ()), TOOL, sampled(4, 5)])
+    assert vault.prefix(3) == (sampled(4, 0, 1, 2, 3, 4), Segment.of(None, (40, 41, 40, 41)), sampled(4, 5))
 
 
 def test_trajectories_are_read_in_the_order_asked_for(vault: Vault) -> None:
@@ -111,8 +105,8 @@ def test_trajectories_are_read_in_the_order_asked_for(vault: Vault) -> None:
     read = vault.read(asked)
     assert [one.id for one in read] == asked
     assert [one.segments for one in read[:2]] == [
-        (Segment(None, (5, 6, 7)), sampled(0, 598)),
-        (Segment(None, (8,)), sampled(0, 595)),
+        (Segment.of(None, (5, 6, 7)), sampled(0, 598)),
+        (Segment.of(None, (8,)), sampled(0, 595)),
     ]
 
 
@@ -149,7 +143,7 @@ def test_late_words_are_ignored(vault: Vault) -> None:
 
 
 def test_prompts_are_kept_as_they_were_first_given(vault: Vault) -> None:
-    vault.add_prompts([StoredPrompt(0, (99,), "another", {})])
+    vault.add_prompts([Row(0, id_bytes((99,)), "another", {})])
     assert [vault.row(0), vault.row(1)] == PROMPTS
 
 

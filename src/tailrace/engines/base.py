@@ -7,15 +7,18 @@ can be withdrawn here and submitted anywhere else, and goes on with the same tok
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from hashlib import blake2b
-from typing import Any, Literal, Protocol
+from itertools import accumulate
+from typing import Any, Literal, NamedTuple, Protocol
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
-from tailrace.types import GroupId, Struct, TrajectoryId, Version
+from tailrace.types import TOKEN_BYTES, GroupId, Struct, TrajectoryId, Version
 
-Finish = Literal["", "stop", "length"]
+Finish = Literal["", "stop", "length"]  # "": it goes on
 
 
 class Job(Struct):
@@ -23,10 +26,14 @@ class Job(Struct):
 
     id: TrajectoryId
     group: GroupId
-    tokens: tuple[int, ...]  # the prompt and everything after it so far
+    tokens: bytes | bytearray  # the prompt and everything after it so far, as int32; `submit` makes a copy of its own
     prompt_tokens: int  # the first so many are the prompt, which the group's samples share
     max_tokens: int  # most tokens to sample now
     failures: int = 0  # of this sample: each gives it other random numbers
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens) // TOKEN_BYTES
 
     @property
     def stream(self) -> int:
@@ -36,13 +43,21 @@ class Job(Struct):
         return int.from_bytes(blake2b(f"{self.id} {self.failures}".encode(), digest_size=8).digest()) >> 1
 
 
-class Sampled(Struct):
-    """What one engine step added to a sequence."""
+class StepOutput(NamedTuple):
+    """What one engine step added to its sequences: the tokens of all of them in one array, and their log-probs."""
 
-    id: TrajectoryId
-    tokens: tuple[int, ...]
-    logprobs: tuple[float, ...]  # of what was really sampled from: after temperature, top-k and top-p
-    finish: Finish = ""  # "stop": a stop token or string was sampled; "length": max_tokens or the context is used up
+    ids: list[TrajectoryId]
+    counts: list[int]  # tokens of each; none for a sequence that had no room for any
+    tokens: NDArray[np.int32]
+    logprobs: NDArray[np.float32]  # of what was really sampled from: after temperature, top-k and top-p
+    finish: list[Finish]  # "stop": a stop token or string was sampled; "length": max_tokens or the context is used up
+
+    def additions(self) -> Iterator[tuple[TrajectoryId, bytes, bytes, Finish]]:
+        """Sequence by sequence: its id, tokens, log-probs and why it ended."""
+        bounds = [TOKEN_BYTES * end for end in accumulate(self.counts, initial=0)]
+        tokens, logprobs = self.tokens.tobytes(), self.logprobs.tobytes()
+        for id, start, end, finish in zip(self.ids, bounds, bounds[1:], self.finish, strict=False):
+            yield id, tokens[start:end], logprobs[start:end], finish
 
 
 class Load(Struct):
@@ -77,7 +92,7 @@ class Engine(Protocol):
         """Take a sequence; one with the id of an earlier turn goes on from the KV that is still there."""
         ...
 
-    def step(self) -> list[Sampled]:
+    def step(self) -> StepOutput:
         """One iteration: some prefill, one token for every running sequence. Empty when there is nothing to do."""
         ...
 

@@ -6,10 +6,13 @@ otherwise the transformers module itself does, through `attention.py`.
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from tailrace.config.tree import Sampling
@@ -22,12 +25,16 @@ from tailrace.engines.sampling import sample
 from tailrace.model.longrope import FAR
 
 
-class Grown(NamedTuple):
-    """What a plan added to one sequence."""
+class Drawn(NamedTuple):
+    """What a plan sampled: the tokens of all sequences in one array, and their log-probs."""
 
-    sequence: scheduler.Sequence
-    tokens: list[int]
-    logprobs: list[float]
+    sequences: list[scheduler.Sequence]
+    counts: list[int]  # tokens of each
+    tokens: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+
+
+NOTHING_DRAWN = Drawn([], [], np.zeros(0, np.int32), np.zeros(0, np.float32))
 
 
 class EagerExecutor:
@@ -52,22 +59,21 @@ class EagerExecutor:
         self._sampling = sampling
 
     @torch.inference_mode()
-    def run(self, plan: scheduler.Plan) -> list[Grown]:
+    def run(self, plan: scheduler.Plan) -> Drawn:
         chunks = in_order(plan.chunks)
         ready = [chunk.sequence for chunk in chunks if chunk.samples]
         last = np.cumsum([chunk.length for chunk in chunks]) - 1
         kept = torch.from_numpy(last[[chunk.samples for chunk in chunks]]).to(self._model.device)
         logits = self.logits(chunks, kept)
         if not ready:
-            return []
+            return NOTHING_DRAWN
         streams, places = [s.stream for s in ready], [len(s.tokens) for s in ready]
-        drawn = sample(logits, self._seed, streams, places, self._sampling)
-        return [Grown(s, [token], [logprob]) for s, token, logprob in zip(ready, *drawn, strict=True)]
+        return Drawn(ready, [1] * len(ready), *sample(logits, self._seed, streams, places, self._sampling))
 
     def logits(self, chunks: list[scheduler.Chunk], kept: torch.Tensor) -> torch.Tensor:
         """Of some of the chunks' tokens, those at the places `kept` of the row that they make."""
         device = self._model.device
-        tokens = torch.tensor([token for c in chunks for token in c.sequence.tokens[c.start : c.end]], device=device)
+        tokens = torch.from_numpy(planned_tokens(chunks)).to(device)
         places = torch.from_numpy(np.concatenate([_places(chunk) for chunk in chunks])).to(device)
         if self._lean is not None and self._rotations is not None:
             attention = self._operations.attention(self._cache, chunks, self._rotations, places)
@@ -78,6 +84,14 @@ class EagerExecutor:
             input_ids=tokens[None], position_ids=places[None], use_cache=False, logits_to_keep=kept, paged=batch
         )
         return found.logits[0]
+
+
+def planned_tokens(chunks: Iterable[scheduler.Chunk]) -> NDArray[np.int64]:
+    """The tokens of the chunks, end to end."""
+    tokens = array("i")
+    for sequence, start, length in chunks:
+        tokens += sequence.tokens[start : start + length]
+    return np.array(tokens, np.int64)
 
 
 def _places(chunk: scheduler.Chunk) -> np.ndarray:

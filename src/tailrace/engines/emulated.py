@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from tailrace.config.errors import ConfigError
 from tailrace.config.tree import Config
-from tailrace.engines.base import Counters, Finish, Job, Load, Sampled
+from tailrace.engines.base import Counters, Finish, Job, Load, StepOutput
 from tailrace.lengths import LengthLaw
 from tailrace.types import GroupId, TrajectoryId, Version
 
@@ -28,6 +30,7 @@ CATCH_UP_S = 0.25  # time lost between calls is made good up to here; more was a
 HEADROOM_STEPS = 48  # room for so many decode steps must be left when a sequence is let in, or it is sent back soon
 MAKE_ROOM_STEPS = 16  # and so much is made when the pool is full
 LOGPROB = -0.01
+LETTERS = 26
 
 
 class EmulatedEngine:
@@ -53,9 +56,8 @@ class EmulatedEngine:
         self._batch: dict[TrajectoryId, _Sequence] = {}  # in the order of admission
         self._groups: dict[GroupId, int] = {}  # how many samples of a group have their KV here
         self._kept: dict[TrajectoryId, int] = {}  # KV of finished turns, oldest first, while nobody needs the room
-        self._ended: list[
-            Sampled
-        ] = []  # were complete when they came: whoever had them was lost before they were scored
+        # were complete when they came: whoever had them was lost before they were scored
+        self._ended: dict[TrajectoryId, Finish] = {}
         self._kv = 0
         self._counters = Counters()
 
@@ -67,21 +69,20 @@ class EmulatedEngine:
         if tokens:
             self._waiting.append(_Sequence(job, tokens, finish))
         else:
-            self._ended.append(Sampled(job.id, (), (), finish))
+            self._ended[job.id] = finish
 
-    def step(self) -> list[Sampled]:
-        ended, self._ended = self._ended, []
+    def step(self) -> StepOutput:
         self._make_room()
         seconds = self._admit()
         if not self._batch:
-            return ended
+            return self._output([], 0)
         steps = self._steps_within(SLICE_S - seconds)
         self._take(seconds + self._decode_seconds(steps))
-        return ended + self._advance(steps)
+        return self._output(list(self._batch.values()), steps)
 
     def withdraw(self, ids: Iterable[TrajectoryId]) -> list[Job]:
         wanted = set(ids)
-        self._ended = [sampled for sampled in self._ended if sampled.id not in wanted]
+        self._ended = {id: finish for id, finish in self._ended.items() if id not in wanted}
         running = [sequence for id, sequence in self._batch.items() if id in wanted]
         for sequence in running:
             self._free(sequence)
@@ -195,27 +196,29 @@ class EmulatedEngine:
 
     # --------------------------------------------------------------------------------------------------------- tokens
 
-    def _advance(self, steps: int) -> list[Sampled]:
-        running = list(self._batch.values())
+    def _output(self, running: list[_Sequence], steps: int) -> StepOutput:
+        """Every running sequence grows by so many tokens; and what had ended before it came."""
+        ended, self._ended = self._ended, {}
+        tokens = self._tokens([one.job for one in running], [one.tokens for one in running], steps)
         self._count(steps)
         self._kv += steps * len(running)
-        return [self._sample(sequence, steps) for sequence in running]
+        finish: list[Finish] = [*ended.values(), *[self._grow(sequence, steps) for sequence in running]]
+        ids, counts = [*ended, *[one.job.id for one in running]], [0] * len(ended) + [steps] * len(running)
+        return StepOutput(ids, counts, tokens, np.full(len(tokens), LOGPROB, np.float32), finish)
 
     def _count(self, steps: int) -> None:
         self._counters.steps += steps
         self._counters.decoded += steps * len(self._batch)
         self._counters.kv_read += self._kv_read(steps)
 
-    def _sample(self, sequence: _Sequence, steps: int) -> Sampled:
-        start = sequence.tokens
+    def _grow(self, sequence: _Sequence, steps: int) -> Finish:
         sequence.sampled += steps
         finish = self._finish(sequence)
         if finish:
             self._free(sequence)
             self._kept[sequence.job.id] = sequence.tokens
             self._rest_if_idle()
-        tokens = self._tokens(sequence.job, start, sequence.tokens)
-        return Sampled(sequence.job.id, tokens, (LOGPROB,) * steps, finish)
+        return finish
 
     def _finish(self, sequence: _Sequence) -> Finish:
         if sequence.left <= 0:
@@ -223,37 +226,40 @@ class EmulatedEngine:
         alone_in_full_pool = len(self._batch) == 1 and self._kv >= self.kv_capacity
         return "length" if alone_in_full_pool else ""
 
-    def _tokens(self, job: Job, start: int, stop: int) -> tuple[int, ...]:
-        """Codes of small letters, by seed, trajectory, failures and place alone, which many a tokenizer can show."""
-        first = self._seed * 40503 + job.id * 2654435761
-        return tuple([97 + (first + place * (place * 7 + job.failures)) % 26 for place in range(start, stop)])
+    def _tokens(self, jobs: Sequence[Job], starts: Sequence[int], steps: int) -> NDArray[np.int32]:
+        """The next tokens of each: codes of small letters, by seed, trajectory, failures and place alone, which many a
+        tokenizer can show."""
+        places = np.array(starts, np.int64)[:, None] + np.arange(steps)
+        failures = np.array([job.failures for job in jobs], np.int64)[:, None]
+        first = np.array([(self._seed * 40503 + job.id * 2654435761) % LETTERS for job in jobs], np.int64)[:, None]
+        return (ord("a") + (first + places * (places * 7 + failures)) % LETTERS).astype(np.int32).ravel()
 
     def _end_of_turn(self, job: Job) -> tuple[int, Finish]:
         """How many tokens are to be sampled now, and why no more."""
         length = self._lengths.sample(job.group, job.id % self._group_size, job.failures)
-        left = length - (len(job.tokens) - job.prompt_tokens)
+        left = length - (job.length - job.prompt_tokens)
         return (job.max_tokens, "length") if job.max_tokens < left else (max(0, left), "stop")
 
     def _job_so_far(self, sequence: _Sequence) -> Job:
         job = sequence.job
-        tokens = job.tokens + self._tokens(job, len(job.tokens), sequence.tokens)
+        tokens = job.tokens + self._tokens([job], [job.length], sequence.sampled).tobytes()
         return msgspec.structs.replace(job, tokens=tokens, max_tokens=job.max_tokens - sequence.sampled)
 
 
 class _Sequence:
     """A job and how far it has come."""
 
-    __slots__ = ("_end", "finish", "job", "sampled")
+    __slots__ = ("_end", "_start", "finish", "job", "sampled")
 
     def __init__(self, job: Job, end: int, finish: Finish) -> None:
-        self.job = job
+        self.job = msgspec.structs.replace(job, tokens=bytes(job.tokens))
         self.sampled = 0
-        self._end = end
+        self._start, self._end = job.length, end
         self.finish: Finish = finish
 
     @property
     def tokens(self) -> int:
-        return len(self.job.tokens) + self.sampled
+        return self._start + self.sampled
 
     @property
     def left(self) -> int:

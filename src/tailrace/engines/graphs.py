@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tailrace.config.tree import Sampling
 from tailrace.engines import scheduler
-from tailrace.engines.eager import Grown
+from tailrace.engines.eager import NOTHING_DRAWN, Drawn, planned_tokens
 from tailrace.engines.fused import DecodeAttention, PrefillAttention, Stored
 from tailrace.engines.kv import KVCache
 from tailrace.engines.lean import LeanDecoder
@@ -106,14 +106,14 @@ class GraphExecutor:
             self._graph(rows, self._splits(rows, 1))
 
     @torch.inference_mode()
-    def run(self, plan: scheduler.Plan) -> list[Grown]:
+    def run(self, plan: scheduler.Plan) -> Drawn:
         decoding = [chunk.sequence for chunk in plan.chunks if chunk.length == 1 and chunk.samples]
         prefilling = [chunk for chunk in plan.chunks if not (chunk.length == 1 and chunk.samples)]
         ready = torch.cuda.current_stream().record_event() if self._prefill_stream else None
         steps = self._launch_decode(decoding, plan.steps) if decoding else 0
         first = self._launch_prefill(prefilling, ready) if prefilling else None
-        grown = self._read_decode(decoding, steps) if decoding else []
-        return grown if first is None else grown + self._read_first(prefilling, *first)
+        drawn = self._read_decode(decoding, steps) if decoding else NOTHING_DRAWN
+        return drawn if first is None else _joined(drawn, self._read_first(prefilling, *first))
 
     # ------------------------------------------------------------------------------------------ decoding
 
@@ -140,14 +140,11 @@ class GraphExecutor:
         longest = min(self._longest, max(LEAST_LONG, 2 ** (longest - 1).bit_length()))
         return splits_for(rows, self._cache.keys[0].shape[1], longest, self._processors)
 
-    def _read_decode(self, sequences: Sequence[scheduler.Sequence], steps: int) -> list[Grown]:
+    def _read_decode(self, sequences: list[scheduler.Sequence], steps: int) -> Drawn:
         drawn, logprobs = (each[:steps, : len(sequences)].T.cpu().numpy() for each in (self._drawn, self._logprobs))
-        counts = (drawn != IDLE).sum(1).tolist()
-        _refuse_nonsense(logprobs[drawn != IDLE])
-        return [
-            Grown(sequence, tokens[:count], each[:count])
-            for sequence, tokens, each, count in zip(sequences, drawn.tolist(), logprobs.tolist(), counts, strict=True)
-        ]
+        sampled = drawn != IDLE  # a row that has come to its end stays idle
+        _refuse_nonsense(logprobs[sampled])
+        return Drawn(sequences, sampled.sum(1).tolist(), drawn[sampled].astype(np.int32), logprobs[sampled])
 
     def _decode_step(self, rows: int, splits: int) -> None:
         """One token for every row, or none for a row at its limit; and all rows moved on."""
@@ -201,9 +198,8 @@ class GraphExecutor:
         owner = np.repeat(np.arange(len(chunks)), lengths)
         places = np.arange(bounds[-1]) - np.repeat(bounds[:-1] - starts, lengths)
         slots = table[owner, places // size].astype(np.int64) * size + places % size
-        tokens = np.fromiter((t for c in chunks for t in c.sequence.tokens[c.start : c.end]), np.int64, int(bounds[-1]))
         streams = np.array([chunk.sequence.stream for chunk in chunks])
-        sent = self._send(tokens, places, slots, table, starts, ends, bounds, streams)
+        sent = self._send(planned_tokens(chunks), places, slots, table, starts, ends, bounds, streams)
         tokens_, places_, slots_, table_, starts_, ends_, bounds_, streams_ = sent
         stored = Stored(self._cache, self._rotations, places_, slots_, table_)
         attention = PrefillAttention(stored, starts_, ends_, bounds_, int(lengths.max()))
@@ -215,12 +211,18 @@ class GraphExecutor:
             return [torch.from_numpy(array) for array in arrays]
         return [torch.from_numpy(array).pin_memory().to(self._device, non_blocking=True) for array in arrays]
 
-    def _read_first(self, chunks: Sequence[scheduler.Chunk], tokens: Tensor, logprobs: Tensor) -> list[Grown]:
+    def _read_first(self, chunks: Sequence[scheduler.Chunk], tokens: Tensor, logprobs: Tensor) -> Drawn:
         with nullcontext() if self._prefill_stream is None else torch.cuda.stream(self._prefill_stream):
             found, each = tokens.cpu().numpy(), logprobs.cpu().numpy()
         _refuse_nonsense(each)
-        rows = zip(chunks, found.tolist(), each.tolist(), strict=True)
-        return [Grown(chunk.sequence, [token], [logprob]) for chunk, token, logprob in rows if chunk.samples]
+        samples = np.array([chunk.samples for chunk in chunks])
+        sequences = [chunk.sequence for chunk in chunks if chunk.samples]
+        return Drawn(sequences, [1] * len(sequences), found[samples].astype(np.int32), each[samples])
+
+
+def _joined(one: Drawn, other: Drawn) -> Drawn:
+    tokens, logprobs = np.concatenate([one.tokens, other.tokens]), np.concatenate([one.logprobs, other.logprobs])
+    return Drawn(one.sequences + other.sequences, one.counts + other.counts, tokens, logprobs)
 
 
 def _refuse_nonsense(logprobs: np.ndarray) -> None:

@@ -15,15 +15,17 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from tailrace.config.errors import ConfigError
 from tailrace.config.tree import Config
 from tailrace.engines import attention, scheduler
-from tailrace.engines.base import Counters, Finish, Job, Load, Sampled
+from tailrace.engines.base import Counters, Finish, Job, Load, StepOutput
 from tailrace.engines.compiled import CompiledOperations
-from tailrace.engines.eager import EagerExecutor, Grown
+from tailrace.engines.eager import NOTHING_DRAWN, Drawn, EagerExecutor
 from tailrace.engines.kv import KVCache, bytes_per_token
 from tailrace.engines.layout import use_fast_layout
 from tailrace.engines.lean import is_known, lean_decoder
@@ -78,7 +80,7 @@ class NativeEngine:
         switch = switch_of(model) or sys.maxsize
         self._scheduler = scheduler.Scheduler(blocks, rollout.block_tokens, prefill, rollout.max_running, switch)
         self._counters = Counters()
-        self._ended: list[Sampled] = []  # had no room for a single token when they came
+        self._full: list[TrajectoryId] = []  # had no room for a single token when they came
         self.staging = staging_for(model)
 
     def _build_executor(
@@ -110,9 +112,9 @@ class NativeEngine:
         return executor
 
     def submit(self, job: Job) -> None:
-        end = min(len(job.tokens) + job.max_tokens, self._context)
-        if end <= len(job.tokens):
-            self._ended.append(Sampled(job.id, (), (), "length"))
+        end = min(job.length + job.max_tokens, self._context)
+        if end <= job.length:
+            self._full.append(job.id)
             return
         if end > self.kv_capacity:
             raise ConfigError(
@@ -121,20 +123,19 @@ class NativeEngine:
             )
         self._scheduler.submit(scheduler.Sequence(job, end))
 
-    def step(self) -> list[Sampled]:
-        ended, self._ended = self._ended, []
+    def step(self) -> StepOutput:
         plan = self._scheduler.plan(self._executor.steps)
         if not plan.chunks:
             assert not self._scheduler.waiting, "work is waiting, but none of it can start"
-            return ended
-        plan, grown = self._timed(plan)
+            return self._output(NOTHING_DRAWN)
+        plan, drawn = self._timed(plan)
         for chunk in plan.chunks:
             self._scheduler.computed(chunk)
-        return ended + [self._take(each) for each in grown]
+        return self._output(drawn)
 
     def withdraw(self, ids: Iterable[TrajectoryId]) -> list[Job]:
         ids = set(ids)
-        self._ended = [ended for ended in self._ended if ended.id not in ids]
+        self._full = [id for id in self._full if id not in ids]
         found = [self._scheduler.withdraw(id) for id in sorted(ids)]
         return [_job_so_far(sequence) for sequence in found if sequence is not None]
 
@@ -160,21 +161,34 @@ class NativeEngine:
 
     # ------------------------------------------------------------------------------------------ inside a step
 
-    def _timed(self, plan: scheduler.Plan) -> tuple[scheduler.Plan, list[Grown]]:
+    def _timed(self, plan: scheduler.Plan) -> tuple[scheduler.Plan, Drawn]:
         began = time.perf_counter()
-        plan, grown = carry_out(plan, self._executor, self._cache, self._scheduler)
+        plan, drawn = carry_out(plan, self._executor, self._cache, self._scheduler)
         lengths = {chunk.sequence.id: chunk.end for chunk in plan.chunks}
         counters = self._counters
         counters.busy_s += time.perf_counter() - began
-        counters.steps += max((len(each.tokens) for each in grown), default=1)
-        counters.decoded += sum(len(each.tokens) for each in grown)
-        counters.kv_read += sum(len(each.tokens) * lengths[each.sequence.id] for each in grown)
-        counters.prefilled += sum(chunk.length for chunk in plan.chunks) - len(grown)
-        return plan, grown
+        counters.steps += max(drawn.counts, default=1)
+        counters.decoded += len(drawn.tokens)
+        counters.kv_read += sum(count * lengths[s.id] for s, count in zip(drawn.sequences, drawn.counts, strict=True))
+        counters.prefilled += sum(chunk.length for chunk in plan.chunks) - len(drawn.sequences)
+        return plan, drawn
 
-    def _take(self, grown: Grown) -> Sampled:
-        """Hand out what was sampled, up to a stop string: after that an executor of many steps went on in vain."""
-        sequence, tokens, logprobs = grown
+    def _output(self, drawn: Drawn) -> StepOutput:
+        """Hand out what was drawn, and who had no room to begin with."""
+        full, self._full = self._full, []
+        tokens, at = drawn.tokens.tolist(), 0
+        ids, counts = [*full], [0] * len(full)
+        finish: list[Finish] = ["length"] * len(full)
+        for sequence, count in zip(drawn.sequences, drawn.counts, strict=True):
+            taken, ended = self._take(sequence, tokens[at : at + count])
+            at += count
+            ids.append(sequence.id)
+            counts.append(taken)
+            finish.append(ended)
+        return StepOutput(ids, counts, *_first_of_each(drawn, counts[len(full) :]), finish)
+
+    def _take(self, sequence: scheduler.Sequence, tokens: list[int]) -> tuple[int, Finish]:
+        """Let it grow, up to a stop string: after that an executor of many steps went on in vain."""
         finish: Finish = ""
         at_once = 1 if self._sampling.stop else len(tokens)  # it stops by itself at a stop token
         taken = 0
@@ -184,7 +198,7 @@ class NativeEngine:
             finish = self._finish(sequence)
         if finish:
             self._scheduler.finished(sequence)
-        return Sampled(sequence.id, tuple(tokens[:taken]), tuple(logprobs[:taken]), finish)
+        return taken, finish
 
     def _finish(self, sequence: scheduler.Sequence) -> Finish:
         if sequence.tokens[-1] in self._eos_ids or self._ends_with_stop(sequence):
@@ -199,12 +213,21 @@ class NativeEngine:
             return False
         reach = max(len(stop.encode()) for stop in stops) + LONGEST_CHARACTER
         tail = sequence.tokens[max(sequence.prompt, len(sequence.tokens) - reach) :]
-        before, after = self._decode(tail[:-1]), self._decode(tail)
+        before, after = self._decode(tail[:-1].tolist()), self._decode(tail.tolist())
         return any(after.count(stop) > before.count(stop) for stop in stops)
 
 
 def _job_so_far(s: scheduler.Sequence) -> Job:
-    return Job(s.id, s.group, tuple(s.tokens), s.prompt, s.end - len(s.tokens), s.failures)
+    return Job(s.id, s.group, s.tokens.tobytes(), s.prompt, s.end - len(s.tokens), s.failures)
+
+
+def _first_of_each(drawn: Drawn, counts: list[int]) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    """So many of each sequence's tokens, and their log-probs."""
+    if counts == drawn.counts:
+        return drawn.tokens, drawn.logprobs
+    place = np.arange(len(drawn.tokens)) - np.repeat(np.cumsum(drawn.counts) - drawn.counts, drawn.counts)
+    kept = place < np.repeat(counts, drawn.counts)
+    return drawn.tokens[kept], drawn.logprobs[kept]
 
 
 def has_kernels(device: torch.device) -> bool:

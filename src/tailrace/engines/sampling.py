@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from tailrace.config.tree import Sampling
 
@@ -37,7 +37,7 @@ def _mix(state: np.ndarray) -> np.ndarray:
 
 def sample(
     logits: torch.Tensor, seed: int, trajectories: Sequence[int], positions: Sequence[int], sampling: Sampling
-) -> tuple[list[int], list[float]]:
+) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
     """One token for every row of `logits`, with its log-prob. `positions`: the places that the new tokens will have."""
     scores = allowed_scores(logits.float(), sampling)
     peak = scores.amax(-1, keepdim=True)
@@ -50,7 +50,7 @@ def sample(
     else:
         tokens = _invert(cells, sums, torch.from_numpy(uniform(seed, trajectories, positions)).to(sums.device))
     chosen = (scores.gather(-1, tokens[:, None]) - peak)[:, 0]
-    return tokens.tolist(), (chosen.double() - sums[:, -1].log()).tolist()
+    return tokens.int().cpu().numpy(), (chosen.double() - sums[:, -1].log()).float().cpu().numpy()
 
 
 def _refuse_nonsense(totals: torch.Tensor) -> None:

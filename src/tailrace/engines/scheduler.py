@@ -17,7 +17,7 @@ from __future__ import annotations
 import sys
 from array import array
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from hashlib import blake2b
 from itertools import chain
 from typing import NamedTuple
@@ -32,15 +32,14 @@ SEEN = 4096  # beginnings that are remembered, not kept
 class Sequence:
     """A submitted job while it waits or runs. `cached` tokens have their KV in `blocks`."""
 
-    __slots__ = ("blocks", "cached", "end", "failures", "far", "group", "id", "prompt", "start", "stream", "tokens")
+    __slots__ = ("blocks", "cached", "end", "failures", "far", "group", "id", "prompt", "stream", "tokens")
 
     def __init__(self, job: Job, end: int) -> None:
         self.id = job.id
         self.group = job.group
         self.failures, self.stream = job.failures, job.stream
-        self.tokens = list(job.tokens)
+        self.tokens = array("i", job.tokens)
         self.prompt = job.prompt_tokens
-        self.start = len(job.tokens)
         self.end = end  # as long as it may become
         self.blocks: list[int] = []
         self.cached = 0
@@ -50,7 +49,7 @@ class Sequence:
     def pending(self) -> int:
         return len(self.tokens) - self.cached
 
-    def shared_tokens(self) -> list[int]:
+    def shared_tokens(self) -> array[int]:
         """What the group has in common and can be prefilled once: the last prompt token is each sample's own."""
         return self.tokens[: max(0, self.prompt - 1)]
 
@@ -107,7 +106,7 @@ class Draft:
 class Kept(NamedTuple):
     """KV that outlives its sequence: of a group's prompt, or of an ended turn."""
 
-    tokens: list[int]
+    tokens: array[int]
     blocks: list[int]
     far: bool
 
@@ -204,9 +203,9 @@ class Scheduler:
             draft.add(chunk.sequence)
         return Plan(draft.single + draft.longer, plan.copies, plan.steps if draft.budget else 1)
 
-    def grew(self, sequence: Sequence, tokens: list[int]) -> None:
+    def grew(self, sequence: Sequence, tokens: Iterable[int]) -> None:
         """These were sampled. The KV of all but the last is in the pool, or there would be no last one."""
-        sequence.tokens += tokens
+        sequence.tokens.extend(tokens)
         sequence.cached = len(sequence.tokens) - 1
 
     def computed(self, chunk: Chunk) -> None:
@@ -325,11 +324,11 @@ class Scheduler:
             blocks.append(block)
         return blocks
 
-    def _digests(self, tokens: list[int], far: bool) -> Iterator[bytes]:
+    def _digests(self, tokens: array[int], far: bool) -> Iterator[bytes]:
         """Of everything up to the end of each whole block: the same digest is the same beginning."""
         running = blake2b(digest_size=16, person=b"far" if far else b"")
         for end in range(self.block_tokens, len(tokens) + 1, self.block_tokens):
-            running.update(array("q", tokens[end - self.block_tokens : end]).tobytes())
+            running.update(tokens[end - self.block_tokens : end])
             yield running.digest()
 
     def _start(self, sequence: Sequence) -> None:

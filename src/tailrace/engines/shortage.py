@@ -10,17 +10,17 @@ from __future__ import annotations
 import sys
 from typing import Protocol
 
-from tailrace.engines.eager import Grown
+from tailrace.engines.eager import Drawn
 from tailrace.engines.kv import KVCache
 from tailrace.engines.scheduler import Plan, Scheduler
 from tailrace.model.memory import DoesNotFitError, free_memory, ran_out
 
 
 class Executor(Protocol):
-    def run(self, plan: Plan) -> list[Grown]: ...
+    def run(self, plan: Plan) -> Drawn: ...
 
 
-def carry_out(plan: Plan, executor: Executor, cache: KVCache, scheduler: Scheduler) -> tuple[Plan, list[Grown]]:
+def carry_out(plan: Plan, executor: Executor, cache: KVCache, scheduler: Scheduler) -> tuple[Plan, Drawn]:
     """As much of the plan as there is memory for, and what came of it."""
     copies, last_try = plan.copies, False
     while True:

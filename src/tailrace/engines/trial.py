@@ -23,6 +23,7 @@ from tailrace.engines.kv import KVCache
 from tailrace.engines.plain import PlainOperations
 from tailrace.engines.scheduler import Chunk, Sequence
 from tailrace.model.support import refuse, trying
+from tailrace.types import id_bytes
 
 LENGTHS = (9, 4)
 STEPS = ((5, 3), (8, 4), (9, 4))  # how far each sequence is after each step
@@ -66,7 +67,7 @@ def _error(model: PreTrainedModel, shapes: dict[int, LayerShape], alone: list[Te
 
 def _placed(number: int, tokens: list[int]) -> Sequence:
     """With blocks of its own, none of which follow each other."""
-    sequence = Sequence(Job(number, number, tuple(tokens), len(tokens), 0), len(tokens))
+    sequence = Sequence(Job(number, number, id_bytes(tokens), len(tokens), 0), len(tokens))
     count = -(-max(LENGTHS) // BLOCK)
     sequence.blocks = list(range(number * count, (number + 1) * count))[::-1]
     return sequence

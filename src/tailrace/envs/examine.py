@@ -31,7 +31,7 @@ def examine(config: Config, tokenizer: PreTrainedTokenizerBase | None = None, co
         Prompts(task, tokenizer, config, context).check(range(len(task) if stored else min(len(task), GENERATED)))
     if not config.task.name and config.task.reward not in ("", "exact"):
         columns = {name: value for name, value in first.items() if name != "prompt"}
-        if reason := try_out(config, Row(0, (), first["prompt"], columns)):
+        if reason := try_out(config, Row(0, b"", first["prompt"], columns)):
             raise ConfigError(reason)
 
 

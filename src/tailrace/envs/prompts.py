@@ -16,6 +16,7 @@ from tailrace.config.errors import ConfigError
 from tailrace.config.tree import Config
 from tailrace.envs.base import Row, Task
 from tailrace.envs.rendering import Rendering
+from tailrace.types import id_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -65,7 +66,7 @@ class Prompts:
         tokens = self.rendering.prompt_tokens(row["prompt"])
         self._check_length(len(tokens), what)
         columns = {name: value for name, value in row.items() if name != "prompt"}
-        return Row(place, tokens, row["prompt"], columns)
+        return Row(place, id_bytes(tokens), row["prompt"], columns)
 
     def _check_length(self, tokens: int, what: str) -> None:
         if not tokens:

@@ -59,7 +59,7 @@ class Rendering:
         """What `observation_tokens` was given for these; of those that were cut at their end, as much as they show."""
         before, behind = self._decoded_glue
         opening = self._marked[0]
-        missing = opening in self._ends and tokens[:1] != (opening,)  # it was the policy's own last token
+        missing = opening in self._ends and [*tokens[:1]] != [opening]  # it was the policy's own last token
         text = self._decoded((opening, *tokens) if missing else tokens)
         if before.startswith(text):
             return ""

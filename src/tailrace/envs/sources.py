@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 from tailrace.config.errors import ConfigError
 from tailrace.config.tree import Config
 from tailrace.envs.inputs import Pins, pinned, refuse_changed
-from tailrace.types import Row
+from tailrace.types import TOKEN_BYTES, Row
 
 if TYPE_CHECKING:
     from tailrace.envs.prompts import Prompts
@@ -105,7 +105,7 @@ class Blanks:
 
     def __init__(self, config: Config) -> None:
         self.total: int | None = None
-        self._tokens = (0,) * max(1, config.workload.prompt_tokens)
+        self._tokens = bytes(TOKEN_BYTES * max(1, config.workload.prompt_tokens))
 
     def rows(self, start: int, count: int) -> list[Row]:
         return [Row(place, self._tokens, "") for place in range(start, start + count)]

@@ -14,7 +14,7 @@ from tailrace.protocol import Command, Event
 from tailrace.types import label, parse_label
 
 if TYPE_CHECKING:
-    from tailrace.store.vault import Held
+    from tailrace.store.trajectories import KnownTrajectory
 
 
 class StoryError(TailraceError):
@@ -61,14 +61,15 @@ def render_story(lines: Iterable[Line]) -> str:
     return "\n".join(f"{line.now:>10,.1f} s  {line.text}" for line in lines)
 
 
-def render_held(held: Iterable[Held]) -> str:
-    """What the vault of a real run still knows of a trajectory, or of those of a group or prompt."""
-    return "\n".join(f"     vault    {_held(one)}" for one in held)
+def render_known(known: Iterable[KnownTrajectory]) -> str:
+    """What a real run knows of a trajectory, or of those of a group or prompt."""
+    return "\n".join(f"     now      {_known(one)}" for one in known)
 
 
-def _held(one: Held) -> str:
+def _known(one: KnownTrajectory) -> str:
     words = [f"t{one.id}", one.state + (f" in step {one.step}" if one.step is not None else "")]
-    words.append(f"tokens {one.payload}" if one.payload == "deleted" else counted(one.tokens, "token"))
+    words += [counted(one.tokens, "token")] if one.tokens is not None else []
+    words += [f"tokens {one.payload}"] if one.payload == "deleted" else []
     if one.oldest is not None and one.newest is not None:
         words.append(under(one.oldest, one.newest))
     words += [one.finish] if one.finish else []

@@ -9,25 +9,43 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
+from typing import TYPE_CHECKING, NamedTuple
 
 from tailrace.engines.base import Job
 from tailrace.envs.base import Turn
 from tailrace.protocol import Request, TrajectoryMeta
-from tailrace.types import Row, Segment, Version
+from tailrace.types import TOKEN_BYTES, Row, Segment, Version, token_ids
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 Decode = Callable[[Sequence[int]], str]
 
 
+class Span(NamedTuple):
+    """Tokens of one origin; positions are in bytes."""
+
+    version: Version | None
+    start: int
+    end: int
+
+
 class Episode:
+    """All tokens are in one growing buffer; the origins of those after the prompt are runs in it."""
+
     def __init__(self, request: Request, row: Row, prefix: Sequence[Segment], version: Version) -> None:
         self.request = request
         self.row = row
-        self.tokens = [*row.tokens, *(token for segment in prefix for token in segment.tokens)]
-        self._stored = list(prefix)
-        self._fresh: list[Segment] = []  # not handed out by `take_growth` yet
+        self.tokens = bytearray(row.tokens)  # int32
+        self._logprobs = bytearray()  # float32, of the sampled tokens that `take_growth` has not handed out
+        self._runs: list[tuple[Version | None, int]] = []  # the origin of each, and where it begins
+        for segment in prefix:
+            self._begin_run(segment.version)
+            self.tokens += segment.tokens
+        self._stored = len(self.tokens)
         self._assigned_under = version
         self.turn = sum(segment.version is None for segment in prefix)  # observations before the present one
-        self.unstored_tokens = 0
         self.finish = ""
 
     @property
@@ -37,65 +55,76 @@ class Episode:
 
     @property
     def completion_tokens(self) -> int:
-        return len(self.tokens) - len(self.row.tokens)
+        return (len(self.tokens) - len(self.row.tokens)) // TOKEN_BYTES
+
+    @property
+    def unstored_tokens(self) -> int:
+        return (len(self.tokens) - self._stored) // TOKEN_BYTES
 
     def job(self, max_completion_tokens: int) -> Job:
-        """The next turn, for an engine."""
+        """The next turn, for an engine, which copies the tokens when it is submitted."""
         request = self.request
         room = max_completion_tokens - self.completion_tokens
-        prompt = len(self.row.tokens)
-        return Job(request.trajectory, request.group, tuple(self.tokens), prompt, room, request.failures)
+        return Job(request.trajectory, request.group, self.tokens, self.row.length, room, request.failures)
 
-    def sampled(self, version: Version, tokens: tuple[int, ...], logprobs: tuple[float, ...]) -> None:
-        self._grow(Segment(version, tokens, logprobs))
+    def sampled(self, version: Version, tokens: bytes, logprobs: bytes) -> None:
+        if not self._runs or self._runs[-1][0] != version:
+            self._begin_run(version)
+        self.tokens += tokens
+        self._logprobs += logprobs
 
-    def observed(self, tokens: tuple[int, ...]) -> None:
+    def observed(self, tokens: bytes) -> None:
         """The environment has put these in; the policy did not sample them."""
         self.turn += 1
-        self._grow(Segment(None, tokens))
+        self._begin_run(None)
+        self.tokens += tokens
 
-    def _grow(self, segment: Segment) -> None:
-        self.tokens.extend(segment.tokens)
-        self._fresh.append(segment)
-        self.unstored_tokens += len(segment.tokens)
+    def _begin_run(self, version: Version | None) -> None:
+        self._runs.append((version, len(self.tokens)))
+
+    def _spans(self) -> list[Span]:
+        """All runs after the prompt, in order."""
+        bounds = [start for _, start in self._runs] + [len(self.tokens)]
+        return [Span(*run, end) for run, end in zip(self._runs, bounds[1:], strict=True)]
 
     def take_growth(self) -> tuple[Segment, ...]:
         """What has been added since the last call, in runs of one origin."""
-        growth = tuple(merged(self._fresh))
-        self._stored.extend(growth)
-        self._fresh.clear()
-        self.unstored_tokens = 0
+        growth = tuple(self._fresh_segments())
+        self._stored = len(self.tokens)
+        self._logprobs.clear()
         return growth
 
-    def last_turn(self) -> list[int]:
+    def _fresh_segments(self) -> Iterator[Segment]:
+        taken = 0
+        for version, start, end in self._spans():
+            tokens = bytes(self.tokens[max(start, self._stored) : end])
+            if tokens and version is None:
+                yield Segment(None, tokens)
+            elif tokens:
+                yield Segment(version, tokens, bytes(self._logprobs[taken : taken + len(tokens)]))
+                taken += len(tokens)
+
+    def last_turn(self) -> NDArray[np.int32]:
         """The policy's tokens since the last observation."""
-        tokens: list[int] = []
-        for segment in (*reversed(self._fresh), *reversed(self._stored)):
-            if segment.version is None:
-                break
-            tokens[:0] = segment.tokens
-        return tokens
+        start = next((span.end for span in reversed(self._spans()) if span.version is None), len(self.row.tokens))
+        return self._ids(start, len(self.tokens))
 
     def transcript(self, said: Decode, observed: Decode) -> tuple[Turn, ...]:
         """The turns so far as text, for whoever judges them: what the policy `said`, and what it `observed`."""
         turns: list[Turn] = []
-        for inserted, run in groupby((*self._stored, *self._fresh), key=lambda segment: segment.version is None):
-            tokens = tuple(token for one in run for token in one.tokens)
+        for inserted, run in groupby(self._spans(), key=lambda span: span.version is None):
+            spans = list(run)
+            tokens = self._ids(spans[0].start, spans[-1].end).tolist()
             turns.append(Turn("environment", observed(tokens)) if inserted else Turn("policy", said(tokens)))
         return tuple(turns)
 
+    def _ids(self, start: int, end: int) -> NDArray[np.int32]:
+        """A copy: a view would keep the buffer from growing."""
+        return token_ids(self.tokens[start:end])
+
     def meta(self, reward: float | None = None) -> TrajectoryMeta:
         """What control gets to know. A sample without a token counts from the version that it would have begun with."""
-        versions = [one.version for one in (*self._stored, *self._fresh) if one.version is not None]
+        versions = [version for version, _ in self._runs if version is not None]
         oldest, newest = min(versions, default=self._assigned_under), max(versions, default=self._assigned_under)
         trajectory, epoch = self.key
         return TrajectoryMeta(trajectory, epoch, self.completion_tokens, oldest, newest, self.finish, reward)
-
-
-def merged(segments: Sequence[Segment]) -> Iterator[Segment]:
-    """Neighbours of one origin as one segment."""
-    for version, run in groupby(segments, key=lambda segment: segment.version):
-        pieces = list(run)
-        tokens = tuple(token for piece in pieces for token in piece.tokens)
-        logprobs = None if version is None else tuple(value for piece in pieces for value in piece.logprobs or ())
-        yield Segment(version, tokens, logprobs)

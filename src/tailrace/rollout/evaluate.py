@@ -54,7 +54,7 @@ def evaluate(config: Config) -> Iterator[Evaluated]:
         return
     runner = build_runner(config)
     for number, row in enumerate(rows):
-        request = Request(FIRST_TRAJECTORY + number, 1, number, row.id, len(row.tokens))
+        request = Request(FIRST_TRAJECTORY + number, 1, number, row.id, row.length)
         runner.add(Episode(request, row, (), 0))
     try:
         yield from _play(runner, len(rows))

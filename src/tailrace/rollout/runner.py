@@ -9,11 +9,11 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
-from tailrace.engines.base import Engine, Sampled
+from tailrace.engines.base import Engine
 from tailrace.envs.base import UNSCORED, Answer, Faulted, Observed, Scored, Turn
 from tailrace.protocol import JudgedTurn
 from tailrace.rollout.episode import Decode, Episode
-from tailrace.types import Row, TrajectoryId, Version
+from tailrace.types import Row, TrajectoryId, id_bytes
 
 Key = tuple[int, int]
 
@@ -35,7 +35,7 @@ class Language(NamedTuple):
     """How tokens and text turn into each other, and what ends a turn."""
 
     decode: Decode  # a turn of the policy
-    observation_tokens: Callable[[str, Sequence[int]], tuple[int, ...]]  # the second: the policy's turn before it
+    observation_tokens: Callable[[str, Sequence[int]], Sequence[int]]  # the second: the policy's turn before it
     observation_text: Decode  # and back, also of tokens that were cut at their end
     stop_tokens: frozenset[int]
     stop_strings: tuple[str, ...] = ()
@@ -111,15 +111,19 @@ class Runner:
     def add(self, episode: Episode) -> None:
         """Begin, or go on where the prefix ends: perhaps its turn was over, and only judgement is missing."""
         self.episodes[episode.request.trajectory] = episode
-        if self.language.ends_turn(episode.last_turn()):
+        if self.language.ends_turn(episode.last_turn().tolist()):
             self._judge(episode, "stop")
         else:
             self._next_turn(episode)
 
     def step(self) -> list[Outcome]:
         """Let the engine go one step and hear the judges."""
-        for sampled in self.engine.step():
-            self._sampled(sampled, self.engine.version)
+        output, version = self.engine.step(), self.engine.version
+        for id, tokens, logprobs, finish in output.additions():
+            if tokens:  # none if the context had no room for any
+                self.episodes[id].sampled(version, tokens, logprobs)
+            if finish:
+                self._judge(self.episodes[id], finish)
         answers = self.judge.poll() if self._judged else []
         outcomes = [self._answered(key, answer) for key, answer in answers]
         return [outcome for outcome in outcomes if outcome]
@@ -138,13 +142,6 @@ class Runner:
             self._judge(episode, "length")
         else:
             self.engine.submit(episode.job(self.max_completion_tokens))
-
-    def _sampled(self, sampled: Sampled, version: Version) -> None:
-        episode = self.episodes[sampled.id]
-        if sampled.tokens:  # none if the context had no room for any
-            episode.sampled(version, sampled.tokens, sampled.logprobs)
-        if sampled.finish:
-            self._judge(episode, sampled.finish)
 
     def _judge(self, episode: Episode, finish: str, more: tuple[Turn, ...] = ()) -> None:
         episode.finish = finish
@@ -171,11 +168,11 @@ class Runner:
     def _observed(self, episode: Episode, text: str) -> None:
         """The next turn; or, where the observation leaves no room for one, as much of it as fits, and the reward."""
         room = self.max_completion_tokens - episode.completion_tokens
-        tokens = self.language.observation_tokens(text, episode.last_turn())[:room]
+        tokens = self.language.observation_tokens(text, episode.last_turn().tolist())[:room]
         if room <= 0:
             episode.turn += 1
             self._judge(episode, "length", more=(Turn("environment", ""),))
             return
         episode.finish = ""
-        episode.observed(tokens)
+        episode.observed(id_bytes(tokens))
         self._next_turn(episode)

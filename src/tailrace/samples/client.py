@@ -48,9 +48,10 @@ from tailrace.samples.messages import (
     read_column,
     samples_in,
     samples_of,
+    segment_of,
 )
 from tailrace.samples.uploads import Action, Key, Uploads
-from tailrace.types import MALFORMED, TrajectoryId
+from tailrace.types import MALFORMED, Segment, TrajectoryId
 from tailrace.wire.connection import Connection
 from tailrace.wire.messages import StoreAddress, WireError
 
@@ -182,7 +183,7 @@ class SampleClient:
         return found
 
     def append(
-        self, trajectory: TrajectoryId, attempt: int, start: int, pieces: Iterable[Piece], store: int = 0
+        self, trajectory: TrajectoryId, attempt: int, start: int, pieces: Iterable[Piece | Segment], store: int = 0
     ) -> None:
         """`start`: how many tokens after the prompt come before these."""
         self._refuse_broken()
@@ -431,7 +432,9 @@ class SampleClient:
                     self._settle(frame)
                 case Prefix(trajectory, attempt, row):
                     if self._fetches.pop((trajectory, attempt), None) is not None:
-                        self._results.append(Fetched(trajectory, attempt, row, tuple(pieces_in(frame))))
+                        self._results.append(
+                            Fetched(trajectory, attempt, row, tuple(map(segment_of, pieces_in(frame))))
+                        )
                 case Refusal(trajectory, attempt, reason):
                     self._refused((trajectory, attempt), reason)
                 case LengthTable(request) | SampleSlice(request) | Failure(request):

@@ -33,7 +33,6 @@ from typing import Any, NamedTuple
 from zlib import crc32
 
 import msgspec
-import numpy as np
 
 from tailrace.samples.messages import (
     FENCED,
@@ -303,7 +302,7 @@ class SampleFile:
     def add_prompts(self, rows: Iterable[Row]) -> None:
         """Remember prompts; one that is there already stays as it is."""
         to_json = msgspec.json.encode
-        values = [(r.id, _int32(r.tokens), to_json(r.prompt).decode(), to_json(r.columns).decode()) for r in rows]
+        values = [(r.id, r.tokens, to_json(r.prompt).decode(), to_json(r.columns).decode()) for r in rows]
         statement = "INSERT OR IGNORE INTO prompts VALUES (?, ?, ?, ?, ?)"
         self._database.executemany(statement, [(*row, _crc(*row)) for row in values])
 
@@ -395,7 +394,7 @@ class SampleReader:
         if _crc(*values) != crc:
             raise _damaged(self._path, f"p{prompt} is not as it was written")
         id, tokens, text, columns = values
-        return Row(id, _ints(tokens), msgspec.json.decode(text), msgspec.json.decode(columns))
+        return Row(id, tokens, msgspec.json.decode(text), msgspec.json.decode(columns))
 
     def prefix(self, trajectory: TrajectoryId) -> tuple[Piece, ...]:
         """All that there is after the prompt; neighbours of one version are one piece."""
@@ -421,7 +420,7 @@ class SampleReader:
             if found and size > most_bytes:
                 break
             if head.prompt not in prompts:
-                prompts[head.prompt] = Piece(None, _int32(self.row(head.prompt).tokens))
+                prompts[head.prompt] = Piece(None, self.row(head.prompt).tokens)
             found.append(StoredSample(id, head.group, head.prompt, (prompts[head.prompt], *self._pieces(id, head))))
         return found
 
@@ -541,11 +540,3 @@ def _damaged(path: Path, how: str) -> JournalError:
 
 def _list(ids: Iterable[int]) -> str:
     return msgspec.json.encode(list(ids)).decode()
-
-
-def _int32(tokens: Sequence[int]) -> bytes:
-    return np.array(tokens, "<i4").tobytes()
-
-
-def _ints(blob: bytes) -> tuple[int, ...]:
-    return tuple(np.frombuffer(blob, "<i4").tolist())

@@ -44,16 +44,9 @@ class Piece(Struct):
         return len(self.tokens) // TOKEN_BYTES
 
 
-def piece_of(segment: Segment) -> Piece:
-    """The one place that knows how `types.Segment` holds its tokens."""
-    logprobs = None if segment.logprobs is None else np.array(segment.logprobs, "<f4").tobytes()
-    return Piece(segment.version, np.array(segment.tokens, "<i4").tobytes(), logprobs)
-
-
 def segment_of(piece: Piece) -> Segment:
-    """The inverse of `piece_of`."""
-    logprobs = None if piece.logprobs is None else tuple(np.frombuffer(piece.logprobs, "<f4").tolist())
-    return Segment(piece.version, tuple(np.frombuffer(piece.tokens, "<i4").tolist()), logprobs)
+    """With buffers of its own: the frame that it came in can go."""
+    return Segment(piece.version, bytes(piece.tokens), None if piece.logprobs is None else bytes(piece.logprobs))
 
 
 class Fetched(NamedTuple):
@@ -62,7 +55,7 @@ class Fetched(NamedTuple):
     trajectory: int
     attempt: int
     row: Row
-    prefix: tuple[Piece, ...]
+    prefix: tuple[Segment, ...]
 
 
 class Refused(NamedTuple):
@@ -83,7 +76,7 @@ class SampleLength(NamedTuple):
 
 
 class StoredSample(NamedTuple):
-    """A whole sample. Its first piece is the prompt."""
+    """A whole sample. Its first segment is the prompt."""
 
     id: int
     group: int

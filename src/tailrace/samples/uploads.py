@@ -13,6 +13,7 @@ from math import inf
 from typing import NamedTuple
 
 from tailrace.samples.messages import FENCED, GAP, STORED, Append, Piece, PieceColumns, column
+from tailrace.types import Segment
 
 FRAME = 1 << 20  # bytes of tokens and log-probs after which a frame is full
 RETRY_S = 0.2  # until an assignment that a store has not heard of is tried again
@@ -74,7 +75,7 @@ class Uploads:
         self._ready: dict[int, dict[Key, Upload]] = {}  # by store: those with something to send
         self.bytes: dict[int, int] = {}  # by store: not acknowledged
 
-    def append(self, key: Key, store: int, start: int, pieces: Iterable[Piece]) -> None:
+    def append(self, key: Key, store: int, start: int, pieces: Iterable[Piece | Segment]) -> None:
         upload = self._uploads.get(key)
         if upload is None:
             upload = self._uploads[key] = Upload(key, store, start)
@@ -165,7 +166,7 @@ class Uploads:
         return due
 
 
-def _kept(piece: Piece) -> Piece:
+def _kept(piece: Piece | Segment) -> Piece:
     """With buffers that nobody changes."""
     if isinstance(piece.tokens, bytes) and isinstance(piece.logprobs, bytes | None):
         return piece

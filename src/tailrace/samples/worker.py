@@ -106,7 +106,7 @@ class StoreWorker:
         except Exception as error:
             self._errors.put(error)
             return
-        prompts = tuple([Prompt(row.id, len(row.tokens)) for row in rows])
+        prompts = tuple([Prompt(row.id, row.length) for row in rows])
         last = total is not None and order.start + count >= total
         self.server.add_prompts(rows, partial(self.link.report, PromptsAdded(order.start, prompts, last)))
 

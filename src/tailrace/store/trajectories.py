@@ -1,6 +1,7 @@
 """What `run.db` knows of every trajectory: its newest attempt, how it ended, and which store has its tokens.
 
-    trajectories(id, epoch, group_id, prompt_id, store, state, tokens, finish, reward, reason, step, payload, crc)
+    trajectories(id, epoch, group_id, prompt_id, store, state, tokens, oldest, newest, finish, reward, reason, step,
+                 payload, crc)
 
 The tokens themselves are in the files of the sample stores (see `samples`). The controller writes this table as events
 are handled, and commits it with the journal. What the trainer is told of a sample has a checksum (crc: of id, finish
@@ -28,13 +29,14 @@ from tailrace.store.database import (
     reading,
     reason,
 )
-from tailrace.types import GroupId, PromptId, StoreId, Struct, TrajectoryId
+from tailrace.types import GroupId, PromptId, StoreId, Struct, TrajectoryId, Version
 
 SCHEMA = """
 CREATE TABLE trajectories (
     id INTEGER PRIMARY KEY, epoch INTEGER NOT NULL, group_id INTEGER NOT NULL, prompt_id INTEGER NOT NULL,
-    store INTEGER NOT NULL, state TEXT NOT NULL, tokens INTEGER NOT NULL DEFAULT 0, finish TEXT NOT NULL DEFAULT '',
-    reward REAL, reason TEXT NOT NULL DEFAULT '', step INTEGER, payload TEXT NOT NULL DEFAULT 'live', crc INTEGER);
+    store INTEGER NOT NULL, state TEXT NOT NULL, tokens INTEGER, oldest INTEGER, newest INTEGER,
+    finish TEXT NOT NULL DEFAULT '', reward REAL, reason TEXT NOT NULL DEFAULT '', step INTEGER,
+    payload TEXT NOT NULL DEFAULT 'live', crc INTEGER);
 CREATE INDEX trajectories_of ON trajectories (prompt_id);
 """
 ASSIGN = """
@@ -43,7 +45,7 @@ ON CONFLICT (id) DO UPDATE SET epoch = excluded.epoch, store = excluded.store, s
     reward = NULL, reason = '', payload = 'live', crc = NULL
 """
 AMONG = "IN (SELECT value FROM json_each(?))"  # any number of ids as one value
-KNOWN = "id, group_id, prompt_id, store, state, tokens, finish, reward, reason, step, payload"
+KNOWN = "id, group_id, prompt_id, store, state, tokens, oldest, newest, finish, reward, reason, step, payload"
 COLUMN_OF = {"trajectory": "id", "group": "group_id", "prompt": "prompt_id"}
 
 
@@ -55,7 +57,9 @@ class KnownTrajectory(Struct):
     prompt: PromptId
     store: StoreId
     state: str  # running, finished, failed, trained, stale, filtered, lost
-    tokens: int  # when it finished, without the prompt
+    tokens: int | None  # once it is finished: without the prompt, and the versions that they are of
+    oldest: Version | None
+    newest: Version | None
     finish: str
     reward: float | None
     reason: str  # why it failed
@@ -82,16 +86,17 @@ class TrajectoryTable:
                 raise JournalError(f"t{meta.id} cannot be stored with a reward of {reward}: it is not finite")
             reward = as_stored(reward)
         crc = _crc(meta.id, meta.finish, reward)
-        return self._end(meta.id, meta.epoch, ("finished", meta.tokens, meta.finish, reward, "", crc, meta.id))
+        counts = (meta.tokens, meta.oldest, meta.newest)
+        return self._end(meta.id, meta.epoch, ("finished", *counts, meta.finish, reward, "", crc, meta.id))
 
     def fail(self, trajectory: TrajectoryId, epoch: int, reason: str) -> bool:
-        return self._end(trajectory, epoch, ("failed", 0, "", None, reason, None, trajectory))
+        return self._end(trajectory, epoch, ("failed", None, None, None, "", None, reason, None, trajectory))
 
     def _end(self, trajectory: TrajectoryId, epoch: int, values: Values) -> bool:
         if self._running.get(trajectory) != epoch:
             return False
         del self._running[trajectory]
-        assignment = "state = ?, tokens = ?, finish = ?, reward = ?, reason = ?, crc = ?"
+        assignment = "state = ?, tokens = ?, oldest = ?, newest = ?, finish = ?, reward = ?, reason = ?, crc = ?"
         self._database.execute(f"UPDATE trajectories SET {assignment} WHERE id = ?", values)
         return True
 

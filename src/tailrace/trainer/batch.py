@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from tailrace.config.tree import Config, Groups, Trainer
 from tailrace.trainer.advantages import GROUP_ADVANTAGES, gae
 from tailrace.trainer.packing import Pack, Sample, deal, fill, filler, read
-from tailrace.types import Segment, Trajectory
+from tailrace.types import TOKEN_BYTES, Segment, Trajectory
 
 Floats = NDArray[np.float64]
 LARGEST = 1e12  # reward; squared and summed over all parameters it still is a number in float32
@@ -64,8 +64,9 @@ def invented_group(config: Config, budget: int) -> list[Trajectory]:
     work = config.workload
     length = max(2, min(work.prompt_tokens + work.max_completion_tokens, budget // 2, INVENTED))
     samples = max(2, min(budget // length, work.prompts_per_step * work.group_size // config.trainer.mini_batches))
-    sampled = Segment(0, (0,) * (length - 1), (0.0,) * (length - 1))
-    return [Trajectory(i, 0, 0, (Segment(None, (0,)), sampled), "length", float(i % 2)) for i in range(samples)]
+    zeros = bytes(TOKEN_BYTES * (length - 1))
+    segments = (Segment(None, bytes(TOKEN_BYTES)), Segment(0, zeros, zeros))
+    return [Trajectory(i, 0, 0, segments, "length", float(i % 2)) for i in range(samples)]
 
 
 def worth_a_pass(batch: MiniBatch, settings: Trainer) -> list[int]:

@@ -41,7 +41,7 @@ class EmulatedLearner:
     def train_part(self, step: int, part: int, groups: Sequence[Sequence[Trajectory]]) -> dict[str, float]:
         """Take as long as this part of a step would; returns what a learner with a model can say of it as well."""
         trajectories = [trajectory for group in groups for trajectory in group]
-        tokens = sum(len(segment.tokens) for trajectory in trajectories for segment in trajectory.segments)
+        tokens = sum(len(segment) for trajectory in trajectories for segment in trajectory.segments)
         seconds = self._costs.train_part + self._costs.train_token * tokens
         self._sleep(seconds)
         self.state = State(step + 1, self.state.tokens + tokens)

@@ -53,8 +53,8 @@ class Pack(NamedTuple):
 def read(trajectory: Trajectory, switch: int | None = None) -> Sample:
     """The arrays of a trajectory. `switch`: where the model goes over to other rotary frequencies (`longrope.py`)."""
     segments = _trained_part(trajectory)
-    tokens = np.concatenate([np.asarray(s.tokens, np.int64) for s in segments])
-    versions = np.concatenate([np.full(len(s.tokens), -1 if s.version is None else s.version) for s in segments])
+    tokens = np.concatenate([s.ids for s in segments], dtype=np.int64)
+    versions = np.concatenate([np.full(len(s), -1 if s.version is None else s.version) for s in segments])
     behaviour = np.concatenate([_logprobs(trajectory, s) for s in segments])
     sampled = np.flatnonzero(versions >= 0)
     read_as = _as_it_grew(tokens[:-1], sampled - 1, switch)
@@ -117,10 +117,10 @@ def _trained_part(trajectory: Trajectory) -> tuple[Segment, ...]:
 
 def _logprobs(trajectory: Trajectory, segment: Segment) -> Floats:
     if segment.version is None:
-        return np.zeros(len(segment.tokens), np.float32)
+        return np.zeros(len(segment), np.float32)
     if segment.logprobs is None or len(segment.logprobs) != len(segment.tokens):
         raise ValueError(f"trajectory t{trajectory.id} has sampled tokens without the log-probs they were sampled with")
-    return np.asarray(segment.logprobs, np.float32)
+    return segment.logprob_values
 
 
 def _lay_out(samples: Sequence[Sample], members: list[int], fold: bool, switch: int | None) -> Pack:

@@ -12,14 +12,16 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from tailrace.protocol import Checkpointed, Publish, PublishFailed, Train, Trained, TrainerJoined
+from tailrace.protocol import Checkpointed, Publish, PublishFailed, Train, Trained, TrainerJoined, TrainFailed
+from tailrace.samples.client import SampleClient, SampleStoreError
+from tailrace.samples.messages import segment_of
 from tailrace.store.folder import refuse_moved
-from tailrace.trainer.crew import Crew, build_crew
+from tailrace.trainer.crew import Crew, Groups, build_crew
 from tailrace.trainer.divergence import DivergedError, Divergence, put_aside_after, way_back
 from tailrace.trainer.pace import CheckpointPace
-from tailrace.types import Version
+from tailrace.types import Trajectory, TrajectoryId, Version
 from tailrace.wire.link import Link
-from tailrace.wire.messages import Collapsed, Ended, Introduce, Ordered, Spec
+from tailrace.wire.messages import Collapsed, Ended, FromController, Introduce, Ordered, Spec, Stores
 
 PATIENCE_S = 1.0  # orders wake the loop; this only bounds how long it sleeps
 
@@ -47,11 +49,13 @@ class Worker:
         every, publish_every = spec.config.trainer.checkpoint_every, spec.config.schedule.publish_every
         self.pace = CheckpointPace(every, publish_every, crew.checkpoint_bytes, time.monotonic())
         self.part = 0
+        self.samples = SampleClient(spec.name)
         self.divergence = Divergence()
         self.link = Link(spec)
 
     def run(self) -> None:
         self.crew.snapshot(self.step)
+        self.samples.open()
         self.link.open()
         self._join()
         try:
@@ -61,24 +65,27 @@ class Worker:
             self.link.send(Collapsed(str(error), expected=True))
             raise
         finally:
+            self.samples.close()
             self.link.close()
 
     def _join(self) -> None:
         """Say what is in the weights, at the beginning and whenever there is a new controller."""
         self.link.report(TrainerJoined(self.link.incarnation, self.step, self.part))
 
-    def _obey(self, message: Ordered | Introduce | Ended) -> bool:
+    def _obey(self, message: FromController) -> bool:
         if isinstance(message, Ended):
             self._finish(message.complete)
             return False
         if isinstance(message, Introduce):
             self._join()
             return True
-        match message.command:
-            case Train():
-                self._train(message, message.command)
-            case Publish():
-                self._publish(message, message.command)
+        match message:
+            case Stores(addresses):
+                self.samples.connect(addresses)
+            case Ordered(Train() as command):
+                self._train(message, command)
+            case Ordered(Publish() as command):
+                self._publish(message, command)
             case other:
                 raise AssertionError(f"not for a trainer: {other}")
         return True
@@ -93,11 +100,16 @@ class Worker:
 
     def _train(self, order: Ordered, command: Train) -> None:
         began, cpu = time.monotonic(), time.process_time()
-        measured = self.crew.train(command.step, command.part, order.groups)
+        try:
+            groups = self._read(command, order.rewards)
+        except SampleStoreError as error:
+            self.link.report(TrainFailed(self.link.incarnation, command.step, command.part, str(error)))
+            return
+        measured = self.crew.train(command.step, command.part, groups)
         measured |= {
             "trainer/seconds": time.monotonic() - began,
             "trainer/cpu_s": time.process_time() - cpu,
-            "trainer/tokens": float(_tokens(order)),
+            "trainer/tokens": float(_tokens(groups)),
         }
         self.link.measure(command.step, measured)
         self._watch(command, measured)
@@ -106,9 +118,22 @@ class Worker:
         if command.last:
             self._snapshot()
         self.link.report(Trained(self.link.incarnation, command.step, command.part))
-        self.pace.trained(sum(len(group) for group in order.groups), _tokens(order))
+        self.pace.trained(sum(len(group) for group in groups), _tokens(groups))
         if command.last and not measured.get("skipped") and self.pace.is_due(self.step, time.monotonic()):
             self._save()
+
+    def _read(self, command: Train, rewards: Mapping[TrajectoryId, float | None]) -> Groups:
+        by_store: dict[int, list[TrajectoryId]] = {}
+        for group in command.groups:
+            for id, store in group.located():
+                by_store.setdefault(store, []).append(id)
+        found = {one.id: one for store, ids in by_store.items() for one in self.samples.read(ids, store)}
+
+        def whole(id: TrajectoryId) -> Trajectory:
+            one = found[id]
+            return Trajectory(id, one.group, one.prompt, tuple(map(segment_of, one.pieces)), "", rewards[id])
+
+        return tuple([tuple([whole(id) for id in group.trajectories]) for group in command.groups])
 
     def _watch(self, command: Train, measured: Mapping[str, float]) -> None:
         """Weights that have diverged are neither published nor saved, and training them again would change nothing."""
@@ -148,6 +173,6 @@ class Worker:
         self.link.report(Checkpointed(self.link.incarnation, self.step))
 
 
-def _tokens(order: Ordered) -> int:
+def _tokens(groups: Groups) -> int:
     """All that goes through the model, prompts included."""
-    return sum(len(segment.tokens) for group in order.groups for one in group for segment in one.segments)
+    return sum(len(segment) for group in groups for one in group for segment in one.segments)
