@@ -23,7 +23,7 @@ from rich.table import Table
 from tailrace.config import load, with_values
 from tailrace.obs.live import LiveRun
 from tailrace.protocol import Command, Event, Finished, Forget, Generate, PromptsAdded, SampleFailed, Train
-from tailrace.sim.cluster import Simulation
+from tailrace.sim.simulation import Simulation
 from tailrace.store.run import RunStore
 from tailrace.types import Row, Segment, id_bytes
 

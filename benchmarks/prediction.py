@@ -22,8 +22,8 @@ from rich.table import Table
 
 from tailrace.config import with_values
 from tailrace.obs.summary import summarise
-from tailrace.sim.cluster import Simulation
 from tailrace.sim.fit import fitted
+from tailrace.sim.simulation import Simulation
 from tailrace.store.journal import Journal
 
 ROOT = Path(__file__).parents[1]

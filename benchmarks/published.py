@@ -2,7 +2,7 @@
 
     python benchmarks/published.py            # prints the table, writes benchmarks/results/published.json
 
-Every row is simulated with the presets of `examples/clusters/` and the one set of constants in `tailrace/sim/costs.py`.
+Every row is simulated with the presets of `examples/clusters/` and the one set of constants in `sim/cost_model.py`.
 No row has a constant of its own. What a paper leaves open is assumed once per workload, listed in `ASSUMED`, and the
 same for every schedule that is compared; what a source states of one system only (verl's async runs recompute no
 log-probs, systems without relays update by a collective) is listed there too. Speed-ups are ratios of trained tokens
@@ -24,8 +24,8 @@ from rich.table import Table
 from tailrace.config import load, with_values
 from tailrace.config.tree import Config
 from tailrace.planner import theory
-from tailrace.sim.costs import Costs
-from tailrace.sim.measure import Result
+from tailrace.sim.cost_model import CostModel
+from tailrace.sim.result import Result
 from tailrace.sim.sweep import sweep
 
 ROOT = Path(__file__).parents[1]
@@ -146,8 +146,8 @@ def kv_gain(on: Result, off: Result) -> float:
     return on.kv_usage / off.kv_usage
 
 
-def costs_of(preset: str, **settings: Any) -> Costs:
-    return Costs(case(preset, "trajectory", **settings).config())
+def costs_of(preset: str, **settings: Any) -> CostModel:
+    return CostModel(case(preset, "trajectory", **settings).config())
 
 
 def broadcast_s() -> float:

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tailrace.config import load, with_values
-from tailrace.sim.cluster import Simulation
+from tailrace.sim.simulation import Simulation
 
 ROOT = Path(__file__).parents[1]
 SETTINGS = {"run.steps": 15}

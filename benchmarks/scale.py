@@ -20,7 +20,7 @@ from rich.table import Table
 
 from tailrace.config import load, with_values
 from tailrace.config.tree import SCHEDULES
-from tailrace.sim.cluster import Simulation
+from tailrace.sim.simulation import Simulation
 
 ROOT = Path(__file__).parents[1]
 REPLICAS = (1000, 2500, 5000, 10000, 25000)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-from tailrace.config.tree import Config, Groups, Health, Relay, Run, Schedule, Trainer, Workload
+from tailrace.config.tree import Config, Groups, Health, RelaySettings, Run, Schedule, Trainer, Workload
 from tailrace.control.plane import ControlPlane
 from tailrace.protocol import (
     Command,
@@ -45,7 +45,7 @@ def config(kind: Any = "trajectory", prompts: int = 2, size: int = 2, **sections
         "groups": Groups(min_survivors=1),
         "trainer": Trainer(mini_batches=1),
         "health": Health(heartbeat_s=1.0, strikes=3, backoff_s=2.0, max_restarts=3),
-        "relay": Relay(),
+        "relay": RelaySettings(),
         "run": Run(steps=100),
         **sections,
     }

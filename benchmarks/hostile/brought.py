@@ -87,7 +87,7 @@ def options(_: Path) -> tuple[list[bytes], Decode]:
 
 
 def model_shape(folder: Path) -> tuple[list[bytes], Decode]:
-    from tailrace.config.hf import read_shape
+    from tailrace.config.hf_config import read_shape
 
     file = folder / "config.json"
 

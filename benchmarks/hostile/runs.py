@@ -83,11 +83,12 @@ def journal_rows(folder: Path) -> tuple[list[bytes], Decode]:
 
 def run_file(folder: Path) -> tuple[list[bytes], Decode]:
     """run.db itself: read as `story`, `replay` and the page do, and opened as `--resume` does."""
+    from tailrace.store.vault import held
+
     from tailrace.page.follow import Follower
     from tailrace.store.journal import Journal, JournalError
     from tailrace.store.metrics import measurements
     from tailrace.store.run import RunStore
-    from tailrace.store.vault import held
 
     path = _small_run(folder)
     whole = path.read_bytes()

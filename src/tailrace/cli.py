@@ -1,6 +1,7 @@
 """The `tailrace` command: what a person types, turned into calls; what goes wrong, turned into one sentence.
 
-Only parsing lives here; every command imports what it needs when it runs, so that `--help` and mistakes answer at once.
+Only parsing lives here. What a command does is in `launch`, imported when it runs, so that `--help` and mistakes answer
+at once.
 Exit codes: 0 done, 1 a replay found a difference, 2 bad input or a run that cannot go on, 3 a simulated fleet came to a
 standstill, 130 Ctrl-C.
 """
@@ -16,16 +17,13 @@ from typing import TYPE_CHECKING, NoReturn
 
 from tailrace import __version__
 from tailrace.errors import TailraceError
+from tailrace.launch.errors import UsageError
 
 if TYPE_CHECKING:
     from tailrace.launch.keeper import Keeper
 
 SETTINGS = "Any setting can be given too: --schedule.kind sync, --cluster.gpus 64. --dry-run prints them all."
 DESCRIPTION = "RL post-training without the synchronization barrier: train, simulate, plan and examine."
-
-
-class UsageError(TailraceError):
-    """The command line itself makes no sense."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -72,34 +70,20 @@ def _run(words: list[str]) -> int:
     return command(arguments)
 
 
-def _print_settings(arguments: argparse.Namespace) -> int:
-    from tailrace.config import Config, load, render
-
-    config = load(arguments.files, arguments.settings) if arguments.files or arguments.settings else Config()
-    print(render(config))
-    if config.model.path and config.rollout.engine != "emulated":
-        _note_missing_model(config.model.path)
-    return 0
-
-
-def _note_missing_model(path: str) -> None:
-    from tailrace.config import ConfigError
-    from tailrace.model.load import check_path
-
-    try:
-        check_path(path)
-    except ConfigError as error:
-        print(f"note: {error}", file=sys.stderr)
-
-
 # --------------------------------------------------------------------------------------------------------- commands
 
 
-def _simulate(arguments: argparse.Namespace) -> int:
-    from tailrace.compare import Request, compare
+def _print_settings(arguments: argparse.Namespace) -> int:
+    from tailrace.launch.settings import print_settings
 
-    return compare(
-        Request(
+    return print_settings(arguments.files, arguments.settings)
+
+
+def _simulate(arguments: argparse.Namespace) -> int:
+    from tailrace.launch.simulate import SimulateOptions, simulate
+
+    return simulate(
+        SimulateOptions(
             files=arguments.files,
             settings=arguments.settings,
             gpus=arguments.gpus,
@@ -113,24 +97,9 @@ def _simulate(arguments: argparse.Namespace) -> int:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    from tailrace.config import load
+    from tailrace.launch.plan import plan
 
-    config = load(arguments.files, arguments.settings)
-    from tailrace.obs.progress import Progress
-    from tailrace.planner import plan, plan_json, render_plan
-    from tailrace.sim.assumed import assumptions
-
-    for sentence in assumptions(config):
-        print(f"note: {sentence}", file=sys.stderr)
-    with Progress("planning") as progress:
-        found = plan(config, progress)
-    if arguments.json:
-        import json
-
-        print(json.dumps(plan_json(found)))
-    else:
-        print(render_plan(found))
-    return 0
+    return plan(arguments.files, arguments.settings, arguments.json)
 
 
 def _train(arguments: argparse.Namespace) -> int:
@@ -140,34 +109,21 @@ def _train(arguments: argparse.Namespace) -> int:
 
 
 def _control(arguments: argparse.Namespace, keeper: Keeper) -> int:
-    """What the controller's process does."""
-    from tailrace.config import load
-    from tailrace.launch.limits import allow_files, needed_files
+    """Imported by the controller's process alone: its keeper stays small."""
+    from tailrace.launch.controller import control
 
-    config = load(arguments.files, arguments.settings)
-    allow_files(needed_files(config))
-    from tailrace.launch.folder import run_folder
-    from tailrace.launch.train import train
-
-    folder = run_folder(config, arguments.files)
-    complete = train(config, folder, arguments.resume, keeper, arguments.accept_changed_inputs)
-    return 0 if complete else 130
+    return control(arguments.files, arguments.settings, arguments.resume, arguments.accept_changed_inputs, keeper)
 
 
 def _worker(arguments: argparse.Namespace) -> int:
-    from tailrace.launch.limits import BASE, EACH, STRANGERS, allow_files
-
-    allow_files(BASE + EACH * arguments.replicas + STRANGERS)
     from tailrace.launch.machines import work
 
     return work(arguments.join, arguments.replicas, arguments.key, arguments.store)
 
 
 def _eval(arguments: argparse.Namespace) -> int:
-    from tailrace.launch.limits import allow_files
     from tailrace.launch.models import evaluate
 
-    allow_files()
     return evaluate(arguments.journal, arguments.version)
 
 
@@ -178,77 +134,39 @@ def _export(arguments: argparse.Namespace) -> int:
 
 
 def _bench(arguments: argparse.Namespace) -> int:
-    from tailrace.config import load
     from tailrace.launch.bench import bench_schedules
-    from tailrace.launch.folder import run_folder
 
-    config = load(arguments.files, arguments.settings)
-    name = config.run.name or f"bench-{Path(arguments.files[-1]).stem}"
-    folder = run_folder(config, arguments.files).with_name(name)
-    return bench_schedules(arguments.files, arguments.settings, config, folder, arguments.rounds, arguments.json)
+    return bench_schedules(arguments.files, arguments.settings, arguments.rounds, arguments.json)
 
 
 def _fit(arguments: argparse.Namespace) -> int:
-    from tailrace.sim.fit import fragment
+    from tailrace.launch.fit import print_fit
 
-    print(fragment(arguments.journal))
-    return 0
+    return print_fit(arguments.journal)
 
 
 def _story(arguments: argparse.Namespace) -> int:
-    from tailrace.obs.ending import LastStop, ending_of
-    from tailrace.obs.story import Line, render_known, render_story, story
-    from tailrace.store.journal import Journal
-    from tailrace.store.trajectories import known_trajectories
-    from tailrace.types import parse_label
+    from tailrace.launch.story import print_story
 
-    try:
-        kind, number = parse_label(arguments.id)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
-    journal, last = Journal(arguments.journal), LastStop()
-    print(render_story(story(last.passing(journal.entries()), arguments.id)))
-    print(render_story([Line(last.now, str(ending_of(journal.meta, journal.path.parent, last.stop)))]))
-    if known := known_trajectories(arguments.journal, kind, number):
-        print(render_known(known))
-    return 0
+    return print_story(arguments.journal, arguments.id)
 
 
 def _page(arguments: argparse.Namespace) -> int:
-    try:
-        from tailrace.page.serve import DEFAULT, serve
-    except ModuleNotFoundError as error:
-        if error.name != "h11":
-            raise
-        raise UsageError("the page needs a package: pip install 'tailrace[page]'") from None
+    from tailrace.launch.page import serve_page
 
-    return serve(arguments.journal, DEFAULT if arguments.listen is None else arguments.listen, arguments.token_file)
+    return serve_page(arguments.journal, arguments.listen, arguments.token_file)
 
 
 def _replay(arguments: argparse.Namespace) -> int:
-    from tailrace.obs.progress import Progress
-    from tailrace.sim.replay import render_difference, replay
-    from tailrace.store.journal import Journal
+    from tailrace.launch.replay import replay_run
 
-    journal = Journal(arguments.journal)
-    with Progress("replaying") as progress:
-        replayed = replay(journal.entries(), journal.config, lambda done: progress(done, 0, "events"))
-    if not journal.complete:
-        print("note: the journal ends without a clean end: the run was interrupted, or goes on", file=sys.stderr)
-    if replayed.difference is None:
-        print(f"{replayed.events:,} events gave the same commands")
-        return 0
-    print(render_difference(replayed.difference))
-    writer = journal.meta.get("tailrace", "?")
-    print(f"written by tailrace {writer}, replayed by {__version__}: control has changed since, or the journal has")
-    return 1
+    return replay_run(arguments.journal)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    from tailrace.doctor import examine
+    from tailrace.launch.doctor import print_report
 
-    print(examine(arguments.files, arguments.settings))
-    return 0
+    return print_report(arguments.files, arguments.settings)
 
 
 # ---------------------------------------------------------------------------------------------------------- parsing
@@ -385,7 +303,7 @@ def _is_lone_flag(option: str, following: str) -> bool:
 
 
 def _refuse_misspelt(option: str, known: list[str]) -> None:
-    from tailrace.config.near import near
+    from tailrace.config.spelling import near
 
     close = near(option, known, short=4)
     if close and "." not in option:
@@ -393,7 +311,7 @@ def _refuse_misspelt(option: str, known: list[str]) -> None:
 
 
 def _nearest_command(name: str, known: list[str]) -> str:
-    from tailrace.config.near import near
+    from tailrace.config.spelling import near
 
     close = near(name, known, short=3)
     return f"did you mean '{close}'?" if close else f"the commands are {', '.join(known)}"

@@ -24,7 +24,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tailrace.config import Config, ConfigError, load
-from tailrace.config.sources import read_file, read_toml
+from tailrace.config.files import read_file, read_toml
 from tailrace.envs.answers import last_between
 from tailrace.envs.data import read_rows
 from tailrace.envs.judge_wire import LONGEST, FrameError, Frames

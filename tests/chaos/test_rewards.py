@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 from troubled import TROUBLE
 
-from tailrace.config.tree import Config, Task
+from tailrace.config.tree import Config, TaskSettings
 from tailrace.envs.base import Answer, Faulted, Row, Scored, Turn
 from tailrace.envs.judges import Judges
 
 DEADLINE_S = 60.0
 ROW = Row(0, b"", "a 1 b . =", {"answer": "1"})
 RIGHT = (Turn("policy", ". 1"),)
-TASK = Config(task=Task(name=f"{Path(__file__).parent / 'troubled.py'}:Troubled", reward_timeout_s=1.0))
+TASK = Config(task=TaskSettings(name=f"{Path(__file__).parent / 'troubled.py'}:Troubled", reward_timeout_s=1.0))
 
 
 @pytest.fixture

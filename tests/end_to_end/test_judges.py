@@ -13,7 +13,7 @@ import pytest
 
 from tailrace.config import load
 from tailrace.config.errors import ConfigError
-from tailrace.config.tree import Config, Task
+from tailrace.config.tree import Config, TaskSettings
 from tailrace.envs.base import Faulted, Observed, Row, Scored, Turn
 from tailrace.envs.examine import examine
 from tailrace.envs.judges import Judges
@@ -61,7 +61,7 @@ def folder(tmp_path: Path) -> Path:
 
 def settings(folder: Path, function: str = "behave", **more) -> Config:
     path = f"{folder}/rewards.py:{function}"
-    return Config(task=Task(data=str(folder / "data.jsonl"), eval_rows=1, reward=path, **more))
+    return Config(task=TaskSettings(data=str(folder / "data.jsonl"), eval_rows=1, reward=path, **more))
 
 
 ROW = Row(0, b"", "1 + 1", {"answer": "2"})
@@ -182,7 +182,7 @@ def test_tools_are_answered_until_the_turns_are_used_up(folder: Path) -> None:
 
 
 def test_a_trusted_task_is_asked_without_a_process() -> None:
-    judges = Judges(Config(task=Task(name="calculator", max_turns=3)))
+    judges = Judges(Config(task=TaskSettings(name="calculator", max_turns=3)))
     row = Row(0, b"", "What is 2 + 3?", {"answer": "5"})
     judges.ask("call", row, said("<tool>2 + 3</tool>"))
     judges.ask("answer", row, said("<answer>5</answer>"))
@@ -192,10 +192,10 @@ def test_a_trusted_task_is_asked_without_a_process() -> None:
 
 PARENT = """
 import sys
-from tailrace.config.tree import Config, Task
+from tailrace.config.tree import Config, TaskSettings
 from tailrace.envs.base import Row, Turn
 from tailrace.envs.judges import Judges
-judges = Judges(Config(task=Task(data="data.jsonl", reward="rewards.py:behave")))
+judges = Judges(Config(task=TaskSettings(data="data.jsonl", reward="rewards.py:behave")))
 judges.ask(0, Row(0, b"", "", {"answer": ""}), (Turn("policy", "2"),))
 while not judges.poll(30): pass
 print(judges._judges[0].process.process.pid, flush=True)

@@ -26,7 +26,7 @@ from tailrace.config.tree import (
     Health,
     Lengths,
     Model,
-    Relay,
+    RelaySettings,
     Run,
     Schedule,
     Trainer,
@@ -79,7 +79,7 @@ from tailrace.protocol import (
     VersionStored,
     WeightsLoaded,
 )
-from tailrace.sim.cluster import Simulation
+from tailrace.sim.simulation import Simulation
 from tailrace.types import Prompt
 
 REPLICAS, RELAYS = 3, 2
@@ -97,7 +97,7 @@ def small(seed: int) -> Config:
             order=draw.choice(["fifo", "freshest"]),
             steps_ahead=draw.choice([None, 1]),
         ),
-        relay=Relay(topology=draw.choice(["chain", "tree"])),
+        relay=RelaySettings(topology=draw.choice(["chain", "tree"])),
         groups=Groups(deadline_s=draw.choice([20.0, 1e9]), min_survivors=1, attempts=2),
         health=Health(max_restarts=50, backoff_s=0.5, backoff_max_s=2.0, pull_deadline_s=10.0),
         trainer=Trainer(mini_batches=draw.choice([1, 2]), checkpoint_every=2),

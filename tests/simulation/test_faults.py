@@ -18,22 +18,21 @@ from tailrace.config.tree import (
     Cluster,
     Config,
     Faults,
+    GpuSplit,
     Groups,
     Health,
     Lengths,
     Model,
-    Relay,
+    RelaySettings,
     Repack,
     Run,
     Schedule,
-    Split,
     Trainer,
     Turns,
     Workload,
 )
 from tailrace.protocol import Command, Event
-from tailrace.sim.cluster import Simulation
-from tailrace.sim.faults import Faults as FaultInjector
+from tailrace.sim.simulation import Simulation
 
 SEEDS, CHUNK = 100, 5
 SOAK_SEEDS = 1000
@@ -54,7 +53,7 @@ def config_for(seed: int) -> Config:
     config = Config(
         model=MODEL,
         cluster=Cluster(gpus=draw.choice([8, 16, 32]), gpus_per_host=draw.choice([2, 4])),
-        split=Split(trainer_share=draw.choice([0.25, 0.5])),
+        split=GpuSplit(trainer_share=draw.choice([0.25, 0.5])),
         workload=Workload(
             prompts_per_step=16,
             group_size=4,
@@ -75,7 +74,7 @@ def config_for(seed: int) -> Config:
         ),
         repack=Repack(enabled=draw.random() < 0.7, every_s=2.0),
         groups=Groups(deadline_s=draw.choice([30.0, 1e9, 1e9]), min_survivors=draw.choice([1, 2])),
-        relay=Relay(topology=draw.choice(["chain", "tree"]), keep_versions=draw.choice([2, 3])),
+        relay=RelaySettings(topology=draw.choice(["chain", "tree"]), keep_versions=draw.choice([2, 3])),
         health=Health(
             heartbeat_s=2.0, strikes=2, backoff_s=0.5, backoff_max_s=4.0, max_restarts=8, pull_deadline_s=8.0
         ),
@@ -104,18 +103,18 @@ def _faults(draw: random.Random) -> Faults:
     )
 
 
-class PausingFaults(FaultInjector):
-    """Faults that pause when a run is in trouble: it must recover by itself, and not because of the next restart."""
+def pause_in_trouble(simulation: Simulation, audit: Audit) -> None:
+    """Faults pause when a run is in trouble: it must recover by itself, and not because of the next restart."""
+    faults = simulation.faults
+    strike = faults._strike
 
-    def __init__(self, simulation: Simulation, audit: Audit) -> None:
-        super().__init__(simulation)
-        self.audit = audit
-
-    def _strike(self, rate: float, action: Callable[[], None]) -> None:
-        if self.sim.kernel.now - self.audit.progress_at < TROUBLED_S:
-            super()._strike(rate, action)
+    def strike_or_wait(rate: float, action: Callable[[], None]) -> None:
+        if simulation.clock.now - audit.progress_at < TROUBLED_S:
+            strike(rate, action)
         else:
-            self._schedule(rate, action)
+            faults._schedule(rate, action)
+
+    faults._strike = strike_or_wait
 
 
 def run(seed: int) -> Simulation:
@@ -128,7 +127,7 @@ def run(seed: int) -> Simulation:
         simulation.plane.check()
 
     simulation = Simulation(config, observe)
-    simulation.faults = PausingFaults(simulation, audit)
+    pause_in_trouble(simulation, audit)
     result = simulation.run()
     assert simulation.stopped == "all steps are done"
     assert len({step for step, _ in audit.parts}) == config.run.steps

@@ -13,8 +13,8 @@ import pytest
 
 from tailrace.config import Config, load
 from tailrace.config.tree import SCHEDULES
-from tailrace.sim.cluster import Simulation
 from tailrace.sim.replay import Replayed, render_difference, replay
+from tailrace.sim.simulation import Simulation
 from tailrace.store.journal import Journal, JournalWriter
 
 ROOT = Path(__file__).parents[2]

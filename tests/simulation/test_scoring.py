@@ -10,11 +10,11 @@ import pytest
 from audit import Audit
 from tailrace.config import load
 from tailrace.protocol import SCORING_S, Command, Event, GenerationResumed, ScoringStarted
-from tailrace.sim.cluster import Simulation
-from tailrace.sim.costs import Costs
-from tailrace.sim.engine import Engine, Sequence
-from tailrace.sim.episodes import Turn
-from tailrace.sim.measure import Result
+from tailrace.sim.cost_model import CostModel
+from tailrace.sim.engine import SimEngine, SimSequence
+from tailrace.sim.episodes import SimTurn
+from tailrace.sim.result import Result
+from tailrace.sim.simulation import Simulation
 
 OWN_BOX = Path(__file__).parents[2] / "examples/clusters/own_box.toml"
 BOUND, STEPS = 16, 12
@@ -70,33 +70,33 @@ def test_slow_tools_make_room_for_others() -> None:
 # ------------------------------------------------------------------------------------------------- the modelled engine
 
 
-def called(others: int) -> tuple[Engine, Sequence, float]:
+def called(others: int) -> tuple[SimEngine, SimSequence, float]:
     """An engine with a sequence whose first turn is over, and so many long ones beside it; and the time."""
     config = load([OWN_BOX], ["--rollout.max_running", "10000"])
-    engine = Engine(Costs(config), 0.0)
-    sequence = Sequence(0, 0, 100, (Turn(50, 5.0, 20), Turn(50, 0.0, 0)))
+    engine = SimEngine(CostModel(config), 0.0)
+    sequence = SimSequence(0, 0, 100, (SimTurn(50, 5.0, 20), SimTurn(50, 0.0, 0)))
     engine.submit(0.0, [sequence])
     now = engine.next_change()
     assert engine.ended_turns(now) == [sequence]
     length = int(engine.capacity) // max(1, others)
-    engine.submit(now, [Sequence(id, id, length, (Turn(1000, 0.0, 0),)) for id in range(1, others + 1)])
+    engine.submit(now, [SimSequence(id, id, length, (SimTurn(1000, 0.0, 0),)) for id in range(1, others + 1)])
     return engine, sequence, max(now, engine.stall_until)
 
 
 def test_a_call_holds_no_kv_and_goes_on_from_what_nobody_needed() -> None:
     engine, sequence, now = called(others=0)
-    assert (engine.kv, sequence.place) == (0.0, "calling")
+    assert (engine.kv, sequence.status) == (0.0, "calling")
     engine.finish_call(now, sequence)
-    assert sequence.place == "running"
+    assert sequence.status == "running"
     assert engine.stall_until - now == pytest.approx(engine.costs.prefill(20, 150))
 
 
 def test_a_call_whose_kv_was_needed_begins_by_reading_everything_again() -> None:
     engine, sequence, now = called(others=50)
     engine.finish_call(now, sequence)
-    assert sequence.place == "waiting", "the cache is full: its turn comes when there is room"
+    assert sequence.status == "waiting", "the cache is full: its turn comes when there is room"
     for id in range(1, 51):
         if id in engine.held:
             engine.cancel(now, id)
-    assert sequence.place == "running"
+    assert sequence.status == "running"
     assert engine.stall_until - now >= engine.costs.prefill(170, 0)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tailrace.config import load
-from tailrace.sim.cluster import Simulation
+from tailrace.sim.simulation import Simulation
 
 OWN_BOX = Path(__file__).parents[2] / "examples/clusters/own_box.toml"
 

@@ -7,7 +7,7 @@ from io import StringIO
 import pytest
 
 from tailrace.config import load
-from tailrace.launch.bench import WITHOUT_REPACK, Measured, _plans, print_rows
+from tailrace.launch.bench import WITHOUT_REPACK, BenchRow, _plans, print_rows
 from tailrace.obs.account import Staleness
 from tailrace.obs.ending import Ending
 from tailrace.obs.summary import HeldOut, LedgerCounts, Summary
@@ -44,5 +44,5 @@ def test_a_schedule_that_cannot_run_with_these_settings_is_left_out_at_the_start
 )
 def test_rows_are_held_against_sync_where_it_was_run(rates: dict[str, float], expected: list[str]) -> None:
     out = StringIO()
-    print_rows([Measured(name, summary(rate)) for name, rate in rates.items()], out)
+    print_rows([BenchRow(name, summary(rate)) for name, rate in rates.items()], out)
     assert [line.split()[2] for line in out.getvalue().splitlines()[1:]] == expected

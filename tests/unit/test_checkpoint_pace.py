@@ -9,7 +9,7 @@ import pytest
 
 from tailrace.config import load
 from tailrace.protocol import Checkpointed
-from tailrace.sim.cluster import Simulation
+from tailrace.sim.simulation import Simulation
 from tailrace.trainer.crew import EmulatedCrew
 from tailrace.trainer.emulated import State
 from tailrace.trainer.pace import BYTES_PER_PARAMETER, CheckpointPace

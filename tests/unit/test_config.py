@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from tailrace.config import Config, ConfigError, load, render, with_values
 from tailrace.config.check import check
 from tailrace.config.fields import fields, leaf
-from tailrace.config.hf import shape_of
-from tailrace.config.peers import PEERS, VALUES
-from tailrace.config.shapes import SHAPES, lookup
-from tailrace.sim.costs import check_fit
+from tailrace.config.hf_config import shape_of
+from tailrace.config.model_shapes import SHAPES, lookup
+from tailrace.config.other_frameworks import FRAMEWORK_NAMES, VALUES
+from tailrace.sim.cost_model import check_fit
 
 MODEL = ["--model.preset", "qwen2.5-7b"]
 
@@ -376,14 +376,14 @@ def test_settings_that_stand_alone_need_no_model_directory(tmp_path: Path) -> No
     assert load([file(tmp_path, text, "again.toml")], []) == config
 
 
-# --- peers' names ----------------------------------------------------------------------------------------------------
+# --- other frameworks' names-----------------------------------------------------------------------------------------
 
 
-def test_peers_names_point_at_settings_that_exist_and_are_not_ours() -> None:
+def test_names_of_other_frameworks_point_at_settings_that_exist_and_are_not_ours() -> None:
     ours = {leaf(key) for key in fields()}
-    assert {peer.key for peer in PEERS.values() if peer.key} <= set(fields())
-    assert all(peer.key or peer.note for peer in PEERS.values())
-    assert not {name for name in PEERS if name in ours or name in fields()}
+    assert {name.key for name in FRAMEWORK_NAMES.values() if name.key} <= set(fields())
+    assert all(name.key or name.note for name in FRAMEWORK_NAMES.values())
+    assert not {name for name in FRAMEWORK_NAMES if name in ours or name in fields()}
     for key, words in VALUES.items():
         assert not words.keys() & set(get_args(fields()[key].annotation))
 

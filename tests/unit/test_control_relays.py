@@ -3,7 +3,7 @@
 import pytest
 
 from drive import Drive, config, published, routes
-from tailrace.config.tree import Model, Relay
+from tailrace.config.tree import Model, RelaySettings
 from tailrace.protocol import (
     Drop,
     GiveUp,
@@ -20,7 +20,7 @@ from tailrace.protocol import (
 
 
 def driven(relays=8, replicas=0, **relay):
-    drive = Drive(config(relay=Relay(**relay), model=Model(parameters=1e9)), replicas=replicas, relays=relays)
+    drive = Drive(config(relay=RelaySettings(**relay), model=Model(parameters=1e9)), replicas=replicas, relays=relays)
     return drive.join_all()
 
 

@@ -79,7 +79,7 @@ def test_an_error_of_the_view_ends_the_run_at_once(monkeypatch: Any) -> None:
             raise OSError("the terminal is gone")
 
     monkeypatch.setattr(train, "Controller", Waits)
-    monkeypatch.setattr(train, "View", Broken)
+    monkeypatch.setattr(train, "LiveView", Broken)
     monkeypatch.setattr(train, "invite", lambda *_: "")
     keeper: Any = SimpleNamespace(beat=lambda: None, rest=lambda: None)
     nothing: Any = SimpleNamespace(place=None)

@@ -12,7 +12,7 @@ from msgspec.inspect import BoolType, FloatType, IntType, LiteralType
 from tailrace.config import Config, ConfigError, load, render, with_values
 from tailrace.config.fields import Field, fields, read
 from tailrace.lengths import LengthLaw
-from tailrace.sim.costs import check_fit
+from tailrace.sim.cost_model import check_fit
 
 ROOT = Path(__file__).parents[2]
 MODEL = {"model.preset": "qwen2.5-0.5b"}  # small: no card is too small for it

@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tailrace import doctor
 from tailrace.config.check import check
 from tailrace.config.errors import ConfigError
 from tailrace.config.tree import Config, Model, Rollout, Trainer
+from tailrace.launch import doctor
 from tailrace.model import device
 from tailrace.model.device import Card, Survey, check_devices, usable_device
 from tailrace.model.memory import ran_out, share_of_replicas, share_of_trainer

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tailrace.config.errors import ConfigError
-from tailrace.config.tree import Task
+from tailrace.config.tree import TaskSettings
 from tailrace.envs.data import read_rows, read_split
 
 ROWS = [{"prompt": f"{n} + 1 =", "answer": str(n + 1), "level": n} for n in range(5)]
@@ -93,10 +93,10 @@ def test_without_pyarrow_parquet_is_refused_with_what_to_install(tmp_path: Path,
 
 def test_held_out_rows_are_the_last_or_those_of_another_file(tmp_path: Path) -> None:
     data = str(jsonl(tmp_path / "data.jsonl", *ROWS))
-    split = read_split(Task(data=data, eval_rows=2), answers=True)
+    split = read_split(TaskSettings(data=data, eval_rows=2), answers=True)
     assert (split.train, split.held_out) == (ROWS[:3], ROWS[3:])
-    other = read_split(Task(data=data, eval_data=str(jsonl(tmp_path / "eval.jsonl", ROWS[0]))), answers=True)
+    other = read_split(TaskSettings(data=data, eval_data=str(jsonl(tmp_path / "eval.jsonl", ROWS[0]))), answers=True)
     assert (other.train, other.held_out) == (ROWS, ROWS[:1])
-    assert len(read_split(Task(data=data), answers=True).held_out) == 1
+    assert len(read_split(TaskSettings(data=data), answers=True).held_out) == 1
     with pytest.raises(ConfigError, match=r"has 5 rows and task.eval_rows holds out 5 of them"):
-        read_split(Task(data=data, eval_rows=5), answers=True)
+        read_split(TaskSettings(data=data, eval_rows=5), answers=True)

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import PreTrainedTokenizerFast
 
 from tailrace.config.errors import ConfigError
-from tailrace.config.tree import Config, Run, Task, Workload
+from tailrace.config.tree import Config, Run, TaskSettings, Workload
 from tailrace.envs.base import Row, Scored, Turn
 from tailrace.envs.prompts import Prompts, order
 from tailrace.envs.rendering import Rendering
@@ -102,7 +102,9 @@ class Numbered:
 
 
 def prompts(size: int = 5, completion: int = 10, context: int | None = None, seed: int = 0, **settings) -> Prompts:
-    config = Config(task=Task(**settings), run=Run(seed=seed), workload=Workload(max_completion_tokens=completion))
+    config = Config(
+        task=TaskSettings(**settings), run=Run(seed=seed), workload=Workload(max_completion_tokens=completion)
+    )
     return Prompts(Numbered(size), tokenizer(), config, context)
 
 
@@ -141,7 +143,7 @@ def test_a_prompt_goes_through_the_chat_template() -> None:
 
 def test_messages_keep_their_own_system_message() -> None:
     messages = [{"role": "system", "content": "Mine."}, {"role": "user", "content": "Hi"}]
-    tokens = Rendering(tokenizer(), Task(system="Yours.")).prompt_tokens(messages)
+    tokens = Rendering(tokenizer(), TaskSettings(system="Yours.")).prompt_tokens(messages)
     text = text_of(tokens)
     assert "Mine." in text
     assert "Yours." not in text
@@ -149,8 +151,8 @@ def test_messages_keep_their_own_system_message() -> None:
 
 def test_plain_text_begins_as_the_tokenizer_likes_it() -> None:
     for rendering in (
-        Rendering(tokenizer(template=None), Task(system="Add.")),
-        Rendering(tokenizer(), Task(chat=False, system="Add.")),
+        Rendering(tokenizer(template=None), TaskSettings(system="Add.")),
+        Rendering(tokenizer(), TaskSettings(chat=False, system="Add.")),
     ):
         tokens = rendering.prompt_tokens("1 + 1 =")
         assert tokens[0] == START
@@ -159,7 +161,7 @@ def test_plain_text_begins_as_the_tokenizer_likes_it() -> None:
 
 @pytest.mark.parametrize("template", [CHATML, STRICT])
 def test_turns_joined_by_tokens_read_as_the_template_has_them(template: str) -> None:
-    rendering = Rendering(tokenizer(template), Task())
+    rendering = Rendering(tokenizer(template), TaskSettings())
     turns = ["<tool>1+1</tool>", "<tool>2+2</tool>", "done"]
     tokens = rendering.prompt_tokens("Go")
     messages = [{"role": "user", "content": "Go"}]
@@ -171,7 +173,7 @@ def test_turns_joined_by_tokens_read_as_the_template_has_them(template: str) -> 
 
 
 def test_plain_turns_are_joined_by_marks() -> None:
-    rendering = Rendering(tokenizer(template=None), Task())
+    rendering = Rendering(tokenizer(template=None), TaskSettings())
     assert text_of(rendering.observation_tokens("4")) == "\n<result>4</result>\n"
 
 
@@ -184,7 +186,7 @@ TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="▁
 @example(["2", " 2 ", "2\n", "\n2", "", "a , b .", "x</result>\n", "user\n2\nassistant\n", "x [/INST]"])
 @given(st.lists(TEXTS, max_size=3))
 def test_an_observation_comes_back_from_its_tokens_as_it_was_written(tokenizer: Any, texts: list[str]) -> None:
-    rendering = Rendering(tokenizer, Task())
+    rendering = Rendering(tokenizer, TaskSettings())
     for text in [*texts, "<|im_end|>"] if tokenizer in IN_BYTES else texts:
         whole = rendering.observation_tokens(text)
         shortened = rendering.observation_tokens(text, whole[:1])  # behind a turn that ended with the template's token
@@ -195,7 +197,7 @@ def test_an_observation_comes_back_from_its_tokens_as_it_was_written(tokenizer: 
 
 
 def test_a_turn_is_text_without_the_token_that_ended_it() -> None:
-    rendering = Rendering(tokenizer(), Task())
+    rendering = Rendering(tokenizer(), TaskSettings())
     said = rendering._tokens("a , b <tool>1</tool>")
     assert rendering.turn_text((*said, END)) == rendering.turn_text(said) == "a , b <tool>1</tool>"
     marked = rendering._tokens("2~")  # an end token that the tokenizer does not know to be special
@@ -205,13 +207,13 @@ def test_a_turn_is_text_without_the_token_that_ended_it() -> None:
 def test_what_cannot_be_rendered_is_refused() -> None:
     messages = [{"role": "user", "content": "Hi"}]
     with pytest.raises(ConfigError, match=r"no chat template; write task.chat = false"):
-        Rendering(tokenizer(template=None), Task(chat=True))
+        Rendering(tokenizer(template=None), TaskSettings(chat=True))
     with pytest.raises(ConfigError, match="list of messages, but there is no chat template"):
-        Rendering(tokenizer(template=None), Task()).prompt_tokens(messages)
+        Rendering(tokenizer(template=None), TaskSettings()).prompt_tokens(messages)
     with pytest.raises(ConfigError, match="refuses messages of system, user: no system role"):
-        Rendering(tokenizer(STRICT), Task(system="Be brief.")).prompt_tokens(messages)
+        Rendering(tokenizer(STRICT), TaskSettings(system="Be brief.")).prompt_tokens(messages)
     with pytest.raises(ConfigError, match="turns cannot be joined"):
-        Rendering(tokenizer("{{ messages[0]['content'] }}"), Task()).observation_tokens("4")
+        Rendering(tokenizer("{{ messages[0]['content'] }}"), TaskSettings()).observation_tokens("4")
 
 
 def test_a_prompt_that_leaves_no_room_for_an_answer_is_refused() -> None:

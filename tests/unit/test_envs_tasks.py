@@ -7,9 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tailrace import doctor
 from tailrace.config.errors import ConfigError
-from tailrace.config.tree import Config, Run, Sampling, Task
+from tailrace.config.tree import Config, Run, Sampling, TaskSettings
 from tailrace.envs import sandbox
 from tailrace.envs.base import UNSCORED, Faulted, Observed, Row, Scored, Turn
 from tailrace.envs.judge import answer_to
@@ -17,12 +16,13 @@ from tailrace.envs.judge_wire import HEAD, FrameError, Judged, frame, reply_in
 from tailrace.envs.sandbox import run_python
 from tailrace.envs.tasks import build_task, may_go_on
 from tailrace.envs.tools import calculate, make_tool, stop_strings
+from tailrace.launch import doctor
 
 ONE_DIGIT = {"dataset": "chain_sum", "min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 
 
 def build(seed: int = 0, **settings):
-    return build_task(Config(task=Task(**settings), run=Run(seed=seed)))
+    return build_task(Config(task=TaskSettings(**settings), run=Run(seed=seed)))
 
 
 def answered(task, row: dict, *texts: str):
@@ -209,10 +209,10 @@ def test_whether_a_turn_may_be_followed_by_another_is_known_as_far_as_that_is_po
 
 
 def test_a_call_ends_a_turn() -> None:
-    config = Config(task=Task(name="calculator"), sampling=Sampling(stop=("END",)))
+    config = Config(task=TaskSettings(name="calculator"), sampling=Sampling(stop=("END",)))
     assert stop_strings(config) == ("END", "</tool>")
-    assert stop_strings(Config(task=Task(name="running_total"))) == ()
-    assert stop_strings(Config(task=Task(data="x", tools="python"))) == ("</tool>",)
+    assert stop_strings(Config(task=TaskSettings(name="running_total"))) == ()
+    assert stop_strings(Config(task=TaskSettings(data="x", tools="python"))) == ("</tool>",)
 
 
 @pytest.mark.parametrize(

@@ -21,10 +21,10 @@ from tailrace.protocol import (
     ScoringStarted,
     TrajectoryMeta,
 )
-from tailrace.sim.cluster import Simulation
-from tailrace.sim.costs import check_fit
+from tailrace.sim.cost_model import check_fit
 from tailrace.sim.fit import fit, fit_workload, fitted, fragment
-from tailrace.sim.observed import FitError
+from tailrace.sim.journal_statistics import FitError
+from tailrace.sim.simulation import Simulation
 from tailrace.store.run import RunStore
 from tailrace.types import Prompt
 
@@ -184,7 +184,7 @@ def test_the_fragment_goes_after_any_settings_and_can_be_simulated(run: Path, tm
     check_fit(config)
     simulation = Simulation(config)
     result = simulation.run()
-    assert [replica.host for replica in simulation.replicas] == [0, 1, 0]
+    assert [replica.host for replica in simulation.fleet.replicas] == [0, 1, 0]
     assert result.tokens_per_s > 0
     assert result.dollars_per_million_tokens == 0
 
@@ -247,8 +247,10 @@ def test_one_core_does_all_the_work_of_engines_and_trainer_one_second_a_second()
     config = settings(local__cores=1, trainer__threads=1, schedule__kind="trajectory", run__steps=20, **free)
     simulation = Simulation(config)
     seconds = simulation.run().virtual_s
-    engines = [replica.engine for replica in simulation.replicas]
-    decoding = sum(TRUE.decode_step * engine.clock + TRUE.decode_sequence * engine.generated for engine in engines)
+    engines = [replica.engine for replica in simulation.fleet.replicas]
+    decoding = sum(
+        TRUE.decode_step * engine.decode_steps + TRUE.decode_sequence * engine.generated for engine in engines
+    )
     trained = simulation.meter.tokens
     training = TRUE.train_part * len(trained) + TRUE.train_token * sum(trained.values())
     assert decoding + training == pytest.approx(seconds, rel=1e-3)

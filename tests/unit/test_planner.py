@@ -11,9 +11,9 @@ from tailrace.planner import plan, plan_json, render_plan, theory
 from tailrace.planner.balance import balance
 from tailrace.planner.report import fragment
 from tailrace.planner.search import Effort, Search, simulate, theories_of
-from tailrace.planner.space import Point, Space
-from tailrace.sim.cluster import Simulation
-from tailrace.sim.costs import Costs
+from tailrace.planner.search_space import SearchPoint, Space
+from tailrace.sim.cost_model import CostModel
+from tailrace.sim.simulation import Simulation
 
 SMALL = {
     "model.preset": "qwen2.5-1.5b",
@@ -243,7 +243,7 @@ def test_two_kinds_of_cards_keep_their_split():
 def test_points_that_cannot_work_are_skipped():
     config = config_with()
     search = Search(config, {}, Effort(16, 2, 3), lambda configs: [simulate(each) for each in configs], lambda *_: None)
-    search._try([Point("trajectory", 5, 4, 0, 4), Point("one_step", 1, 4, 0, 0)], "bad points")
+    search._try([SearchPoint("trajectory", 5, 4, 0, 4), SearchPoint("one_step", 1, 4, 0, 0)], "bad points")
     assert not search.found
     assert "tensor_parallel" in search.refusal
 
@@ -256,8 +256,8 @@ def test_a_colocated_wish_is_kept():
 
 def test_the_balance_of_a_large_fleet_takes_no_more_work_than_that_of_a_small_one(monkeypatch):
     asked = []
-    base, group = Costs.decode_base, LengthLaw.group
-    monkeypatch.setattr(Costs, "decode_base", lambda *words: (asked.append("step"), base(*words))[1])
+    base, group = CostModel.decode_base, LengthLaw.group
+    monkeypatch.setattr(CostModel, "decode_base", lambda *words: (asked.append("step"), base(*words))[1])
     monkeypatch.setattr(LengthLaw, "group", lambda *words: (asked.append("group"), group(*words))[1])
     work = []
     for gpus in (16, 100_000):

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from tailrace.config import Config, load
-from tailrace.launch.view import View
 from tailrace.protocol import RelayJoined
 from tailrace.store.database import Database, reading
 from tailrace.store.journal import Journal, JournalError, JournalWriter
@@ -245,7 +244,7 @@ def test_the_history_that_is_looked_through_keeps_no_log_from_being_merged(folde
     with RunStore.create(folder, config) as store:
         record(store, 2500)
     store = RunStore.reopen(folder)
-    view = View(store, config)
+    view = LiveView(store, config)
     record(store, 10)  # by the controller of now
     store.commit()
     asyncio.run(view._look_back(lambda: None))

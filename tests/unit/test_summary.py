@@ -37,7 +37,7 @@ from tailrace.protocol import (
     TrajectoryMeta,
     WeightsLoaded,
 )
-from tailrace.sim.cluster import Simulation
+from tailrace.sim.simulation import Simulation
 from tailrace.store.run import RunStore
 
 OWN_BOX = Path(__file__).parents[2] / "examples" / "clusters" / "own_box.toml"

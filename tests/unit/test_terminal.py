@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from tailrace.config import load, with_values
-from tailrace.launch.view import View
+from tailrace.launch.view import LiveView
 from tailrace.obs.live import LiveRun
 from tailrace.obs.terminal import Lines, Screen, clock, picture, watch
 from tailrace.protocol import (
@@ -29,7 +29,7 @@ from tailrace.protocol import (
     TrainGroup,
     TrajectoryMeta,
 )
-from tailrace.sim.cluster import Simulation
+from tailrace.sim.simulation import Simulation
 from tailrace.store.run import RunStore
 
 OWN_BOX = Path(__file__).parents[2] / "examples" / "clusters" / "own_box.toml"
@@ -168,7 +168,7 @@ def test_the_screen_is_named_after_the_run() -> None:
 def test_a_run_without_a_name_goes_by_its_folder(tmp_path: Path) -> None:
     config = load([OWN_BOX], ["--run.name="])
     with RunStore.create(tmp_path / "running_total", config) as store:
-        assert View(store, config).live.name == "running_total"
+        assert LiveView(store, config).live.name == "running_total"
 
 
 def test_where_there_is_little_room_some_replicas_are_left_out(over: LiveRun) -> None:

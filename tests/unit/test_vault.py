@@ -7,12 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tailrace.store.vault import Vault, _crc, held
 
 from tailrace.config import load
 from tailrace.obs.story import render_held
 from tailrace.store.journal import JournalError, JournalWriter
 from tailrace.store.run import RunStore
-from tailrace.store.vault import Vault, _crc, held
 from tailrace.types import Row, Segment, Trajectory, id_bytes
 
 PROMPTS = [

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterator
 
 from tailrace.config.errors import refuse
-from tailrace.config.fields import RefusedError, accept, fields, read
+from tailrace.config.fields import BadValueError, accept, fields, read
 from tailrace.config.tree import Config, Workload
 
 Rule = Callable[[Config], Iterator[str]]
@@ -32,7 +32,7 @@ def _bad_values(config: Config) -> Iterator[str]:
     for key in fields():
         try:
             accept(key, read(config, key))
-        except RefusedError as error:
+        except BadValueError as error:
             yield str(error)
 
 

@@ -26,8 +26,8 @@ from msgspec.inspect import (
     type_info,
 )
 
-from tailrace.config.near import near
-from tailrace.config.peers import VALUES
+from tailrace.config.other_frameworks import VALUES
+from tailrace.config.spelling import near
 from tailrace.config.tree import Config, Section
 from tailrace.errors import TailraceError
 
@@ -38,7 +38,7 @@ LONGEST = 80  # characters of a value that are shown
 INSTEAD = {"task.reward": "; write one function that calls the others and adds up what they return"}  # of a list
 
 
-class RefusedError(TailraceError):
+class BadValueError(TailraceError):
     """A value that its field does not take; the text begins with the key."""
 
 
@@ -97,16 +97,16 @@ def read(config: Config, key: str) -> Any:
 
 
 def accept(key: str, value: Any) -> Any:
-    """The value as the field stores it (4.0 becomes 4 where a whole number is wanted), or RefusedError."""
+    """The value as the field stores it (4.0 becomes 4 where a whole number is wanted), or BadValueError."""
     field = fields()[key]
     if field.optional and value == UNSET:
         return None
     if reason := _unusable(key, value):
-        raise RefusedError(f"{key} is {shown(value)}; it wants {wanted(key)}, {reason}")
+        raise BadValueError(f"{key} is {shown(value)}; it wants {wanted(key)}, {reason}")
     try:
         return msgspec.convert(_whole(value, field.kind), field.annotation)
     except msgspec.ValidationError:
-        raise RefusedError(f"{key} is {shown(value)}; it wants {wanted(key)}{_meant(key, value)}") from None
+        raise BadValueError(f"{key} is {shown(value)}; it wants {wanted(key)}{_meant(key, value)}") from None
 
 
 def _unusable(key: str, value: Any) -> str:

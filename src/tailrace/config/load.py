@@ -15,13 +15,13 @@ import msgspec
 from tailrace.config.check import check
 from tailrace.config.defaults import fleet_of, follow
 from tailrace.config.errors import ConfigError, refuse
-from tailrace.config.fields import RefusedError, accept, fields, open_table, sections
-from tailrace.config.names import unknown
+from tailrace.config.fields import BadValueError, accept, fields, open_table, sections
+from tailrace.config.files import Given, nested, read_file
+from tailrace.config.model_shapes import resolve
+from tailrace.config.options import read_words
 from tailrace.config.render import changes
-from tailrace.config.shapes import resolve
-from tailrace.config.sources import Given, nested, read_file
+from tailrace.config.suggestions import unknown
 from tailrace.config.tree import Config
-from tailrace.config.words import read_words
 
 
 def load(paths: Sequence[str | Path], overrides: Sequence[str] = ()) -> Config:
@@ -67,7 +67,7 @@ def _one(key: str, given: Given) -> dict[str, Any]:
     if key in fields():
         try:
             return {key: accept(key, given.value)}
-        except RefusedError as error:
+        except BadValueError as error:
             raise ConfigError(_placed(str(error), given.where)) from None
     if (key in sections() and given.value == {}) or open_table(key):
         return {} if given.value == {} else {key: given.value}

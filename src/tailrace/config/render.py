@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from tailrace.config.defaults import FOLLOWING, follow
 from tailrace.config.fields import UNSET, fields, leaf, read
-from tailrace.config.shapes import SHAPE_FIELDS, origin_shape
+from tailrace.config.model_shapes import SHAPE_FIELDS, origin_shape
 from tailrace.config.tree import Config
 
 DEFAULT = Config()

@@ -77,7 +77,7 @@ class Cluster(Section):
     hop_latency_us: Amount = 25.0  # start of one message between two hosts
 
 
-class Split(Section):
+class GpuSplit(Section):
     """Who gets which GPUs."""
 
     trainer_gpus: Natural = 0  # 0: trainer_share of the cluster
@@ -129,7 +129,7 @@ class Workload(Section):
         return self.prompts_per_step * self.group_size
 
 
-class Task(Section):
+class TaskSettings(Section):
     """The prompts and how answers to them are judged: a built-in task by name, or your own data and reward."""
 
     name: str = ""  # built in: "running_total", "calculator", "reasoning_gym"; a class, "my_env.py:Maze"; empty: data
@@ -146,7 +146,7 @@ class Task(Section):
     sandbox: Literal["strong", "weak"] = "strong"  # python: weak runs programs even where they cannot be walled off
     max_turns: Count = 1  # with a tool: 3, unless it is given
     shuffle: bool = True
-    epochs: Natural = 0  # how often the rows are gone through before the run ends; 0: until all steps are done
+    epochs: Natural = 0  # passes over the rows before the run ends; 0: until all steps are done
 
     def __hash__(self) -> int:  # a Config is a key in the planner, and a table has no hash of its own
         return hash(msgspec.json.encode(self))
@@ -207,7 +207,7 @@ class Groups(Section):
         return high - low <= self.reward_tolerance * max(1.0, abs(low), abs(high))
 
 
-class Relay(Section):
+class RelaySettings(Section):
     """The tier that holds weights in host memory."""
 
     topology: Literal["chain", "tree"] = "chain"
@@ -241,16 +241,14 @@ class Trainer(Section):
     forward_passes: Amount = 1.0  # simulation: extra forward passes per token (old log-probs, reference)
     checkpoint_every: Natural = 0  # steps; 0: as often as it costs little (trainer/pace.py)
     keep_checkpoints: Annotated[int, Meta(ge=2)] = 2  # the newest, from which a run is resumed
-    archive_every: Natural = 0  # and one for good every so many steps; 0: none
+    archive_every: Natural = 0  # keep every Nth checkpoint permanently (N in steps); 0: none
     advantage: Literal["grpo", "dr_grpo", "rloo", "gae"] = "grpo"
     loss: Literal["grpo", "dr_grpo", "dapo", "ppo", "decoupled_ppo", "aipo", "tis", "reinforce"] = "decoupled_ppo"
     clip_low: Amount = 0.2
     clip_high: Amount = 0.2  # DAPO: 0.28
-    # most that a bad token's ratio counts for, in losses with a clip (dual-clip PPO); above 1, 0: off
+    # dual-clip PPO: upper bound on the ratio of tokens with a negative advantage; above 1, 0: off
     dual_clip: Amount = 3.0
-    importance_cap: Annotated[float, Meta(gt=0)] = (
-        2.0  # AIPO's rho, TIS's and decoupled PPO's cap on the behaviour ratio
-    )
+    importance_cap: Annotated[float, Meta(gt=0)] = 2.0  # cap on the importance weight (AIPO's rho, TIS, decoupled PPO)
     kl: Amount = 0.0  # weight of the KL divergence from the starting weights (k3 estimate)
     entropy: Amount = 0.0  # weight of an entropy bonus
     gae_lambda: Share = 0.95
@@ -263,10 +261,10 @@ class Trainer(Section):
     beta1: Share = 0.9
     beta2: Share = 0.95
     max_grad_norm: Annotated[float, Meta(gt=0)] = 1.0
-    tokens_per_batch: Count = 16384  # most tokens in one forward and backward pass; gradients add up over them
+    tokens_per_batch: Count = 16384  # micro-batch token budget; affects memory, not results
     logit_tokens: Natural = 0  # most tokens whose logits exist at once; 0: 1,024, on a GPU what its memory is good for
     precision: Literal["", "float32", "bfloat16"] = ""  # of the arithmetic, not of weights and moments; as in [rollout]
-    recompute: bool = False  # recompute activations in backward instead of keeping them
+    recompute: bool = False  # activation checkpointing: recompute activations in backward instead of keeping them
     compile: bool = True  # on a GPU in bfloat16: compile the model's blocks, which takes a while for each size of pack
     ranks: Processes = 1  # processes over which weights, gradients and moments are sharded (FSDP2)
     threads: Natural = 0  # CPU threads per rank; 0: torch's choice
@@ -281,9 +279,11 @@ class Rollout(Section):
     roofline_batch: Natural = 0  # largest batch whose decode step is still flat; 0: from the cost model
     engine: Literal["native", "emulated"] = "native"  # emulated: takes the time that [costs] says, draws lengths
     kv_tokens: Natural = 0  # size of the KV pool; 0: what memory allows
-    memory: Share = 0.0  # of a GPU's memory that its replicas take; 0: 0.85, 0.3 beside a trainer on the same card
-    block_tokens: Count = 16  # the pool's unit
-    prefill_tokens: Natural = 0  # most prompt tokens in one engine step; 0: 512 on a CPU, 16384 on a GPU
+    memory: Share = 0.0  # share of a GPU's memory for its replicas; 0: 0.85, 0.3 beside a trainer on the same card
+    block_tokens: Count = 16  # tokens per KV block
+    prefill_tokens: Natural = (
+        0  # chunked prefill: most prompt tokens in one engine step; 0: 512 on a CPU, 16384 on a GPU
+    )
     stream_tokens: Count = 64  # at most so many tokens of a sample are lost with its replica
     threads: Natural = 1  # CPU threads; 0: torch's choice
     device: str = ""  # "cpu", "cuda"; empty: the GPU if there is one
@@ -362,14 +362,14 @@ class Config(Section):
 
     model: Model = Model()
     cluster: Cluster = Cluster()
-    split: Split = Split()
+    split: GpuSplit = GpuSplit()
     workload: Workload = Workload()
-    task: Task = Task()
+    task: TaskSettings = TaskSettings()
     sampling: Sampling = Sampling()
     schedule: Schedule = Schedule()
     repack: Repack = Repack()
     groups: Groups = Groups()
-    relay: Relay = Relay()
+    relay: RelaySettings = RelaySettings()
     health: Health = Health()
     trainer: Trainer = Trainer()
     rollout: Rollout = Rollout()

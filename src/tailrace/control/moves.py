@@ -1,4 +1,4 @@
-"""Repack, carried out: `repack.py` plans, this file orders the releases and finds the parked samples their new home."""
+"""Repack, carried out: `repack.py` plans; this file orders the releases and reassigns the parked samples."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ def parked(desk: Desk, event: Parked) -> None:
             desk.ledger.unassign(sample)
             samples.append(sample.id)
     desk.state.moved += len(samples)
-    _rehome(desk, samples, desk.fleet.moves.pop(replica.id, NOWHERE), replica)
+    _reassign(desk, samples, desk.fleet.moves.pop(replica.id, NOWHERE), replica)
     desk.touch(replica)
 
 
-def _rehome(desk: Desk, ids: list[TrajectoryId], target: ReplicaId, source: Replica) -> None:
+def _reassign(desk: Desk, ids: list[TrajectoryId], target: ReplicaId, source: Replica) -> None:
     """To the planned replica if it still fits there, else back where it came from: the next look will find another."""
     replica = desk.fleet.replicas.get(target)
     if replica is None or not _fits(desk, ids, replica, source):

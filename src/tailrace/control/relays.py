@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import msgspec
 
-from tailrace.config.tree import Relay as RelayConfig
+from tailrace.config.tree import RelaySettings
 from tailrace.control.ledger import NONE
 from tailrace.protocol import Command, Drop, Route
 from tailrace.types import RelayId, Version
@@ -59,7 +59,7 @@ class Relays(msgspec.Struct):
     # --------------------------------------------------------------------------------------------------- members
 
     def join(
-        self, now: float, config: RelayConfig, id: RelayId, incarnation: int, versions: tuple[Version, ...]
+        self, now: float, config: RelaySettings, id: RelayId, incarnation: int, versions: tuple[Version, ...]
     ) -> list[Command]:
         relay = self.relays.setdefault(id, Relay(id))
         relay.incarnation = incarnation
@@ -79,7 +79,7 @@ class Relays(msgspec.Struct):
         relay = self.relays.get(id)
         return relay if relay is not None and relay.live and relay.incarnation == incarnation else None
 
-    def lose(self, config: RelayConfig, relay: Relay, reason: str) -> list[Command]:
+    def lose(self, config: RelaySettings, relay: Relay, reason: str) -> list[Command]:
         relay.live = False
         relay.reason = reason
         self.live -= 1
@@ -92,22 +92,22 @@ class Relays(msgspec.Struct):
 
     # ---------------------------------------------------------------------------------------------------- routes
 
-    def feeds(self, config: RelayConfig, relay: Relay, target: RelayId) -> bool:
+    def feeds(self, config: RelaySettings, relay: Relay, target: RelayId) -> bool:
         """Whether this is one of those it forwards to."""
         if config.topology == "chain":
             return self.after.get(relay.id, NONE) == target
         return target in self._children(config, relay.place)
 
-    def is_last(self, config: RelayConfig, relay: Relay) -> bool:
+    def is_last(self, config: RelaySettings, relay: Relay) -> bool:
         return relay.id == (self.tail if config.topology == "chain" else self.order[-1])
 
-    def move_to_end(self, config: RelayConfig, relay: Relay) -> list[Command]:
+    def move_to_end(self, config: RelaySettings, relay: Relay) -> list[Command]:
         """Somebody else feeds it from now on. Nobody is told twice."""
         commands = self._splice(relay) if config.topology == "chain" else self._replace_in_tree(config, relay)
         commands += self._attach(config, relay)
         return list({command.relay: command for command in commands if isinstance(command, Route)}.values())
 
-    def _attach(self, config: RelayConfig, relay: Relay) -> list[Command]:
+    def _attach(self, config: RelaySettings, relay: Relay) -> list[Command]:
         """A new member goes to the end, where only one other relay has to know of it."""
         if config.topology == "tree":
             relay.place = len(self.order)
@@ -142,7 +142,7 @@ class Relays(msgspec.Struct):
             return []
         return [self._route(self.relays[previous], () if following == NONE else (following,))]
 
-    def _replace_in_tree(self, config: RelayConfig, relay: Relay) -> list[Command]:
+    def _replace_in_tree(self, config: RelaySettings, relay: Relay) -> list[Command]:
         """Tree: the last leaf takes the free place, so that at most three relays learn something new."""
         hole, relay.place = relay.place, NONE
         last = self.order.pop()
@@ -154,11 +154,11 @@ class Relays(msgspec.Struct):
         self.master = self.order[0] if self.order else NONE
         return self._tree_routes(config, list(dict.fromkeys(changed)))
 
-    def _tree_routes(self, config: RelayConfig, changed: list[RelayId]) -> list[Command]:
+    def _tree_routes(self, config: RelaySettings, changed: list[RelayId]) -> list[Command]:
         return [self._route(self.relays[id], self._children(config, self.relays[id].place)) for id in changed]
 
-    def _children(self, config: RelayConfig, place: int) -> tuple[RelayId, ...]:
-        first = place * config.fan_out + 1
+    def _children(self, config: RelaySettings, index: int) -> tuple[RelayId, ...]:
+        first = index * config.fan_out + 1
         return tuple(self.order[first : first + config.fan_out])
 
     def _route(self, relay: Relay, targets: tuple[RelayId, ...]) -> Command:
@@ -178,7 +178,7 @@ class Relays(msgspec.Struct):
         self._note_everywhere()
         return True
 
-    def retire(self, config: RelayConfig, relay: Relay, version_bytes: float) -> list[Command]:
+    def retire(self, config: RelaySettings, relay: Relay, version_bytes: float) -> list[Command]:
         """Free the oldest versions beyond the quota; never the newest, never one that is being read."""
         keep = config.keep_versions
         if config.quota_gbytes:

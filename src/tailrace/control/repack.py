@@ -76,24 +76,24 @@ class _Plan:
     def empty(self, source: ReplicaId) -> None:
         """Give all of `source` to the replica that becomes most packed by it, if there is one."""
         view = self.views[source]
-        place = self._fullest_fit(view)
-        if place is None:
+        index = self._best_fit(view)
+        if index is None:
             return
-        kv, target = self.loads[place]
+        kv, target = self.loads[index]
         self.moves.append(Move(source, target))
         self.receiving.add(target)
         self.requests[target] += view.requests
-        del self.loads[place]
+        del self.loads[index]
         del self.loads[bisect_left(self.loads, (view.kv, source))]
         if self.requests[target] + self.fewest_requests <= self.views[target].roofline:
             insort(self.loads, (kv + view.kv, target))  # else nothing fits any more, and later searches skip it
 
-    def _fullest_fit(self, source: View) -> int | None:
+    def _best_fit(self, source: View) -> int | None:
         start = bisect_left(self.loads, (self.largest_limit - source.kv + 1, -1))
-        for place in range(start - 1, -1, -1):
-            kv, target = self.loads[place]
+        for index in range(start - 1, -1, -1):
+            kv, target = self.loads[index]
             view = self.views[target]
             fits = kv + source.kv <= view.kv_limit and self.requests[target] + source.requests <= view.roofline
             if fits and target != source.id:
-                return place
+                return index
         return None

@@ -1,4 +1,4 @@
-"""What replicas report, written into the books."""
+"""Handlers of what replicas report."""
 
 from __future__ import annotations
 

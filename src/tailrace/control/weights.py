@@ -1,4 +1,4 @@
-"""The walk of a version: from the trainer to the master relay, along the routes, and into a replica when it is free."""
+"""The path of a weight version: from the trainer to the master relay, along the routes, into a replica that is free."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, cast
 import msgspec
 
 from tailrace.config.errors import ConfigError
-from tailrace.config.tree import Task
+from tailrace.config.tree import TaskSettings
 from tailrace.types import MALFORMED
 
 HELD_OUT = 256  # rows, where nobody says how many
@@ -32,7 +32,7 @@ class Split(NamedTuple):
     held_out: list[Columns]
 
 
-def read_split(task: Task, answers: bool) -> Split:
+def read_split(task: TaskSettings, answers: bool) -> Split:
     """The rows of a task's settings. `answers`: the reward compares with an answer, so every row must have one."""
     rows = read_rows(Path(task.data), answers)
     if task.eval_data:

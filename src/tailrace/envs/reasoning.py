@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Meta
 
 from tailrace.config.errors import ConfigError
-from tailrace.config.near import near
+from tailrace.config.spelling import near
 from tailrace.envs.answers import final_answer
 from tailrace.envs.base import Row, Scored, Turn
 

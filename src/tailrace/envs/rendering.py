@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from tailrace.config.errors import ConfigError
-from tailrace.config.tree import Task as Settings
+from tailrace.config.tree import TaskSettings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -29,7 +29,7 @@ QUESTION, ANSWER, OBSERVATION = "TAILRACEQUESTION", "TAILRACEANSWER", "TAILRACEO
 class Rendering:
     """One tokenizer, used as the task's settings say."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, settings: Settings) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, settings: TaskSettings) -> None:
         has_template = bool(tokenizer.chat_template)
         if settings.chat and not has_template:
             raise ConfigError("task.chat is true, but the tokenizer has no chat template; write task.chat = false")

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from tailrace.config.errors import ConfigError
-from tailrace.config.near import near
-from tailrace.config.tree import Config
-from tailrace.config.tree import Task as Settings
+from tailrace.config.spelling import near
+from tailrace.config.tree import Config, TaskSettings
 from tailrace.envs.base import Row, Scored, Task, Turn
 from tailrace.envs.data import HELD_OUT, Split, read_split
 from tailrace.envs.imports import described, find, load_object
@@ -57,7 +56,7 @@ class OwnTask:
 
     single_turn = True  # a reward gives no observations
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: TaskSettings) -> None:
         self.settings = settings
 
     @cached_property
@@ -88,12 +87,12 @@ class OwnTask:
     score = respond  # a reward sees the whole transcript, however it ends
 
 
-def folders(settings: Settings) -> tuple[Path, ...]:
+def folders(settings: TaskSettings) -> tuple[Path, ...]:
     """Where a relative reward is looked for: the working directory, and beside the data."""
     return (Path.cwd(), *((Path(settings.data).parent,) if settings.data else ()))
 
 
-def _own(settings: Settings) -> OwnTask:
+def _own(settings: TaskSettings) -> OwnTask:
     if not settings.data:
         names = ", ".join(BUILDERS)
         raise ConfigError(f"no task is given; write task.data = 'my.jsonl', or a built-in task.name: {names}")

@@ -13,24 +13,25 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from tailrace.config import with_values
+from tailrace.config import load, with_values
 from tailrace.config.errors import ConfigError
 from tailrace.config.tree import SCHEDULES, Config
+from tailrace.launch.folder import run_folder
 from tailrace.obs.progress import Progress
 from tailrace.obs.summary import JSON, Summary
 
 WITHOUT_REPACK = "trajectory without repack"
 
 
-class Measured(NamedTuple):
+class BenchRow(NamedTuple):
     name: str
     summary: Summary
 
 
-def bench_schedules(
-    files: list[str], settings: list[str], config: Config, folder: Path, rounds: int, as_json: bool
-) -> int:
+def bench_schedules(files: list[str], settings: list[str], rounds: int, as_json: bool) -> int:
     """Run them and print how they compare. Several rounds alternate, so that a busy moment does not hit one alone."""
+    config = load(files, settings)
+    folder = run_folder(config, files).with_name(config.run.name or f"bench-{Path(files[-1]).stem}")
     if folder.exists():
         raise ConfigError(f"{folder} exists; name another with --run.name NAME")
     measured: dict[str, list[Summary]] = {}
@@ -43,7 +44,7 @@ def bench_schedules(
             _run(name, files, settings + words)
             summary = msgspec.json.decode((folder / place / JSON).read_bytes(), type=Summary)
             measured.setdefault(name, []).append(summary)
-    rows = [Measured(name, _median(summaries)) for name, summaries in measured.items()]
+    rows = [BenchRow(name, _median(summaries)) for name, summaries in measured.items()]
     if as_json:
         print(msgspec.json.encode({row.name: row.summary for row in rows}).decode())
     else:
@@ -74,7 +75,7 @@ def _median(summaries: list[Summary]) -> Summary:
     return sorted(summaries, key=lambda each: each.tokens_per_s)[len(summaries) // 2]
 
 
-def print_rows(rows: list[Measured], stream: TextIO) -> None:
+def print_rows(rows: list[BenchRow], stream: TextIO) -> None:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for title in (
         "schedule",

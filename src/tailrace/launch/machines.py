@@ -13,6 +13,7 @@ import socket
 import sys
 from pathlib import Path
 
+from tailrace.launch.limits import BASE, EACH, STRANGERS, allow_files
 from tailrace.relay.arena import clear_abandoned
 from tailrace.runtime.agent import Agent, AgentError
 from tailrace.runtime.controller import Controller
@@ -46,6 +47,7 @@ def withdraw(folder: RunFolder) -> None:
 
 def work(join: str, replicas: int, file: Path | None, store: Path | None = None) -> int:
     """Until the run is over (0), or Ctrl-C (130)."""
+    allow_files(BASE + EACH * replicas + STRANGERS)
     endpoint, key = _endpoint(join), _key(file)
     if store is not None:
         _prepare(store)

@@ -12,6 +12,7 @@ from tailrace.config.errors import ConfigError
 from tailrace.envs import inputs
 from tailrace.launch.evaluation import measure
 from tailrace.launch.folder import CHECKPOINTS
+from tailrace.launch.limits import allow_files
 from tailrace.obs.progress import Progress
 from tailrace.store.journal import Journal
 from tailrace.trainer.manifest import CheckpointError, check, found_in, step_of
@@ -22,6 +23,7 @@ INTERNAL = {"state.json", "optimizer.safetensors", "critic.safetensors"}  # of a
 
 def evaluate(run: Path, version: int | None) -> int:
     """Print the held-out accuracy of a version: the newest, unless one is named."""
+    allow_files()
     journal = Journal(run)
     config = journal.config
     weights = weights_of(journal, version)
@@ -82,7 +84,7 @@ def weights_of(journal: Journal, version: int | None) -> Path:
         known = ", ".join(f"v{each}" for each in (0, *saved))
         raise ConfigError(
             f"{run} has no weights of v{version}; it has {known} "
-            "(trainer.archive_every keeps one for good every so many steps)"
+            "(trainer.archive_every = N keeps every Nth checkpoint permanently)"
         )
     try:
         check(saved[version])

@@ -19,7 +19,7 @@ from tailrace.launch.evaluation import measure
 from tailrace.launch.folder import CHECKPOINTS, begin_store, resume_store, take_over_store
 from tailrace.launch.keeper import Keeper
 from tailrace.launch.machines import invite, withdraw
-from tailrace.launch.view import View
+from tailrace.launch.view import LiveView
 from tailrace.model.advice import advice
 from tailrace.model.device import check_devices
 from tailrace.obs.progress import Progress
@@ -129,7 +129,7 @@ def _newest(folder: Path) -> Path | None:
 
 
 async def _drive(store: RunStore, config: Config, tie: Tie, keeper: Keeper) -> tuple[str, bool]:
-    view = View(store, config)
+    view = LiveView(store, config)
     controller = Controller(store, config, tie, view)
     invitation = invite(controller, store.place)
     if invitation and tie.left is None:

@@ -1,4 +1,4 @@
-"""What a person sees of a run that is driven: `View` observes the controller and draws the live view.
+"""What a person sees of a run that is driven: `LiveView` observes the controller and draws the live view.
 
 A run that is taken up has a history, perhaps of millions of events. They are looked through beside the run, a slice at
 a time, so that the controller is back at once however long the run has been going; what happens meanwhile waits.
@@ -20,7 +20,7 @@ SHOW_S = 0.25
 SLICE = 1000  # events of the history between two turns of the controller
 
 
-class View:
+class LiveView:
     def __init__(self, store: RunStore, config: Config) -> None:
         self.live = LiveRun(config, name=store.folder.name)
         self._history = store.entries

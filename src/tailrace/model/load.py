@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tailrace.config.errors import ConfigError
-from tailrace.config.shapes import is_gguf, why_no_model
-from tailrace.config.sources import PACKAGE
+from tailrace.config.files import PACKAGE
+from tailrace.config.model_shapes import is_gguf, why_no_model
 from tailrace.config.tree import Config
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """The planner: which split, parallelism, schedule and bounds suit a model, a fleet and a workload.
 
-`balance` is theory without simulation, `space` says what there is to try, `search` tries it in the simulator, `report`
-puts the outcome in words.
+`balance` is theory without simulation, `search_space` says what there is to try, `search` tries it in the simulator,
+`report` puts the result in words.
 """
 
 from tailrace.planner.balance import Theory, theory

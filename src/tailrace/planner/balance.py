@@ -24,7 +24,7 @@ import numpy as np
 from tailrace.config import Config, ConfigError
 from tailrace.config.tree import Workload
 from tailrace.lengths import LengthLaw
-from tailrace.sim.costs import Costs, check_fit
+from tailrace.sim.cost_model import CostModel, check_fit
 
 GROUPS_DRAWN = 512  # enough for means and squares; a larger step has the same law
 
@@ -67,7 +67,7 @@ def theory(config: Config) -> Theory:
     theta, batch, eta_g = _balanced(config, sizes, eta_t)
     sync = _shared_config(config)
     sync_batch = _batch(sync, sizes, sync.replicas)
-    sync_eta_g = generation_seconds(Costs(sync), sizes, sync_batch)
+    sync_eta_g = generation_seconds(CostModel(sync), sizes, sync_batch)
     trained = per_gpu * m_t * eta_t
     sync_step = trained + per_gpu * sync.split.tensor_parallel * sync_eta_g
     async_step = per_gpu * max(m_t * eta_t / theta, m_g * eta_g / (1 - theta))
@@ -109,10 +109,10 @@ def sizes_of(workload: Workload, seed: int) -> Sizes:
 def training_seconds(config: Config, sizes: Sizes) -> float:
     """eta_t: one sample on `trainer_parallel` GPUs."""
     alone = _with_split(config, trainer_gpus=config.split.trainer_parallel, colocated=False)
-    return Costs(alone).train(sizes.sequences) / len(sizes.sequences)
+    return CostModel(alone).train(sizes.sequences) / len(sizes.sequences)
 
 
-def generation_seconds(costs: Costs, sizes: Sizes, batch: float) -> float:
+def generation_seconds(costs: CostModel, sizes: Sizes, batch: float) -> float:
     """eta_g: one sample on one replica whose batch is always full."""
     step = costs.decode_base(max(1, round(batch))) + costs.decode_per_kv_token * batch * sizes.kv
     return float(sizes.completions.mean()) * step / batch + costs.prefill(sizes.prefill, 0)
@@ -149,7 +149,7 @@ def _balanced(config: Config, sizes: Sizes, eta_t: float) -> tuple[float, float,
     """theta*, the batch and eta_g. The batch depends on the split (fewer replicas, more each), so it is bisected."""
     m_t, m_g, gpus = config.split.trainer_parallel, config.split.tensor_parallel, config.cluster.gpus
     apart = split_config(config)
-    costs = Costs(apart)
+    costs = CostModel(apart)
 
     def at(theta: float) -> tuple[float, float, float]:
         batch = _batch(apart, sizes, (1 - theta) * gpus / m_g)
@@ -168,14 +168,14 @@ def _batch(config: Config, sizes: Sizes, replicas: float) -> float:
     in_flight = config.schedule.max_inflight or config.workload.trajectories_per_step
     if config.colocated:
         in_flight = config.workload.trajectories_per_step
-    by_memory = Costs(config).kv_capacity / sizes.kv
+    by_memory = CostModel(config).kv_capacity / sizes.kv
     return max(1.0, min(by_memory, config.rollout.max_running, in_flight / max(replicas, 1e-9)))
 
 
 def _round_seconds(config: Config, sizes: Sizes, batch: float, eta_g: float) -> float:
     """A synchronous round on the replica that has the longest sample: what does not fit at once, then the drain."""
     share = max(1, ceil(config.workload.trajectories_per_step / max(1, config.replicas)))
-    costs, running = Costs(config), min(share, max(1, round(batch)))
+    costs, running = CostModel(config), min(share, max(1, round(batch)))
     last = np.quantile(sizes.completions, np.arange(1, running + 1) / running)
     seconds = max(0, share - running) * eta_g + running * costs.prefill(sizes.prefill, 0)
     before = 0.0

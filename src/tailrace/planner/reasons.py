@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from tailrace.config import Config
 from tailrace.planner.balance import Theory
-from tailrace.sim.costs import SWITCH_S
-from tailrace.sim.measure import Result
+from tailrace.sim.cost_model import SWITCH_S
+from tailrace.sim.result import Result
 
 SHORT_TAIL = 2.0  # longest over mean
 MOSTLY_TRAINING = 0.6  # of a synchronous step

@@ -12,7 +12,7 @@ from tailrace.config import Config
 from tailrace.config.defaults import FLEET, following_fleet
 from tailrace.config.fields import UNSET, fields, leaf, read
 from tailrace.planner.search import Candidate, Plan
-from tailrace.sim.measure import Result
+from tailrace.sim.result import Result
 
 COLUMNS = ("", "tokens/s", "step s", "trainer idle", "rollout idle", "staleness", "$ per M tokens")
 

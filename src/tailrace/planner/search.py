@@ -1,11 +1,11 @@
-"""The search: LlamaRL's balance as the start, then the simulator as the judge, one setting at a time.
+"""Coordinate search: LlamaRL's balance as the start, then the simulator decides, one setting at a time.
 
 1. Screen with short runs: synchronous training at every parallelism, and each asynchronous schedule at theta*.
 2. Tune the best schedules by coordinate: split, parallelism, work in flight, staleness, and the split again.
 3. Run the finalists, the synchronous baseline and the user's own config longer, and choose.
 
 The user's `schedule.max_staleness` is the most he accepts; the batch belongs to his algorithm and stays. Throughput
-decides; the fleet is given, so cost per token orders alike. Within a hair of the best, less staleness and less work in
+decides; the fleet is given, so cost per token orders alike. Within 1 % of the best, less staleness and less work in
 flight win. Which points are tried depends on their results alone, so a plan is the same on any number of processes.
 """
 
@@ -24,14 +24,14 @@ from tailrace.config import Config, ConfigError, with_values
 from tailrace.config.tree import ScheduleKind
 from tailrace.planner.balance import Theory, theory
 from tailrace.planner.reasons import reasons_for
-from tailrace.planner.space import ASYNC_KINDS, Point, Space
-from tailrace.sim.cluster import FleetLostError, Simulation, StandstillError
-from tailrace.sim.costs import check_fit
-from tailrace.sim.measure import Result
+from tailrace.planner.search_space import ASYNC_KINDS, SearchPoint, Space
+from tailrace.sim.cost_model import check_fit
+from tailrace.sim.result import Result
+from tailrace.sim.simulation import FleetLostError, Simulation, StandstillError
 
 WORTH_IT = 1.05  # less than this over sync is not worth the staleness
-HAIR = 0.99  # results this close count as equal
-NEAR = 0.85  # a schedule that screens below this share of the best is not tuned
+AS_FAST = 0.99  # results this close count as equal
+WORTH_TUNING = 0.85  # a schedule that screens below this share of the best is not tuned
 EVENTS_PER_S = 40_000  # what one core simulates, roughly: only to size the search
 SEARCH_S = 100.0  # core-seconds the search may take where the fleet allows it
 FEWEST, MOST = 16, 60  # simulations
@@ -134,8 +134,8 @@ class Search:
         self.evaluate = evaluate
         self.progress = progress
         self.space = Space(config, theories)
-        self.found: dict[Point, Result] = {}
-        self.tried: set[Point] = set()
+        self.found: dict[SearchPoint, Result] = {}
+        self.tried: set[SearchPoint] = set()
         self.done = 0
         self.finals = min(6, effort.simulations // 3)  # long runs, kept back from the budget
         self.refusal = ""  # why the first infeasible asynchronous point was refused
@@ -155,7 +155,7 @@ class Search:
             for kind in ASYNC_KINDS
             if any(point.kind == kind for point in rates)
         }
-        near = NEAR * max(screened.values(), default=0.0)
+        near = WORTH_TUNING * max(screened.values(), default=0.0)
         for kind in sorted(screened, key=lambda kind: -screened[kind])[:2]:
             if screened[kind] >= near:
                 self._tune(kind)
@@ -223,7 +223,7 @@ class Search:
     def _best_sync(self) -> Config:
         points = [point for point in self.found if point.kind == "sync"]
         if not points:  # let the user's own parallelism say what does not fit
-            return self.space.config_of(Point("sync", self.config.split.tensor_parallel), self.effort.long)
+            return self.space.config_of(SearchPoint("sync", self.config.split.tensor_parallel), self.effort.long)
         return self.space.config_of(max(points, key=lambda point: self.found[point].tokens_per_s), self.effort.long)
 
     def _own(self) -> Config | None:
@@ -234,7 +234,7 @@ class Search:
             return None
         return own
 
-    def _finalists(self) -> list[Point]:
+    def _finalists(self) -> list[SearchPoint]:
         """What the tuning prefers, what was fastest, the best start (short runs may have underrated it), and the best
         elsewhere: at another split or schedule."""
         ranked = self._ranked()
@@ -244,7 +244,7 @@ class Search:
         start = next((point for point in ranked if point in starts), ranked[0])
         chosen = list(dict.fromkeys((self._leader(ranked[0].kind), ranked[0], start)))
         for point in ranked:
-            if all(_place(point) != _place(other) for other in chosen):
+            if all(_split_of(point) != _split_of(other) for other in chosen):
                 chosen.append(point)
         return chosen[: self.finals - 2]
 
@@ -259,24 +259,24 @@ class Search:
 
     # ------------------------------------------------------------------------------------------------------ simulating
 
-    def _ranked(self) -> list[Point]:
+    def _ranked(self) -> list[SearchPoint]:
         """The asynchronous points that were tried, the fastest first."""
         points = [point for point in self.found if point.kind != "sync"]
         return sorted(points, key=lambda point: -self.found[point].tokens_per_s)
 
-    def _leader(self, kind: ScheduleKind) -> Point:
-        """Of what was tried of a schedule: as fast as the fastest, within a hair, and otherwise the most modest."""
+    def _leader(self, kind: ScheduleKind) -> SearchPoint:
+        """Of the points of a schedule within 1 % of the fastest: that with the least staleness and work in flight."""
         points = [point for point in self.found if point.kind == kind]
         fastest = max(self.found[point].tokens_per_s for point in points)
-        close = [point for point in points if self.found[point].tokens_per_s >= HAIR * fastest]
+        close = [point for point in points if self.found[point].tokens_per_s >= AS_FAST * fastest]
         return min(close, key=lambda point: (point.staleness, point.inflight, -self.found[point].tokens_per_s, point))
 
     def _budget_left(self) -> int:
         return max(0, self.effort.simulations - self.finals - self.done)
 
-    def _try(self, points: Iterable[Point], text: str) -> None:
+    def _try(self, points: Iterable[SearchPoint], text: str) -> None:
         """Short runs of the points that are new and can work, as far as the budget goes."""
-        new: dict[Point, Config] = {}
+        new: dict[SearchPoint, Config] = {}
         for point in points:
             if point in self.tried:
                 continue
@@ -302,7 +302,7 @@ class Search:
         return results
 
 
-def _place(point: Point) -> tuple[str, int, int]:
+def _split_of(point: SearchPoint) -> tuple[str, int, int]:
     return point.kind, point.ways, point.trainer_gpus
 
 
@@ -311,9 +311,9 @@ def _rate(candidate: Candidate | None) -> float:
 
 
 def _preferred(candidates: Sequence[Candidate]) -> Candidate:
-    """The fastest, unless one within a hair of it is less stale."""
+    """The fastest, unless one within 1 % of it is less stale."""
     fastest = max(each.result.tokens_per_s for each in candidates)
-    close = [each for each in candidates if each.result.tokens_per_s >= HAIR * fastest]
+    close = [each for each in candidates if each.result.tokens_per_s >= AS_FAST * fastest]
     return min(close, key=lambda each: (each.config.schedule.max_staleness, each.config.schedule.max_inflight))
 
 

@@ -2,11 +2,11 @@
 
 All running sequences gain one token per decode step, and the time of a step is linear in the KV tokens that it reads.
 So between two changes of the batch the engine's progress is a parabola in time, and the next change (a turn ends, or
-the KV cache is full) is found in closed form. `clock` counts decode steps; a sequence ends at a fixed clock reading.
+the KV cache is full) is found in closed form. A sequence ends at a fixed number of decode steps.
 
-Sequences that do not fit wait; when the cache is full the youngest goes back to the queue and is recomputed later, as
-in the engines people use. The samples of a group share their prompt's KV while they are here together. The KV of an
-ended turn is kept for the next one as long as nobody needs the room: as in the real engine, a call holds none.
+Sequences that do not fit wait. When the cache is full the youngest is preempted: it goes back to the queue and is
+recomputed later, as in vLLM. Prefix cache: the samples of a group share their prompt's KV while they are here together,
+and the KV of an ended turn stays for the next one as long as nobody needs the room; a tool call holds none.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from collections import deque
 from heapq import heappop, heappush
 from math import inf, sqrt
 
-from tailrace.sim.costs import Costs
-from tailrace.sim.episodes import Turn
+from tailrace.sim.cost_model import CostModel
+from tailrace.sim.episodes import SimTurn
 from tailrace.types import GroupId, TrajectoryId, Version
 
-HEADROOM_STEPS = 48  # room for so many decode steps must be left when a sequence is let in, or it is sent back soon
-MAKE_ROOM_STEPS = 16  # and so much is made when the cache is full
+HEADROOM_STEPS = 48  # room for so many decode steps must be left when a sequence is admitted, or it is preempted soon
+PREEMPT_STEPS = 16  # and so much is made by preemption when the cache is full
 
 
-class Sequence:
+class SimSequence:
     """A trajectory as an engine has it. `tokens` is up to date while it is not running."""
 
     __slots__ = (
@@ -33,8 +33,8 @@ class Sequence:
         "group",
         "newest",
         "oldest",
-        "place",
         "prompt",
+        "status",
         "stop",
         "tokens",
         "trajectory",
@@ -43,7 +43,7 @@ class Sequence:
     )
 
     def __init__(
-        self, trajectory: TrajectoryId, group: GroupId, prompt: int, turns: tuple[Turn, ...], failures: int = 0
+        self, trajectory: TrajectoryId, group: GroupId, prompt: int, turns: tuple[SimTurn, ...], failures: int = 0
     ) -> None:
         self.trajectory = trajectory
         self.failures = failures  # of its earlier attempts
@@ -53,39 +53,39 @@ class Sequence:
         self.turn = 0
         self.tokens = 0  # after the prompt, tool output included
         self.stop = turns[0].tokens  # token count at which the present turn ends
-        self.end = 0.0  # the engine's clock reading when that will be
+        self.end = 0.0  # the engine's decode steps when that will be
         self.epoch = 0
         self.oldest: Version = -1
         self.newest: Version = -1
-        self.place = "outside"  # waiting, running, calling (a tool), outside
+        self.status = "outside"  # waiting, running, calling (a tool), outside
 
 
-class Engine:
+class SimEngine:
     __slots__ = (
-        "_base", "_groups", "_heap", "_kept", "_kept_tokens", "_per_kv", "batch", "busy_s", "capacity", "clock",
-        "costs", "crowding", "generated", "held", "kv", "kv_seconds", "lent_s", "max_running", "slowdown",
-        "stall_until", "time", "waiting",
+        "_base", "_cached_tokens", "_groups", "_heap", "_per_kv", "_prefix_cache", "batch", "busy_s", "capacity",
+        "costs", "crowding", "decode_steps", "generated", "held", "kv", "kv_seconds", "lent_s", "max_running",
+        "slowdown", "stall_until", "time", "waiting",
     )  # fmt: skip
 
-    def __init__(self, costs: Costs, now: float) -> None:
+    def __init__(self, costs: CostModel, now: float) -> None:
         self.costs = costs
         self.capacity = float(costs.kv_capacity)
         self.max_running = costs.config.rollout.max_running
         self._base = costs.decode_base
         self._per_kv = costs.decode_per_kv_token
         self.slowdown = 1.0  # of this replica, by a fault
-        self.crowding = 1.0  # and because others want its cores (`processors.py`)
+        self.crowding = 1.0  # and because others want its cores (`cpu_sharing.py`)
         self.time = now
         self.stall_until = now
-        self.clock = 0.0
+        self.decode_steps = 0.0
         self.kv = 0.0
-        self.held: dict[TrajectoryId, Sequence] = {}
-        self.waiting: deque[Sequence] = deque()
-        self.batch: dict[TrajectoryId, Sequence] = {}  # what is running, in the order of admission
-        self._heap: list[tuple[float, TrajectoryId, Sequence]] = []  # by end of turn; entries may be out of date
+        self.held: dict[TrajectoryId, SimSequence] = {}
+        self.waiting: deque[SimSequence] = deque()
+        self.batch: dict[TrajectoryId, SimSequence] = {}  # what is running, in the order of admission
+        self._heap: list[tuple[float, TrajectoryId, SimSequence]] = []  # by end of turn; entries may be out of date
         self._groups: dict[GroupId, int] = {}  # how many samples of a group have their KV here
-        self._kept: dict[TrajectoryId, int] = {}  # KV of ended turns, oldest first, while nobody needs the room
-        self._kept_tokens = 0
+        self._prefix_cache: dict[TrajectoryId, int] = {}  # tokens of ended turns, oldest first
+        self._cached_tokens = 0
         self.busy_s = 0.0
         self.lent_s = 0.0
         self.kv_seconds = 0.0
@@ -93,42 +93,42 @@ class Engine:
 
     # -------------------------------------------------------------------------------------------------- from outside
 
-    def submit(self, now: float, sequences: list[Sequence]) -> None:
+    def submit(self, now: float, sequences: list[SimSequence]) -> None:
         self.advance(now)
         for sequence in sequences:
-            sequence.place = "waiting"
+            sequence.status = "waiting"
             self.held[sequence.trajectory] = sequence
         self.waiting.extend(sequences)
         self._admit(now)
 
-    def take_ended(self, sequence: Sequence) -> None:
+    def take_ended(self, sequence: SimSequence) -> None:
         """Its turn was over before it came here: whoever had it was lost while a judge had it."""
         if sequence.turn + 1 < len(sequence.turns):
-            sequence.place = "calling"
+            sequence.status = "calling"
             self.held[sequence.trajectory] = sequence
 
-    def withdraw(self, now: float) -> list[Sequence]:
+    def withdraw(self, now: float) -> list[SimSequence]:
         """Stop and hand back everything."""
         self.advance(now)
         sequences = list(self.held.values())
         for sequence in sequences:
             self._note_tokens(sequence)
-            sequence.place = "outside"
+            sequence.status = "outside"
         for collection in (self.held, self.waiting, self.batch, self._heap, self._groups):
             collection.clear()
         self.kv = 0.0
-        self._forget_kept()
+        self._clear_prefix_cache()
         return sequences
 
     def cancel(self, now: float, trajectory: TrajectoryId) -> None:
         self.advance(now)
         sequence = self.held.pop(trajectory)
-        if sequence.place == "waiting":
+        if sequence.status == "waiting":
             self.waiting.remove(sequence)
-        elif sequence.place == "running":
+        elif sequence.status == "running":
             self._free(sequence)
-        self._take_kept(trajectory)
-        sequence.place = "outside"
+        self._take_cached(trajectory)
+        sequence.status = "outside"
         self._admit(now)
 
     def stall(self, now: float, seconds: float) -> None:
@@ -157,13 +157,13 @@ class Engine:
             sequence.newest = version
             if sequence.tokens == 0:
                 sequence.oldest = version
-            if recompute and sequence.place == "running":
+            if recompute and sequence.status == "running":
                 seconds += self.costs.prefill(sequence.prompt + sequence.tokens, 0)
         if recompute:
-            self._forget_kept()
+            self._clear_prefix_cache()
         self.stall(now, seconds)
 
-    def finish_call(self, now: float, sequence: Sequence) -> None:
+    def finish_call(self, now: float, sequence: SimSequence) -> None:
         """A tool has answered: the next turn begins as soon as there is room, and reads the tool's output first."""
         turn = sequence.turns[sequence.turn]
         sequence.turn += 1
@@ -196,7 +196,7 @@ class Engine:
         growth = self._per_kv * running
         seconds = elapsed / (self.slowdown * self.crowding)
         steps = (sqrt(rate * rate + 2.0 * growth * seconds) - rate) / growth if growth else seconds / rate
-        self.clock += steps
+        self.decode_steps += steps
         self.kv += steps * running
         self.generated += steps * running
         self.busy_s += elapsed
@@ -210,7 +210,7 @@ class Engine:
         while not self._is_current(heap[0]):
             heappop(heap)
         running = len(self.batch)
-        steps = heap[0][0] - self.clock
+        steps = heap[0][0] - self.decode_steps
         if running > 1:
             steps = min(steps, (self.capacity - self.kv) / running)
         if steps < 0.0:
@@ -219,31 +219,31 @@ class Engine:
         begin = self.stall_until if self.stall_until > self.time else self.time
         return begin + seconds * self.slowdown * self.crowding
 
-    def _is_current(self, entry: tuple[float, TrajectoryId, Sequence]) -> bool:
-        return entry[2].place == "running" and entry[2].end == entry[0]
+    def _is_current(self, entry: tuple[float, TrajectoryId, SimSequence]) -> bool:
+        return entry[2].status == "running" and entry[2].end == entry[0]
 
-    def ended_turns(self, now: float) -> list[Sequence]:
+    def ended_turns(self, now: float) -> list[SimSequence]:
         """Advance to `now` and take out the sequences whose turn is over; make room if the cache is full."""
         self.advance(now)
-        self._shrink_kept()
-        ended: list[Sequence] = []
+        self._evict()
+        ended: list[SimSequence] = []
         heap = self._heap
-        while heap and heap[0][0] <= self.clock + 1e-3:
+        while heap and heap[0][0] <= self.decode_steps + 1e-3:
             entry = heappop(heap)
             if self._is_current(entry):
                 self._end_turn(entry[2])
                 ended.append(entry[2])
         if not ended:
-            self._make_room()
+            self._preempt()
         self._admit(now)
         return ended
 
     # ------------------------------------------------------------------------------------------------------ the batch
 
     def _admit(self, now: float) -> None:
-        """Let waiting sequences in while there is room for them and for everybody's next steps."""
+        """Admit waiting sequences while there is room for them and for everybody's next steps."""
         seconds = 0.0
-        self._shrink_kept()
+        self._evict()
         while self.waiting and len(self.batch) < self.max_running:
             sequence = self.waiting[0]
             shared = sequence.prompt if sequence.group in self._groups else 0
@@ -254,40 +254,40 @@ class Engine:
             self.kv += tokens
             self._groups[sequence.group] = self._groups.get(sequence.group, 0) + 1
             self._run(sequence)
-            cached = max(shared, self._take_kept(sequence.trajectory))
+            cached = max(shared, self._take_cached(sequence.trajectory))
             seconds += self.costs.prefill(sequence.prompt + sequence.tokens - cached, cached)
         if seconds:
-            self._shrink_kept()
+            self._evict()
             self.stall(now, seconds)
 
-    def _run(self, sequence: Sequence) -> None:
-        sequence.place = "running"
-        sequence.end = self.clock + (sequence.stop - sequence.tokens)
+    def _run(self, sequence: SimSequence) -> None:
+        sequence.status = "running"
+        sequence.end = self.decode_steps + (sequence.stop - sequence.tokens)
         self.batch[sequence.trajectory] = sequence
         heappush(self._heap, (sequence.end, sequence.trajectory, sequence))
 
-    def _note_tokens(self, sequence: Sequence) -> None:
-        if sequence.place == "running":
-            sequence.tokens = max(sequence.tokens, int(sequence.stop - max(0.0, sequence.end - self.clock)))
+    def _note_tokens(self, sequence: SimSequence) -> None:
+        if sequence.status == "running":
+            sequence.tokens = max(sequence.tokens, int(sequence.stop - max(0.0, sequence.end - self.decode_steps)))
 
-    def _end_turn(self, sequence: Sequence) -> None:
+    def _end_turn(self, sequence: SimSequence) -> None:
         """Its KV is kept for the next turn, if there is one and as long as nobody needs the room."""
         self._free(sequence)
         sequence.tokens = sequence.stop
         if sequence.turn + 1 < len(sequence.turns):
-            sequence.place = "calling"
-            self._kept[sequence.trajectory] = sequence.prompt + sequence.tokens
-            self._kept_tokens += sequence.prompt + sequence.tokens
+            sequence.status = "calling"
+            self._prefix_cache[sequence.trajectory] = sequence.prompt + sequence.tokens
+            self._cached_tokens += sequence.prompt + sequence.tokens
         else:
             del self.held[sequence.trajectory]
-            sequence.place = "outside"
+            sequence.status = "outside"
 
-    def _free(self, sequence: Sequence) -> None:
+    def _free(self, sequence: SimSequence) -> None:
         """Take its KV away; the prompt's goes with the last sample of the group."""
         tokens = float(sequence.tokens)
-        if sequence.place == "running":
+        if sequence.status == "running":
             del self.batch[sequence.trajectory]
-            tokens = sequence.stop - (sequence.end - self.clock)
+            tokens = sequence.stop - (sequence.end - self.decode_steps)
             self._note_tokens(sequence)
         left = self._groups[sequence.group] - 1
         if left:
@@ -297,24 +297,24 @@ class Engine:
             tokens += sequence.prompt
         self.kv = max(0.0, self.kv - tokens) if self._groups else 0.0
 
-    def _take_kept(self, trajectory: TrajectoryId) -> int:
+    def _take_cached(self, trajectory: TrajectoryId) -> int:
         """The tokens whose KV is still there."""
-        tokens = self._kept.pop(trajectory, 0)
-        self._kept_tokens -= tokens
+        tokens = self._prefix_cache.pop(trajectory, 0)
+        self._cached_tokens -= tokens
         return tokens
 
-    def _shrink_kept(self) -> None:
-        while self._kept and self.kv + self._kept_tokens > self.capacity:
-            self._take_kept(next(iter(self._kept)))
+    def _evict(self) -> None:
+        while self._prefix_cache and self.kv + self._cached_tokens > self.capacity:
+            self._take_cached(next(iter(self._prefix_cache)))
 
-    def _forget_kept(self) -> None:
-        self._kept.clear()
-        self._kept_tokens = 0
+    def _clear_prefix_cache(self) -> None:
+        self._prefix_cache.clear()
+        self._cached_tokens = 0
 
-    def _make_room(self) -> None:
-        """The youngest go back to the queue, to be recomputed when there is room."""
-        while len(self.batch) > 1 and self.kv + MAKE_ROOM_STEPS * len(self.batch) > self.capacity:
+    def _preempt(self) -> None:
+        """Preemption by recompute: the youngest go back to the queue until there is room for them."""
+        while len(self.batch) > 1 and self.kv + PREEMPT_STEPS * len(self.batch) > self.capacity:
             sequence = self.batch[next(reversed(self.batch))]
             self._free(sequence)
-            sequence.place = "waiting"
+            sequence.status = "waiting"
             self.waiting.appendleft(sequence)

@@ -18,7 +18,7 @@ BLOCK = 256  # groups drawn together
 _STREAM = 2  # keeps these draws apart from others made from the same seed
 
 
-class Turn(NamedTuple):
+class SimTurn(NamedTuple):
     """Tokens to generate, then an environment call. The last turn has no call."""
 
     tokens: int
@@ -51,10 +51,10 @@ class Episodes:
         self._columns: dict[tuple[int, int], _Column] = {}
         self._columns_kept = 4 * workload.group_size
 
-    def split(self, index: int, sample: int, tokens: int) -> tuple[Turn, ...]:
+    def split(self, index: int, sample: int, tokens: int) -> tuple[SimTurn, ...]:
         """The turns of one sample of a group. Together they have all its tokens, and each has at least one."""
         if self.single:
-            return (Turn(tokens, 0.0, 0),)
+            return (SimTurn(tokens, 0.0, 0),)
         block, row = divmod(index, BLOCK)
         column = self._columns.get((block, sample)) or self._draw(block, sample)
         start = column.starts[row]
@@ -62,8 +62,10 @@ class Episodes:
         shares = _divide(tokens, column.parts[start : start + count])
         latencies = column.latencies[start : start + count - 1]
         tool_tokens = self._turns.tool_tokens
-        before_last = [Turn(share, latency, tool_tokens) for share, latency in zip(shares[:-1], latencies, strict=True)]
-        return (*before_last, Turn(shares[-1], 0.0, 0))
+        before_last = [
+            SimTurn(share, latency, tool_tokens) for share, latency in zip(shares[:-1], latencies, strict=True)
+        ]
+        return (*before_last, SimTurn(shares[-1], 0.0, 0))
 
     def _draw(self, block: int, sample: int) -> _Column:
         source = np.random.SeedSequence(self._seed, spawn_key=(_STREAM, block, sample))

@@ -25,7 +25,7 @@ import numpy as np
 
 from tailrace.config.render import render_values
 from tailrace.config.tree import Costs, Lengths
-from tailrace.sim.observed import FitError, Work, observe
+from tailrace.sim.journal_statistics import FitError, JournalStatistics, journal_statistics
 from tailrace.store.database import file_of
 from tailrace.store.journal import Journal
 from tailrace.store.metrics import measurements
@@ -35,22 +35,22 @@ COUNTED = ("busy_s", *ENGINE, "load_s", "loads")
 FEWEST = 8  # heartbeats with work: twice as many as an engine has costs
 BY_PROCESSOR = 0.1  # share of the busy time from which on processor seconds are what the work costs
 
-Sample = dict[str, float]
+Counters = dict[str, float]  # what a process reported at once, by name
 
 
 def fit(run: Path) -> Costs:
     """The costs of one replica and of the trainer."""
-    return _costs(run, _Measured(run), observe(run))
+    return _costs(run, _Measured(run), journal_statistics(run))
 
 
 def fit_workload(run: Path) -> Lengths:
     """The law of lengths that the run showed: its own lengths, and how alike the samples of a prompt were."""
-    return _lengths(run, observe(run))
+    return _lengths(run, journal_statistics(run))
 
 
 def fitted(run: Path) -> dict[str, Any]:
     """Everything that can be known, as settings by dotted key: `with_values(config, fitted(run))`."""
-    measured, work = _Measured(run), observe(run)
+    measured, work = _Measured(run), journal_statistics(run)
     costs, lengths = _costs(run, measured, work), _lengths(run, work)
     return {
         **{f"costs.{name}": getattr(costs, name) for name in costs.__struct_fields__},
@@ -67,12 +67,12 @@ def fragment(run: Path) -> str:
     return render_values(fitted(run))
 
 
-def _costs(run: Path, measured: _Measured, work: Work) -> Costs:
+def _costs(run: Path, measured: _Measured, work: JournalStatistics) -> Costs:
     solved = _engine_costs(run, measured) | _trainer_costs(run, measured)
     return Costs(**{name: _round(value) for name, value in solved.items()}, kv_tokens=work.kv_tokens)
 
 
-def _lengths(run: Path, work: Work) -> Lengths:
+def _lengths(run: Path, work: JournalStatistics) -> Lengths:
     return Lengths(law="empirical", file=str(file_of(run).resolve()), correlation=_round(work.correlation))
 
 
@@ -92,8 +92,8 @@ class _Measured:
 
     def __init__(self, run: Path) -> None:
         self.emulated = Journal(run).config.rollout.engine == "emulated"
-        heartbeats: dict[str, dict[float, Sample]] = {}
-        parts: dict[tuple[int, float], Sample] = {}
+        heartbeats: dict[str, dict[float, Counters]] = {}
+        parts: dict[tuple[int, float], Counters] = {}
         self.stalls: dict[str, list[float]] = {"publish": [], "checkpoint": []}
         for one in measurements(run):
             kind, _, name = one.name.partition("/")
@@ -115,7 +115,7 @@ class _Measured:
         busy = sum(one["busy_s"] for one in intervals)
         return not self.emulated and sum(one.get("cpu_s", 0.0) for one in intervals) > BY_PROCESSOR * busy
 
-    def intervals(self) -> Iterator[Sample]:
+    def intervals(self) -> Iterator[Counters]:
         """What an engine did from one heartbeat to the next, wherever it did something."""
         for life in self.lives:
             for before, after in pairwise(life):
@@ -123,9 +123,9 @@ class _Measured:
                     yield {name: value - before.get(name, 0.0) for name, value in after.items()}
 
 
-def _lives(samples: Iterable[Sample]) -> list[list[Sample]]:
+def _lives(samples: Iterable[Counters]) -> list[list[Counters]]:
     """The sums of one replica; they begin again at nothing when it is started again."""
-    lives: list[list[Sample]] = []
+    lives: list[list[Counters]] = []
     for sample in samples:
         if not all(name in sample for name in COUNTED):
             continue
@@ -161,7 +161,7 @@ def _engine_costs(run: Path, measured: _Measured) -> dict[str, float]:
     }
 
 
-def _row(sample: Sample, *names: str) -> list[float]:
+def _row(sample: Counters, *names: str) -> list[float]:
     return [sample[name] for name in names]
 
 
@@ -180,7 +180,7 @@ def _trainer_costs(run: Path, measured: _Measured) -> dict[str, float]:
 
 
 def _least_squares(work: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
-    """Cost of each kind of work, none below 0.
+    """Non-negative least squares: the cost of each kind of work.
 
     There are so few kinds that every choice of them can be tried: of the solutions without a negative cost the closest
     is the answer, and among equals the one with the fewest and likeliest kinds.

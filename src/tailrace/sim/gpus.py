@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from tailrace.config.errors import ConfigError
-from tailrace.config.near import near
+from tailrace.config.spelling import near
 
 PCIE3 = 12e9  # what copies attain of x16, one direction
 PCIE4 = 25e9

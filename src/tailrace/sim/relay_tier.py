@@ -2,81 +2,79 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from tailrace.config.tree import Config
 from tailrace.protocol import Drop, Publish, Route, VersionStored
-from tailrace.sim.nodes import SimRelay
+from tailrace.sim.clock import VirtualClock
+from tailrace.sim.cost_model import CostModel
+from tailrace.sim.network import Network
+from tailrace.sim.processes import SimFleet, SimRelay
 from tailrace.types import Version
-
-if TYPE_CHECKING:
-    from tailrace.sim.cluster import Simulation
 
 
 class RelayTier:
-    def __init__(self, simulation: Simulation) -> None:
-        self.sim = simulation
-        relay = simulation.config.relay
-        self._hop = simulation.costs.hop(len(simulation.relays), 1 if relay.topology == "chain" else relay.fan_out)
+    def __init__(
+        self, config: Config, clock: VirtualClock, costs: CostModel, fleet: SimFleet, network: Network
+    ) -> None:
+        self._clock = clock
+        self._costs = costs
+        self._fleet = fleet
+        self._network = network
+        relays, tree = len(fleet.relays), config.relay.topology == "tree"
+        self._hop_s = costs.hop(relays, config.relay.fan_out if tree else 1)
+        self._first_s = 0.0 if config.colocated else costs.broadcast_start(relays)
 
     def route(self, command: Route) -> None:
-        relay = self.sim.relays[command.relay]
-        if (
-            relay.incarnation != command.incarnation
-            or command.epoch <= relay.route_epoch
-            or self.sim.faults.is_cut(relay)
-        ):
+        relay = self._fleet.relays[command.relay]
+        current = relay.incarnation == command.incarnation and command.epoch > relay.route_epoch
+        if not current or self._network.is_cut(relay):
             return
         relay.route_epoch = command.epoch
         relay.targets = command.targets
         for version in relay.versions:
-            self._forward(relay, version, self.sim.costs.transfer)
+            self._forward(relay, version, self._costs.transfer)
 
     def _forward(self, relay: SimRelay, version: Version, seconds: float) -> None:
         """Send a version on to every target that has not got it and is not just getting it."""
         for id in relay.targets:
-            target = self.sim.relays[id]
+            target = self._fleet.relays[id]
             coming = target.incoming.get(version)
-            if version in target.versions or (coming and self.sim.relays[coming[0]].life == coming[1]):
+            if version in target.versions or (coming and self._fleet.relays[coming[0]].life == coming[1]):
                 continue
             target.incoming[version] = (relay.id, relay.life)
-            self.sim.kernel.after(seconds, self._received, relay, relay.life, target, target.life, version)
+            self._clock.after(seconds, self._received, relay, relay.life, target, target.life, version)
 
     def _received(self, relay: SimRelay, sender: int, target: SimRelay, receiver: int, version: Version) -> None:
         """A transfer is complete, if both ends lived through it and could reach each other."""
         if target.incoming.get(version) == (relay.id, sender):
             del target.incoming[version]
         intact = relay.alive and relay.life == sender and target.alive and target.life == receiver
-        if intact and not self.sim.faults.is_cut(relay) and not self.sim.faults.is_cut(target):
-            self._store(target, version, self._hop)
+        if intact and not self._network.is_cut(relay) and not self._network.is_cut(target):
+            self._store(target, version, self._hop_s)
 
     def _store(self, relay: SimRelay, version: Version, forward_s: float) -> None:
         relay.versions[version] = None
-        self.sim.tell(relay, VersionStored(relay.id, relay.incarnation, version))
+        self._network.send(relay, VersionStored(relay.id, relay.incarnation, version))
         self._forward(relay, version, forward_s)
 
     def drop(self, command: Drop) -> None:
-        relay = self.sim.relays[command.relay]
+        relay = self._fleet.relays[command.relay]
         if relay.incarnation == command.incarnation:
             relay.versions.pop(command.version, None)
 
     def publish(self, command: Publish) -> None:
         """The trainer stalls while it pushes; the master forwards once it has all (it reshards first)."""
-        trainer, now = self.sim.trainer, self.sim.kernel.now
-        if not trainer.alive or trainer.incarnation != command.incarnation or self.sim.faults.is_cut(trainer):
+        trainer = self._fleet.trainer
+        if not trainer.alive or trainer.incarnation != command.incarnation or self._network.is_cut(trainer):
             return
-        seconds = self.sim.costs.push()
+        seconds = self._costs.push()
         trainer.stall_s += seconds
         trainer.pushes += 1
-        trainer.free_at = max(trainer.free_at, now) + seconds
-        relay = self.sim.relays[command.relay]
-        self.sim.kernel.at(trainer.free_at, self._pushed, trainer.life, relay, relay.life, command.version)
+        trainer.free_at = max(trainer.free_at, self._clock.now) + seconds
+        relay = self._fleet.relays[command.relay]
+        self._clock.at(trainer.free_at, self._pushed, trainer.life, relay, relay.life, command.version)
 
     def _pushed(self, sender: int, relay: SimRelay, receiver: int, version: Version) -> None:
-        trainer = self.sim.trainer
+        trainer = self._fleet.trainer
         intact = trainer.alive and trainer.life == sender and relay.alive and relay.life == receiver
-        if intact and not self.sim.faults.is_cut(relay):
-            self._store(
-                relay,
-                version,
-                0.0 if self.sim.config.colocated else self.sim.costs.broadcast_start(len(self.sim.relays)),
-            )
+        if intact and not self._network.is_cut(relay):
+            self._store(relay, version, self._first_s)

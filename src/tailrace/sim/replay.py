@@ -22,7 +22,7 @@ WIDTH = 240  # characters of a message that are shown
 LINES = 30  # of a difference
 
 
-class Recorded(Protocol):
+class ReplayEntry(Protocol):
     """An entry of the journal."""
 
     @property
@@ -53,7 +53,7 @@ class Replayed(NamedTuple):
     difference: Difference | None
 
 
-def replay(entries: Iterable[Recorded], config: Config, progress: Callable[[int], None] | None = None) -> Replayed:
+def replay(entries: Iterable[ReplayEntry], config: Config, progress: Callable[[int], None] | None = None) -> Replayed:
     """Stops at the first difference: what comes after it only follows from it."""
     plane = ControlPlane(config)
     count = 0
@@ -66,7 +66,7 @@ def replay(entries: Iterable[Recorded], config: Config, progress: Callable[[int]
     return Replayed(count, None)
 
 
-def _compare(plane: ControlPlane, entry: Recorded) -> Difference | None:
+def _compare(plane: ControlPlane, entry: ReplayEntry) -> Difference | None:
     expected = list(entry.commands)
     try:
         got = plane.handle(entry.now, entry.event)

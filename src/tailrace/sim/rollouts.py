@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import inf
-from typing import TYPE_CHECKING
 
+from tailrace.config.tree import Config
 from tailrace.protocol import (
     SCORING_S,
     Cancel,
     Finished,
+    Forget,
     Generate,
     GenerationResumed,
     JudgedTurn,
@@ -21,23 +23,45 @@ from tailrace.protocol import (
     TrajectoryMeta,
     WeightsLoaded,
 )
-from tailrace.sim.engine import Sequence
-from tailrace.sim.episodes import Turn
-from tailrace.sim.nodes import SimReplica
+from tailrace.sim.clock import VirtualClock
+from tailrace.sim.cost_model import CostModel
+from tailrace.sim.engine import SimSequence
+from tailrace.sim.network import Network
+from tailrace.sim.processes import SimFleet, SimReplica
+from tailrace.sim.result import Meter
+from tailrace.sim.samples import SimSamples
 from tailrace.types import TrajectoryId, Version
-
-if TYPE_CHECKING:
-    from tailrace.sim.cluster import Simulation
 
 
 class Rollouts:
-    def __init__(self, simulation: Simulation) -> None:
-        self.sim = simulation
+    """`trained_steps` says how far training has come, which lengths may follow."""
+
+    def __init__(
+        self,
+        config: Config,
+        clock: VirtualClock,
+        costs: CostModel,
+        fleet: SimFleet,
+        network: Network,
+        meter: Meter,
+        trained_steps: Callable[[], int],
+    ) -> None:
+        self.stored: dict[TrajectoryId, SimSequence] = {}  # every sample that is not forgotten, as it was streamed
+        self._colocated = config.colocated
+        self._reward_s = config.workload.reward_s
+        self._recomputes = config.schedule.in_flight_kv == "recompute"
+        self._clock = clock
+        self._costs = costs
+        self._fleet = fleet
+        self._network = network
+        self._meter = meter
+        self._trained_steps = trained_steps
+        self._samples = SimSamples(config)
 
     def _reached(self, id: int, incarnation: int) -> SimReplica | None:
         """The replica that an order is for, if it gets there; then its next heartbeat brings its load."""
-        replica = self.sim.replicas[id]
-        if not replica.alive or self.sim.faults.is_cut(replica) or replica.incarnation != incarnation:
+        replica = self._fleet.replicas[id]
+        if not replica.alive or self._network.is_cut(replica) or replica.incarnation != incarnation:
             return None
         replica.reported = None
         return replica
@@ -47,7 +71,7 @@ class Rollouts:
         if replica is None:
             return
         sequences = [self._sequence(request, replica) for request in command.requests]
-        replica.engine.submit(self.sim.kernel.now, [one for one in sequences if one.tokens < one.stop])
+        replica.engine.submit(self._clock.now, [one for one in sequences if one.tokens < one.stop])
         for sequence in sequences:
             if sequence.tokens >= sequence.stop:
                 replica.engine.take_ended(sequence)
@@ -55,37 +79,49 @@ class Rollouts:
         self.mark(replica)
         self.wake(replica)
 
-    def _sequence(self, request: Request, replica: SimReplica) -> Sequence:
-        sequence = self.sim.vault.get(request.trajectory) if request.resume else None
-        if sequence is None or sequence.tokens == 0:
-            sequence = self._new_sequence(request)
-            sequence.oldest = replica.version
-        if sequence.place != "outside":  # an older assignment still runs elsewhere: its work is not shared
-            sequence = self._new_sequence(request)
-            sequence.oldest = replica.version
-        self.sim.vault[request.trajectory] = sequence
+    def _sequence(self, request: Request, replica: SimReplica) -> SimSequence:
+        sequence = self.stored.get(request.trajectory) if request.resume else None
+        # An older assignment may still run elsewhere: its work is not shared.
+        if sequence is None or sequence.tokens == 0 or sequence.status != "outside":
+            sequence = self._new_sequence(request, replica)
+        self.stored[request.trajectory] = sequence
         sequence.epoch = request.epoch
         sequence.newest = replica.version
         return sequence
 
-    def _new_sequence(self, request: Request) -> Sequence:
-        size, failures = self.sim.config.workload.group_size, request.failures
-        index = request.trajectory % size
-        tokens = self.sim.lengths.sample(request.group, index, failures, self.sim.plane.state.training.version)
-        if self.sim.episodes.single:
-            turns = (Turn(tokens, 0.0, 0),)
-        else:
-            turns = self.sim.episodes.split(request.group, failures * size + index, tokens)
-        return Sequence(request.trajectory, request.group, request.prompt_tokens, turns, failures)
+    def _new_sequence(self, request: Request, replica: SimReplica) -> SimSequence:
+        sequence = self._samples.sequence(request, self._trained_steps())
+        sequence.oldest = replica.version
+        return sequence
+
+    def forget(self, command: Forget) -> None:
+        for id in command.trajectories:
+            self.stored.pop(id, None)
+
+    # ------------------------------------------------------------------------------------------------------ colocated
+
+    def pause(self, seconds: float) -> None:
+        """What is in flight waits while the trainer has the GPUs."""
+        for replica in self._fleet.replicas:
+            self._meter.mark(replica, "training", self._clock.now)
+            if replica.engine.held:
+                replica.engine.lend(self._clock.now, seconds)
+                self.wake(replica)
+
+    def resume(self) -> None:
+        for replica in self._fleet.replicas:
+            self.mark(replica)
+
+    # ---------------------------------------------------------------------------------------------------------- turns
 
     def mark(self, replica: SimReplica) -> None:
         """Note what a replica is doing, for the timeline."""
-        self.sim.meter.mark(replica, self._doing(replica), self.sim.kernel.now)
+        self._meter.mark(replica, self._doing(replica), self._clock.now)
 
     def _doing(self, replica: SimReplica) -> str:
         if replica.pulling or not replica.alive:
             return "pulling" if replica.alive else "lost"
-        if self.sim.config.colocated and self.sim.trainer.doing is not None:
+        if self._colocated and self._fleet.trainer.training is not None:
             return "training"
         if replica.engine.batch or replica.engine.waiting:
             return "generating"
@@ -96,64 +132,64 @@ class Rollouts:
         replica.wake += 1
         at = replica.engine.next_change()
         if at != inf:
-            self.sim.kernel.at(at, self._woken, replica, replica.wake)
+            self._clock.at(at, self._woken, replica, replica.wake)
 
     def _woken(self, replica: SimReplica, wake: int) -> None:
         if wake != replica.wake:
             return
-        for sequence in replica.engine.ended_turns(self.sim.kernel.now):
+        for sequence in replica.engine.ended_turns(self._clock.now):
             self._judge(replica, sequence)
         self.mark(replica)
         self.wake(replica)
 
-    def _judge(self, replica: SimReplica, sequence: Sequence) -> None:
+    def _judge(self, replica: SimReplica, sequence: SimSequence) -> None:
         """A turn is over: a tool is called, or the whole is scored."""
-        turn = JudgedTurn(sequence.trajectory, sequence.epoch, sequence.turn, final=sequence.place != "calling")
-        seconds = self.sim.config.workload.reward_s if turn.final else sequence.turns[sequence.turn].latency_s
+        turn = JudgedTurn(sequence.trajectory, sequence.epoch, sequence.turn, final=sequence.status != "calling")
+        seconds = self._reward_s if turn.final else sequence.turns[sequence.turn].latency_s
         if turn.final and not seconds:
             self._report(replica, sequence)
             return
         if turn.final:
             replica.scoring[sequence.trajectory] = sequence
         if seconds > SCORING_S:
-            self.sim.kernel.after(SCORING_S, self._judged_for_long, replica, sequence, turn)
-        self.sim.kernel.after(seconds, self._judged, replica, sequence, turn, seconds > SCORING_S)
+            self._clock.after(SCORING_S, self._judged_for_long, replica, sequence, turn)
+        self._clock.after(seconds, self._judged, replica, sequence, turn, seconds > SCORING_S)
 
-    def _is_judged(self, replica: SimReplica, sequence: Sequence, turn: JudgedTurn) -> bool:
+    def _is_judged(self, replica: SimReplica, sequence: SimSequence, turn: JudgedTurn) -> bool:
         """It is still where it was when the turn ended."""
         held = replica.scoring if turn.final else replica.engine.held
         here = held.get(sequence.trajectory) is sequence and (sequence.epoch, sequence.turn) == (turn.epoch, turn.turn)
-        return here and (turn.final or sequence.place == "calling")
+        return here and (turn.final or sequence.status == "calling")
 
-    def _judged_for_long(self, replica: SimReplica, sequence: Sequence, turn: JudgedTurn) -> None:
+    def _judged_for_long(self, replica: SimReplica, sequence: SimSequence, turn: JudgedTurn) -> None:
         if self._is_judged(replica, sequence, turn):
-            self.sim.tell(replica, ScoringStarted(replica.id, replica.incarnation, (turn,)))
+            self._network.send(replica, ScoringStarted(replica.id, replica.incarnation, (turn,)))
 
-    def _judged(self, replica: SimReplica, sequence: Sequence, turn: JudgedTurn, was_long: bool) -> None:
+    def _judged(self, replica: SimReplica, sequence: SimSequence, turn: JudgedTurn, was_long: bool) -> None:
         if not self._is_judged(replica, sequence, turn):
             return
         if turn.final:
             del replica.scoring[sequence.trajectory]
             self._report(replica, sequence)
         else:
-            self._go_on(replica, sequence, was_long)
+            self._continue(replica, sequence, was_long)
         self.mark(replica)
 
-    def _go_on(self, replica: SimReplica, sequence: Sequence, was_long: bool) -> None:
-        replica.engine.finish_call(self.sim.kernel.now, sequence)
+    def _continue(self, replica: SimReplica, sequence: SimSequence, was_long: bool) -> None:
+        replica.engine.finish_call(self._clock.now, sequence)
         self.wake(replica)
         if was_long:
             turn = JudgedTurn(sequence.trajectory, sequence.epoch, sequence.turn)
-            self.sim.tell(replica, GenerationResumed(replica.id, replica.incarnation, (turn,)))
+            self._network.send(replica, GenerationResumed(replica.id, replica.incarnation, (turn,)))
 
-    def _report(self, replica: SimReplica, sequence: Sequence) -> None:
-        if self.sim.faults.sample_fails(sequence.trajectory, sequence.failures):
+    def _report(self, replica: SimReplica, sequence: SimSequence) -> None:
+        if self._samples.fails(sequence):
             failed = SampleFailed(replica.id, sequence.trajectory, sequence.epoch, "the environment failed")
-            self.sim.tell(replica, failed)
+            self._network.send(replica, failed)
         else:
-            self.sim.tell(replica, Finished(replica.id, self._meta(sequence, "stop")))
+            self._network.send(replica, Finished(replica.id, self._meta(sequence, "stop")))
 
-    def _meta(self, sequence: Sequence, finish: str = "") -> TrajectoryMeta:
+    def _meta(self, sequence: SimSequence, finish: str = "") -> TrajectoryMeta:
         return TrajectoryMeta(
             sequence.trajectory, sequence.epoch, sequence.tokens, sequence.oldest, sequence.newest, finish
         )
@@ -162,11 +198,11 @@ class Rollouts:
         replica = self._reached(command.replica, command.incarnation)
         if replica is None:
             return
-        now = self.sim.kernel.now
+        now = self._clock.now
         sequences = replica.engine.withdraw(now)
-        self.sim.meter.mark(replica, "repacked", now)
+        self._meter.mark(replica, "repacked", now)
         self.wake(replica)
-        self.sim.tell(replica, Parked(replica.id, replica.incarnation, tuple([self._meta(s) for s in sequences])))
+        self._network.send(replica, Parked(replica.id, replica.incarnation, tuple([self._meta(s) for s in sequences])))
 
     def cancel(self, command: Cancel) -> None:
         replica = self._reached(command.replica, command.incarnation)
@@ -182,7 +218,7 @@ class Rollouts:
 
     def _drop(self, replica: SimReplica, trajectory: TrajectoryId) -> None:
         if replica.scoring.pop(trajectory, None) is None:
-            replica.engine.cancel(self.sim.kernel.now, trajectory)
+            replica.engine.cancel(self._clock.now, trajectory)
 
     # ------------------------------------------------------------------------------------------------------- weights
 
@@ -190,26 +226,26 @@ class Rollouts:
         replica = self._reached(command.replica, command.incarnation)
         if replica is None:
             return
-        now = self.sim.kernel.now
+        now = self._clock.now
         replica.pull += 1
         replica.pulling = True
-        seconds = self.sim.costs.pull(remote=command.relay != replica.host) * replica.engine.slowdown
+        seconds = self._costs.pull(remote=command.relay != replica.host) * replica.engine.slowdown
         replica.pulled_s += seconds
         replica.pulls += 1
         self.mark(replica)
         if replica.engine.held:
             replica.engine.stall(now, seconds)
             self.wake(replica)
-        self.sim.kernel.after(seconds, self._loaded, replica, replica.pull, command.version)
+        self._clock.after(seconds, self._loaded, replica, replica.pull, command.version)
 
     def _loaded(self, replica: SimReplica, pull: int, version: Version) -> None:
         if pull != replica.pull:
             return
-        now = self.sim.kernel.now
+        now = self._clock.now
         replica.version = version
         replica.pulling = False
         if replica.engine.held:
-            replica.engine.switch_weights(now, version, self.sim.config.schedule.in_flight_kv == "recompute")
+            replica.engine.switch_weights(now, version, self._recomputes)
             self.wake(replica)
         self.mark(replica)
-        self.sim.tell(replica, WeightsLoaded(replica.id, replica.incarnation, version))
+        self._network.send(replica, WeightsLoaded(replica.id, replica.incarnation, version))

@@ -18,8 +18,9 @@ from typing import Any
 import msgspec
 
 from tailrace.config.tree import Config
-from tailrace.sim.cluster import FleetLostError, Observer, Simulation
-from tailrace.sim.measure import Result, Span
+from tailrace.sim.controller import Observer
+from tailrace.sim.result import Result, TimelineSpan
+from tailrace.sim.simulation import FleetLostError, Simulation
 
 PROCESSES = 2
 PAYS_FROM = 30_000  # trajectories in all: below that, starting processes takes longer than simulating
@@ -28,11 +29,11 @@ LOOK_EVERY_S = 0.1
 Progress = Callable[[int, int, str], None]  # steps done, steps in all, what is being done
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class SimulationOutcome(msgspec.Struct, frozen=True):
     """What one simulation gave; the timeline is empty unless it was asked for."""
 
     result: Result | None  # None: the fleet was lost
-    timeline: list[Span]
+    timeline: list[TimelineSpan]
     lost: str = ""  # why
 
 
@@ -41,18 +42,18 @@ def simulate(
     observer: Observer | None = None,
     timeline: bool = False,
     progress: Callable[[int], None] | None = None,
-) -> Outcome:
+) -> SimulationOutcome:
     simulation = Simulation(config, observer, timeline)
     try:
         result = simulation.run(progress)
     except FleetLostError as error:
-        return Outcome(None, [], str(error))
-    return Outcome(result, simulation.meter.timeline or [])
+        return SimulationOutcome(None, [], str(error))
+    return SimulationOutcome(result, simulation.meter.timeline or [])
 
 
 def sweep(
     configs: Sequence[Config], timelines: Sequence[bool], progress: Progress, pays_from: int = PAYS_FROM
-) -> list[Outcome]:
+) -> list[SimulationOutcome]:
     """Simulate every config; `timelines` says for which of them to keep what the replicas did."""
     work = sum(config.run.steps * config.workload.trajectories_per_step for config in configs)
     if len(configs) > 1 and work >= pays_from:
@@ -64,9 +65,9 @@ def describe(config: Config) -> str:
     return f"{config.schedule.kind} on {config.size}"
 
 
-def _one_by_one(configs: Sequence[Config], timelines: Sequence[bool], progress: Progress) -> list[Outcome]:
+def _one_by_one(configs: Sequence[Config], timelines: Sequence[bool], progress: Progress) -> list[SimulationOutcome]:
     total = sum(config.run.steps for config in configs)
-    outcomes: list[Outcome] = []
+    outcomes: list[SimulationOutcome] = []
     done = 0
     for config, timeline in zip(configs, timelines, strict=True):
         before, text = done, describe(config)
@@ -83,7 +84,7 @@ def _one_by_one(configs: Sequence[Config], timelines: Sequence[bool], progress: 
 # -------------------------------------------------------------------------------------------------- several processes
 
 
-def _in_parallel(configs: Sequence[Config], timelines: Sequence[bool], progress: Progress) -> list[Outcome]:
+def _in_parallel(configs: Sequence[Config], timelines: Sequence[bool], progress: Progress) -> list[SimulationOutcome]:
     context = multiprocessing.get_context("spawn")
     steps = context.Array("l", len(configs), lock=False)
     total = sum(config.run.steps for config in configs)
@@ -99,7 +100,7 @@ def _in_parallel(configs: Sequence[Config], timelines: Sequence[bool], progress:
             for child in set(multiprocessing.active_children()) - before:
                 child.terminate()
             raise
-        return [msgspec.msgpack.decode(futures[row].result(), type=Outcome) for row in range(len(configs))]
+        return [msgspec.msgpack.decode(futures[row].result(), type=SimulationOutcome) for row in range(len(configs))]
 
 
 def _watch(futures: list[Future[bytes]], look: Callable[[], None]) -> None:

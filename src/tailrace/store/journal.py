@@ -25,7 +25,7 @@ import msgspec
 
 from tailrace import __version__
 from tailrace.config import Config, render, with_values
-from tailrace.config.sources import flat, read_toml
+from tailrace.config.files import flat, read_toml
 from tailrace.protocol import AnyCommand, AnyEvent, Command, Event
 from tailrace.store.database import (
     DAMAGE,

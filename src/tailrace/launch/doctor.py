@@ -30,6 +30,11 @@ PACKAGES = (
 Section = tuple[str, list[tuple[str, str]]]
 
 
+def print_report(files: Sequence[str], settings: Sequence[str]) -> int:
+    print(examine(files, settings))
+    return 0
+
+
 def examine(files: Sequence[str], settings: Sequence[str]) -> str:
     """The whole report. With files or settings, also what they mean."""
     config = load(files, settings) if files or settings else None
@@ -207,8 +212,8 @@ def _at_least(size: float) -> str:
 
 def _fleet(config: Config) -> Iterator[Section]:
     """What a simulation of these settings would be of. Settings for training need not describe a fleet."""
-    from tailrace.sim.assumed import assumptions
-    from tailrace.sim.costs import check_fit
+    from tailrace.sim.assumptions import assumptions
+    from tailrace.sim.cost_model import check_fit
 
     if _trains(config) and not config.costs.measured and (why := _no_fleet(config)):
         yield "simulation", [("fleet", why)]
@@ -258,9 +263,9 @@ def _gpus_each(ways: int) -> str:
 
 def _generation_facts(config: Config) -> list[tuple[str, str]]:
     from tailrace.lengths import LengthLaw
-    from tailrace.sim.measured import costs_of
+    from tailrace.sim.measured_costs import cost_model_of
 
-    costs, workload = costs_of(config), config.workload
+    costs, workload = cost_model_of(config), config.workload
     cap, law = workload.max_completion_tokens, LengthLaw(workload, config.run.seed)
     typical, longest = workload.prompt_tokens + law.mean, workload.prompt_tokens + cap
     per_replica = workload.trajectories_per_step / config.replicas
@@ -276,14 +281,14 @@ def _generation_facts(config: Config) -> list[tuple[str, str]]:
 
 
 def _training_facts(config: Config) -> list[tuple[str, str]]:
-    from tailrace.sim.costs import TRAINING_BYTES
-    from tailrace.sim.measured import costs_of
+    from tailrace.sim.cost_model import TRAINING_BYTES
+    from tailrace.sim.measured_costs import cost_model_of
 
     step = ("a step", _parts(config))
     if config.costs.measured:
         return [step]
     per_gpu = TRAINING_BYTES * config.model.parameters / config.trainer_gpus
-    of = costs_of(config).trainer_gpu.memory_bytes
+    of = cost_model_of(config).trainer_gpu.memory_bytes
     return [("memory", f"{per_gpu / 1e9:,.1f} of {of / 1e9:,.0f} GB a GPU for weights, gradients and optimiser"), step]
 
 
@@ -293,9 +298,9 @@ def _parts(config: Config) -> str:
 
 
 def _weights_facts(config: Config) -> list[tuple[str, str]]:
-    from tailrace.sim.measured import costs_of
+    from tailrace.sim.measured_costs import cost_model_of
 
-    costs = costs_of(config)
+    costs = cost_model_of(config)
     hosts = config.hosts
     return [
         ("push", f"{_seconds(costs.push())}: trainer to master relay, the trainer's only stall"),
@@ -312,7 +317,7 @@ def _seconds(value: float) -> str:
 
 
 def _verdict(config: Config, kind: str) -> str:
-    from tailrace.sim.costs import check_fit
+    from tailrace.sim.cost_model import check_fit
 
     try:
         check_fit(with_values(config, {"schedule.kind": kind}))
@@ -324,10 +329,10 @@ def _verdict(config: Config, kind: str) -> str:
 def _warnings(config: Config) -> Iterator[str]:
     from tailrace.lengths import LengthLaw
     from tailrace.model.advice import advice
-    from tailrace.sim.measured import costs_of
+    from tailrace.sim.measured_costs import cost_model_of
 
     yield from advice(config)
-    costs, workload = costs_of(config), config.workload
+    costs, workload = cost_model_of(config), config.workload
     law = LengthLaw(workload, config.run.seed)
     group = workload.prompt_tokens + workload.group_size * law.mean
     longest = workload.prompt_tokens + workload.max_completion_tokens

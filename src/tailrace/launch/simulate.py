@@ -1,4 +1,4 @@
-"""`tailrace simulate`: which simulations a request means, their checks, and what is shown, drawn or recorded of them.
+"""`tailrace simulate`: which simulations the options mean, their checks, and what is shown, drawn or recorded of them.
 
 The promise: every combination is checked before the first simulation starts, and nothing is written before that. A
 schedule that nobody asked for by name and that cannot run with these settings is left out, with a note that says why.
@@ -15,17 +15,13 @@ from typing import Any, NamedTuple
 from tailrace.config import Config, ConfigError, load, render, with_values
 from tailrace.config.fields import meant, read
 from tailrace.config.tree import SCHEDULES
-from tailrace.errors import TailraceError
+from tailrace.launch.errors import UsageError
 
 DROPPED = 0.03  # share of the groups above which it is worth a note
 
 
-class RequestError(TailraceError):
-    """Options of `simulate` that do not go together."""
-
-
-class Request(NamedTuple):
-    """What a person asked `tailrace simulate` for."""
+class SimulateOptions(NamedTuple):
+    """The options of `tailrace simulate`."""
 
     files: Sequence[str]
     settings: Sequence[str] = ()
@@ -37,46 +33,46 @@ class Request(NamedTuple):
     dry_run: bool = False
 
 
-def compare(request: Request) -> int:
+def simulate(options: SimulateOptions) -> int:
     """Check, simulate, show. Returns the exit code."""
-    config = load(request.files, request.settings)
-    kinds = _kinds(request)
-    _refuse_plot(request.plot)
-    from tailrace.sim.assumed import assumptions
+    config = load(options.files, options.settings)
+    kinds = _kinds(options)
+    _refuse_plot(options.plot)
+    from tailrace.sim.assumptions import assumptions
 
-    if request.gpus and config.costs.measured:
-        raise RequestError(
+    if options.gpus and config.costs.measured:
+        raise UsageError(
             "--gpus has no meaning with measured [costs], which are of the processes in [local]; "
             f"write --local.replicas instead, which is {config.local.replicas}"
         )
-    rows = _rows(config, request.gpus or [config.cluster.gpus], kinds)
-    if request.record:
-        _refuse_record(request.record, rows)
+    rows = _rows(config, options.gpus or [config.cluster.gpus], kinds)
+    if options.record:
+        _refuse_record(options.record, rows)
     for sentence in assumptions(config):
         _note(sentence)
-    if request.dry_run:
+    if options.dry_run:
         print(render(rows[0] if len(rows) == 1 else config))
         return 0
-    return _simulate_and_show(request, config, rows)
+    return _simulate_and_show(options, config, rows)
 
 
 # --------------------------------------------------------------------------------------------------- what is meant
 
 
-def _kinds(request: Request) -> list[str]:
+def _kinds(options: SimulateOptions) -> list[str]:
     """The schedules asked for by name; none means all that can run."""
-    chosen = any(word.partition("=")[0] == "--schedule.kind" for word in request.settings)
-    if request.schedules is None:
-        return [load(request.files, request.settings).schedule.kind] if chosen else []
+    chosen = any(word.partition("=")[0] == "--schedule.kind" for word in options.settings)
+    if options.schedules is None:
+        return [load(options.files, options.settings).schedule.kind] if chosen else []
     if chosen:
-        raise RequestError("--schedules and --schedule.kind both choose schedules; write one of them")
-    for name in request.schedules:
+        raise UsageError("--schedules and --schedule.kind both choose schedules; write one of them")
+    for name in options.schedules:
         if name not in SCHEDULES:
             advice = meant("schedule.kind", name, SCHEDULES) or f"there are {', '.join(SCHEDULES)}"
-            raise RequestError(f"--schedules has '{name}', which is no schedule; {advice}")
-    if not request.schedules:
-        raise RequestError(f"--schedules names no schedule; there are {', '.join(SCHEDULES)}")
-    return [kind for kind in SCHEDULES if kind in request.schedules]
+            raise UsageError(f"--schedules has '{name}', which is no schedule; {advice}")
+    if not options.schedules:
+        raise UsageError(f"--schedules names no schedule; there are {', '.join(SCHEDULES)}")
+    return [kind for kind in SCHEDULES if kind in options.schedules]
 
 
 def _rows(config: Config, gpus: Sequence[int], kinds: Sequence[str]) -> list[Config]:
@@ -100,7 +96,7 @@ def _rows(config: Config, gpus: Sequence[int], kinds: Sequence[str]) -> list[Con
 
 def _checked(values: dict[str, Any], config: Config) -> Config:
     from tailrace.lengths import LengthLaw
-    from tailrace.sim.costs import check_fit
+    from tailrace.sim.cost_model import check_fit
 
     row = with_values(config, values)
     check_fit(row)
@@ -139,7 +135,7 @@ def _refuse_record(folder: Path, rows: Sequence[Config]) -> None:
     from tailrace.store.journal import refuse_existing
 
     if len(rows) != 1:
-        raise RequestError(
+        raise UsageError(
             f"--record keeps the journal of one simulation, but these are {len(rows)}; "
             "pick one schedule and one GPU count, for example --schedules trajectory --gpus 64"
         )
@@ -150,46 +146,48 @@ def _refuse_plot(path: Path | None) -> None:
     if path is None:
         return
     if path.suffix.lower() not in (".png", ".html"):
-        raise RequestError(f"--plot {path} has an unknown ending; write a name that ends in .png or .html")
+        raise UsageError(f"--plot {path} has an unknown ending; write a name that ends in .png or .html")
     if not path.parent.is_dir():
-        raise RequestError(f"--plot {path} is in a directory that does not exist; make it first, or name another")
+        raise UsageError(f"--plot {path} is in a directory that does not exist; make it first, or name another")
     if path.is_dir():
-        raise RequestError(f"--plot {path} is a directory; name a file in it")
+        raise UsageError(f"--plot {path} is a directory; name a file in it")
     if path.suffix.lower() == ".png" and find_spec("matplotlib") is None:
-        raise RequestError("drawing a .png needs matplotlib; install tailrace[plot], or write --plot out.html")
+        raise UsageError("drawing a .png needs matplotlib; install tailrace[plot], or write --plot out.html")
 
 
 # ------------------------------------------------------------------------------------------------ running and showing
 
 
-def _simulate_and_show(request: Request, config: Config, rows: Sequence[Config]) -> int:
+def _simulate_and_show(options: SimulateOptions, config: Config, rows: Sequence[Config]) -> int:
     """The exit code: 2 if some fleet was lost."""
     import msgspec
 
     from tailrace.sim.sweep import describe
 
-    outcomes = _run(request, rows)
+    outcomes = _run(options, rows)
     results = [msgspec.to_builtins(outcome.result) for outcome in outcomes if outcome.result]
     lost = [f"{describe(row)}: {one.lost}" for row, one in zip(rows, outcomes, strict=True) if one.lost]
     if lost and not results:
-        raise RequestError(lost[0] + (f" (and {len(lost) - 1} more were lost)" if len(lost) > 1 else ""))
+        from tailrace.sim.simulation import FleetLostError
+
+        raise FleetLostError(lost[0] + (f" (and {len(lost) - 1} more were lost)" if len(lost) > 1 else ""))
     for sentence in lost:
         print(f"tailrace: {sentence}", file=sys.stderr)
     for row, outcome in zip(rows, outcomes, strict=True):
         _note_dropped(row, outcome.result)
-    if request.plot:
+    if options.plot:
         from tailrace.obs.plots import draw
 
         timelines = {each.result.schedule: each.timeline for each in outcomes if each.result and each.timeline}
-        _write_plot(draw, request.plot, results, timelines, _title(config))
-    if request.as_json:
+        _write_plot(draw, options.plot, results, timelines, _title(config))
+    if options.as_json:
         print(msgspec.json.encode({"config": config, "results": results, "lost": lost}).decode())
     else:
         from tailrace.obs.tables import print_results
 
         print_results(results, f"{_title(config)}: ", sys.stdout, config.size if config.costs.measured else "")
-    if request.record:
-        print(f"recorded in {request.record}", file=sys.stderr)
+    if options.record:
+        print(f"recorded in {options.record}", file=sys.stderr)
     return 2 if lost else 0
 
 
@@ -210,22 +208,22 @@ def _write_plot(draw: Any, path: Path, *what: Any) -> None:
     try:
         draw(path, *what)
     except OSError as error:
-        raise RequestError(f"--plot {path} cannot be written ({error.strerror}); name another file") from error
+        raise UsageError(f"--plot {path} cannot be written ({error.strerror}); name another file") from error
 
 
-def _run(request: Request, rows: Sequence[Config]) -> list[Any]:
+def _run(options: SimulateOptions, rows: Sequence[Config]) -> list[Any]:
     from tailrace.obs.progress import Progress
-    from tailrace.sim.sweep import describe, simulate, sweep
+    from tailrace.sim import sweep
 
     smallest = min(row.cluster.gpus for row in rows)
-    timelines = [request.plot is not None and row.cluster.gpus == smallest for row in rows]
+    timelines = [options.plot is not None and row.cluster.gpus == smallest for row in rows]
     with Progress("simulating") as progress:
-        if not request.record:
-            return sweep(rows, timelines, progress)
+        if not options.record:
+            return sweep.sweep(rows, timelines, progress)
         (row,) = rows
-        with _journal(request.record, row) as journal:
-            steps = lambda done: progress(done, row.run.steps, describe(row))  # noqa: E731
-            return [simulate(row, journal.record, timelines[0], steps)]
+        with _journal(options.record, row) as journal:
+            steps = lambda done: progress(done, row.run.steps, sweep.describe(row))  # noqa: E731
+            return [sweep.simulate(row, journal.record, timelines[0], steps)]
 
 
 def _journal(folder: Path, config: Config) -> Any:

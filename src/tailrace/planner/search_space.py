@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from tailrace.config import Config, with_values
 from tailrace.config.tree import ScheduleKind
 from tailrace.planner.balance import Theory
-from tailrace.sim.costs import check_fit
+from tailrace.sim.cost_model import check_fit
 from tailrace.sim.gpus import find
 
 STALENESS = (0, 1, 2, 4, 8)
@@ -17,7 +17,7 @@ CONTINUOUS = ("partial", "trajectory")
 ASYNC_KINDS: tuple[ScheduleKind, ...] = ("one_step", "stream", "partial", "trajectory")
 
 
-class Point(NamedTuple):
+class SearchPoint(NamedTuple):
     """One place in the space that is searched. In sync, only `ways` matters."""
 
     kind: ScheduleKind
@@ -39,13 +39,13 @@ class Space:
         self.fixed = other_card or config.costs.measured  # nothing is divided anew
         self.shared = config.split.colocated is True and not other_card  # the user wants one set of GPUs
 
-    def config_of(self, point: Point, steps: int) -> Config:
+    def config_of(self, point: SearchPoint, steps: int) -> Config:
         """Raises ConfigError where the point cannot work."""
         made = with_values(self.config, self._values(point) | {"run.steps": steps})
         check_fit(made)
         return made
 
-    def _values(self, point: Point) -> dict[str, Any]:
+    def _values(self, point: SearchPoint) -> dict[str, Any]:
         values: dict[str, Any] = {"schedule.kind": point.kind, "split.tensor_parallel": point.ways}
         shares = not self.two_kinds if point.kind == "sync" else self.shared
         said = self.config.split.colocated
@@ -61,21 +61,21 @@ class Space:
             values["schedule.max_inflight"] = point.inflight
         return values
 
-    def _ahead(self, point: Point) -> float | str:
+    def _ahead(self, point: SearchPoint) -> float | str:
         """A limit on the work ahead that the user has set is kept: it is his bound on staleness."""
         if point.kind == "stream":
             return point.staleness
         asked = self.config.schedule.steps_ahead
         return "unset" if asked is None else min(asked, point.staleness)
 
-    def sync(self) -> list[Point]:
+    def sync(self) -> list[SearchPoint]:
         if self.config.costs.measured:
-            return [Point("sync", self.config.split.tensor_parallel)]
+            return [SearchPoint("sync", self.config.split.tensor_parallel)]
         host = min(self.config.cluster.gpus_per_host, self.config.cluster.gpus)
         ways = {1 << power for power in range(host.bit_length())} | {self.config.split.tensor_parallel}
-        return [Point("sync", each) for each in sorted(ways)]
+        return [SearchPoint("sync", each) for each in sorted(ways)]
 
-    def starts(self) -> list[Point]:
+    def starts(self) -> list[SearchPoint]:
         """Every asynchronous schedule at theta*, at the parallelism that theory likes best; without one, as it is."""
         ways, split, bound = self.config.split.tensor_parallel, 0, self.config.schedule.max_staleness
         if self.theories:
@@ -83,7 +83,9 @@ class Space:
             split = self.nearest(ways, self.theories[ways].theta_star * self.config.cluster.gpus)
         ages: dict[str, int] = {"one_step": 1, "stream": min(1, bound)}
         return [
-            Point(kind, ways, split, 0, ages.get(kind, bound)) for kind in ASYNC_KINDS if ages.get(kind, 0) <= bound
+            SearchPoint(kind, ways, split, 0, ages.get(kind, bound))
+            for kind in ASYNC_KINDS
+            if ages.get(kind, 0) <= bound
         ]
 
     def splits(self, ways: int) -> list[int]:
@@ -99,19 +101,19 @@ class Space:
     def nearest(self, ways: int, trainer_gpus: float) -> int:
         return min(self.splits(ways), key=lambda size: abs(size - trainer_gpus), default=0)
 
-    def beside(self, point: Point, stride: int) -> list[Point]:
+    def beside(self, point: SearchPoint, stride: int) -> list[SearchPoint]:
         """The same with a smaller and a larger trainer."""
         sizes = self.splits(point.ways)
         at = sizes.index(point.trainer_gpus)
         around = [at - stride, at + stride]
         return [point._replace(trainer_gpus=sizes[index]) for index in around if 0 <= index < len(sizes)]
 
-    def other_ways(self, point: Point) -> list[Point]:
+    def other_ways(self, point: SearchPoint) -> list[SearchPoint]:
         """The same share of the GPUs at another parallelism."""
         others = [ways for ways in self.theories if ways != point.ways and self.splits(ways)]
         return [point._replace(ways=ways, trainer_gpus=self.nearest(ways, point.trainer_gpus)) for ways in others]
 
-    def other_inflight(self, point: Point) -> list[Point]:
+    def other_inflight(self, point: SearchPoint) -> list[SearchPoint]:
         if point.kind not in CONTINUOUS:
             return []
         step = self.config.workload.trajectories_per_step
@@ -119,7 +121,7 @@ class Space:
         choices |= {self.config.schedule.max_inflight}
         return [point._replace(inflight=each) for each in sorted(choices - {point.inflight})]
 
-    def other_staleness(self, point: Point) -> list[Point]:
+    def other_staleness(self, point: SearchPoint) -> list[SearchPoint]:
         bound = self.config.schedule.max_staleness
         if point.kind == "one_step":
             return []

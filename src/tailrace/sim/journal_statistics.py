@@ -1,5 +1,5 @@
-"""What the journal of a recorded run tells of its work: prompts, how alike the samples of one are, how long they were
-scored, and the replicas.
+"""Statistics of the journal of a recorded run: prompt lengths, correlation of lengths within groups, scoring times, and
+the smallest replica.
 
 `fit.py` makes settings of it. The lengths themselves stay in the journal, which the empirical law of lengths reads.
 """
@@ -21,7 +21,7 @@ class FitError(TailraceError):
     """Why nothing can be fitted to a run, for the person who named it."""
 
 
-class Work(NamedTuple):
+class JournalStatistics(NamedTuple):
     prompt_tokens: float  # mean
     correlation: float  # of lengths within a group
     kv_tokens: int  # of the smallest replica
@@ -29,7 +29,7 @@ class Work(NamedTuple):
     reward_s: float  # mean time to score a sample; what is too quick to be in the journal counts as none
 
 
-def observe(run: Path) -> Work:
+def journal_statistics(run: Path) -> JournalStatistics:
     journal = Journal(run)
     lengths: dict[int, int] = {}
     prompts: list[int] = []
@@ -52,17 +52,17 @@ def observe(run: Path) -> Work:
                 pass
     if not lengths:
         raise FitError(f"{run} has finished no trajectory, so its work is not known; name a run that went further")
-    return Work(
+    return JournalStatistics(
         mean(prompts) if prompts else 0.0,
-        _likeness(lengths, journal.config.workload.group_size),
+        _group_correlation(lengths, journal.config.workload.group_size),
         min((one.kv_capacity for one in joined), default=0),
         min((one.roofline for one in joined), default=0),
         scored_s / len(lengths),
     )
 
 
-def _likeness(lengths: dict[int, int], group_size: int) -> float:
-    """How alike the samples of a group are, on the normal scale on which the law of lengths correlates them."""
+def _group_correlation(lengths: dict[int, int], group_size: int) -> float:
+    """Intraclass correlation of lengths within groups, on the normal scale that the law of lengths uses."""
     ids = sorted(lengths)
     scores = _normal_scores(np.array([lengths[id] for id in ids], float))
     spread = float(scores.var())
@@ -77,7 +77,7 @@ def _likeness(lengths: dict[int, int], group_size: int) -> float:
 
 
 def _normal_scores(values: np.ndarray) -> np.ndarray:
-    """Where each value would lie if the values were normal; equal values lie together."""
+    """Normal scores: where each value would lie if the values were normal; equal values lie together."""
     _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
     middles = (np.cumsum(counts) - counts / 2) / len(values)
     normal = NormalDist()

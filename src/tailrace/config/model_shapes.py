@@ -12,9 +12,9 @@ from typing import Any
 import msgspec
 
 from tailrace.config.errors import ConfigError
-from tailrace.config.hf import Shape, read_shape
-from tailrace.config.near import near
-from tailrace.config.sources import PACKAGE
+from tailrace.config.files import PACKAGE
+from tailrace.config.hf_config import Shape, read_shape
+from tailrace.config.spelling import near
 from tailrace.config.tree import Model
 
 SHAPE_FIELDS = Shape._fields

@@ -8,10 +8,10 @@ from __future__ import annotations
 from functools import cached_property
 
 from tailrace.config.tree import Config
-from tailrace.sim.costs import Costs
+from tailrace.sim.cost_model import CostModel
 
 
-class MeasuredCosts(Costs):
+class MeasuredCostModel(CostModel):
     """The figures of a machine in place of a cluster's arithmetic; what relays send each other is reckoned as there."""
 
     def __init__(self, config: Config) -> None:
@@ -47,6 +47,6 @@ class MeasuredCosts(Costs):
         return 0.0
 
 
-def costs_of(config: Config) -> Costs:
+def cost_model_of(config: Config) -> CostModel:
     """Measured where there are measurements, else from first principles."""
-    return MeasuredCosts(config) if config.costs.measured else Costs(config)
+    return MeasuredCostModel(config) if config.costs.measured else CostModel(config)

@@ -1,21 +1,21 @@
-"""Which known word a misspelt one was meant to be. A wrong hint is worse than none, so only slips of the pen count.
+"""Which known word a misspelt one was meant to be. A wrong suggestion is worse than none, so only typos count.
 
-Two letters swapped are a slip in any word; a letter too many, too few or wrong only in a long one, and never the first:
-`dpo` is not `ppo`, and `async` is not `sync`.
+Two letters swapped are a misspelling of any word; a letter too many, too few or wrong only of a long one, and never the
+first: `dpo` is not `ppo`, and `async` is not `sync`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-SHORT = 5  # letters: one slip makes another word of so few, unless they are all that there is to choose from
-LONG = 10  # letters: two slips are still slips
+SHORT = 5  # letters: one edit makes another word of so few, unless they are all that there is to choose from
+LONG = 10  # letters: two edits are still a typo
 
 
 def near(word: str, known: Iterable[str], short: int = SHORT) -> str | None:
-    """The one known word that differs from this by a slip; None where there is none, or several."""
+    """The one known word that is a typo away from this; None where there is none, or several."""
     alike = [other for other in known if other[:1] == word[:1] and abs(len(other) - len(word)) <= 2]
-    found = [(slips(word, other), other) for other in alike]
+    found = [(edit_distance(word, other), other) for other in alike]
     close = sorted(pair for pair in found if pair[0] <= _allowed(word, pair[1], short))
     if not close or (len(close) > 1 and close[0][0] == close[1][0]):
         return None
@@ -29,8 +29,8 @@ def _allowed(word: str, other: str, short: int) -> int:
     return 0 if shorter <= short else 1 + (shorter >= LONG)
 
 
-def slips(one: str, other: str) -> int:
-    """Letters added, left out, replaced or swapped with their neighbour."""
+def edit_distance(one: str, other: str) -> int:
+    """Damerau-Levenshtein distance: letters added, left out, replaced or swapped with their neighbour."""
     before, last = list[int](), list(range(len(other) + 1))
     for row, letter in enumerate(one, start=1):
         line = [row]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from tailrace.config.errors import ConfigError
-from tailrace.config.sources import read_text
+from tailrace.config.files import read_text
 
 UNGATED_MLP = {"gpt_neox", "phi", "starcoder2", "nemotron"}
 QKV_BIAS = {"qwen2", "qwen2_moe"}

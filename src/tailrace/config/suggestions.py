@@ -1,7 +1,7 @@
-"""What an unknown name was meant to be: the key that a peer's name stands for, or one of ours that is misspelt.
+"""What an unknown key was meant to be: the key for another framework's name, or one of ours that is misspelt.
 
-A wrong hint is worse than none. So a name is one of the peers' (`peers.py`), or ours in another section, or a slip of
-the pen (`near.py`), or simply unknown.
+A wrong suggestion is worse than none. So a key is that of another framework (`other_frameworks.py`), or ours in
+another section, or misspelt (`spelling.py`), or simply unknown.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tailrace.config.fields import fields, leaf, sections
-from tailrace.config.near import near
-from tailrace.config.peers import PEERS, PeerName
+from tailrace.config.other_frameworks import FRAMEWORK_NAMES, FrameworkName
+from tailrace.config.spelling import near
 
 TELLING = 9  # letters of a last word that says enough without its section
 
@@ -18,19 +18,19 @@ TELLING = 9  # letters of a last word that says enough without its section
 def unknown(key: str, dashes: str = "") -> str:
     """A sentence about a key that is not ours: whose name it is, or the one it looks like. Options get `dashes`."""
     written, kind = dashes + key, "an option" if dashes else "a setting"
-    peer = _peer(key)
-    if peer and not peer.key:
-        return f"{written} is {peer.peer}'s name, and there is nothing like it here: {peer.note}"
-    if peer:
-        note = f" ({peer.note})" if peer.note else ""
-        return f"{written} is {peer.peer}'s name, not {kind} here; write {dashes}{peer.key}{note}"
+    found = _framework_name(key)
+    if found and not found.key:
+        return f"{written} is {found.framework}'s name, and there is nothing like it here: {found.note}"
+    if found:
+        note = f" ({found.note})" if found.note else ""
+        return f"{written} is {found.framework}'s name, not {kind} here; write {dashes}{found.key}{note}"
     meant = nearest(key)
     advice = f"did you mean {dashes}{meant}?" if meant else "--dry-run prints every setting"
     return f"{written} is not {kind}; {advice}"
 
 
 def nearest(key: str) -> str | None:
-    """Our key that this one is for certain: a part of it, its last word in another section, or a slip of the pen."""
+    """Our key that this one is for certain: a part of it, its last word in another section, or a typo."""
     for found in (_without_section(key), _in_another_section(key)):
         if len(found) == 1:
             return found[0]
@@ -43,7 +43,7 @@ def nearest(key: str) -> str | None:
 
 
 def _misspelt(section: str, word: str) -> str | None:
-    """A slip in the section or in the last word, not in both."""
+    """A typo in the section or in the last word, not in both."""
     if section not in sections():
         right = near(section, sections(), short=2)
         return f"{right}.{word}" if f"{right}.{word}" in fields() else None
@@ -64,8 +64,8 @@ def _is_telling(word: str) -> bool:
     return "_" in word or len(word) >= TELLING
 
 
-def _peer(key: str) -> PeerName | None:
-    return next((PEERS[tail] for tail in _tails(key) if tail in PEERS), None)
+def _framework_name(key: str) -> FrameworkName | None:
+    return next((FRAMEWORK_NAMES[tail] for tail in _tails(key) if tail in FRAMEWORK_NAMES), None)
 
 
 def _tails(key: str) -> Iterator[str]:

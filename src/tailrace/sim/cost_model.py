@@ -1,6 +1,6 @@
 """How long things take, from first principles: bytes over bandwidth, arithmetic over peak, and a few efficiencies.
 
-Where a run has been measured, `measured.py` puts its figures in their place (`costs_of` chooses).
+Where a run has been measured, `measured_costs.py` puts its figures in their place (`cost_model_of` chooses).
 
 One set of constants serves every model, card and schedule; `benchmarks/published.py` holds them against published
 figures. They say what a good general-purpose engine and trainer reach, not what the hardware could do at best:
@@ -42,7 +42,7 @@ MOST_REPLICAS, MOST_TRAJECTORIES = 1_000_000, 10_000_000  # of one step: all tha
 PULL_S = 0.05  # start of a pull: pause, map, switch
 
 
-class Costs:
+class CostModel:
     """The cost model of one config. Attributes are plain floats, because the engine model reads them at every event."""
 
     def __init__(self, config: Config) -> None:
@@ -212,7 +212,7 @@ def check_fit(config: Config) -> None:
             f"model.path is {config.model.path}, whose shape is not known before it is converted; "
             "write model.preset as well, for example model.preset = 'smollm2-135m'"
         )
-    costs = Costs(config)
+    costs = CostModel(config)
     need = config.workload.prompt_tokens + config.workload.max_completion_tokens
     if costs.kv_capacity < need:
         raise ConfigError(_too_large_to_serve(config, costs, need))
@@ -253,7 +253,7 @@ def _check_pool(config: Config) -> None:
         )
 
 
-def _too_large_to_serve(config: Config, costs: Costs, need: int) -> str:
+def _too_large_to_serve(config: Config, costs: CostModel, need: int) -> str:
     ways = config.split.tensor_parallel
     per_card = costs.gpu.memory_bytes * (COLOCATED_MEMORY if config.colocated else ENGINE_MEMORY) - ENGINE_RESERVE
     wanted = config.model.weight_bytes + need * config.model.kv_bytes_per_token

@@ -12,7 +12,7 @@ from typing import Any
 
 from tailrace.config.errors import ConfigError
 from tailrace.config.fields import fields, is_bool, is_list, is_number, open_table
-from tailrace.config.sources import Given, TomlError, anchored, read_toml
+from tailrace.config.files import Given, TomlError, anchored, read_toml
 
 
 def read_words(words: Sequence[str]) -> dict[str, Given]:

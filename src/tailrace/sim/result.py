@@ -13,20 +13,15 @@ import msgspec
 
 from tailrace.config.tree import Config
 from tailrace.control.plane import State
+from tailrace.obs.account import Staleness, staleness
 from tailrace.protocol import Train
-from tailrace.sim.costs import Costs
-from tailrace.sim.engine import Sequence
-from tailrace.sim.nodes import SimReplica, SimTrainer
+from tailrace.sim.cost_model import CostModel
+from tailrace.sim.engine import SimSequence
+from tailrace.sim.processes import SimReplica, SimTrainer
 from tailrace.types import ReplicaId
 
 
-class Staleness(msgspec.Struct, frozen=True):
-    mean: float
-    p95: float
-    max: int
-
-
-class Span(NamedTuple):
+class TimelineSpan(NamedTuple):
     """A replica was in one state from `start` to `end`."""
 
     replica: ReplicaId
@@ -60,7 +55,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
 class Meter:
     def __init__(
-        self, config: Config, costs: Costs, replicas: list[SimReplica], trainer: SimTrainer, timeline: bool
+        self, config: Config, costs: CostModel, replicas: list[SimReplica], trainer: SimTrainer, timeline: bool
     ) -> None:
         self.config = config
         self.costs = costs
@@ -71,10 +66,10 @@ class Meter:
         self.ages: dict[tuple[int, int], Counter[int]] = {}
         self.times: dict[int, float] = {0: 0.0}
         self.before = _Totals(0.0, 0.0, 0.0, 0.0, 0.0)
-        self.timeline: list[Span] | None = [] if timeline else None
+        self.timeline: list[TimelineSpan] | None = [] if timeline else None
         self._states: dict[ReplicaId, tuple[str, float]] = {}
 
-    def picked(self, command: Train, sequences: list[Sequence]) -> None:
+    def picked(self, command: Train, sequences: list[SimSequence]) -> None:
         at = (command.step, command.part)
         self.tokens[at] = sum([s.prompt + s.tokens for s in sequences])
         self.ages[at] = Counter([command.step - s.oldest for s in sequences])
@@ -95,7 +90,7 @@ class Meter:
             return
         before, since = self._states.get(replica.id, ("idle", 0.0))
         if before != state:
-            self.timeline.append(Span(replica.id, before, since, now))
+            self.timeline.append(TimelineSpan(replica.id, before, since, now))
             self._states[replica.id] = (state, now)
 
     def _totals(self, now: float) -> _Totals:
@@ -112,7 +107,7 @@ class Meter:
 
     def result(self, now: float, state: State) -> Result:
         if self.timeline is not None:
-            self.timeline += [Span(id, name, since, now) for id, (name, since) in self._states.items()]
+            self.timeline += [TimelineSpan(id, name, since, now) for id, (name, since) in self._states.items()]
         end = max(self.times)
         start = min(self.window_from, end)
         seconds = max(self.times[end] - self.times[start], 1e-9)
@@ -131,7 +126,7 @@ class Meter:
             trainer_idle=_share(1.0 - (after.trainer_s - self.before.trainer_s) / seconds),
             rollout_idle=_share(1.0 - busy / fleet_s),
             kv_usage=_share((after.kv_seconds - self.before.kv_seconds) / fleet_s / self.costs.kv_capacity),
-            staleness=self._staleness(),
+            staleness=staleness(sum(self.ages.values(), Counter())),
             trained=state.ledger.tally.trained,
             dropped=state.ledger.tally.dropped_stale,
             moved=state.moved,
@@ -142,19 +137,6 @@ class Meter:
             repacks=state.repacks,
             virtual_s=now,
         )
-
-    def _staleness(self) -> Staleness:
-        ages: Counter[int] = sum(self.ages.values(), Counter())
-        total = sum(ages.values())
-        if not total:
-            return Staleness(0.0, 0.0, 0)
-        mean = sum(age * count for age, count in ages.items()) / total
-        seen = 0
-        for age in sorted(ages):
-            seen += ages[age]
-            if seen >= 0.95 * total:
-                return Staleness(mean, float(age), max(ages))
-        raise AssertionError("unreachable: the ages add up to their total")
 
 
 class _Totals(NamedTuple):

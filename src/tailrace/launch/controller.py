@@ -1,0 +1,17 @@
+"""What the controller's process of `tailrace train` does, after its keeper has forked it: settings, limits, the run."""
+
+from __future__ import annotations
+
+from tailrace.config import load
+from tailrace.launch.keeper import Keeper
+from tailrace.launch.limits import allow_files, needed_files
+
+
+def control(files: list[str], settings: list[str], resume: bool, accept: bool, keeper: Keeper) -> int:
+    """`accept`: a run that is resumed may have other inputs than before."""
+    config = load(files, settings)
+    allow_files(needed_files(config))
+    from tailrace.launch.folder import run_folder
+    from tailrace.launch.train import train
+
+    return 0 if train(config, run_folder(config, files), resume, keeper, accept) else 130

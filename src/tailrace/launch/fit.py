@@ -1,0 +1,12 @@
+"""`tailrace fit`: costs measured in a real run, as settings for the simulator."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tailrace.sim.fit import fragment
+
+
+def print_fit(run: Path) -> int:
+    print(fragment(run))
+    return 0

@@ -1,0 +1,27 @@
+"""`tailrace plan`: the planner's search, and its plan as text or JSON."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from tailrace.config import load
+
+
+def plan(files: Sequence[str], settings: Sequence[str], as_json: bool) -> int:
+    config = load(files, settings)  # mistakes are told before the planner is imported
+    from tailrace import planner
+    from tailrace.obs.progress import Progress
+    from tailrace.sim.assumptions import assumptions
+
+    for sentence in assumptions(config):
+        print(f"note: {sentence}", file=sys.stderr)
+    with Progress("planning") as progress:
+        found = planner.plan(config, progress)
+    if as_json:
+        import json
+
+        print(json.dumps(planner.plan_json(found)))
+    else:
+        print(planner.render_plan(found))
+    return 0

@@ -1,0 +1,26 @@
+"""`tailrace replay`: a journal through a fresh control plane. Exit code 1: some command is another one now."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from tailrace import __version__
+from tailrace.obs.progress import Progress
+from tailrace.sim.replay import render_difference, replay
+from tailrace.store.journal import Journal
+
+
+def replay_run(run: Path) -> int:
+    journal = Journal(run)
+    with Progress("replaying") as progress:
+        replayed = replay(journal.entries(), journal.config, lambda done: progress(done, 0, "events"))
+    if not journal.complete:
+        print("note: the journal ends without a clean end: the run was interrupted, or goes on", file=sys.stderr)
+    if replayed.difference is None:
+        print(f"{replayed.events:,} events gave the same commands")
+        return 0
+    print(render_difference(replayed.difference))
+    writer = journal.meta.get("tailrace", "?")
+    print(f"written by tailrace {writer}, replayed by {__version__}: control has changed since, or the journal has")
+    return 1

@@ -1,0 +1,83 @@
+"""How the modelled processes start, join the controller, die and connect again."""
+
+from __future__ import annotations
+
+from tailrace.config.tree import Config
+from tailrace.protocol import Assignment, Event, RelayJoined, ReplicaJoined, Start, TrainerJoined
+from tailrace.sim.clock import VirtualClock
+from tailrace.sim.cost_model import CostModel
+from tailrace.sim.network import Network
+from tailrace.sim.processes import SimFleet, SimProcess, SimRelay, SimReplica, SimTrainer
+from tailrace.sim.result import Meter
+
+
+class Lifecycle:
+    def __init__(
+        self, config: Config, clock: VirtualClock, costs: CostModel, fleet: SimFleet, network: Network, meter: Meter
+    ) -> None:
+        self._restart_s = config.faults.restart_s
+        self._clock = clock
+        self._costs = costs
+        self._fleet = fleet
+        self._network = network
+        self._meter = meter
+
+    def start(self, command: Start) -> None:
+        process = self._fleet.process(command.part, command.id)
+        if process.restarting:
+            return
+        if process.alive:
+            self.kill(process)
+        if command.attempt == 1 and process.incarnation == 0:
+            self._come_up(process)  # the beginning of the run: everybody is there
+        else:
+            process.restarting = True
+            self._clock.after(self._restart_s, self._come_up, process)
+
+    def _come_up(self, process: SimProcess) -> None:
+        process.restarting = False
+        process.alive = True
+        process.outbox.clear()
+        if isinstance(process, SimTrainer):
+            process.step, process.part = process.saved, 0
+            process.free_at = self._clock.now
+        self._join(process)
+
+    def _join(self, process: SimProcess) -> None:
+        """Introduce a process that has started, or that has found the controller again."""
+        process.incarnation += 1
+        if isinstance(process, SimReplica):
+            process.abandon_pull()
+        self._network.send(process, self._introduction(process))
+
+    def _introduction(self, process: SimProcess) -> Event:
+        if isinstance(process, SimRelay):
+            return RelayJoined(process.id, process.incarnation, tuple(process.versions))
+        if isinstance(process, SimReplica):
+            capacity, roofline = self._costs.kv_capacity, self._costs.roofline
+            work = [*process.engine.held.values(), *process.scoring.values()]
+            held = tuple([Assignment(one.trajectory, one.epoch) for one in work])
+            return ReplicaJoined(
+                process.id, process.incarnation, process.host, process.version, capacity, roofline, held
+            )
+        trainer = self._fleet.trainer
+        return TrainerJoined(trainer.incarnation, trainer.step, trainer.part)
+
+    def kill(self, process: SimProcess) -> None:
+        """What it had in memory is gone; what was stored of its samples stays."""
+        process.die(self._clock.now)
+        if isinstance(process, SimReplica):
+            self._meter.mark(process, "lost", self._clock.now)
+
+    def reconnect_all(self) -> None:
+        for process in (self._fleet.trainer, *self._fleet.relays, *self._fleet.replicas):
+            self.reconnect(process)
+
+    def reconnect(self, process: SimProcess) -> None:
+        """What a process could not send arrives now, and then it introduces itself anew."""
+        if not process.alive or self._network.holds_back(process):
+            return
+        held_back, process.outbox = process.outbox, []
+        for event in held_back:
+            self._network.arrive(process, event)
+        self._join(process)

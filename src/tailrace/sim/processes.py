@@ -1,0 +1,113 @@
+"""The state of the modelled processes: what a replica, a relay and the trainer remember, and who they are together."""
+
+from __future__ import annotations
+
+from tailrace.config.tree import Config
+from tailrace.protocol import Event, Progressed, Train
+from tailrace.sim.cost_model import CostModel
+from tailrace.sim.engine import SimEngine, SimSequence
+from tailrace.types import HostId, RelayId, ReplicaId, TrajectoryId, Version
+
+
+class SimProcess:
+    """Something that lives, dies, is started again, and talks to the controller over a link that may be cut."""
+
+    def __init__(self, host: HostId) -> None:
+        self.host = host
+        self.incarnation = 0  # grows when it starts, and when it finds the controller again
+        self.life = 0  # grows when it dies
+        self.connected_at = 0.0  # when its newest introduction arrives; nothing it says later comes before
+        self.heard_at = 0.0  # when the controller last heard something of it
+        self.alive = False
+        self.outbox: list[Event] = []  # what could not be sent; delivered after the next reconnection
+        self.restarting = False
+
+    def die(self, now: float) -> None:
+        """Forget what was in memory."""
+        self.alive = False
+        self.life += 1
+        self.outbox.clear()
+
+
+class SimReplica(SimProcess):
+    def __init__(self, id: ReplicaId, host: HostId, engine: SimEngine) -> None:
+        super().__init__(host)
+        self.id = id
+        self.engine = engine
+        self.version: Version = -1
+        self.wake = 0  # number of the newest wake-up: older ones are void
+        self.pull = 0  # number of the newest pull
+        self.pulling = False
+        self.scoring: dict[TrajectoryId, SimSequence] = {}  # generated to the end, and not yet scored
+        self.pulled_s = 0.0
+        self.pulls = 0
+        self.reported: Progressed | None = None  # its load, as last reported; None: say it again
+
+    def abandon_pull(self) -> None:
+        """A pull that was under way is void."""
+        self.pull += 1
+        self.pulling = False
+
+    def die(self, now: float) -> None:
+        super().die(now)
+        self.engine.withdraw(now)
+        self.scoring.clear()
+        self.version = -1
+        self.wake += 1
+        self.abandon_pull()
+
+
+class SimRelay(SimProcess):
+    def __init__(self, id: RelayId) -> None:
+        super().__init__(id)
+        self.id = id
+        self.versions: dict[Version, None] = {}
+        self.incoming: dict[Version, tuple[RelayId, int]] = {}  # version -> who sends it (relay and its life)
+        self.targets: tuple[RelayId, ...] = ()
+        self.route_epoch = -1
+
+    def die(self, now: float) -> None:
+        super().die(now)
+        self.versions = {}
+        self.incoming = {}
+        self.targets = ()
+
+
+class SimTrainer(SimProcess):
+    def __init__(self) -> None:
+        super().__init__(-1)
+        self.id = 0
+        self.step = 0
+        self.part = 0
+        self.saved = 0  # steps in the newest checkpoint
+        self.free_at = 0.0
+        self.part_ends_at = 0.0
+        self.training: Train | None = None  # what it is at
+        self.slowdown = 1.0  # seconds on the clock for each second of work (`cpu_sharing.py`)
+        self.busy_s = 0.0
+        self.stall_s = 0.0
+        self.pushes = 0
+
+    def die(self, now: float) -> None:
+        super().die(now)
+        self.training = None
+
+
+class SimFleet:
+    """All modelled processes of a run."""
+
+    def __init__(self, config: Config, costs: CostModel) -> None:
+        self.relays = [SimRelay(id) for id in range(config.hosts)]
+        engines = [SimEngine(costs, 0.0) for _ in range(config.replicas)]
+        self.replicas = [SimReplica(id, config.host_of(id), engine) for id, engine in enumerate(engines)]
+        self.trainer = SimTrainer()
+
+    def process(self, part: str, id: int) -> SimProcess:
+        return self.trainer if part == "trainer" else self.relays[id] if part == "relay" else self.replicas[id]
+
+    def heard_at(self, part: str, id: int) -> float:
+        """When the controller last heard something of it."""
+        return self.process(part, id).heard_at
+
+    def on_host(self, host: HostId) -> list[SimProcess]:
+        return [self.relays[host], *[replica for replica in self.replicas if replica.host == host]]

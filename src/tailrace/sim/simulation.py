@@ -1,0 +1,190 @@
+"""The virtual-time driver: carries out the control plane's commands on modelled processes and reports what happens.
+
+It plays everybody but the controller: engines that decode, relays that forward, a trainer that trains, a network that
+may be late. The control plane in the middle is the real one. `Simulation(config).run()` gives a `Result`.
+
+This module puts the models together and hands each command to the one that carries it out. None of them knows it: each
+takes the clock, the fleet, the network to the controller and whatever else it uses.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from random import Random
+from typing import Any
+
+from tailrace.config.tree import Config
+from tailrace.control.plane import ControlPlane
+from tailrace.errors import TailraceError
+from tailrace.protocol import (
+    Cancel,
+    Command,
+    Drop,
+    FetchPrompts,
+    Forget,
+    Generate,
+    GiveUp,
+    LoadWeights,
+    Progressed,
+    PromptsAdded,
+    Publish,
+    Release,
+    Route,
+    RunStarted,
+    SetTimer,
+    Start,
+    Stop,
+    Train,
+)
+from tailrace.sim.clock import VirtualClock
+from tailrace.sim.controller import Observer, SimController
+from tailrace.sim.cpu_sharing import CpuSharing
+from tailrace.sim.faults import FaultInjector
+from tailrace.sim.lifecycle import Lifecycle
+from tailrace.sim.measured_costs import cost_model_of
+from tailrace.sim.network import Network
+from tailrace.sim.processes import SimFleet, SimReplica
+from tailrace.sim.relay_tier import RelayTier
+from tailrace.sim.result import Meter, Result
+from tailrace.sim.rollouts import Rollouts
+from tailrace.sim.trainer import TrainerLoop
+from tailrace.types import Prompt
+
+STANDSTILL_S = 1e5  # no published step took more than an hour
+
+
+class StandstillError(RuntimeError):
+    """The fleet came to a standstill before the run was over: a fault of ours."""
+
+
+class FleetLostError(TailraceError):
+    """Control has given the run up, as it would a real one: no replica, no relay or no trainer is left."""
+
+
+@contextmanager
+def _garbage_left_alone() -> Iterator[None]:
+    """Millions of objects and hardly a cycle: looking for some would take a third of the time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+class Simulation:
+    def __init__(self, config: Config, observer: Observer | None = None, timeline: bool = False) -> None:
+        self.config = config
+        self.stopped = ""
+        self.failed = False
+        costs, random = cost_model_of(config), Random(f"faults {config.run.seed}")
+        self.clock = clock = VirtualClock()
+        self.fleet = fleet = SimFleet(config, costs)
+        self.meter = meter = Meter(config, costs, fleet.replicas, fleet.trainer, timeline)
+        self._network = network = Network(config.faults, clock, random)
+        lifecycle = Lifecycle(config, clock, costs, fleet, network, meter)
+        self._controller = SimController(
+            config, clock, network, random, observer, lifecycle.reconnect_all, fleet.heard_at
+        )
+        rollouts = Rollouts(config, clock, costs, fleet, network, meter, self._trained_steps)
+        trainer = TrainerLoop(config, clock, costs, fleet, network, rollouts, meter)
+        relay_tier = RelayTier(config, clock, costs, fleet, network)
+        self.faults = FaultInjector(
+            config.faults, clock, random, fleet, network, lifecycle, self._controller, rollouts.wake
+        )
+        self._cpu = CpuSharing(config, clock, fleet, rollouts.wake, trainer.stretch)
+        self._actions: dict[type[Command], Callable[[Any], None]] = {
+            FetchPrompts: self._fetch_prompts,
+            Generate: rollouts.generate,
+            Release: rollouts.release,
+            Cancel: rollouts.cancel,
+            LoadWeights: rollouts.load_weights,
+            Train: trainer.train,
+            Publish: relay_tier.publish,
+            Route: relay_tier.route,
+            Drop: relay_tier.drop,
+            Forget: rollouts.forget,
+            GiveUp: lambda _: None,  # it is dead, or cut off and does not hear
+            Start: lifecycle.start,
+            SetTimer: self._controller.set_timer,
+            Stop: self._stop,
+        }
+
+    @property
+    def plane(self) -> ControlPlane:
+        """That of the present controller: one that dies is replaced."""
+        return self._controller.plane
+
+    @property
+    def handled(self) -> int:
+        """Events that control has handled."""
+        return self._controller.handled
+
+    def _trained_steps(self) -> int:
+        return self._controller.plane.state.training.version
+
+    def run(self, progress: Callable[[int], None] | None = None) -> Result:
+        """Simulate until all steps are trained, or FleetLostError; `progress` is told the number of finished steps."""
+        self._network.send(None, RunStarted(len(self.fleet.replicas), len(self.fleet.relays)))
+        self.clock.after(self.config.health.heartbeat_s, self._heartbeats)
+        self.faults.begin()
+        self._drain()
+        with _garbage_left_alone():
+            self._until_stopped(progress)
+        if self.failed:
+            steps = f"{self._trained_steps()} of {self.config.run.steps} steps"
+            raise FleetLostError(f"the fleet was lost after {steps}: {self.stopped}")
+        return self.meter.result(self.clock.now, self.plane.state)
+
+    def _until_stopped(self, progress: Callable[[int], None] | None) -> None:
+        steps, since = 0, 0.0
+        while not self.stopped:
+            if not self.clock.step() or self.clock.now - since > STANDSTILL_S:
+                raise StandstillError(
+                    f"no step was finished from {since:.0f} s to {self.clock.now:.0f} s of virtual time"
+                )
+            self._drain()
+            self._cpu.settle()
+            if self._trained_steps() > steps:
+                steps, since = self._trained_steps(), self.clock.now
+                if progress:
+                    progress(steps)
+
+    def _drain(self) -> None:
+        """Let the control plane handle what has happened, and do what it asks."""
+        inbox, handle, actions = self._network.inbox, self._controller.handle, self._actions
+        while inbox and not self._network.controller_down:
+            for command in handle(inbox.popleft()):
+                actions[type(command)](command)
+
+    def _heartbeats(self) -> None:
+        now, beat = self.clock.now, self._network.beat
+        for replica in self.fleet.replicas:
+            if replica.alive and not self._network.holds_back(replica):
+                beat(replica, _new_load(replica, now))
+        for process in (*self.fleet.relays, self.fleet.trainer):
+            if process.alive:
+                beat(process, None)
+        self.clock.after(self.config.health.heartbeat_s, self._heartbeats)
+
+    def _fetch_prompts(self, command: FetchPrompts) -> None:
+        tokens = self.config.workload.prompt_tokens
+        prompts = tuple([Prompt(id, tokens) for id in range(command.start, command.start + command.count)])
+        self._network.send(None, PromptsAdded(command.start, prompts))
+
+    def _stop(self, command: Stop) -> None:
+        self.stopped, self.failed = command.reason, command.failed
+
+
+def _new_load(replica: SimReplica, now: float) -> Progressed | None:
+    """What a replica has to report with its heartbeat, if anything has changed or was ordered since."""
+    engine = replica.engine
+    engine.advance(now)
+    load = Progressed(replica.id, replica.incarnation, int(engine.kv), len(engine.batch), len(engine.waiting))
+    if load == replica.reported:
+        return None
+    replica.reported = load
+    return load
