@@ -34,19 +34,18 @@ def run(kind: str, seed: int, folder: Path) -> dict[str, Any]:
     words = ["--schedule.kind", kind, "--run.seed", str(seed), "--run.folder", str(folder), "--run.name", name]
     subprocess.run([sys.executable, "-m", "tailrace", "train", str(RECIPE), *words], check=True, capture_output=True)
     report = summarise(folder / name)
-    summary, steps = report.summary, report.history.steps
+    summary, steps = report.summary, report.live.fold.steps
     rewards = [step.reward or 0.0 for step in steps]
     smooth = [fmean(rewards[max(0, at - WINDOW + 1) : at + 1]) for at in range(len(rewards))]
-    reached = next(
-        (step.ended - report.history.began for step, mean in zip(steps, smooth, strict=True) if mean >= GOAL), None
-    )
+    start = report.live.first_sample_at
+    reached = next((step.ended - start for step, mean in zip(steps, smooth, strict=True) if mean >= GOAL), None)
     return {
         "kind": kind,
         "seed": seed,
         "before": summary.accuracy.before,
         "after": summary.accuracy.after,
         "samples": summary.trained_samples,
-        "seconds": steps[-1].ended - report.history.began,
+        "seconds": steps[-1].ended - start,
         "seconds_to_goal": reached,
         "wall_s": summary.wall_s,
         "tokens_per_s": summary.tokens_per_s,

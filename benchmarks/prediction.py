@@ -41,7 +41,7 @@ def run(kind: str, folder: Path) -> Path:
 
 def throughput(run: Path) -> float:
     """Trained tokens per second after the first third of the steps, as the simulator counts them."""
-    steps = summarise(run).history.steps
+    steps = summarise(run).live.fold.steps
     first = STEPS // 3
     return sum(step.tokens for step in steps[first:]) / (steps[-1].ended - steps[first - 1].ended)
 

@@ -25,7 +25,7 @@ def measure(repack: bool) -> dict[str, Any]:
     config = load([ROOT / "examples" / "clusters" / "laminar_math_7b.toml"])
     simulation = Simulation(with_values(config, {**SETTINGS, "repack.enabled": repack}))
     row = msgspec.to_builtins(simulation.run())
-    ages: Counter[int] = sum(simulation.meter.ages.values(), Counter())
+    ages: Counter[int] = simulation.meter.fold.total.ages
     row["share_below_3"] = sum(n for age, n in ages.items() if age < 3) / sum(ages.values())
     return row
 

@@ -33,16 +33,16 @@ def run(relays: int, folder: Path) -> dict[str, Any]:
     place = ["--run.folder", str(folder), "--run.name", name]
     command = [sys.executable, "-m", "tailrace", "train", str(RECIPE), *words, *place]
     subprocess.run(command, check=True, capture_output=True)
-    history = summarise(folder / name).history
+    live = summarise(folder / name).live
     stalls = [one.value for one in measurements(folder / name) if one.name == "publish/stall_s" and one.value]
-    step_s = (history.steps[-1].ended - history.began) / len(history.steps)
+    step_s = (live.fold.steps[-1].ended - live.first_sample_at) / len(live.fold.steps)
     return {"relays": relays, "stall_s": median(stalls), "step_s": step_s, "share": median(stalls) / step_s}
 
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         rows = [run(relays, Path(folder)) for relays in RELAYS]
-    table = Table("relays", "stall per publication, ms", "step, s", "share of the step")
+    table = Table("relays", "stall per weight publish, ms", "step, s", "share of the step")
     for row in rows:
         table.add_row(str(row["relays"]), f"{row['stall_s'] * 1e3:.2f}", f"{row['step_s']:.2f}", f"{row['share']:.2%}")
     Console().print(table)

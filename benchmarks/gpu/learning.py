@@ -59,8 +59,8 @@ def read(run: Path, steps: int, goal: float) -> Row:
     from tailrace.obs.summary import summarise
 
     report = summarise(run)
-    summary, history = report.summary, report.history
-    done, start = history.steps[:steps], history.began
+    summary, live = report.summary, report.live
+    done, start = live.fold.steps[:steps], live.first_sample_at
     curve = [(now - start, mean) for now, mean in answered(run) if now <= done[-1].ended]
     return {
         "seconds_to_goal": next((second for second, mean in curve if mean >= goal), None),

@@ -103,7 +103,7 @@ def read_run(run: Path, options: argparse.Namespace) -> Row:
     from tailrace.obs.summary import summarise
 
     report = summarise(run)
-    steps = report.history.steps[: options.steps]
+    steps = report.live.fold.steps[: options.steps]
     lengths = [step.tokens - step.samples * prompt_tokens(options) for step in steps]
     row = rates([step.ended for step in steps], lengths, options.skip)
     summary = report.summary

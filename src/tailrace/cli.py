@@ -154,7 +154,7 @@ def _story(arguments: argparse.Namespace) -> int:
 def _page(arguments: argparse.Namespace) -> int:
     from tailrace.launch.page import serve_page
 
-    return serve_page(arguments.journal, arguments.listen, arguments.token_file)
+    return serve_page(arguments.journal, arguments.listen, arguments.token_file, arguments.save)
 
 
 def _replay(arguments: argparse.Namespace) -> int:
@@ -251,6 +251,7 @@ def _add_looking(add: Add) -> None:
     page.add_argument("--listen", metavar="ADDRESS:PORT", help="127.0.0.1:0, a free port for this machine only")
     token = "its content is asked for; needed where others can come; unset: TAILRACE_PAGE_TOKEN"
     page.add_argument("--token-file", type=_path, metavar="FILE", help=token)
+    page.add_argument("--save", type=_path, metavar="FILE.html", help="write the page as one file that needs no server")
 
     compared = "run a journal through a fresh control plane and compare the commands"
     _of_a_run(add("replay", _replay, compared), RECORDED)

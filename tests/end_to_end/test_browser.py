@@ -48,7 +48,7 @@ def figures(address: str) -> dict:
 def test_a_browser_shows_the_figures_of_a_run(tmp_path: Path) -> None:
     run = Run(tmp_path, EMULATED, "--workload.reward_s", "0.5")
     run.finish()
-    summary, history = summarise(run.folder)
+    summary, live, _ = summarise(run.folder)
     counts = summary.ledger
     with page_of(run.folder) as (child, address), browser(tmp_path) as seen:
         seen.resize(1280, 1000)
@@ -61,20 +61,48 @@ def test_a_browser_shows_the_figures_of_a_run(tmp_path: Path) -> None:
             f"{counts.trained} trained+{counts.dropped_stale} stale+{counts.filtered} filtered+{counts.failed} failed"
         )
         assert seen.text("ledger") == f"{counts.started} started={ends}+{counts.in_flight} in flight"
-        assert seen.ask("document.querySelectorAll('#chart-rate .area.rate, #chart-age .line.age').length") == 2
+        assert (
+            seen.ask("document.querySelectorAll('#chart-rate .area.rate, #chart-staleness .line.staleness').length")
+            == 2
+        )
         assert seen.ask("document.querySelectorAll('#timeline rect.generating').length") > 0
         assert seen.ask("document.querySelectorAll('#timeline rect.scoring').length") > 0
         assert "scoring" in seen.text("legend")
-        assert seen.ask("document.querySelectorAll('#replicas tr').length") == len(history.replicas)
+        assert seen.ask("document.querySelectorAll('#replicas tr').length") == len(live.activity.replicas)
         assert "v12 made by step 11" in seen.text("sentences")
-        assert "starting the trainer, 1 relay and" in seen.text("happenings")
+        assert "starting the trainer, 1 relay and" in seen.text("notices")
         for width in (1280, 390):
             seen.resize(width, 800)
             assert seen.ask("document.documentElement.scrollWidth <= innerWidth"), "nothing sticks out"
         assert seen.complaints == []
+        page = {id: seen.text(id) for id in ("pace", "staleness", "ledger", "legend", "replicas", "sentences")}
         child.send_signal(signal.SIGINT)
         assert child.wait(DEADLINE_S) == 0
         seen.until("document.getElementById('trouble').textContent.startsWith('No answer from the page')")
+        report = tmp_path / "report.html"
+        command = [sys.executable, "-m", "tailrace", "page", str(run.folder), "--save", str(report)]
+        subprocess.run(command, check=True, capture_output=True, timeout=DEADLINE_S)
+        seen.open(report.as_uri())
+        seen.until("document.title === 'run · complete'")
+        assert {id: seen.text(id) for id in page} == page, "the report shows what the page showed"
+        assert seen.ask("document.querySelectorAll('#charts .line').length") == 3
+
+
+def test_a_browser_draws_the_report_of_simulations(tmp_path: Path) -> None:
+    box = Path(__file__).parents[2] / "examples" / "clusters" / "own_box.toml"
+    for gpus, lines in (("16", 0), ("16,32", 6)):
+        plot = tmp_path / f"{gpus}.html"
+        command = [sys.executable, "-m", "tailrace", "simulate", str(box), "--gpus", gpus, "--run.steps", "2"]
+        subprocess.run([*command, "--plot", str(plot)], check=True, capture_output=True, timeout=DEADLINE_S)
+        with browser(tmp_path / gpus) as seen:
+            seen.resize(1280, 1000)
+            seen.open(plot.as_uri())
+            seen.until("document.querySelectorAll('#results td').length > 0")
+            assert seen.ask("document.querySelectorAll('#throughput .line').length") == lines
+            assert seen.ask("document.querySelectorAll('#throughput .bar').length") == (0 if lines else 5)
+            assert seen.ask("document.querySelectorAll('#strips .strip rect.generating').length") > 5
+            assert seen.text("legend").startswith("generating")
+            assert seen.complaints == []
 
 
 def test_what_a_run_says_is_only_ever_text_and_nothing_else_runs(tmp_path: Path) -> None:
@@ -132,6 +160,6 @@ def test_a_run_does_not_mind_what_becomes_of_its_page(tmp_path: Path) -> None:
             time.sleep(0.1)
     assert found["run"]["steps"] == 30
     assert found["about"]["trouble"] == ""
-    counts = found["ledger"]
+    counts = found["run"]["ledger"]
     assert counts["started"] == sum(value for key, value in counts.items() if key != "started")
     replayed(run)

@@ -8,9 +8,9 @@ import pytest
 
 from tailrace.config import load
 from tailrace.launch.bench import WITHOUT_REPACK, BenchRow, _plans, print_rows
-from tailrace.obs.account import Staleness
-from tailrace.obs.ending import Ending
-from tailrace.obs.summary import HeldOut, LedgerCounts, Summary
+from tailrace.obs.ending import RunEnding
+from tailrace.obs.fold import GroupCounts, Staleness
+from tailrace.obs.summary import HeldOut, Summary
 
 BLANK = dict.fromkeys(
     ("wall_s", "steps", "trained_groups", "trained_samples", "trained_tokens", "repacks", "moved", "publish_stall_s"), 0
@@ -20,8 +20,8 @@ BLANK = dict.fromkeys(
 def summary(tokens_per_s: float) -> Summary:
     nobody = dict.fromkeys(
         ("trainer_idle", "rollout_idle", "rollout_scoring", "failed_samples", "failed_attempts"), 0
-    ) | {"ledger": LedgerCounts(0, 0, 0, 0, 0, 0)}
-    whole = {"ended": Ending("complete"), "staleness": Staleness()}
+    ) | {"ledger": GroupCounts(0, 0, 0, 0, 0, 0)}
+    whole = {"ended": RunEnding("complete"), "staleness": Staleness()}
     unmeasured = dict.fromkeys(("accuracy", "mean_reward"), HeldOut(None, None))
     return Summary(**BLANK, **nobody, **whole, **unmeasured, tokens_per_s=tokens_per_s)
 
@@ -45,4 +45,4 @@ def test_a_schedule_that_cannot_run_with_these_settings_is_left_out_at_the_start
 def test_rows_are_held_against_sync_where_it_was_run(rates: dict[str, float], expected: list[str]) -> None:
     out = StringIO()
     print_rows([BenchRow(name, summary(rate)) for name, rate in rates.items()], out)
-    assert [line.split()[2] for line in out.getvalue().splitlines()[1:]] == expected
+    assert [line.split()[2] for line in out.getvalue().splitlines()[2:]] == expected

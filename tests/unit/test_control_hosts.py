@@ -7,7 +7,8 @@ from typing import Any
 from drive import Drive, config
 from tailrace.config.tree import Schedule
 from tailrace.control.plane import ControlPlane
-from tailrace.obs.chronicle import Chronicle
+from tailrace.obs.event_text import EventText
+from tailrace.obs.fold import Fold
 from tailrace.protocol import (
     Command,
     ControllerRestarted,
@@ -147,9 +148,9 @@ def test_the_run_ends_when_the_last_replica_fails_at_everything_after_the_good_o
 
 
 def test_the_story_says_where_a_guest_came_from_and_why_it_went():
-    chronicle = Chronicle()
+    text = EventText(Fold(config()))
     events: list[Event] = [HostJoined(1, (1, 2)), HostLeft(1, "its host left")]
-    told = [sentence for event in events for about, sentence in chronicle.tell(event, ()) if about == ("replica", 2)]
+    told = [sentence for event in events for about, sentence in text.describe(event) if about == ("replica", 2)]
     assert told == ["r2 is to run on host 1, which joined", "departed with host 1: its host left"]
 
 

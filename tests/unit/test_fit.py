@@ -251,8 +251,8 @@ def test_one_core_does_all_the_work_of_engines_and_trainer_one_second_a_second()
     decoding = sum(
         TRUE.decode_step * engine.decode_steps + TRUE.decode_sequence * engine.generated for engine in engines
     )
-    trained = simulation.meter.tokens
-    training = TRUE.train_part * len(trained) + TRUE.train_token * sum(trained.values())
+    trained = simulation.meter.fold.total
+    training = TRUE.train_part * trained.mini_batches + TRUE.train_token * trained.tokens
     assert decoding + training == pytest.approx(seconds, rel=1e-3)
 
 

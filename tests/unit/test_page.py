@@ -24,12 +24,12 @@ from typing import NamedTuple
 import msgspec
 import pytest
 
-import tailrace.page
 from tailrace.config import Config, load
-from tailrace.obs.account import Staleness, StepRecord
 from tailrace.obs.activity import COUNTED, Lane
+from tailrace.obs.charts import POINTS, SPANS, Curve, lane_view
+from tailrace.obs.fold import Staleness, StepRecord
+from tailrace.obs.html import asset
 from tailrace.page.door import GUESSERS, GUESSES, Door, DoorError, Place, find_token, parse_place
-from tailrace.page.figures import POINTS, SPANS, Curve, _lane_view  # pyright: ignore[reportPrivateUsage]
 from tailrace.page.follow import Follower, Newest
 from tailrace.page.http import LONGEST_BODY, LONGEST_HEAD, Request
 from tailrace.page.server import Limits, Server, open_socket
@@ -180,7 +180,7 @@ def test_what_is_wrong_is_refused_and_dressed_like_every_answer(opened, expected
     assert b"\r\nServer:" not in answer
 
 
-@pytest.mark.parametrize("target", ["/", "/data", "/login", "/page.css", "/page.js", "/icon.svg"])
+@pytest.mark.parametrize("target", ["/", "/data", "/login", "/page.css", "/charts.js", "/page.js", "/icon.svg"])
 @pytest.mark.parametrize("method", ["GET", "HEAD"])
 def test_every_address_answers_with_all_headers(opened, method: str, target: str) -> None:
     answer = opened().ask(method, target)
@@ -456,9 +456,11 @@ def test_a_run_is_followed_while_it_goes_on_and_beyond(tmp_path: Path, config: C
     found = shown(follower)
     assert follower.newest.tag != first
     assert (found["read"], found["faults"], found["run"]["measured"]) == (3, 1, {"loss": 0.25})
-    assert [lane["name"] for lane in found["lanes"]] == ["trainer", "r0"]
+    assert [lane["name"] for lane in found["charts"]["lanes"]] == ["trainer", "r0"]
     assert found["sentences"][-1]["text"].startswith("lost (incarnation 1)")
-    assert found["ledger"]["started"] == sum(value for key, value in found["ledger"].items() if key != "started")
+    assert found["run"]["ledger"]["started"] == sum(
+        value for key, value in found["run"]["ledger"].items() if key != "started"
+    )
     store.close(complete=False)
     follower.look()
     assert shown(follower)["about"]["ended"] == {"state": "interrupted", "reason": ""}
@@ -526,11 +528,13 @@ def test_curves_stay_small_and_lose_nothing() -> None:
     curve = Curve()
     steps = 20 * POINTS + 7
     for number in range(steps):
-        curve.add(StepRecord(number, number + 1.0, 4, 8, 100, 0.5, Staleness(1.0, 2.0, number % 5)), began=0.0)
+        curve.add(
+            StepRecord(number, number + 1.0, 4, 8, 100, 0.5, Staleness(1.0, 2.0, number % 5)), first_sample_at=0.0
+        )
     assert POINTS // 2 <= len(curve.points) <= POINTS
     assert sum(point.tokens for point in curve.points) == 100 * steps
     assert curve.points[-1].step == steps
-    assert {tuple(point.row()[2:5]) for point in curve.points} == {(0.5, 100.0, 1.0)}
+    assert {tuple(row[2:5]) for row in curve.rows()} == {(0.5, 100.0, 1.0)}
 
 
 def test_lanes_stay_small_and_cover_all_of_the_time() -> None:
@@ -538,22 +542,35 @@ def test_lanes_stay_small_and_cover_all_of_the_time() -> None:
     for number in range(50_000):
         lane.enter(("generating", "pulling", "idle")[number % 3], float(number))
         if number % 1000 == 0:
-            view = _lane_view("r0", lane, number + 0.5)
+            view = lane_view("r0", lane, number + 0.5)
             assert len(view.ends) <= SPANS + 1
             assert (view.start, view.ends[-1]) == (0.0, number + 0.5)
             assert view.ends == sorted(view.ends)
 
 
 def test_every_state_has_a_letter_of_its_own_that_the_page_knows_and_a_colour() -> None:
-    assets = Path(tailrace.page.__file__).parent / "assets"
-    script, style = (assets / "page.js").read_text(), (assets / "page.css").read_text()
+    script, style = asset("charts.js"), asset("page.css")
     known = dict(re.findall(r'(\w): "(\w+)"', script.partition("const STATES = {")[2].partition("}")[0]))
     lane = Lane(0.0, keep_spans=True)
     for number, state in enumerate((*COUNTED, "starting")):
         lane.enter(state, float(number + 1))
-    view = _lane_view("r0", lane, 20.0)
+    view = lane_view("r0", lane, 20.0)
     assert [known[letter] for letter in view.states] == ["starting", *COUNTED, "starting"]
     assert all(f".{state} {{" in style for state in known.values())
+
+
+def test_the_page_of_a_run_is_saved_as_one_file(tmp_path: Path, config: Config) -> None:
+    with RunStore.create(tmp_path / "run", config) as store:
+        store.record(0.0, RunStarted(1, 1), [])
+        store.record(1.0, ReplicaLost(0, 1, "</script><script>alert(1)</script>"), [])
+    command = [sys.executable, "-m", "tailrace", "page", "run", "--save", "out.html"]
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, timeout=60)
+    saved = (tmp_path / "out.html").read_text(encoding="utf-8")
+    data = json.loads(re.findall(r'id="data">(.*?)</script>', saved, re.DOTALL)[0])
+    assert data == shown(Follower(tmp_path / "run"))
+    assert "alert(1)" in data["run"]["notices"][-1][1]
+    assert "<script>alert" not in saved
+    assert not re.search(r"(?:src|href)=", saved), "it needs no server"
 
 
 # ---------------------------------------------------------------------------------------------------------- the command
@@ -566,6 +583,9 @@ def test_every_state_has_a_letter_of_its_own_that_the_page_knows_and_a_colour() 
         (["page", "run", "--listen", "0.0.0.0:0"], "a token is needed"),
         (["page", "run", "--listen", "203.0.113.77:1", "--token-file", "token"], "cannot listen on 203.0.113.77:1"),
         (["page", "run", "--token", TOKEN], "page has no option --token"),
+        (["page", "run", "--save", "out.pdf"], "write a name that ends in .html"),
+        (["page", "run", "--save", "nowhere/out.html"], "cannot be written (No such file or directory)"),
+        (["page", "run", "--save", "out.html", "--listen", "127.0.0.1:0"], "leave out --listen"),
     ],
 )
 def test_bad_input_is_one_sentence(tmp_path: Path, config: Config, words: list[str], sentence: str) -> None:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import base64
 import builtins
+import hashlib
+import json
 import re
 import struct
 import sys
 from itertools import pairwise
-from xml.etree import ElementTree
 
 import pytest
 
+from tailrace.obs.activity import StateSpan
+from tailrace.obs.charts import REPLICAS, decode_lane, encode_lane, merge, ticks
 from tailrace.obs.plots import draw
-from tailrace.obs.plots_picture import GRAINS, MARKS, REPLICAS, Mark, compose, log_ticks, merge, spread, ticks
+from tailrace.obs.sweep import GRAINS, MARKS, log_ticks, spread, sweep_charts
 
 SCHEDULES = ("sync", "one_step", "stream", "partial", "trajectory")
 
@@ -41,8 +45,9 @@ def html(tmp_path, rows, timelines, title="A run"):
     return path.read_text(encoding="utf-8")
 
 
-def svgs(page):
-    return [ElementTree.fromstring(text) for text in re.findall(r"<svg.*?</svg>", page, re.DOTALL)]
+def embedded(page):
+    """What the scripts draw."""
+    return json.loads(re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)[0])
 
 
 @pytest.mark.parametrize("counts", [(64,), (48, 64), (32, 64, 128, 1024)])
@@ -58,96 +63,104 @@ def test_a_bitmap_is_made(tmp_path, counts, timelines):
 
 
 @pytest.mark.parametrize("counts", [(64,), (48, 64), (32, 64, 128)])
-def test_a_page_shows_every_schedule_and_needs_nothing_from_elsewhere(tmp_path, counts):
+def test_a_report_shows_every_schedule_and_needs_nothing_from_elsewhere(tmp_path, counts):
     page = html(tmp_path, sweep(*counts), {name: spans() for name in SCHEDULES})
-    upper, lower = svgs(page)
-    for name in SCHEDULES:
-        assert name in [text.text for text in upper.iter("text")]
-        assert name in [text.text for text in lower.iter("text")]
-    assert not re.search(r"https?:|src=|<link|@import|url\(", page)
-    assert f"{1000 * counts[-1] * 5:,} (5.0× sync)" in page
-    assert ("ideal scaling" in page) == (len(counts) > 1)
-    assert page.count("<tr>") == 1 + len(counts) * len(SCHEDULES)
-    assert "prefers-color-scheme: dark" in page
+    data = embedded(page)
+    assert [series["name"] for series in data["series"]] == list(SCHEDULES)
+    assert [strip["name"] for strip in data["strips"]] == list(SCHEDULES)
+    assert data["series"][-1]["label"] == f"{1000 * counts[-1] * 5:,} (5.0× sync)"
+    assert bool(data["ideal"]) == (len(counts) > 1)
+    assert len(data["rows"]) == len(counts) * len(SCHEDULES)
+    assert data["rows"][-1][:4] == ["trajectory", f"{counts[-1]}", f"{5000 * counts[-1]:,}", "5.00x"]
+    assert not re.search(r"https?:|src=|<link|@import|url\(", page.replace("http://www.w3.org/2000/svg", ""))
 
 
-def test_the_legend_names_the_states_that_occur_once(tmp_path):
-    page = html(tmp_path, [row()], {"trajectory": spans(), "sync": spans(states=("generating", "lost"))})
-    legend = re.findall(r'<div class="legend">.*?</div>', page)
-    assert len(legend) == 1
-    keys = re.findall(r"</i>(.*?)</span>", legend[0])
-    assert keys == ["generating", "pulling weights", "emptied by repack", "idle", "lost"]
+def test_only_the_scripts_of_a_report_may_run(tmp_path):
+    """Its policy names them by their checksums: one that does not match would leave the report empty."""
+    page = html(tmp_path, [row()], {})
+    policy = re.findall(r'Content-Security-Policy" content="(.*?)"', page)[0]
+    codes = re.findall(r"<(?:script|style)>(.*?)</(?:script|style)>", page, re.DOTALL)
+    hashes = [base64.b64encode(hashlib.sha256(code.encode()).digest()).decode() for code in codes]
+    assert sorted(re.findall(r"'sha256-(.*?)'", policy)) == sorted(hashes)
+    assert policy.startswith("default-src 'none'")
 
 
-def test_all_text_is_escaped(tmp_path):
-    evil = '"><script>alert(1)</script>&'
-    rows = [row(evil, extra=evil), row("sync") | {evil: 1}]
-    page = html(tmp_path, rows, {evil: [(0, evil, 0.0, 100.0)]}, evil)
+def test_no_text_ends_the_data_of_a_report(tmp_path):
+    evil = '"></script><script>alert(1)</script>&<!--'
+    page = html(tmp_path, [row(evil), row("sync")], {evil: [(0, evil, 0.0, 100.0)]}, evil)
+    data = embedded(page)
     assert "<script>alert" not in page
-    assert page.count("<script") == 1
-    assert "&lt;script&gt;alert(1)" in page
-    assert len(svgs(page)) == 2  # still well-formed
+    assert (data["title"], data["series"][0]["name"], data["strips"][0]["name"]) == (evil, evil, evil)
+    assert data["series"][0]["kind"] == "other"
 
 
-def test_thousands_of_spans_become_a_bounded_number_of_marks(tmp_path):
+def test_thousands_of_spans_become_a_bounded_number_of_marks():
     crowd = spans(replicas=200, pieces=3000)
-    page = html(tmp_path, [row()], {"trajectory": crowd, "sync": crowd})
-    rects = [sum(1 for _ in strip.iter("rect")) for strip in svgs(page)[1].iter("g") if strip.get("class") == "strip"]
-    assert len(rects) == 2
-    assert all(REPLICAS <= count <= MARKS for count in rects)
-    assert page.count("48 of 200") == 2
+    charts = sweep_charts([row()], {"trajectory": crowd, "sync": crowd}, "")
+    assert [strip.replicas for strip in charts.strips] == ["48 of 200 replicas"] * 2
+    assert all(REPLICAS <= sum(len(lane.ends) for lane in strip.lanes) <= MARKS for strip in charts.strips)
+
+
+def test_a_lane_is_drawn_as_it_was_with_its_gaps():
+    marks = [StateSpan("generating", 0.0, 50.0), StateSpan("pulling", 60.0, 60.5), StateSpan("lost", 60.5, 100.0)]
+    assert decode_lane(encode_lane("r0", marks, 100.0)) == marks
+    assert decode_lane(encode_lane("r0", [StateSpan("unheard of", 1.0, 2.0)], 2.0)) == []
 
 
 def test_a_short_pull_between_long_spans_is_kept():
-    marks = [Mark("generating", 0.0, 50.0), Mark("pulling", 50.0, 50.01), Mark("generating", 50.01, 100.0)]
+    marks = [
+        StateSpan("generating", 0.0, 50.0),
+        StateSpan("pulling", 50.0, 50.01),
+        StateSpan("generating", 50.01, 100.0),
+    ]
     assert merge(marks, 0.1) == marks
 
 
 def test_short_marks_merge_into_what_prevails_and_cover_the_same_time():
-    marks = [Mark("idle" if i % 4 == 0 else "generating", i * 0.01, (i + 1) * 0.01) for i in range(1000)]
+    marks = [StateSpan("idle" if i % 4 == 0 else "generating", i * 0.01, (i + 1) * 0.01) for i in range(1000)]
     merged = merge(marks, 0.1)
     assert [mark.state for mark in merged] == ["generating"]
     assert (merged[0].start, merged[0].end) == (0.0, 10.0)
 
 
 def test_replicas_are_chosen_evenly_with_both_ends():
-    strip = compose([row()], {"trajectory": spans(replicas=480)}, "").strips[0]
-    chosen = [replica for replica, _ in strip.lanes]
+    strip = sweep_charts([row()], {"trajectory": spans(replicas=480)}, "").strips[0]
+    chosen = [int(lane.name[1:]) for lane in strip.lanes]
     assert (len(chosen), chosen[0], chosen[-1]) == (REPLICAS, 0, 479)
     assert {b - a for a, b in pairwise(chosen)} <= {10, 11}
 
 
 def test_the_window_is_three_of_the_slowest_steps_at_the_end_of_each_run():
     rows = [row("sync", step_s=20.0, virtual_s=200.0), row(step_s=10.0, virtual_s=100.0)]
-    picture = compose(rows, {"sync": spans(end=200.0), "trajectory": spans(end=100.0)}, "")
+    picture = sweep_charts(rows, {"sync": spans(end=200.0), "trajectory": spans(end=100.0)}, "")
     assert picture.seconds == 60.0
     assert [strip.begins for strip in picture.strips] == [140.0, 40.0]
-    assert picture.caption == "What each replica does on 64 GPUs, last 60 s of each run"
-    assert max(mark.end for _, lane in picture.strips[0].lanes for mark in lane) == 60.0
+    assert picture.caption == "Timeline of the replicas on 64 GPUs, last 60 s of each run"
+    assert {lane.ends[-1] for lane in picture.strips[0].lanes} == {60.0}
 
 
 def test_a_short_run_is_shown_whole():
-    picture = compose([row(step_s=60.0)], {"trajectory": spans()}, "")
+    picture = sweep_charts([row(step_s=60.0)], {"trajectory": spans()}, "")
     assert (picture.seconds, picture.strips[0].begins) == (100.0, 0.0)
     assert picture.caption.endswith("whole run")
 
 
 def test_a_strip_is_annotated_by_the_result_of_its_own_run():
     rows = [row(gpus=32, rate=1.0, virtual_s=300.0), row(gpus=64, rate=200_000.0)]
-    picture = compose(rows, {"trajectory": spans(), "sync": spans(end=77.0)}, "")
+    picture = sweep_charts(rows, {"trajectory": spans(), "sync": spans(end=77.0)}, "")
     assert picture.strips[0].notes[0] == "200,000 tokens/s"
     assert picture.strips[1].notes == []
 
 
 def test_runs_with_and_without_repack_are_two_lines():
-    picture = compose([row(), row(repack=False)], {}, "")
+    picture = sweep_charts([row(), row(repack=False)], {}, "")
     assert [line.name for line in picture.series] == ["trajectory", "trajectory, no repack"]
-    assert len({line.colours for line in picture.series}) == 2
+    assert len({line.kind for line in picture.series}) == 2
 
 
 @pytest.mark.parametrize(("counts", "logarithmic"), [((64,), False), ((64, 128), False), ((32, 64, 128), True)])
 def test_a_wide_range_is_drawn_on_logarithmic_axes(counts, logarithmic):
-    assert compose(sweep(*counts), {}, "").logarithmic == logarithmic
+    assert sweep_charts(sweep(*counts), {}, "").log == logarithmic
 
 
 def test_a_schedule_that_trained_nothing_can_be_drawn(tmp_path):
@@ -193,7 +206,7 @@ def test_a_bitmap_without_matplotlib_names_the_ways_out(tmp_path, monkeypatch):
             raise ModuleNotFoundError(f"No module named '{name}'", name=name)
         return real(name, *rest, **named)
 
-    monkeypatch.delitem(sys.modules, "tailrace.obs.plots_png", raising=False)
+    monkeypatch.delitem(sys.modules, "tailrace.obs.png", raising=False)
     monkeypatch.setattr(builtins, "__import__", missing)
     with pytest.raises(ValueError, match=r"needs matplotlib; install tailrace\[plot\], or write --plot out\.html"):
         draw(tmp_path / "out.png", [row()], {}, "")

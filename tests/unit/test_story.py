@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from tailrace.config import load
 from tailrace.obs.story import StoryError, render_story, story
 from tailrace.protocol import (
     Assignment,
@@ -81,7 +82,7 @@ EVENTS: list[tuple[float, Event, Sequence[Command]]] = [
     (
         8.0,
         Trained(1, 0, 0),
-        [Publish(1, 1, 0), Cancel(0, 1, (Assignment(2, 2),)), Forget((2,)), Drop(0, 1, 0)],
+        [Publish(1, 1, 0), Cancel(0, 1, (Assignment(2, 2),)), Forget((2,), "stale"), Drop(0, 1, 0)],
     ),
     (9.0, Checkpointed(1, 1), [Forget((0, 1))]),
     (9.5, PullFailed(0, 1, 1, "no memory"), []),
@@ -89,8 +90,11 @@ EVENTS: list[tuple[float, Event, Sequence[Command]]] = [
 ENTRIES = [Entry(seq, *each) for seq, each in enumerate(EVENTS, start=1)]
 
 
+CONFIG = load([], ["--model.preset", "qwen2.5-7b", "--workload.group_size", "2"])
+
+
 def told(name: str) -> list[str]:
-    return [line.text for line in story(ENTRIES, name)]
+    return [line.text for line in story(ENTRIES, name, CONFIG)]
 
 
 def test_a_trajectory_that_ran_straight_through() -> None:
@@ -106,21 +110,21 @@ def test_a_trajectory_that_ran_straight_through() -> None:
 
 def test_a_trajectory_that_had_an_eventful_life() -> None:
     assert told("t1")[1:9] == [
-        "with a judge on r0; it may go on after that",
-        "answered, and goes on with turn 2",
+        "with a judge on r0; more turns may follow",
+        "answered; continues with turn 2",
         "parked by r0: 3,112 tokens, version 0",
         "moved from r0 to r1 by repack (attempt 2, version 0): 3,112 tokens kept",
         "failed in attempt 2: the tool hung",
         "tried again on r1 (attempt 3, version 0)",
         "r1 lost: its process ended",
-        "moved from r1, which lost it, to r0 (attempt 4, version 0); goes on from what the vault has of it",
+        "moved from r1, which lost it, to r0 (attempt 4, version 0); resumes from its prefix in the vault",
     ]
 
 
 def test_what_judges_have() -> None:
     assert "with a judge on r0" in told("t2")
     assert "2 trajectories (t1 to t2) with a judge" in told("r0")
-    assert "1 trajectory (t1) answered, and generated again" in told("r0")
+    assert "1 trajectory (t1) answered; generating again" in told("r0")
     assert not any("with a judge" in line for line in told("t0")), "it was finished before"
 
 
@@ -147,8 +151,8 @@ def test_a_relay_and_a_version() -> None:
     assert told("h0")[:4] == [
         "h0 to be started, attempt 1",
         "h0 joined, holding nothing",
-        "told to forward to nobody (route 1)",
-        "gets v0 from the trainer, as the master",
+        "told to forward to no relay (route 1)",
+        "gets v0 from the trainer, as master relay",
     ]
     assert told("v1") == [
         "v1 made by step 0",
@@ -175,7 +179,7 @@ def test_an_unknown_id_says_what_there_is(name: str, words: str) -> None:
 
 def test_a_run_without_any() -> None:
     with pytest.raises(StoryError, match="which has no trajectories"):
-        story(ENTRIES[:2], "t0")
+        story(ENTRIES[:2], "t0", CONFIG)
 
 
 def test_not_an_id() -> None:
@@ -184,4 +188,4 @@ def test_not_an_id() -> None:
 
 
 def test_rendering_shows_virtual_time() -> None:
-    assert render_story(story(ENTRIES, "p1")).splitlines()[0] == "       0.3 s  p1 pooled: 64 tokens"
+    assert render_story(story(ENTRIES, "p1", CONFIG)).splitlines()[0] == "       0.3 s  p1 pooled: 64 tokens"

@@ -13,8 +13,9 @@ from rich.console import Console
 
 from tailrace.config import Config, load, with_values
 from tailrace.obs import terminal
+from tailrace.obs.fold import Fold
 from tailrace.obs.live import LiveRun
-from tailrace.obs.summary import summarise, write_summary
+from tailrace.obs.summary import Report, summarise, write_summary
 from tailrace.protocol import (
     Command,
     ControllerRestarted,
@@ -23,13 +24,17 @@ from tailrace.protocol import (
     Forget,
     Generate,
     GenerationResumed,
+    GiveUp,
+    HostLeft,
     JudgedTurn,
     LoadWeights,
     Progressed,
     ReplicaJoined,
+    ReplicaLost,
     Request,
     SampleFailed,
     ScoringStarted,
+    TimerFired,
     Train,
     Trained,
     TrainerJoined,
@@ -136,9 +141,9 @@ def test_a_small_run_by_hand(tmp_path: Path) -> None:
         "ledger": {"started": 3, "trained": 2, "dropped_stale": 1, "filtered": 0, "failed": 0, "in_flight": 0},
     }
     assert (run / "summary.png").read_bytes().startswith(b"\x89PNG")
-    assert "held-out accuracy      0.400 before, - after (share of rewards above 0.5)" in table.getvalue()
-    assert "held-out reward        -0.250 before, - after (mean)" in table.getvalue()
-    assert "ended                  the run was interrupted, and can be resumed" in table.getvalue()
+    assert "held-out accuracy         0.400 before, - after (share of rewards above 0.5)" in table.getvalue()
+    assert "held-out reward           -0.250 before, - after (mean)" in table.getvalue()
+    assert "ended                     the run was interrupted and can be resumed" in table.getvalue()
     assert "3 started = 2 trained + 1 stale + 0 filtered + 0 failed + 0 in flight" in table.getvalue()
 
 
@@ -177,9 +182,14 @@ def test_rewards_and_metrics_of_any_size_can_be_shown(tmp_path: Path, reward: fl
     assert f"reward {terminal.number(max(-1e100, min(1e100, reward)))}" in picture.getvalue()
 
 
+def replica_states(report: Report) -> list[tuple[str | float, ...]]:
+    return [tuple(span) for span in report.live.activity.replicas[0].timeline(report.live.seconds)]
+
+
 def test_the_timeline(tmp_path: Path) -> None:
-    history = summarise(record(tmp_path / "run", RUN)).history
-    assert [tuple(span) for span in history.trainer] == [
+    report = summarise(record(tmp_path / "run", RUN))
+    live = report.live
+    assert [tuple(span) for span in live.activity.trainer.timeline(live.seconds)] == [
         ("starting", 0.0, 5.0),
         ("idle", 5.0, 9.0),
         ("training", 9.0, 11.0),
@@ -188,13 +198,13 @@ def test_the_timeline(tmp_path: Path) -> None:
         ("idle", 13.0, 15.0),
         ("training", 15.0, 16.0),
     ]
-    assert [tuple(span) for span in history.replicas[0]] == [
+    assert replica_states(report) == [
         ("generating", 5.0, 12.0),
         ("pulling", 12.0, 13.0),
         ("generating", 13.0, 15.0),
         ("idle", 15.0, 16.0),
     ]
-    assert [(step.ended, step.reward) for step in history.steps] == [(11.0, 0.5), (16.0, 1.0)]
+    assert [(step.ended, step.reward) for step in live.fold.steps] == [(11.0, 0.5), (16.0, 1.0)]
 
 
 def test_waiting_for_judges_is_a_state_of_its_own(tmp_path: Path) -> None:
@@ -213,7 +223,7 @@ def test_waiting_for_judges_is_a_state_of_its_own(tmp_path: Path) -> None:
         (15.0, Progressed(0, 1, 0, 0, 0), []),
     ]
     report = summarise(record(tmp_path / "run", run))
-    assert [tuple(span) for span in report.history.replicas[0]] == [
+    assert replica_states(report) == [
         ("generating", 5.0, 7.0),
         ("scoring", 7.0, 9.0),
         ("generating", 9.0, 10.0),
@@ -234,12 +244,14 @@ def test_the_fold_agrees_with_the_ledger(kind: str, faults: dict[str, float]) ->
     live = LiveRun(config)
     simulation = Simulation(config, live.see)
     result, state = simulation.run(), simulation.plane.state
-    assert msgspec.to_builtins(live.account.tally) == msgspec.to_builtins(state.ledger.tally)
-    assert (live.account.repacks, live.account.moved) == (state.repacks, state.moved)
+    tally, groups = msgspec.to_builtins(state.ledger.tally), msgspec.to_builtins(live.fold.groups)
+    assert groups == tally | {"in_flight": state.ledger.tally.started - state.ledger.tally.ended}
+    assert live.fold.finished_tokens == state.ledger.finished_tokens
+    assert (live.fold.repacks, live.fold.moved) == (state.repacks, state.moved)
     ages = live.view().staleness
     assert (ages.mean, ages.p95, ages.max) == (result.staleness.mean, result.staleness.p95, result.staleness.max)
-    assert [record.step for record in live.account.steps] == list(range(config.run.steps))
-    assert live.account.total.groups == state.ledger.tally.trained
+    assert [record.step for record in live.fold.steps] == list(range(config.run.steps))
+    assert live.fold.total.groups == state.ledger.tally.trained
 
 
 @pytest.mark.parametrize("faults", [{}, FAULTS], ids=["calm", "faults"])
@@ -252,8 +264,9 @@ def test_what_every_replica_has_agrees_with_control(faults: dict[str, float]) ->
     def see(now: float, event: Event, commands: list[Command]) -> None:
         live.see(now, event, commands)
         for replica in simulation.plane.state.fleet.replicas.values():
-            if replica.live and live.activity.replicas[replica.id].alive:
-                assert live.account.load(replica.id) == (len(replica.assigned), len(replica.scoring))
+            record = live.fold.replica(replica.id)
+            if replica.live:
+                assert (record.generating, record.scoring) == (len(replica.assigned), len(replica.scoring))
 
     simulation = Simulation(config, see)
     simulation.run()
@@ -279,8 +292,25 @@ def test_what_is_remembered_does_not_grow_with_the_run() -> None:
 
     def see(now: float, event: Event, commands: list[Command]) -> None:
         live.see(now, event, commands)
-        sizes.append(len(live.account._samples))
+        sizes.append(len(live.fold.samples))
 
     Simulation(config, see).run()
     assert max(sizes[len(sizes) // 2 :]) <= 1.5 * max(sizes[: len(sizes) // 2])
-    assert max(sizes) < live.account.total.samples
+    assert max(sizes) < live.fold.total.samples
+
+
+def test_what_a_replica_reports_after_control_has_given_it_up_counts_nowhere() -> None:
+    """Control has put its samples on the waiting list, so its ledger ignores such reports too."""
+    gone: list[tuple[Event, list[Command]]] = [
+        (TimerFired("health"), [GiveUp("replica", 0, 1, "no heartbeat for 2.4 s")]),
+        (HostLeft(0, "its host left"), []),
+        (ReplicaLost(0, 1, "its process ended"), []),
+    ]
+    for event, commands in gone:
+        fold = Fold(load([], ["--model.preset", "qwen2.5-7b", "--workload.group_size", "2"]))
+        for entry in RUN[:2]:
+            fold.see(*entry)
+        fold.see(6.0, event, commands)
+        assert (fold.replica(0).generating, fold.samples[0].state) == (0, "lost")
+        fold.see(7.0, finished(0, 100, 0, 1.0), [])
+        assert (fold.ignored, fold.finished_tokens) == (True, 0)

@@ -60,7 +60,7 @@ def test_without_a_terminal_every_step_is_one_line() -> None:
         Simulation(live.config, lambda now, event, commands: (live.see(now, event, commands), show(now))[0]).run()
     lines = out.getvalue().splitlines()
     assert lines[0] == "0:00  starting the trainer, 2 relays and 12 replicas"
-    assert lines[1] == "0:00  everybody is up, and the first samples are on their way"
+    assert lines[1] == "0:00  all processes are up; the first samples are assigned"
     assert [line.split("  ")[1] for line in lines[2:]] == ["step 1/4", "step 2/4", "step 3/4", "step 4/4"]
     assert all("tokens/s" in line for line in lines[2:])
     assert "\x1b" not in out.getvalue()
@@ -89,7 +89,7 @@ def test_an_update_that_is_not_finite_is_told_at_once() -> None:
     live.measure(62.0, 3, "trainer", {"skipped": 0.0, "loss": 0.5})
     live.measure(63.0, 4, "trainer", {"skipped": 1.0, "loss": float("nan"), "grad_norm": float("nan")})
     show(63.0)
-    told = "an update of step 5 is left out: its loss or gradient is not finite; after three in a row the run ends"
+    told = "an update of step 5 is skipped: its loss or gradient is not finite; after three in a row the run ends"
     assert out.getvalue() == f"0:00  {told}\n"
     assert drawn(live, 50)
 
@@ -108,8 +108,8 @@ def test_failures_are_told_ever_more_rarely() -> None:
     for id in range(150):
         live.see(1.0, Progressed(0, 1, 5, 1, 0), [Generate(0, 1, (Request(id, 1, id, id, 10),))])
         live.see(1.0, SampleFailed(0, id, 1, "it raised"), [])
-    assert [one.text.split(";")[0] for one in live.happenings] == [
-        "everybody is up, and the first samples are on their way",
+    assert [one.text.split(";")[0] for one in live.notices] == [
+        "all processes are up",
         "1 attempt at samples failed so far",
         "10 attempts at samples failed so far",
         "100 attempts at samples failed so far",
@@ -184,7 +184,7 @@ def test_moves_are_told() -> None:
     moved = Generate(1, 1, (Request(7, 2, 0, 0, 10, resume=True),))
     live.see(2.0, Parked(0, 1, (TrajectoryMeta(7, 1, 20, 0, 0),)), [moved])
     view = live.view()
-    assert view.happenings[-1].text == "repack: 1 sample moved from r0 to r1"
+    assert view.notices[-1].text == "repack: 1 sample moved from r0 to r1"
     assert [(one.state, one.running, one.kv) for one in view.replicas] == [("idle", 0, 0.5), ("generating", 1, 0.0)]
 
 

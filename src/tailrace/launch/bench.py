@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import NamedTuple, TextIO
 
 import msgspec
-from rich.console import Console
-from rich.table import Table
 
 from tailrace.config import load, with_values
 from tailrace.config.errors import ConfigError
@@ -19,8 +17,19 @@ from tailrace.config.tree import SCHEDULES, Config
 from tailrace.launch.folder import run_folder
 from tailrace.obs.progress import Progress
 from tailrace.obs.summary import JSON, Summary
+from tailrace.obs.tables import percent, print_table, ratio
 
 WITHOUT_REPACK = "trajectory without repack"
+COLUMNS = (
+    "schedule",
+    "tokens/s",
+    "against\nsync",
+    "trainer\nidle",
+    "rollout\nidle",
+    "staleness\nmean/max",
+    "groups\ndropped",
+    "samples\nmoved",
+)
 
 
 class BenchRow(NamedTuple):
@@ -76,30 +85,20 @@ def _median(summaries: list[Summary]) -> Summary:
 
 
 def print_rows(rows: list[BenchRow], stream: TextIO) -> None:
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    for title in (
-        "schedule",
-        "tokens/s",
-        "against sync",
-        "trainer idle",
-        "rollout idle",
-        "staleness",
-        "dropped",
-        "moved",
-    ):
-        table.add_column(title, justify="left" if title == "schedule" else "right", no_wrap=True)
-    base = next((row.summary.tokens_per_s for row in rows if row.name == "sync"), 0.0)
-    best = max(row.summary.tokens_per_s for row in rows)
-    for name, one in rows:
-        table.add_row(
-            name,
-            f"{one.tokens_per_s:,.0f}",
-            f"{one.tokens_per_s / base:.2f}x" if base else "-",
-            f"{one.trainer_idle:.0%}",
-            f"{one.rollout_idle:.0%}",
-            f"{one.staleness.mean:.1f} (max {one.staleness.max})",
-            f"{one.ledger.dropped_stale}",
-            f"{one.moved}",
-            style="bold green" if one.tokens_per_s == best else "",
-        )
-    Console(file=stream, highlight=False, width=120).print(table)
+    rates = [row.summary.tokens_per_s for row in rows]
+    sync = next((row.summary.tokens_per_s for row in rows if row.name == "sync"), 0.0)
+    print_table(stream, COLUMNS, [_cells(row, sync) for row in rows], best=rates.index(max(rates)))
+
+
+def _cells(row: BenchRow, sync: float) -> list[str]:
+    one = row.summary
+    return [
+        row.name,
+        f"{one.tokens_per_s:,.0f}",
+        ratio(one.tokens_per_s, sync),
+        percent(one.trainer_idle),
+        percent(one.rollout_idle),
+        f"{one.staleness.mean:.1f}/{one.staleness.max}",
+        f"{one.ledger.dropped_stale:,}",
+        f"{one.moved:,}",
+    ]

@@ -12,12 +12,14 @@ import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from textwrap import indent
 from typing import TYPE_CHECKING
 
 from tailrace import __version__
 from tailrace.config import Config, ConfigError, load, with_values
 from tailrace.config.tree import SCHEDULES, Cluster
-from tailrace.obs.chronicle import counted
+from tailrace.obs.event_text import counted
+from tailrace.obs.tables import render_table
 
 if TYPE_CHECKING:
     from tailrace.model.device import Card, Survey
@@ -44,8 +46,7 @@ def examine(files: Sequence[str], settings: Sequence[str]) -> str:
 
 def _rendered(section: Section) -> str:
     title, facts = section
-    width = max(len(name) for name, _ in facts)
-    return "\n".join([title, *[f"  {name:<{width}}  {text}" for name, text in facts]])
+    return f"{title}\n{indent(render_table((), facts, left=2), '  ')}"
 
 
 # ------------------------------------------------------------------------------------------------------ this machine

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tailrace.launch.errors import UsageError
 from tailrace.obs.ending import LastStop, ending_of
-from tailrace.obs.story import Line, render_known, render_story, story
+from tailrace.obs.story import StoryLine, render_known, render_story, story
 from tailrace.store.journal import Journal
 from tailrace.store.trajectories import known_trajectories
 from tailrace.types import parse_label
@@ -18,8 +18,8 @@ def print_story(run: Path, label: str) -> int:
     except ValueError as error:
         raise UsageError(str(error)) from None
     journal, last = Journal(run), LastStop()
-    print(render_story(story(last.passing(journal.entries()), label)))
-    print(render_story([Line(last.now, str(ending_of(journal.meta, journal.path.parent, last.stop)))]))
+    print(render_story(story(last.passing(journal.entries()), label, journal.config)))
+    print(render_story([StoryLine(last.now, str(ending_of(journal.meta, journal.path.parent, last.stop)))]))
     if known := known_trajectories(run, kind, number):
         print(render_known(known))
     return 0

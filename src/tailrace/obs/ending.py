@@ -1,4 +1,4 @@
-"""How a run ended, or that it goes on: in the same words on the page, in the summary and in a story."""
+"""Whether a run is running, and how it ended: in the same words on the page, in the summary and in a story."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from tailrace.store.folder import is_being_written
 from tailrace.store.journal import Entry
 from tailrace.store.run import FAILED
 
-State = Literal["running", "complete", "failed", "interrupted"]
+EndState = Literal["running", "complete", "failed", "interrupted"]
 WORDS = {
-    "running": "the run goes on",
+    "running": "the run is running",
     "complete": "the run is complete",
     "failed": "the run failed",
-    "interrupted": "the run was interrupted, and can be resumed",
+    "interrupted": "the run was interrupted and can be resumed",
 }
 
 
-class Ending(msgspec.Struct, frozen=True):
-    state: State
+class RunEnding(msgspec.Struct, frozen=True):
+    state: EndState
     reason: str = ""  # why it is over, in a sentence
 
     def __str__(self) -> str:
@@ -50,15 +50,15 @@ class LastStop:
             yield entry
 
 
-def ending_of(meta: Mapping[str, str], folder: Path, stop: Stop | None) -> Ending:
+def ending_of(meta: Mapping[str, str], folder: Path, stop: Stop | None) -> RunEnding:
     """From what the run has noted about itself, and from the last order of control."""
     reason = stop.reason if stop else ""
     if "complete" in meta:
-        return Ending("failed" if stop and stop.failed else "complete", reason)
+        return RunEnding("failed" if stop and stop.failed else "complete", reason)
     if _is_open(folder):
-        return Ending("running")
+        return RunEnding("running")
     reason = meta.get(FAILED) or (reason if stop and stop.failed else "")
-    return Ending("failed", reason) if reason else Ending("interrupted")
+    return RunEnding("failed", reason) if reason else RunEnding("interrupted")
 
 
 def _is_open(folder: Path) -> bool:

@@ -1,13 +1,13 @@
 """A run as people see it: events, commands and measurements folded into figures, as they happen or from a journal.
 
 The controller tells `LiveRun` everything it handles (`see`, `measure`) and shows `view()` as often as it likes; the
-summary reads the journal through the same fold, so both say the same. A resumed run is folded from its first event.
+summary and the page read the journal through it too, so all say the same. A resumed run is folded from its first event.
 Time is running time: what passed between a stop and the resumption does not count.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import Literal, NamedTuple
@@ -15,9 +15,9 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from tailrace.config.tree import Config
-from tailrace.obs.account import Account, Staleness, StepRecord, Tally, staleness
 from tailrace.obs.activity import Activity, ReplicaLane
 from tailrace.obs.ending import LastStop
+from tailrace.obs.fold import Fold, GroupCounts, Staleness, staleness
 from tailrace.protocol import (
     Command,
     ControllerRestarted,
@@ -37,28 +37,27 @@ from tailrace.protocol import (
     Stop,
     TrainerJoined,
     TrainerLost,
-    VersionStored,
 )
 from tailrace.types import ReplicaId, Version, label
 
-RECENT = 10  # steps over which figures are smoothed
-HAPPENINGS = 50  # kept to be shown
+MEAN_STEPS = 10  # over which the reward and the rate that are shown are averaged
+NOTICES = 50  # kept to be shown
 STALL = "publish/stall_s"
-ENDED = "ended"  # what a part does once the run is over
-IDLE = "without_advantage"
+ENDED = "ended"  # the state of every process once the run is over
+NO_ADVANTAGE = "without_advantage"
 NOT_FINITE = "its loss or gradient is not finite; after three in a row the run ends"
 
 
-Weight = Literal["small", "notable", "alarming"]  # small: only where there is room for it
-Told = Iterator[tuple[str, Weight]]
+Level = Literal["detail", "info", "warning"]  # detail: only where there is room for it
+Noticed = Iterator[tuple[str, Level]]
 
 
-class Happening(NamedTuple):
+class Notice(NamedTuple):
     """Something worth a line."""
 
     at: float
     text: str
-    weight: Weight
+    level: Level
 
 
 class ReplicaView(msgspec.Struct, frozen=True):
@@ -73,17 +72,17 @@ class ReplicaView(msgspec.Struct, frozen=True):
 
 
 class RunView(msgspec.Struct, frozen=True, kw_only=True):
-    """One look at a run. Shares lie between 0 and 1, times are seconds."""
+    """The figures of a run at one moment. Shares lie between 0 and 1, times are seconds."""
 
     seconds: float
     steps: int
     total_steps: int
     version: Version  # newest that a relay has
     reward: float | None  # of the last step
-    smooth_reward: float | None
+    mean_reward: float | None  # of the last `MEAN_STEPS` steps
     trained_samples: int
     trained_tokens: int
-    tokens_per_s: float  # trained, of the last steps
+    tokens_per_s: float  # trained, over the last `MEAN_STEPS` steps
     finished_tokens: int  # of all finished samples, trained or not
     staleness: Staleness
     replicas: tuple[ReplicaView, ...]
@@ -96,73 +95,66 @@ class RunView(msgspec.Struct, frozen=True, kw_only=True):
     failures: int  # attempts at samples
     failed_samples: int  # whose last attempt failed
     publish_stall_s: float  # mean per publication
-    ledger: Tally
+    ledger: GroupCounts
     eta_s: float | None
-    happenings: tuple[Happening, ...]
+    notices: tuple[Notice, ...]
     measured: Mapping[str, float]  # the trainer's newest figures, each from the last mini-batch that has it
-    mini_batches: int  # of which the trainer has said so
-    without_advantage: int  # those of them in which there was nothing to learn
+    mini_batches: int  # whose figures the trainer has reported
+    without_advantage: int  # of these: all advantages were zero
     stopped: str  # why the run is over
 
-    def over(self) -> RunView:
-        """The last look: nobody generates or trains any more, whatever the last event has left behind."""
-        still = [msgspec.structs.replace(one, state=ENDED, running=0, waiting=0) for one in self.replicas]
-        return msgspec.structs.replace(self, replicas=tuple(still), trainer=ENDED, eta_s=None)
+    def after_end(self) -> RunView:
+        """As it is shown once the run has ended: no process generates or trains any more."""
+        ended = [msgspec.structs.replace(one, state=ENDED, running=0, waiting=0) for one in self.replicas]
+        return msgspec.structs.replace(self, replicas=tuple(ended), trainer=ENDED, eta_s=None)
 
 
 class LiveRun:
-    def __init__(self, config: Config, timeline: bool = False, name: str = "") -> None:
+    def __init__(self, config: Config, timeline: bool = False, name: str = "", keep_trained: bool = False) -> None:
         self.config = config
         self.name = name or config.run.name or "run"
-        self.account = Account(config.workload.group_size, config.groups.attempts)
-        self.activity = Activity(timeline)
-        self.happenings: deque[Happening] = deque(maxlen=HAPPENINGS)
-        self.happened = 0  # ever, so that a reader knows which are new
+        self.fold = Fold(config, keep_trained)
+        self.activity = Activity(self.fold, timeline)
+        self.notices: deque[Notice] = deque(maxlen=NOTICES)
+        self.noticed: Counter[Level] = Counter()  # ever, so that a reader knows which are new
         self.measured: dict[str, float] = {}
-        self.diverging = False  # the last update that had anything to learn from was not finite
-        self.version: Version = -1
+        self.diverging = False  # the last update that had an advantage was not finite
         self._ending = LastStop()
         self.seconds = 0.0
         self._last_now: float | None = None
         self._mini_batches = self._without_advantage = 0
         self._stalls = 0
         self._stall_s = 0.0
-        self._recent: deque[StepRecord] = deque(maxlen=RECENT + 1)
 
     # -------------------------------------------------------------------------------------------------------- folding
 
     def see(self, now: float, event: Event, commands: Sequence[Command]) -> None:
         """What control handled, and what came of it."""
         self._advance(now, event)
-        account, steps, begins = self.account, len(self.account.steps), self.activity.began is None
-        failures = account.failures
-        account.see(self.seconds, event, commands)
-        load = {id: account.load(id) for id in account.touched}
-        self.activity.see(self.seconds, event, commands, load)
-        if isinstance(event, VersionStored):
-            self.version = max(self.version, event.version)
-        if isinstance(event, SampleFailed) and account.failures > failures and _is_power_of_ten(account.failures):
-            so_far = f"{_count(account.failures, 'attempt')} at samples failed so far"
-            self._tell(f"{so_far}; t{event.trajectory}: {event.reason}", "alarming")
-        if begins and self.activity.began is not None:
-            self._tell("everybody is up, and the first samples are on their way", "notable")
-        for text, weight in _told(event, commands):
-            self._tell(text, weight)
-        self._recent.extend(account.steps[steps:])
+        fold, starting = self.fold, self.activity.first_sample_at is None
+        fold.see(self.seconds, event, commands)
+        self.activity.see(self.seconds, event, commands)
+        if isinstance(event, SampleFailed) and not fold.ignored and _is_power_of_ten(fold.failures):
+            so_far = f"{_count(fold.failures, 'attempt')} at samples failed so far"
+            self._notice(f"{so_far}; t{event.trajectory}: {event.reason}", "warning")
+        if starting and self.activity.first_sample_at is not None:
+            self._notice("all processes are up; the first samples are assigned", "info")
+        for text, level in _notices(event, commands):
+            self._notice(text, level)
         self._ending.see(event, commands)
 
     def measure(self, now: float, step: int, source: str, values: Mapping[str, float]) -> None:
-        """What a part measured of itself."""
+        """What a process measured of itself."""
         if STALL in values:
             self._stalls += 1
             self._stall_s += values[STALL]
         if source == "trainer":
             self.measured.update(values)
-            self._mini_batches += IDLE in values
-            self._without_advantage += bool(values.get(IDLE))
+            self._mini_batches += NO_ADVANTAGE in values
+            self._without_advantage += bool(values.get(NO_ADVANTAGE))
             self.diverging = bool(values.get("skipped", self.diverging))
             if values.get("skipped"):
-                self._tell(f"an update of step {step + 1} is left out: {NOT_FINITE}", "alarming")
+                self._notice(f"an update of step {step + 1} is skipped: {NOT_FINITE}", "warning")
 
     def _advance(self, now: float, event: Event) -> None:
         if self._last_now is not None and not isinstance(event, ControllerRestarted):
@@ -171,16 +163,16 @@ class LiveRun:
             self.seconds = max(0.0, now)
         self._last_now = now
 
-    def _tell(self, text: str, weight: Weight) -> None:
-        self.happenings.append(Happening(self.seconds, text, weight))
-        self.happened += 1
+    def _notice(self, text: str, level: Level) -> None:
+        self.notices.append(Notice(self.seconds, text, level))
+        self.noticed[level] += 1
 
     # -------------------------------------------------------------------------------------------------------- figures
 
     @property
-    def began(self) -> float:
-        """When the first sample was given to a replica: from here on rates are counted."""
-        return self.activity.began or 0.0
+    def first_sample_at(self) -> float:
+        """When the first sample was given to a replica: rates are counted from here on."""
+        return self.activity.first_sample_at or 0.0
 
     @property
     def stop(self) -> Stop | None:
@@ -198,9 +190,9 @@ class LiveRun:
     @property
     def tokens_per_s(self) -> float:
         """Trained tokens per second, from the first sample to the last trained step."""
-        steps = self.account.steps
-        seconds = steps[-1].ended - self.began if steps else 0.0
-        return self.account.total.tokens / seconds if seconds > 0 else 0.0
+        steps = self.fold.steps
+        seconds = steps[-1].ended - self.first_sample_at if steps else 0.0
+        return self.fold.total.tokens / seconds if seconds > 0 else 0.0
 
     @property
     def trainer_idle(self) -> float:
@@ -212,42 +204,41 @@ class LiveRun:
 
     @property
     def rollout_scoring(self) -> float:
-        """The part of it in which they waited for their judges."""
+        """The share of the time in which they had nothing to generate and waited for judges."""
         return self.activity.shares(list(self.activity.replicas.values()), self.seconds).get("scoring", 0.0)
 
     def view(self, now: float | None = None) -> RunView:
-        """How things stand; `now` is the controller's clock, which goes on while nothing happens."""
+        """The figures as they are; `now` is the controller's clock, which goes on while nothing happens."""
         seconds = self.seconds
         if now is not None and self._last_now is not None:
             seconds += max(0.0, now - self._last_now)
-        account, lanes = self.account, self.activity.replicas
-        last = account.steps[-1] if account.steps else None
-        rewards = [step.reward for step in list(self._recent)[-RECENT:] if step.reward is not None]
+        fold, lanes = self.fold, self.activity.replicas
+        rewards = [step.reward for step in fold.steps[-MEAN_STEPS:] if step.reward is not None]
         return RunView(
             seconds=seconds,
-            steps=len(account.steps),
+            steps=len(fold.steps),
             total_steps=self.config.run.steps,
-            version=self.version,
-            reward=last.reward if last else None,
-            smooth_reward=fmean(rewards) if rewards else None,
-            trained_samples=account.total.samples,
-            trained_tokens=account.total.tokens,
+            version=fold.version,
+            reward=fold.steps[-1].reward if fold.steps else None,
+            mean_reward=fmean(rewards) if rewards else None,
+            trained_samples=fold.total.samples,
+            trained_tokens=fold.total.tokens,
             tokens_per_s=self._recent_rate(),
-            finished_tokens=account.finished_tokens,
-            staleness=staleness(account.total.ages),
+            finished_tokens=fold.finished_tokens,
+            staleness=staleness(fold.total.ages),
             replicas=tuple([self._replica_view(id, lanes[id], seconds) for id in sorted(lanes)]),
             trainer=self.activity.trainer.state,
             trainer_idle=self.activity.idle([self.activity.trainer], seconds),
             rollout_idle=self.activity.idle(list(lanes.values()), seconds),
             rollout_shares=self.activity.shares(list(lanes.values()), seconds),
-            repacks=account.repacks,
-            moved=account.moved,
-            failures=account.failures,
-            failed_samples=account.failed_samples,
+            repacks=fold.repacks,
+            moved=fold.moved,
+            failures=fold.failures,
+            failed_samples=fold.failed_samples,
             publish_stall_s=self.publish_stall_s,
-            ledger=account.tally,
+            ledger=fold.groups,
             eta_s=self._eta(seconds),
-            happenings=tuple(self.happenings),
+            notices=tuple(self.notices),
             measured=self.measured,
             mini_batches=self._mini_batches,
             without_advantage=self._without_advantage,
@@ -256,18 +247,18 @@ class LiveRun:
 
     def _replica_view(self, id: ReplicaId, lane: ReplicaLane, now: float) -> ReplicaView:
         kv = lane.kv_tokens / lane.kv_capacity if lane.kv_capacity else 0.0
-        idle = self.activity.idle([lane], now)
-        counts = (lane.load.generating, lane.waiting, idle, lane.load.scoring)
-        return ReplicaView(id, lane.state, lane.version, min(1.0, kv), *counts)
+        record, idle = self.fold.replica(id), self.activity.idle([lane], now)
+        counts = (record.generating, lane.waiting, idle, record.scoring)
+        return ReplicaView(id, lane.state, record.version, min(1.0, kv), *counts)
 
     def _window(self) -> tuple[float, int, int]:
         """Seconds, steps and tokens of the last few steps."""
-        steps = list(self._recent)
+        steps = self.fold.steps[-MEAN_STEPS - 1 :]
         if not steps:
             return 0.0, 0, 0
-        whole = len(self.account.steps) == len(steps)
-        begin, counted = (self.began, steps) if whole else (steps[0].ended, steps[1:])
-        return steps[-1].ended - begin, len(counted), sum(step.tokens for step in counted)
+        whole = len(self.fold.steps) == len(steps)
+        start, counted = (self.first_sample_at, steps) if whole else (steps[0].ended, steps[1:])
+        return steps[-1].ended - start, len(counted), sum(step.tokens for step in counted)
 
     def _recent_rate(self) -> float:
         seconds, _, tokens = self._window()
@@ -275,46 +266,46 @@ class LiveRun:
 
     def _eta(self, now: float) -> float | None:
         seconds, steps, _ = self._window()
-        left = self.config.run.steps - len(self.account.steps)
+        left = self.config.run.steps - len(self.fold.steps)
         if not steps or self.stopped:
             return None
-        since = now - self.account.steps[-1].ended
+        since = now - self.fold.steps[-1].ended
         return max(0.0, left * seconds / steps - since)
 
 
-# ------------------------------------------------------------------------------------------------------- happenings
+# ------------------------------------------------------------------------------------------------------- notices
 
 
-def _told(event: Event, commands: Sequence[Command]) -> Told:
-    """Sentences for what is out of the ordinary."""
+def _notices(event: Event, commands: Sequence[Command]) -> Noticed:
+    """Sentences for what is out of the ordinary, and for the milestones of a run."""
     if isinstance(event, RunStarted):
         yield (
             f"starting the trainer, {_count(event.relays, 'relay')} and {_count(event.replicas, 'replica')}",
-            "notable",
+            "info",
         )
     elif isinstance(event, HostJoined):
-        yield f"host {event.host} joined, for {_count(len(event.replicas), 'replica')}", "notable"
+        yield f"host {event.host} joined, for {_count(len(event.replicas), 'replica')}", "info"
     elif isinstance(event, HostLeft):
-        yield f"host {event.host} left: {event.reason}", "alarming"
+        yield f"host {event.host} left: {event.reason}", "warning"
     elif isinstance(event, ReplicaJoined | TrainerJoined) and event.incarnation > 1:
-        yield f"{_name(event)} is back", "notable"
+        yield f"{_name(event)} is back", "info"
     elif isinstance(event, ReplicaLost | RelayLost | TrainerLost):
-        yield f"{_name(event)} lost: {event.reason}", "alarming"
+        yield f"{_name(event)} lost: {event.reason}", "warning"
     elif isinstance(event, PullFailed):
-        yield f"r{event.replica} could not load version {event.version}: {event.reason}", "alarming"
+        yield f"r{event.replica} could not load version {event.version}: {event.reason}", "warning"
     elif isinstance(event, ControllerRestarted):
-        yield "resumed", "notable"
+        yield "resumed", "info"
     elif isinstance(event, Parked):
         yield from _moves(event, commands)
     for command in commands:
         if isinstance(command, GiveUp):
             name = "the trainer" if command.part == "trainer" else label(command.part, command.id)
-            yield f"{name} lost: {command.reason}", "alarming"
+            yield f"{name} lost: {command.reason}", "warning"
     yield from _endings(commands)
 
 
 def _is_power_of_ten(number: int) -> bool:
-    """A reward that always fails is told again and again, but ever more rarely."""
+    """A reward that always fails is reported again and again, but ever more rarely."""
     return number > 0 and set(str(number)[1:]) <= {"0"} and str(number)[0] == "1"
 
 
@@ -324,20 +315,20 @@ def _name(event: ReplicaJoined | TrainerJoined | ReplicaLost | RelayLost | Train
     return f"h{event.relay}" if isinstance(event, RelayLost) else "the trainer"
 
 
-def _moves(event: Parked, commands: Sequence[Command]) -> Told:
+def _moves(event: Parked, commands: Sequence[Command]) -> Noticed:
     for command in commands:
         if isinstance(command, Generate) and command.replica != event.replica:
             moved = sum(request.resume for request in command.requests)
             if moved:
-                yield f"repack: {_count(moved, 'sample')} moved from r{event.replica} to r{command.replica}", "small"
+                yield f"repack: {_count(moved, 'sample')} moved from r{event.replica} to r{command.replica}", "detail"
 
 
-def _endings(commands: Sequence[Command]) -> Told:
-    words = {"stale": "too stale to train on", "failed": "too few samples came to a good end"}
+def _endings(commands: Sequence[Command]) -> Noticed:
+    words = {"stale": "too stale to train on", "failed": "too few of its samples succeeded"}
     for reason, why in words.items():
         ended = sum(isinstance(command, Forget) and command.reason == reason for command in commands)
         if ended:
-            yield f"{_count(ended, 'group')} dropped: {why}", "small"
+            yield f"{_count(ended, 'group')} dropped: {why}", "detail"
 
 
 def _count(number: int, noun: str) -> str:

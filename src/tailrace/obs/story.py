@@ -1,16 +1,19 @@
-"""The life of one trajectory, group, replica, relay, version or prompt, told from the journal.
+"""The life of one trajectory, group, replica, relay, version or prompt, from the journal.
 
-`story(entries, "t17")` folds the `Chronicle` over a recorded run: the sentences about the one asked for are kept.
+`story(entries, "t17", config)` folds a recorded run and keeps the sentences about the one asked for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, NamedTuple
 
+from tailrace.config.tree import Config
 from tailrace.errors import TailraceError
-from tailrace.obs.chronicle import Chronicle, Subject, counted, plural, span, under
+from tailrace.obs.event_text import EventText, Subject, counted, plural, span, under
+from tailrace.obs.fold import Fold
 from tailrace.protocol import Command, Event
+from tailrace.store.journal import Entry
 from tailrace.types import label, parse_label
 
 if TYPE_CHECKING:
@@ -21,43 +24,54 @@ class StoryError(TailraceError):
     """An id that the run does not have."""
 
 
-class Line(NamedTuple):
+class StoryLine(NamedTuple):
     now: float
     text: str
 
 
-class Recorded(Protocol):
-    """What a story is told from: an entry of the journal."""
+class Story:
+    """Collects what is said of one subject while a fold reads the journal."""
 
-    @property
-    def now(self) -> float: ...
-    @property
-    def event(self) -> Event: ...
-    @property
-    def commands(self) -> Sequence[Command]: ...
+    def __init__(self, subject: Subject, config: Config) -> None:
+        self.subject = subject
+        self.fold = Fold(config, keep_trained=True)
+        self.fold.before = self._describe
+        self.lines: list[StoryLine] = []
+        self.numbers: set[int] = set()  # of all subjects of this kind
+        self._text = EventText(self.fold)
+        self._now = 0.0
+
+    def see(self, entry: Entry) -> None:
+        self._now = entry.now
+        self.fold.see(entry.now, entry.event, entry.commands)
+
+    def _describe(self, message: Event | Command) -> None:
+        for about, sentence in self._text.describe(message):
+            if about[0] == self.subject[0]:
+                self.numbers.add(about[1])
+                self._add(about, sentence)
+
+    def _add(self, about: Subject, sentence: str) -> None:
+        if about == self.subject:
+            self.lines.append(StoryLine(self._now, sentence))
+
+    def add_totals(self) -> None:
+        for about, sentence in self._text.totals():
+            self._add(about, sentence)
 
 
-def story(entries: Iterable[Recorded], name: str) -> list[Line]:
-    """Every sentence about one part, in order. StoryError if the run has no such part."""
-    subject = parse_label(name)
-    chronicle = Chronicle()
-    lines: list[Line] = []
-    numbers: set[int] = set()
-    now = 0.0
+def story(entries: Iterable[Entry], name: str, config: Config) -> list[StoryLine]:
+    """Every sentence about one subject, in order. StoryError if the run has no such subject."""
+    found = Story(parse_label(name), config)
     for entry in entries:
-        now = entry.now
-        for about, sentence in chronicle.tell(entry.event, entry.commands):
-            if about == subject:
-                lines.append(Line(now, sentence))
-            if about[0] == subject[0]:
-                numbers.add(about[1])
-    lines += [Line(now, sentence) for about, sentence in chronicle.summary() if about == subject]
-    if not lines:
-        raise StoryError(_unknown(subject, numbers))
-    return lines
+        found.see(entry)
+    found.add_totals()
+    if not found.lines:
+        raise StoryError(_unknown(found.subject, found.numbers))
+    return found.lines
 
 
-def render_story(lines: Iterable[Line]) -> str:
+def render_story(lines: Iterable[StoryLine]) -> str:
     return "\n".join(f"{line.now:>10,.1f} s  {line.text}" for line in lines)
 
 

@@ -1,4 +1,4 @@
-"""What a run came to: a table, `summary.json` and `summary.png`, all folded from its `run.db`.
+"""The summary of a run: a table, `summary.json` and `summary.png`, all folded from its `run.db`.
 
 `summarise(folder)` needs nothing but the file, so the summary of a resumed run covers all of it, and can be made again
 at any time. What it says of held-out rows is what the run noted about itself in `meta`: `accuracy_before`,
@@ -13,15 +13,15 @@ from typing import Any, NamedTuple, TextIO
 
 import msgspec
 
-from tailrace.config.tree import Config
-from tailrace.obs.account import Staleness, StepRecord, staleness
-from tailrace.obs.activity import Span
-from tailrace.obs.ending import Ending, ending_of
+from tailrace.obs.charts import MEAN_OF, Curve, RunCharts, run_charts
+from tailrace.obs.ending import RunEnding, ending_of
+from tailrace.obs.fold import GroupCounts, Staleness, staleness
 from tailrace.obs.live import LiveRun
+from tailrace.obs.tables import percent, print_table
 from tailrace.store.folder import PRIVATE
 from tailrace.store.journal import Journal
 from tailrace.store.metrics import measurements
-from tailrace.types import RIGHT_ABOVE, ReplicaId
+from tailrace.types import RIGHT_ABOVE
 
 JSON, PICTURE = "summary.json", "summary.png"
 UNMEASURED = "- before, - after"
@@ -34,24 +34,13 @@ class HeldOut(msgspec.Struct, frozen=True):
     after: float | None
 
 
-class LedgerCounts(msgspec.Struct, frozen=True):
-    """Groups: `started` is the sum of all others."""
-
-    started: int
-    trained: int
-    dropped_stale: int
-    filtered: int
-    failed: int
-    in_flight: int
-
-
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """`summary.json`, field by field. Shares lie between 0 and 1, times are seconds."""
 
-    ended: Ending
+    ended: RunEnding
     accuracy: HeldOut  # share of rewards above `RIGHT_ABOVE`
     mean_reward: HeldOut
-    wall_s: float  # in which the run was running
+    wall_s: float  # running time: pauses do not count
     steps: int
     trained_groups: int
     trained_samples: int
@@ -60,31 +49,26 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     staleness: Staleness
     repacks: int
     moved: int
-    publish_stall_s: float  # mean per publication
+    publish_stall_s: float  # mean per weight publish
     trainer_idle: float
     rollout_idle: float
     rollout_scoring: float  # of that: nothing to generate, and samples with a judge
     failed_samples: int  # whose last attempt failed
     failed_attempts: int
-    ledger: LedgerCounts
-
-
-class History(NamedTuple):
-    """What the picture is drawn from."""
-
-    name: str
-    schedule: str
-    seconds: float
-    began: float
-    steps: list[StepRecord]
-    max_staleness: int
-    trainer: list[Span]
-    replicas: dict[ReplicaId, list[Span]]
+    ledger: GroupCounts
 
 
 class Report(NamedTuple):
     summary: Summary
-    history: History
+    live: LiveRun
+    name: str
+
+    @property
+    def charts(self) -> RunCharts:
+        curve = Curve()
+        for step in self.live.fold.steps:
+            curve.add(step, self.live.first_sample_at)
+        return run_charts(self.live, curve)
 
 
 def summarise(run: Path) -> Report:
@@ -99,8 +83,7 @@ def summarise(run: Path) -> Report:
             live.measure(one.now, one.step, one.source, {one.name: one.value})
     accuracy, reward = (held_out(journal.meta, name) for name in ("accuracy", "reward"))
     ended = ending_of(journal.meta, journal.path.parent, live.stop)
-    name = config.run.name or journal.path.parent.name
-    return Report(_summary(live, ended, accuracy, reward), _history(live, config, name))
+    return Report(_summary(live, ended, accuracy, reward), live, config.run.name or journal.path.parent.name)
 
 
 def write_summary(run: Path, stream: TextIO | None = None) -> Summary:
@@ -111,7 +94,7 @@ def write_summary(run: Path, stream: TextIO | None = None) -> Summary:
     (folder / JSON).touch(PRIVATE)
     (folder / JSON).write_bytes(text + b"\n")
     if stream is not None:
-        print_summary(report.summary, report.history.name, stream)
+        print_table(stream, (), summary_rows(report.summary), report.name, left=2)
     note = draw(report, folder / PICTURE)
     if note and stream is not None:
         print(note, file=stream)
@@ -121,18 +104,45 @@ def write_summary(run: Path, stream: TextIO | None = None) -> Summary:
 def draw(report: Report, path: Path) -> str:
     """The picture; without matplotlib a sentence that says so, because a run is not worth less for it."""
     try:
-        from tailrace.obs.plots_run import save
+        from tailrace.obs.png import RunPicture, save_run
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "matplotlib":
             raise
         return f"{path.name} is not drawn, because matplotlib is not installed; install tailrace[plot]"
     path.touch(PRIVATE)
-    save(report.history, report.summary, path)
+    charts = report.charts
+    save_run(RunPicture(charts, report.name, _subtitle(report), _notes(report, charts)), path)
     return ""
 
 
+def _subtitle(report: Report) -> str:
+    summary, accuracy = report.summary, report.summary.accuracy
+    words = [f"schedule {report.live.config.schedule.kind}", f"{summary.steps:,} steps in {summary.wall_s:,.0f} s"]
+    if accuracy.before is not None and accuracy.after is not None:
+        change = f"{accuracy.before:.2f} → {accuracy.after:.2f}"
+        words.append(f"held-out accuracy (rewards above {RIGHT_ABOVE:g}) {change}")
+    words += [f"{summary.trained_samples:,} samples trained", f"{summary.moved:,} moved in {summary.repacks:,} repacks"]
+    return "   ·   ".join(words)
+
+
+def _notes(report: Report, charts: RunCharts) -> dict[str, list[str]]:
+    """What is said beside each chart."""
+    summary, ages = report.summary, report.summary.staleness
+    rewards = [point[charts.columns.index("mean_reward")] for point in charts.points]
+    last = rewards[-1] if rewards else None
+    allowed = f"bound: {report.live.config.schedule.max_staleness}"
+    shown = [f"{len(charts.lanes) - 1} of {charts.replicas:,} shown"] if charts.replicas >= len(charts.lanes) else []
+    idle = [f"trainer {percent(summary.trainer_idle)} idle", f"replicas {percent(summary.rollout_idle)} idle"]
+    notes = {
+        "reward": [] if last is None else [f"{last:.2f}", f"{min(MEAN_OF // 2 + 1, len(rewards))}-step mean"],
+        "rate": [f"{summary.tokens_per_s:,.0f}", "mean of the run"],
+        "staleness": [f"{ages.mean:.2f}", f"mean; p95 {ages.p95:.0f}, max {ages.max}", allowed],
+    }
+    return notes | {"timeline": idle + shown} if summary.steps else {"timeline": idle + shown}
+
+
 def held_out(meta: Mapping[str, Any], name: str) -> HeldOut:
-    """What the run noted about itself; whoever edits the file may write what is no number."""
+    """What the run noted about itself; a value that is no number counts as not measured."""
     return HeldOut(_number(meta.get(f"{name}_before")), _number(meta.get(f"{name}_after")))
 
 
@@ -143,63 +153,29 @@ def _number(value: Any) -> float | None:
         return None
 
 
-def _summary(live: LiveRun, ended: Ending, accuracy: HeldOut, reward: HeldOut) -> Summary:
-    account = live.account
-    tally = account.tally
-    counts = (tally.started, tally.trained, tally.dropped_stale, tally.filtered, tally.failed, tally.in_flight)
+def _summary(live: LiveRun, ended: RunEnding, accuracy: HeldOut, reward: HeldOut) -> Summary:
+    fold, groups = live.fold, live.fold.groups
     return Summary(
         ended=ended,
         accuracy=accuracy,
         mean_reward=reward,
         wall_s=live.seconds,
-        steps=len(account.steps),
-        trained_groups=tally.trained,
-        trained_samples=account.total.samples,
-        trained_tokens=account.total.tokens,
+        steps=len(fold.steps),
+        trained_groups=groups.trained,
+        trained_samples=fold.total.samples,
+        trained_tokens=fold.total.tokens,
         tokens_per_s=live.tokens_per_s,
-        staleness=staleness(account.total.ages),
-        repacks=account.repacks,
-        moved=account.moved,
+        staleness=staleness(fold.total.ages),
+        repacks=fold.repacks,
+        moved=fold.moved,
         publish_stall_s=live.publish_stall_s,
         trainer_idle=live.trainer_idle,
         rollout_idle=live.rollout_idle,
         rollout_scoring=live.rollout_scoring,
-        failed_samples=account.failed_samples,
-        failed_attempts=account.failures,
-        ledger=LedgerCounts(*counts),
+        failed_samples=fold.failed_samples,
+        failed_attempts=fold.failures,
+        ledger=groups,
     )
-
-
-def _history(live: LiveRun, config: Config, name: str) -> History:
-    lanes = {id: lane.timeline(live.seconds) for id, lane in sorted(live.activity.replicas.items())}
-    return History(
-        name=name,
-        schedule=config.schedule.kind,
-        seconds=live.seconds,
-        began=live.began,
-        steps=live.account.steps,
-        max_staleness=config.schedule.max_staleness,
-        trainer=live.activity.trainer.timeline(live.seconds),
-        replicas=lanes,
-    )
-
-
-# --------------------------------------------------------------------------------------------------------- the table
-
-
-def print_summary(summary: Summary, name: str, stream: TextIO) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(title=Text(name, "bold"), title_justify="left", box=None, show_header=False, pad_edge=False)
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(no_wrap=True)
-    for title, value in summary_rows(summary):
-        table.add_row(title, value)
-    console = Console(file=stream, highlight=False)
-    console.width = Console(width=500).measure(table).maximum  # numbers are never cut; a narrow terminal wraps
-    console.print(table)
 
 
 def summary_rows(summary: Summary) -> list[tuple[str, str]]:
@@ -214,7 +190,7 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
         ("trained tokens/s", f"{summary.tokens_per_s:,.0f}"),
         ("staleness", f"{ages.mean:.2f} mean, {ages.p95:.0f} p95, {ages.max} max"),
         ("repacks", f"{summary.repacks:,}, {summary.moved:,} samples moved"),
-        ("stall per publication", f"{summary.publish_stall_s:.3f} s"),
+        ("stall per weight publish", f"{summary.publish_stall_s:.3f} s"),
         ("idle", _idle(summary)),
         ("failed samples", f"{summary.failed_samples:,}; {summary.failed_attempts:,} attempts failed in all"),
         ("groups", f"{ledger.started:,} started = {ends} + {ledger.failed:,} failed + {ledger.in_flight:,} in flight"),
@@ -227,8 +203,8 @@ def _before_and_after(figure: HeldOut) -> str:
 
 
 def _idle(summary: Summary) -> str:
-    scoring = f" (scoring {100 * summary.rollout_scoring:.0f} %)" if summary.rollout_scoring >= 0.005 else ""
-    return f"trainer {100 * summary.trainer_idle:.0f} %, replicas {100 * summary.rollout_idle:.0f} %{scoring}"
+    scoring = f" (scoring {percent(summary.rollout_scoring)})" if summary.rollout_scoring >= 0.005 else ""
+    return f"trainer {percent(summary.trainer_idle)}, replicas {percent(summary.rollout_idle)}{scoring}"
 
 
 def _figure(value: float | None) -> str:

@@ -22,8 +22,9 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from tailrace.obs.account import StepRecord
-from tailrace.obs.live import Happening, LiveRun, ReplicaView, RunView
+from tailrace.obs.fold import StepRecord
+from tailrace.obs.live import MEAN_STEPS, LiveRun, Notice, ReplicaView, RunView
+from tailrace.obs.tables import percent
 
 REFRESH_S = 0.25
 BAR = 24  # characters
@@ -70,20 +71,20 @@ class Lines:
     def __init__(self, live: LiveRun, stream: TextIO) -> None:
         self.live = live
         self.stream = stream
-        self._steps = len(live.account.steps)
-        self._happened = live.happened
+        self._steps = len(live.fold.steps)
+        self._noticed = live.noticed.total()
 
     def __call__(self, now: float) -> None:
         self._catch_up(now)
 
     def _catch_up(self, now: float | None) -> None:
         live = self.live
-        new = min(live.happened - self._happened, len(live.happenings))
-        self._happened = live.happened
-        for one in list(live.happenings)[len(live.happenings) - new :]:
-            if one.weight != "small":
+        new = min(live.noticed.total() - self._noticed, len(live.notices))
+        self._noticed = live.noticed.total()
+        for one in list(live.notices)[len(live.notices) - new :]:
+            if one.level != "detail":
                 self._print(f"{clock(one.at)}  {one.text}")
-        steps = live.account.steps[self._steps :]
+        steps = live.fold.steps[self._steps :]
         self._steps += len(steps)
         for step in steps:
             self._print(step_line(step, live.view(now)))
@@ -125,7 +126,7 @@ def _scoring(view: RunView) -> str:
 
 
 class Screen:
-    """Drawn in place with rich."""
+    """Drawn in i with rich."""
 
     def __init__(self, live: LiveRun, console: Console) -> None:
         self.live = live
@@ -151,13 +152,13 @@ class Screen:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            self._draw(self.live.view().over())
+            self._draw(self.live.view().after_end())
         finally:
             self._screen.stop()
 
 
 def picture(view: RunView, title: str, height: int, width: int) -> RenderableType:
-    """All of it in at most `height` lines: replicas and happenings give way where there is little room."""
+    """All of it in at most `height` lines: replicas and notices are cut where there is little room."""
     above = [_header(view, title, width), _figures(view, width), Text()]
     below = [_trainer(view, width), _idleness(view, width), _groups(view, width)]
     room = height - len(above) - len(below) - 1  # the table has a head
@@ -166,8 +167,8 @@ def picture(view: RunView, title: str, height: int, width: int) -> RenderableTyp
     hidden = len(view.replicas) - shown
     more = [_line(f"… and {hidden:,} more replicas", "dim")] if hidden else []
     left = room - shown - len(more) - 1
-    happenings = [Text(), *_happenings(view.happenings[-left:])] if left > 0 and view.happenings else []
-    return Group(*[*above, *table, *more, *below, *happenings][: max(1, height)])
+    notices = [Text(), *_notices(view.notices[-left:])] if left > 0 and view.notices else []
+    return Group(*[*above, *table, *more, *below, *notices][: max(1, height)])
 
 
 def _line(text: str = "", style: str = "") -> Text:
@@ -204,9 +205,9 @@ def _row(items: Sequence[Item], width: int, begin: Text | None = None) -> Text:
     """The figures in their order; the last ones say less, and then nothing, until the line fits."""
     line = begin or _line()
     shown = list(items)
-    for place in reversed(range(len(shown))):
+    for i in reversed(range(len(shown))):
         if _length(shown, len(line)) > width:
-            shown[place] = shown[place]._replace(more="")
+            shown[i] = shown[i]._replace(more="")
     while shown and _length(shown, len(line)) > width:
         shown.pop()
     for item in shown:
@@ -215,14 +216,14 @@ def _row(items: Sequence[Item], width: int, begin: Text | None = None) -> Text:
     return line
 
 
-def _length(items: Sequence[Item], begun: int) -> int:
-    return begun + sum(item.length for item in items) + len(GAP) * (len(items) - (not begun))
+def _length(items: Sequence[Item], used: int) -> int:
+    return used + sum(item.length for item in items) + len(GAP) * (len(items) - (not used))
 
 
 def _figures(view: RunView, width: int) -> Text:
     ages = view.staleness
     items = [
-        Item("reward", number(view.reward), f"({number(view.smooth_reward)} of late)"),
+        Item("reward", number(view.reward), f"({MEAN_STEPS}-step mean {number(view.mean_reward)})"),
         Item("tokens/s", f"{view.tokens_per_s:,.0f}"),
         Item("staleness", f"{ages.mean:.1f}", f"(p95 {ages.p95:.0f}, max {ages.max})"),
         Item("version", f"{view.version}" if view.version >= 0 else "-"),
@@ -274,7 +275,7 @@ def _trainer(view: RunView, width: int) -> Text:
     if view.without_advantage:
         idle = f"{view.without_advantage:,}"
         items.append(Item("without advantage", idle, f"of {view.mini_batches:,} mini-batches"))
-    items.append(Item("stall per publication", f"{view.publish_stall_s:.3f} s"))
+    items.append(Item("stall per weight publish", f"{view.publish_stall_s:.3f} s"))
     return _row(items, width, _line("trainer  ", "dim").append_text(_state(view.trainer)))
 
 
@@ -291,20 +292,20 @@ def _idleness(view: RunView, width: int) -> Text:
 
 def _groups(view: RunView, width: int) -> Text:
     """Where the line is too short for all of them, those of which there are none are left out."""
-    tally = view.ledger
-    ends = [(tally.trained, "trained"), (tally.dropped_stale, "stale"), (tally.filtered, "filtered")]
-    ends += [(tally.failed, "failed"), (tally.in_flight, "in flight")]
-    begin = f"groups   {tally.started:,} started = "
+    groups = view.ledger
+    ends = [(groups.trained, "trained"), (groups.dropped_stale, "stale"), (groups.filtered, "filtered")]
+    ends += [(groups.failed, "failed"), (groups.in_flight, "in flight")]
+    begin = f"groups   {groups.started:,} started = "
     for kept in (ends, [end for end in ends if end[0]]):
         text = " + ".join(f"{count:,} {what}" for count, what in kept)
         if len(begin) + len(text) <= width:
             break
-    return _line("groups   ", "dim").append(f"{tally.started:,} started", "bold").append(" = ", "dim").append(text)
+    return _line("groups   ", "dim").append(f"{groups.started:,} started", "bold").append(" = ", "dim").append(text)
 
 
-def _happenings(happenings: tuple[Happening, ...]) -> Iterator[Text]:
-    for one in happenings:
-        yield _line(f"{clock(one.at):>8}  ", "dim").append(one.text, "red" if one.weight == "alarming" else "")
+def _notices(notices: tuple[Notice, ...]) -> Iterator[Text]:
+    for one in notices:
+        yield _line(f"{clock(one.at):>8}  ", "dim").append(one.text, "red" if one.level == "warning" else "")
 
 
 # --------------------------------------------------------------------------------------------------------- wording
@@ -315,10 +316,6 @@ def clock(seconds: float) -> str:
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
-def percent(share: float) -> str:
-    return f"{100 * share:.0f} %"
 
 
 def number(value: float | None) -> str:

@@ -5,6 +5,7 @@
     http     one connection, bytes in and bytes out (h11)
     server   sockets, TLS and every limit of time and number
     serve    puts it together for `tailrace page`
+    report   the page as one file
 
 It only ever reads, so it can be started, stopped and broken while the run goes on.
 """

@@ -3,7 +3,7 @@
     /             the page                 with a token: only for who is known; others see the form
     /data         all figures, JSON        the same
     /login        the form, and where it goes (POST)
-    /page.css  /page.js  /icon.svg
+    /page.css  /charts.js  /page.js  /icon.svg
 
 Every answer, errors too, has the same headers: the browser may load nothing from elsewhere, run no script but ours,
 show the page in no frame and keep no figures.
@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from tailrace.obs import html
 from tailrace.page.door import Door
 from tailrace.page.follow import Newest
 from tailrace.page.http import Answer, Header, Request, sentence
@@ -50,6 +51,7 @@ class Site:
             "/data": _read_only(self._private(self._data, self._refuse)),
             "/login": {**_read_only(lambda _: self._form_page(200)), "POST": self._log_in},
             "/page.css": _read_only(_file("page.css", CSS)),
+            "/charts.js": _read_only(_file("charts.js", SCRIPT)),
             "/page.js": _read_only(_file("page.js", SCRIPT)),
             "/icon.svg": _read_only(_file("icon.svg", "image/svg+xml")),
         }
@@ -129,4 +131,6 @@ def _file(name: str, kind: str) -> Handler:
 
 
 def _asset(name: str) -> str:
-    return (ASSETS / name).read_text(encoding="utf-8")
+    """The page's own, or one that it shares with reports."""
+    own = ASSETS / name
+    return own.read_text(encoding="utf-8") if own.exists() else html.asset(name)

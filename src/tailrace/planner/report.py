@@ -11,17 +11,19 @@ import msgspec
 from tailrace.config import Config
 from tailrace.config.defaults import FLEET, following_fleet
 from tailrace.config.fields import UNSET, fields, leaf, read
+from tailrace.obs.tables import percent, render_table, seconds
 from tailrace.planner.search import Candidate, Plan
 from tailrace.sim.result import Result
 
-COLUMNS = ("", "tokens/s", "step s", "trainer idle", "rollout idle", "staleness", "$ per M tokens")
+COLUMNS = ("", "tokens/s", "step\ns", "trainer\nidle", "rollout\nidle", "staleness\nmean/max", "$ per M\ntokens")
 
 
 def render_plan(plan: Plan) -> str:
     """Verdict, fragment, table, reasons and alternatives, as plain text."""
-    parts = [_verdict(plan), _recommendation(plan), _table(list(_rows(plan))), _why(plan)]
+    parts = [_verdict(plan), _recommendation(plan), render_table(COLUMNS, list(_rows(plan))), _why(plan)]
     if plan.alternatives:
-        parts.append("Next best:\n" + _table([_row(describe(each.config), each.result) for each in plan.alternatives]))
+        rows = [_row(describe(each.config), each.result) for each in plan.alternatives]
+        parts.append(f"Next best:\n{render_table(COLUMNS, rows)}")
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -121,23 +123,12 @@ def _row(name: str, result: Result) -> tuple[str, ...]:
     return (
         name,
         f"{result.tokens_per_s:,.0f}",
-        f"{result.step_s:.1f}",
-        f"{result.trainer_idle:.0%}",
-        f"{result.rollout_idle:.0%}",
-        f"{result.staleness.mean:.1f} / {result.staleness.max}",
+        seconds(result.step_s),
+        percent(result.trainer_idle),
+        percent(result.rollout_idle),
+        f"{result.staleness.mean:.1f}/{result.staleness.max}",
         f"{result.dollars_per_million_tokens:.3f}" if result.dollars_per_million_tokens else "-",
     )
-
-
-def _table(rows: list[tuple[str, ...]]) -> str:
-    lines = [COLUMNS, *rows]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(COLUMNS))]
-    return "\n".join(_aligned(line, widths) for line in lines)
-
-
-def _aligned(line: tuple[str, ...], widths: list[int]) -> str:
-    first, *others = widths
-    return "  ".join((line[0].ljust(first), *(cell.rjust(width) for cell, width in zip(line[1:], others, strict=True))))
 
 
 def _why(plan: Plan) -> str:

@@ -6,7 +6,7 @@ and the events after it, and every process that outlived it connects again.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from random import Random
 
 from tailrace.config.tree import Config
@@ -29,7 +29,7 @@ class SimController:
         clock: VirtualClock,
         network: Network,
         random: Random,
-        observer: Observer | None,
+        observers: Sequence[Observer],
         restored: Callable[[], None],
         heard_at: Callable[[str, int], float],
     ) -> None:
@@ -39,7 +39,7 @@ class SimController:
         self._clock = clock
         self._network = network
         self._random = random
-        self._observer = observer
+        self._observers = observers
         self._restored = restored
         self._heard_at = heard_at
         self._listening_since = 0.0  # when the present controller was there again
@@ -54,8 +54,8 @@ class SimController:
         now = self._clock.now
         self.handled += 1
         commands = self.plane.handle(now, event)
-        if self._observer:
-            self._observer(now, event, commands)
+        for observe in self._observers:
+            observe(now, event, commands)
         if self._keeps_journal:
             self._journal(now, event)
         return [] if self._network.controller_down else commands

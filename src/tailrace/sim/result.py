@@ -6,17 +6,13 @@ short runs of every schedule can be compared.
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import NamedTuple
 
 import msgspec
 
 from tailrace.config.tree import Config
-from tailrace.control.plane import State
-from tailrace.obs.account import Staleness, staleness
-from tailrace.protocol import Train
+from tailrace.obs.fold import Fold, Staleness, staleness
 from tailrace.sim.cost_model import CostModel
-from tailrace.sim.engine import SimSequence
 from tailrace.sim.processes import SimReplica, SimTrainer
 from tailrace.types import ReplicaId
 
@@ -62,20 +58,11 @@ class Meter:
         self.replicas = replicas
         self.trainer = trainer
         self.window_from = max(1, config.run.steps // 3) if config.run.steps > 1 else 0
-        self.tokens: dict[tuple[int, int], int] = {}  # by step and part: a repetition counts once
-        self.ages: dict[tuple[int, int], Counter[int]] = {}
-        self.times: dict[int, float] = {0: 0.0}
+        self.fold = Fold(config)
+        self.times: dict[int, float] = {0: 0.0}  # by the trainer's clock: control may hear of a step later
         self.before = _Totals(0.0, 0.0, 0.0, 0.0, 0.0)
         self.timeline: list[TimelineSpan] | None = [] if timeline else None
         self._states: dict[ReplicaId, tuple[str, float]] = {}
-
-    def picked(self, command: Train, sequences: list[SimSequence]) -> None:
-        at = (command.step, command.part)
-        self.tokens[at] = sum([s.prompt + s.tokens for s in sequences])
-        self.ages[at] = Counter([command.step - s.oldest for s in sequences])
-
-    def tokens_of(self, command: Train) -> int:
-        return self.tokens[command.step, command.part]
 
     def stepped(self, step: int, now: float) -> None:
         if step in self.times:
@@ -105,15 +92,14 @@ class Meter:
             self.trainer.busy_s + self.trainer.stall_s,
         )
 
-    def result(self, now: float, state: State) -> Result:
+    def result(self, now: float) -> Result:
         if self.timeline is not None:
             self.timeline += [TimelineSpan(id, name, since, now) for id, (name, since) in self._states.items()]
-        end = max(self.times)
+        fold, end = self.fold, max(self.times)
         start = min(self.window_from, end)
         seconds = max(self.times[end] - self.times[start], 1e-9)
         after = self._totals(now)
-        tokens = sum(count for (step, _), count in self.tokens.items() if start <= step < end)
-        rate = tokens / seconds
+        rate = sum(step.tokens for step in fold.steps[start:end]) / seconds
         fleet_s = max(seconds * len(self.replicas), 1e-9)
         busy = after.busy_s - self.before.busy_s + after.pulled_s - self.before.pulled_s
         pulls = sum(r.pulls for r in self.replicas)
@@ -126,15 +112,15 @@ class Meter:
             trainer_idle=_share(1.0 - (after.trainer_s - self.before.trainer_s) / seconds),
             rollout_idle=_share(1.0 - busy / fleet_s),
             kv_usage=_share((after.kv_seconds - self.before.kv_seconds) / fleet_s / self.costs.kv_capacity),
-            staleness=staleness(sum(self.ages.values(), Counter())),
-            trained=state.ledger.tally.trained,
-            dropped=state.ledger.tally.dropped_stale,
-            moved=state.moved,
+            staleness=staleness(fold.total.ages),
+            trained=fold.groups.trained,
+            dropped=fold.groups.dropped_stale,
+            moved=fold.moved,
             pull_wait_s=sum(r.pulled_s for r in self.replicas) / max(1, pulls),
             publish_stall_s=self.trainer.stall_s / max(1, self.trainer.pushes),
             decoded_tokens_per_s=(after.generated - self.before.generated) / seconds,
             dollars_per_million_tokens=self.costs.dollars_per_hour / 3600.0 / max(rate, 1e-9) * 1e6,
-            repacks=state.repacks,
+            repacks=fold.repacks,
             virtual_s=now,
         )
 

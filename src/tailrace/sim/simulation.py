@@ -86,8 +86,9 @@ class Simulation:
         self.meter = meter = Meter(config, costs, fleet.replicas, fleet.trainer, timeline)
         self._network = network = Network(config.faults, clock, random)
         lifecycle = Lifecycle(config, clock, costs, fleet, network, meter)
+        observers = [meter.fold.see, *([observer] if observer else [])]
         self._controller = SimController(
-            config, clock, network, random, observer, lifecycle.reconnect_all, fleet.heard_at
+            config, clock, network, random, observers, lifecycle.reconnect_all, fleet.heard_at
         )
         rollouts = Rollouts(config, clock, costs, fleet, network, meter, self._trained_steps)
         trainer = TrainerLoop(config, clock, costs, fleet, network, rollouts, meter)
@@ -137,7 +138,7 @@ class Simulation:
         if self.failed:
             steps = f"{self._trained_steps()} of {self.config.run.steps} steps"
             raise FleetLostError(f"the fleet was lost after {steps}: {self.stopped}")
-        return self.meter.result(self.clock.now, self.plane.state)
+        return self.meter.result(self.clock.now)
 
     def _until_stopped(self, progress: Callable[[int], None] | None) -> None:
         steps, since = 0, 0.0

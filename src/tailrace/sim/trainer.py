@@ -32,6 +32,7 @@ class TrainerLoop:
         self._rollouts = rollouts
         self._meter = meter
         size = BYTES_PER_PARAMETER * config.model.parameters
+        self._tokens = 0  # of the part that is being trained
         self._pace = CheckpointPace(config.trainer.checkpoint_every, config.schedule.publish_every, size, 0.0)
 
     def train(self, command: Train) -> None:
@@ -48,11 +49,12 @@ class TrainerLoop:
     def _begin(self, command: Train) -> None:
         trainer = self._fleet.trainer
         sequences = [self._rollouts.stored[id] for group in command.groups for id in group.trajectories]
-        seconds = self._costs.train([s.prompt + s.tokens for s in sequences]) * trainer.slowdown
+        lengths = [s.prompt + s.tokens for s in sequences]
+        self._tokens = sum(lengths)
+        seconds = self._costs.train(lengths) * trainer.slowdown
         if self._colocated:
             seconds += SWITCH_S if command.part == 0 else 0.0
             self._rollouts.pause(seconds)
-        self._meter.picked(command, sequences)
         trainer.training = command
         trainer.busy_s += seconds
         trainer.free_at = trainer.part_ends_at = max(trainer.free_at, self._clock.now) + seconds
@@ -81,7 +83,7 @@ class TrainerLoop:
             trainer.step, trainer.part = trainer.step + 1, 0
             self._meter.stepped(trainer.step, now)
         self._network.send(trainer, Trained(trainer.incarnation, command.step, command.part))
-        self._pace.trained(sum(len(group.trajectories) for group in command.groups), self._meter.tokens_of(command))
+        self._pace.trained(sum(len(group.trajectories) for group in command.groups), self._tokens)
         if command.last and self._pace.is_due(trainer.step, now):
             self._save()
 

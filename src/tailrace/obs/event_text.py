@@ -1,0 +1,430 @@
+"""Events and commands as sentences, each about one trajectory, group, prompt, replica, relay or version.
+
+`EventText.describe` is given each event or command before the fold takes it in, so it knows what was true until then:
+which replica had a sample, under which version, what was parked. Reports that control ignored (late or doubled) are
+described as such. Heartbeats are counted and summed up in one line. `story.py` keeps what is about one subject, the
+page what came last.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import groupby
+from typing import Any
+
+import msgspec
+
+from tailrace.obs.fold import Fold, SampleRecord
+from tailrace.protocol import (
+    Cancel,
+    Checkpointed,
+    Command,
+    ControllerRestarted,
+    Drop,
+    Event,
+    Finished,
+    Forget,
+    Generate,
+    GenerationResumed,
+    GiveUp,
+    HostJoined,
+    HostLeft,
+    LinkFailed,
+    LoadWeights,
+    Parked,
+    Progressed,
+    PromptsAdded,
+    Publish,
+    PublishFailed,
+    PullFailed,
+    RelayJoined,
+    RelayLost,
+    Release,
+    ReplicaJoined,
+    ReplicaLost,
+    Request,
+    Route,
+    SampleFailed,
+    ScoringStarted,
+    Start,
+    Train,
+    Trained,
+    TrajectoryMeta,
+    VersionStored,
+    WeightsLoaded,
+)
+from tailrace.types import GroupId, HostId, ReplicaId, TrajectoryId, Version, label
+
+Subject = tuple[str, int]
+Sentences = Iterator[tuple[Subject, str]]
+
+
+class PeakLoad(msgspec.Struct):
+    """The most that a replica ever had, each figure by itself."""
+
+    kv_tokens: int = 0
+    running: int = 0
+    waiting: int = 0
+
+
+class EventText:
+    def __init__(self, fold: Fold) -> None:
+        self.fold = fold
+        self._prompts = 0  # received
+        self._joined_hosts: dict[HostId, tuple[ReplicaId, ...]] = {}
+        self._peaks: dict[ReplicaId, PeakLoad] = {}
+        self._started: Counter[Version] = Counter()  # trajectories by the version that they were started under
+        self._handlers: dict[type[Event | Command], Callable[[Any], Sentences]] = {
+            HostJoined: self._host_joined,
+            HostLeft: self._host_left,
+            PromptsAdded: self._prompts_added,
+            ReplicaJoined: self._replica_joined,
+            ReplicaLost: self._replica_lost,
+            Progressed: self._progressed,
+            ScoringStarted: self._scoring_started,
+            GenerationResumed: self._generation_resumed,
+            Finished: self._finished,
+            SampleFailed: self._sample_failed,
+            Parked: self._parked,
+            WeightsLoaded: self._weights_loaded,
+            PullFailed: self._pull_failed,
+            RelayJoined: self._relay_joined,
+            RelayLost: self._relay_lost,
+            LinkFailed: self._link_failed,
+            PublishFailed: self._publish_failed,
+            VersionStored: self._version_stored,
+            Trained: self._trained,
+            Checkpointed: self._checkpointed,
+            ControllerRestarted: self._controller_restarted,
+            Generate: self._generate,
+            Release: self._release,
+            Cancel: self._cancel,
+            LoadWeights: self._load_weights,
+            Train: self._train,
+            Publish: self._publish,
+            Route: self._route,
+            Drop: self._drop,
+            Forget: self._forget,
+            GiveUp: self._give_up,
+            Start: self._start,
+        }
+
+    def describe(self, message: Event | Command) -> Sentences:
+        handler = self._handlers.get(type(message))
+        return handler(message) if handler is not None else iter(())
+
+    def totals(self) -> Sentences:
+        """What is worth one line at the end rather than one each."""
+        for replica, peak in self._peaks.items():
+            load = f"{peak.kv_tokens:,} tokens of KV, {peak.running:,} running, {peak.waiting:,} waiting"
+            yield ("replica", replica), f"peak load: {load}"
+        for version, count in self._started.items():
+            yield ("version", version), f"in all {counted(count, 'trajectory')} started under it"
+
+    # ------------------------------------------------------------------------------------------------------ prompts
+
+    def _prompts_added(self, event: PromptsAdded) -> Sentences:
+        if event.start != self._prompts:
+            return  # a second answer
+        self._prompts += len(event.prompts)
+        for prompt in event.prompts:
+            yield ("prompt", prompt.id), f"p{prompt.id} pooled: {prompt.tokens:,} tokens"
+
+    # ------------------------------------------------------------------------------------------------- trajectories
+
+    def _generate(self, command: Generate) -> Sentences:
+        replica, version = command.replica, self.fold.replica(command.replica).version
+        ids = {request.trajectory for request in command.requests}
+        yield ("replica", replica), f"given {counted(len(ids), 'trajectory')} ({span('trajectory', ids)}), v{version}"
+        for group, requests in groupby(command.requests, key=lambda request: request.group):
+            yield from self._group_given(group, list(requests), replica)
+        for request in command.requests:
+            yield from self._given(request, replica, version)
+
+    def _group_given(self, id: GroupId, requests: list[Request], replica: ReplicaId) -> Sentences:
+        first = requests[0]
+        if not self.fold.members(id):
+            yield ("group", id), f"g{id} opened for p{first.prompt} ({first.prompt_tokens:,} tokens)"
+            yield ("prompt", first.prompt), f"opened as g{id}"
+        yield ("group", id), f"{span('trajectory', {r.trajectory for r in requests})} given to r{replica}"
+
+    def _given(self, request: Request, replica: ReplicaId, version: Version) -> Sentences:
+        id, before = request.trajectory, self.fold.samples.get(request.trajectory)
+        if before is None or not request.resume:
+            self._started[version] += 1
+        attempt = f"attempt {request.epoch}, version {version}"
+        if before is None:
+            text = f"t{id} given to r{replica} ({attempt}), a sample of g{request.group} (p{request.prompt})"
+        elif before.state == "parked" and before.replica == replica:
+            text = f"back on r{replica} after repack found no room for it ({attempt}): {before.tokens:,} tokens kept"
+        elif before.state == "parked":
+            text = f"moved from r{before.replica} to r{replica} by repack ({attempt}): {before.tokens:,} tokens kept"
+        elif before.state == "failed":
+            text = f"tried again on r{replica} ({attempt})"
+        else:
+            text = f"moved from r{before.replica}, which lost it, to r{replica} ({attempt}); {_from_prefix(request)}"
+        yield ("trajectory", id), text
+
+    def _scoring_started(self, event: ScoringStarted) -> Sentences:
+        turns = [one for _, one in self.fold.turns(event)]
+        for one in turns:
+            goes_on = "" if one.final else "; more turns may follow"
+            yield ("trajectory", one.trajectory), f"with a judge on r{event.replica}{goes_on}"
+        yield from _about_several(event.replica, "with a judge", [one.trajectory for one in turns])
+
+    def _generation_resumed(self, event: GenerationResumed) -> Sentences:
+        turns = [one for _, one in self.fold.turns(event)]
+        for one in turns:
+            yield ("trajectory", one.trajectory), f"answered; continues with turn {one.turn + 1}"
+        yield from _about_several(event.replica, "answered; generating again", [one.trajectory for one in turns])
+
+    def _finished(self, event: Finished) -> Sentences:
+        meta = event.meta
+        sample = self.fold.current(meta.id, meta.epoch)
+        if sample is None:
+            yield from _ignored(meta.id, meta.epoch, event.replica, "finished")
+            return
+        text = f"finished: {_extent(meta)}"
+        text += f", {meta.finish}" if meta.finish else ""
+        text += f", reward {meta.reward:g}" if meta.reward is not None else ""
+        yield ("trajectory", meta.id), text
+        yield ("replica", event.replica), f"t{meta.id} {text}"
+        yield ("group", sample.group), f"t{meta.id} {text}, on r{event.replica}"
+
+    def _sample_failed(self, event: SampleFailed) -> Sentences:
+        sample = self.fold.current(event.trajectory, event.epoch)
+        if sample is None:
+            yield from _ignored(event.trajectory, event.epoch, event.replica, "failed")
+            return
+        text = f"failed in attempt {event.epoch}: {event.reason}"
+        yield ("trajectory", event.trajectory), text
+        yield ("replica", event.replica), f"t{event.trajectory} {text}"
+        yield ("group", sample.group), f"t{event.trajectory} {text}"
+
+    def _release(self, command: Release) -> Sentences:
+        yield ("replica", command.replica), "asked to release all its trajectories for repack"
+
+    def _parked(self, event: Parked) -> Sentences:
+        yield ("replica", event.replica), f"released {counted(len(event.samples), 'trajectory')}"
+        for meta in event.samples:
+            sample = self.fold.current(meta.id, meta.epoch)
+            if sample is None or sample.replica != event.replica:
+                yield from _ignored(meta.id, meta.epoch, event.replica, "parked")
+                continue
+            yield ("trajectory", meta.id), f"parked by r{event.replica}: {_extent(meta)}"
+
+    def _cancel(self, command: Cancel) -> Sentences:
+        for one in command.samples:
+            sample = self.fold.samples.get(one.trajectory)
+            if sample is None or sample.epoch != one.epoch:
+                yield ("replica", command.replica), f"told to cancel t{one.trajectory}, an older attempt"
+                continue
+            yield ("trajectory", one.trajectory), f"cancelled on r{command.replica}"
+            yield ("replica", command.replica), f"t{one.trajectory} cancelled"
+            yield ("group", sample.group), f"t{one.trajectory} cancelled on r{command.replica}"
+
+    # ------------------------------------------------------------------------------------------- training and endings
+
+    def _train(self, command: Train) -> Sentences:
+        again = self.fold.is_pending(command)
+        yield from self._mini_batch(command, "given once more to the trainer, for" if again else "picked for")
+
+    def _trained(self, event: Trained) -> Sentences:
+        command = self.fold.training
+        if command is None or not self.fold.answers(event):
+            return
+        yield from self._mini_batch(command, "trained in")
+        if command.last:
+            yield ("version", command.step + 1), f"v{command.step + 1} made by step {command.step}"
+
+    def _mini_batch(self, command: Train, verb: str) -> Sentences:
+        samples = self.fold.samples
+        for one in command.groups:
+            ages = {id: command.step - samples[id].oldest for id in one.trajectories if id in samples}
+            members = self.fold.members(one.group)
+            again = " once more, after the trainer's loss" if _is_trained(members) else ""
+            text = f"{verb} step {command.step}, part {command.part}{again}"
+            absent = len(members) - len(ages)
+            without = f", without {counted(absent, 'sample')}" if absent else ""
+            oldest = f"{text} (staleness {max(ages.values(), default=0)})"
+            yield ("group", one.group), oldest + without
+            for prompt in {sample.prompt for sample in members}:
+                yield ("prompt", prompt), f"g{one.group} {oldest}"
+            for id, age in ages.items():
+                yield ("trajectory", id), f"{text} (staleness {age})"
+
+    def _forget(self, command: Forget) -> Sentences:
+        """A group leaves: trained and durable, too stale, filtered, or with too few samples."""
+        samples = self.fold.samples
+        known = [id for id in command.trajectories if id in samples]
+        for group, ids in groupby(known, key=lambda id: samples[id].group):
+            members = self.fold.members(group)
+            text = _why_forgotten(members, command)
+            yield ("group", group), text
+            if command.reason != "trained":
+                yield ("prompt", members[0].prompt), f"g{group} {text}"
+            for id in ids:
+                yield ("trajectory", id), text
+
+    def _checkpointed(self, event: Checkpointed) -> Sentences:
+        yield ("version", event.step), "checkpointed"
+
+    # ------------------------------------------------------------------------------------------------------ replicas
+
+    def _host_joined(self, event: HostJoined) -> Sentences:
+        self._joined_hosts[event.host] = event.replicas
+        room = span("replica", set(event.replicas))
+        yield ("relay", event.host), f"host {event.host} joined from elsewhere, with room for {room}"
+        for id in event.replicas:
+            yield ("replica", id), f"r{id} is to run on host {event.host}, which joined"
+
+    def _host_left(self, event: HostLeft) -> Sentences:
+        yield ("relay", event.host), f"departed with its host: {event.reason}"
+        for id in self._joined_hosts.pop(event.host, ()):
+            yield ("replica", id), f"departed with host {event.host}: {event.reason}"
+
+    def _replica_joined(self, event: ReplicaJoined) -> Sentences:
+        again = f" again (incarnation {event.incarnation})" if event.incarnation > 1 else ""
+        held = f", still holding {counted(len(event.held), 'trajectory')}" if event.held else ""
+        at = f"with v{event.version}" if event.version >= 0 else "without weights"
+        room = f"room for {event.kv_capacity:,} tokens of KV"
+        yield ("replica", event.replica), f"r{event.replica} joined{again} on host {event.host} {at}, {room}{held}"
+
+    def _replica_lost(self, event: ReplicaLost) -> Sentences:
+        yield ("replica", event.replica), f"lost (incarnation {event.incarnation}): {event.reason}"
+        if event.incarnation == self.fold.replica(event.replica).incarnation:
+            yield from self._left_behind(event.replica, event.reason)
+
+    def _left_behind(self, replica: ReplicaId, reason: str) -> Sentences:
+        for id in self.fold.replica(replica).assigned:
+            yield ("trajectory", id), f"r{replica} lost: {reason}"
+
+    def _progressed(self, event: Progressed) -> Sentences:
+        peak = self._peaks.setdefault(event.replica, PeakLoad())
+        peak.kv_tokens = max(peak.kv_tokens, event.kv_tokens)
+        peak.running = max(peak.running, event.running)
+        peak.waiting = max(peak.waiting, event.waiting)
+        yield from ()
+
+    def _give_up(self, command: GiveUp) -> Sentences:
+        if command.part != "trainer":
+            yield (command.part, command.id), f"given up (incarnation {command.incarnation}): {command.reason}"
+        if command.part == "replica":
+            yield from self._left_behind(command.id, command.reason)
+
+    def _start(self, command: Start) -> Sentences:
+        if command.part != "trainer":
+            yield (
+                (command.part, command.id),
+                f"{label(command.part, command.id)} to be started, attempt {command.attempt}",
+            )
+
+    def _controller_restarted(self, _: ControllerRestarted) -> Sentences:
+        for id in self.fold.replicas:
+            yield ("replica", id), "the controller was restored from the journal"
+
+    # ------------------------------------------------------------------------------------------------------- weights
+
+    def _publish(self, command: Publish) -> Sentences:
+        made = "the first weights, " if command.version == 0 else ""
+        yield ("version", command.version), f"{made}on the way from the trainer to h{command.relay}"
+        yield ("relay", command.relay), f"gets v{command.version} from the trainer, as master relay"
+
+    def _version_stored(self, event: VersionStored) -> Sentences:
+        yield ("version", event.version), f"stored on h{event.relay}"
+        yield ("relay", event.relay), f"v{event.version} stored"
+
+    def _load_weights(self, command: LoadWeights) -> Sentences:
+        yield ("replica", command.replica), f"pulls v{command.version} from h{command.relay}"
+        yield ("relay", command.relay), f"r{command.replica} pulls v{command.version} from it"
+        yield ("version", command.version), f"r{command.replica} pulls it from h{command.relay}"
+
+    def _weights_loaded(self, event: WeightsLoaded) -> Sentences:
+        yield ("replica", event.replica), f"v{event.version} loaded"
+        yield ("version", event.version), f"loaded by r{event.replica}"
+
+    def _pull_failed(self, event: PullFailed) -> Sentences:
+        yield ("replica", event.replica), f"could not load v{event.version}: {event.reason}"
+        yield ("version", event.version), f"r{event.replica} could not load it: {event.reason}"
+
+    def _drop(self, command: Drop) -> Sentences:
+        yield ("relay", command.relay), f"told to drop v{command.version}, which has no reader"
+        yield ("version", command.version), f"dropped from h{command.relay}"
+
+    def _route(self, command: Route) -> Sentences:
+        targets = ", ".join(f"h{id}" for id in command.targets) or "no relay"
+        yield ("relay", command.relay), f"told to forward to {targets} (route {command.epoch})"
+
+    def _relay_joined(self, event: RelayJoined) -> Sentences:
+        again = f" again (incarnation {event.incarnation})" if event.incarnation > 1 else ""
+        held = ", ".join(f"v{version}" for version in event.versions) or "nothing"
+        yield ("relay", event.relay), f"h{event.relay} joined{again}, holding {held}"
+
+    def _relay_lost(self, event: RelayLost) -> Sentences:
+        yield ("relay", event.relay), f"lost (incarnation {event.incarnation}): {event.reason}"
+
+    def _link_failed(self, event: LinkFailed) -> Sentences:
+        yield ("relay", event.relay), f"cannot reach h{event.target}: {event.reason}"
+        yield ("relay", event.target), f"cannot be reached from h{event.relay}: {event.reason}"
+
+    def _publish_failed(self, event: PublishFailed) -> Sentences:
+        text = f"did not get from the trainer to h{event.relay}: {event.reason}"
+        yield ("version", event.version), text
+        yield ("relay", event.relay), f"v{event.version} {text}"
+
+
+def _about_several(replica: ReplicaId, what: str, ids: Sequence[TrajectoryId]) -> Sentences:
+    if ids:
+        yield ("replica", replica), f"{counted(len(ids), 'trajectory')} ({span('trajectory', ids)}) {what}"
+
+
+def _ignored(id: TrajectoryId, epoch: int, replica: ReplicaId, what: str) -> Sentences:
+    text = f"a late or second report that attempt {epoch} {what} on r{replica} was ignored"
+    yield ("trajectory", id), text
+    yield ("replica", replica), f"t{id}: {text}"
+
+
+def _from_prefix(request: Request) -> str:
+    return "resumes from its prefix in the vault" if request.resume else "restarts from its prompt"
+
+
+def _is_trained(members: Sequence[SampleRecord]) -> bool:
+    return any(sample.state == "trained" for sample in members)
+
+
+def _why_forgotten(members: Sequence[SampleRecord], command: Forget) -> str:
+    if command.reason == "filtered":
+        return "filtered: all of its samples got the same reward"
+    if command.reason == "stale":
+        oldest = min(sample.oldest for sample in members)
+        return f"dropped: its oldest token is of version {oldest}, too stale to train on"
+    if command.reason == "failed":
+        finished = sum(sample.state == "finished" for sample in members)
+        return f"failed: {finished} of {counted(len(members), 'sample')} finished"
+    return "freed: a checkpoint covers it"
+
+
+def _extent(meta: TrajectoryMeta) -> str:
+    return f"{counted(meta.tokens, 'token')}, {under(meta.oldest, meta.newest)}"
+
+
+def under(oldest: Version, newest: Version) -> str:
+    return f"version {oldest}" if oldest == newest else f"versions {oldest} to {newest}"
+
+
+def counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun if number == 1 else plural(noun)}"
+
+
+def plural(noun: str) -> str:
+    return "trajectories" if noun == "trajectory" else f"{noun}s"
+
+
+def span(kind: str, numbers: Iterable[int]) -> str:
+    """`t3`, `t0 to t9`, or `t0 to t90, 12 in all` where some between are missing."""
+    ordered = sorted(numbers)
+    if len(ordered) == 1:
+        return label(kind, ordered[0])
+    ends = f"{label(kind, ordered[0])} to {label(kind, ordered[-1])}"
+    return ends if ordered[-1] - ordered[0] + 1 == len(ordered) else f"{ends}, {len(ordered):,} in all"

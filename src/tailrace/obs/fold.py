@@ -1,0 +1,475 @@
+"""The one fold of a run's journal: samples, groups, staleness, versions and tokens, from events and commands alone.
+
+`Fold.see` takes in what control handled and what came of it, in order, live or from a journal. Everything that shows a
+run reads it: the terminal, the summary, the page, stories and the simulator's result. Reports that control ignored
+(late or doubled) change nothing here either, so the counts are the ledger's own.
+
+A sample is remembered until it is given to the trainer or forgotten, or with `keep_trained` until it is forgotten:
+memory follows what is in flight, not the length of the run.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from tailrace.config.tree import Config
+from tailrace.protocol import (
+    Cancel,
+    Command,
+    Event,
+    Finished,
+    Forget,
+    Generate,
+    GenerationResumed,
+    GiveUp,
+    HostLeft,
+    JudgedTurn,
+    Parked,
+    Release,
+    ReplicaJoined,
+    ReplicaLost,
+    Request,
+    SampleFailed,
+    ScoringStarted,
+    Train,
+    Trained,
+    TrainerJoined,
+    TrainerLost,
+    VersionStored,
+    WeightsLoaded,
+)
+from tailrace.protocol import Ending as GroupEnd
+from tailrace.types import GroupId, HostId, PromptId, ReplicaId, TrajectoryId, Version
+
+MiniBatchId = tuple[int, int]  # step and part
+LARGEST_REWARD = 1e100  # a larger one counts as this in the means that are shown: their sums stay finite
+ASSIGNED = ("running", "scoring")  # states in which a replica has a sample
+
+
+class SampleRecord(msgspec.Struct, gc=False):
+    group: GroupId
+    prompt: PromptId
+    epoch: int
+    replica: ReplicaId
+    prompt_tokens: int
+    failures: int = 0  # of earlier attempts
+    state: str = "running"  # running, scoring, parked, lost, failed, cancelled, finished, trained
+    turn: int = 0
+    tokens: int = 0
+    oldest: Version = 0
+    reward: float | None = None
+
+
+class ReplicaRecord(msgspec.Struct):
+    incarnation: int = 0
+    host: HostId = -1
+    version: Version = -1
+    assigned: dict[TrajectoryId, None] = {}  # all that it has
+    scoring: int = 0  # of these: a judge has them
+
+    @property
+    def generating(self) -> int:
+        """Waiting ones included."""
+        return len(self.assigned) - self.scoring
+
+
+class BatchTotals(msgspec.Struct):
+    """Sums over what the trainer was given: a mini-batch, or several that add up."""
+
+    groups: int = 0
+    tokens: int = 0  # prompts included
+    ages: Counter[int] = msgspec.field(default_factory=Counter)  # samples by the staleness of their oldest token
+    rewards: float = 0.0
+    rewarded: int = 0
+    mini_batches: int = 1
+
+    def add(self, other: BatchTotals) -> None:
+        self.groups += other.groups
+        self.tokens += other.tokens
+        self.ages += other.ages
+        self.rewards += other.rewards
+        self.rewarded += other.rewarded
+        self.mini_batches += other.mini_batches
+
+    @property
+    def samples(self) -> int:
+        return self.ages.total()
+
+    @property
+    def reward(self) -> float | None:
+        return self.rewards / self.rewarded if self.rewarded else None
+
+
+class GroupCounts(msgspec.Struct, frozen=True):
+    """Groups by what became of them: `started` is the sum of all others."""
+
+    started: int
+    trained: int
+    dropped_stale: int
+    filtered: int
+    failed: int
+    in_flight: int
+
+
+class Staleness(msgspec.Struct, frozen=True):
+    mean: float = 0.0
+    p95: float = 0.0
+    max: int = 0
+
+
+class StepRecord(msgspec.Struct, frozen=True):
+    """One finished step."""
+
+    step: int
+    ended: float
+    groups: int
+    samples: int
+    tokens: int
+    reward: float | None
+    staleness: Staleness
+
+
+class Fold:
+    def __init__(self, config: Config, keep_trained: bool = False) -> None:
+        self.group_size = config.workload.group_size
+        self.attempts = config.groups.attempts
+        self.keep_trained = keep_trained
+        self.before: Callable[[Event | Command], None] | None = None  # called with each of them before it is taken in
+        self.ignored = False  # the last event was late or doubled, and control ignored it
+        self.changed: set[ReplicaId] = set()  # whose samples the last event changed
+        self.samples: dict[TrajectoryId, SampleRecord] = {}
+        self.replicas: dict[ReplicaId, ReplicaRecord] = {}
+        self.version: Version = -1  # the newest that a relay has
+        self.groups_started = 0
+        self.groups_ended: Counter[GroupEnd] = Counter()
+        self.total = BatchTotals(mini_batches=0)  # everything trained
+        self.steps: list[StepRecord] = []
+        self.repacks = 0
+        self.moved = 0
+        self.failures = 0  # attempts at samples that failed
+        self.failed_samples = 0  # those whose last attempt did
+        self.finished_tokens = 0  # of finished samples, prompts included
+        self.training: Train | None = None  # the order that the trainer has not answered
+        self.trainer_incarnation = 0
+        self._given: dict[MiniBatchId, tuple[Train, BatchTotals]] = {}  # to the trainer, which has not reported them
+        self._last_trained: MiniBatchId = (-1, 0)
+        self._step = BatchTotals(mini_batches=0)  # what is trained of the present step
+        self._now = 0.0
+        self._handlers: dict[type[Event | Command], Callable[[Any], None]] = {
+            ReplicaJoined: self._replica_joined,
+            ReplicaLost: self._replica_lost,
+            HostLeft: self._host_left,
+            GiveUp: self._give_up,
+            WeightsLoaded: self._weights_loaded,
+            VersionStored: self._version_stored,
+            ScoringStarted: self._scoring_started,
+            GenerationResumed: self._generation_resumed,
+            Finished: self._finished,
+            SampleFailed: self._sample_failed,
+            Parked: self._parked,
+            Generate: self._generate,
+            Cancel: self._cancel,
+            Train: self._train,
+            Trained: self._trained,
+            TrainerJoined: self._trainer_joined,
+            TrainerLost: self._trainer_lost,
+            Forget: self._forget,
+        }
+
+    def see(self, now: float, event: Event, commands: Sequence[Command]) -> None:
+        self._now = now
+        self.ignored = False
+        self.changed.clear()
+        self._take_in(event)
+        for command in commands:
+            self._take_in(command)
+        if commands and any(type(command) is Release for command in commands):
+            self.repacks += 1
+
+    def _take_in(self, message: Event | Command) -> None:
+        if self.before is not None:
+            self.before(message)
+        handler = self._handlers.get(type(message))
+        if handler is not None:
+            handler(message)
+
+    @property
+    def groups(self) -> GroupCounts:
+        ended = self.groups_ended
+        in_flight = self.groups_started - ended.total()
+        return GroupCounts(
+            self.groups_started, ended["trained"], ended["stale"], ended["filtered"], ended["failed"], in_flight
+        )
+
+    # ------------------------------------------------------------------------------------------------------ samples
+
+    def replica(self, id: ReplicaId) -> ReplicaRecord:
+        record = self.replicas.get(id)
+        if record is None:
+            record = self.replicas[id] = ReplicaRecord()
+        return record
+
+    def current(self, id: TrajectoryId, epoch: int) -> SampleRecord | None:
+        """The sample, if a replica has it under this very assignment; None for anything late or doubled."""
+        sample = self.samples.get(id)
+        return sample if sample is not None and sample.epoch == epoch and sample.state in ASSIGNED else None
+
+    def members(self, group: GroupId) -> list[SampleRecord]:
+        """The samples of a group that were ever given to a replica."""
+        first = group * self.group_size
+        return [self.samples[id] for id in range(first, first + self.group_size) if id in self.samples]
+
+    def _generate(self, command: Generate) -> None:
+        record = self.replica(command.replica)
+        self.changed.add(command.replica)
+        samples = self.samples
+        for request in command.requests:
+            id = request.trajectory
+            before = samples.get(id)
+            if before is not None:
+                self._release(id, before, "lost")
+            samples[id] = _assigned(request, command.replica, record.version, before)
+            record.assigned[id] = None
+            self._note_started(request.group)
+
+    def _note_started(self, group: GroupId) -> None:
+        if group >= self.groups_started:
+            self.groups_started = group + 1
+
+    def _release(self, id: TrajectoryId, sample: SampleRecord, state: str) -> None:
+        """Its replica has it no longer."""
+        if sample.state in ASSIGNED:
+            record = self.replicas[sample.replica]
+            record.scoring -= sample.state == "scoring"
+            record.assigned.pop(id, None)
+            sample.state = state
+            self.changed.add(sample.replica)
+
+    def turns(self, event: ScoringStarted | GenerationResumed) -> Iterator[tuple[SampleRecord, JudgedTurn]]:
+        """Those that this incarnation of the replica has under these assignments, and that are news."""
+        resumed = isinstance(event, GenerationResumed)
+        if event.incarnation != self.replica(event.replica).incarnation:
+            return
+        for one in event.samples:
+            sample = self.current(one.trajectory, one.epoch)
+            if sample is not None and sample.replica == event.replica and one.turn >= sample.turn + resumed:
+                yield sample, one
+
+    def _scoring_started(self, event: ScoringStarted) -> None:
+        for sample, one in self.turns(event):
+            self._enter_turn(sample, one.turn, "scoring")
+
+    def _generation_resumed(self, event: GenerationResumed) -> None:
+        for sample, one in self.turns(event):
+            self._enter_turn(sample, one.turn, "running")
+
+    def _enter_turn(self, sample: SampleRecord, turn: int, state: str) -> None:
+        self.replicas[sample.replica].scoring += (state == "scoring") - (sample.state == "scoring")
+        sample.turn, sample.state = turn, state
+        self.changed.add(sample.replica)
+
+    def _finished(self, event: Finished) -> None:
+        meta = event.meta
+        sample = self.current(meta.id, meta.epoch)
+        if sample is None:
+            self.ignored = True
+            return
+        self._release(meta.id, sample, "finished")
+        sample.tokens, sample.oldest, sample.reward = meta.tokens, meta.oldest, meta.reward
+        self.finished_tokens += sample.prompt_tokens + meta.tokens
+
+    def _sample_failed(self, event: SampleFailed) -> None:
+        sample = self.current(event.trajectory, event.epoch)
+        if sample is None:
+            self.ignored = True
+            return
+        self._release(event.trajectory, sample, "failed")
+        self.failures += 1
+        self.failed_samples += sample.failures + 1 >= self.attempts
+
+    def _parked(self, event: Parked) -> None:
+        for meta in event.samples:
+            sample = self.current(meta.id, meta.epoch)
+            if sample is not None and sample.replica == event.replica:
+                self._release(meta.id, sample, "parked")
+                sample.tokens, sample.oldest = meta.tokens, meta.oldest
+                self.moved += 1
+
+    def _cancel(self, command: Cancel) -> None:
+        for one in command.samples:
+            sample = self.current(one.trajectory, one.epoch)
+            if sample is not None:
+                self._release(one.trajectory, sample, "cancelled")
+
+    # ----------------------------------------------------------------------------------------------------- replicas
+
+    def _replica_joined(self, event: ReplicaJoined) -> None:
+        record = self.replica(event.replica)
+        if event.incarnation <= record.incarnation:
+            self.ignored = True
+            return
+        record.incarnation, record.host, record.version = event.incarnation, event.host, event.version
+        self._keep_only(event.replica, {one.trajectory for one in event.held})
+
+    def _replica_lost(self, event: ReplicaLost) -> None:
+        if event.incarnation == self.replica(event.replica).incarnation:
+            self._keep_only(event.replica, ())
+        else:
+            self.ignored = True
+
+    def _give_up(self, command: GiveUp) -> None:
+        """Control counts it as lost from here on, whatever it may still report."""
+        if command.part == "replica":
+            self._keep_only(command.id, ())
+        elif command.part == "trainer":
+            self.training = None
+
+    def _host_left(self, event: HostLeft) -> None:
+        for id, record in self.replicas.items():
+            if record.host == event.host:
+                self._keep_only(id, ())
+
+    def _keep_only(self, replica: ReplicaId, kept: set[TrajectoryId] | tuple[()]) -> None:
+        for id in [id for id in self.replica(replica).assigned if id not in kept]:
+            self._release(id, self.samples[id], "lost")
+
+    def _weights_loaded(self, event: WeightsLoaded) -> None:
+        record = self.replica(event.replica)
+        if event.incarnation == record.incarnation:
+            record.version = event.version
+        else:
+            self.ignored = True
+
+    def _version_stored(self, event: VersionStored) -> None:
+        self.version = max(self.version, event.version)
+
+    # ----------------------------------------------------------------------------------------------------- training
+
+    def is_pending(self, command: Train) -> bool:
+        """The trainer was given this mini-batch before and has not reported it."""
+        return (command.step, command.part) in self._given
+
+    def answers(self, event: Trained) -> bool:
+        order = self.training
+        asked = (order.incarnation, order.step, order.part) if order is not None else None
+        return asked == (event.incarnation, event.step, event.part)
+
+    def _train(self, command: Train) -> None:
+        id = (command.step, command.part)
+        self.training = command
+        if id > self._last_trained and id not in self._given:  # else the trainer repeats it
+            self._given[id] = command, self._totals(command)
+
+    def _totals(self, command: Train) -> BatchTotals:
+        batch = BatchTotals(len(command.groups))
+        samples = [self.samples.get(id) for group in command.groups for id in group.trajectories]
+        known = [sample for sample in samples if sample is not None]  # not all, if this fold began after the run did
+        batch.tokens = sum([sample.prompt_tokens + sample.tokens for sample in known])
+        batch.ages = Counter([command.step - sample.oldest for sample in known])
+        rewards = [sample.reward for sample in known if sample.reward is not None]
+        batch.rewards = sum([max(-LARGEST_REWARD, min(LARGEST_REWARD, reward)) for reward in rewards])
+        batch.rewarded = len(rewards)
+        if not self.keep_trained:
+            for group in command.groups:
+                self._remove(group.trajectories)
+        return batch
+
+    def _trained(self, event: Trained) -> None:
+        order = self.training
+        if order is None or not self.answers(event):
+            self.ignored = True
+            return
+        self.training = None
+        self._complete((event.step, event.part))
+        if order.last:
+            self._end_step(event.step)
+
+    def _trainer_joined(self, event: TrainerJoined) -> None:
+        """What is in its weights counts as trained, though the report was lost."""
+        if event.incarnation <= self.trainer_incarnation:
+            self.ignored = True
+            return
+        self.trainer_incarnation = event.incarnation
+        self.training = None
+        for id in sorted(self._given):
+            if id < (event.step, event.part):
+                self._complete(id)
+        if event.step > 0:
+            self._end_step(event.step - 1)
+
+    def _trainer_lost(self, event: TrainerLost) -> None:
+        if event.incarnation == self.trainer_incarnation:
+            self.training = None
+        else:
+            self.ignored = True
+
+    def _complete(self, id: MiniBatchId) -> None:
+        if id not in self._given:
+            return
+        command, batch = self._given.pop(id)
+        self._last_trained = id
+        self.groups_ended["trained"] += batch.groups
+        self.total.add(batch)
+        self._step.add(batch)
+        if self.keep_trained:
+            self._mark_trained(command)
+
+    def _mark_trained(self, command: Train) -> None:
+        for group in command.groups:
+            for id in group.trajectories:
+                if id in self.samples:
+                    self.samples[id].state = "trained"
+
+    def _end_step(self, step: int) -> None:
+        batch = self._step
+        if not batch.groups or self._last_trained[0] != step:
+            return  # it ended before; the trainer has repeated it
+        figures = (batch.groups, batch.samples, batch.tokens, batch.reward, staleness(batch.ages))
+        self.steps.append(StepRecord(step, self._now, *figures))
+        self._step = BatchTotals(mini_batches=0)
+
+    def _forget(self, command: Forget) -> None:
+        self._remove(command.trajectories)
+        if command.trajectories:  # its group may have gone before any sample of it was given to a replica
+            self._note_started(max(command.trajectories) // self.group_size)
+        if command.reason != "trained":  # those were counted when they were trained
+            self.groups_ended[command.reason] += 1
+
+    def _remove(self, ids: Sequence[TrajectoryId]) -> None:
+        for id in ids:
+            sample = self.samples.pop(id, None)
+            if sample is not None:
+                self._release(id, sample, "cancelled")
+
+
+def _assigned(request: Request, replica: ReplicaId, version: Version, before: SampleRecord | None) -> SampleRecord:
+    """A sample as it is given to a replica: it keeps the prefix that it goes on from."""
+    tokens, oldest = (before.tokens, before.oldest) if before is not None and request.resume else (0, version)
+    return SampleRecord(
+        request.group,
+        request.prompt,
+        request.epoch,
+        replica,
+        request.prompt_tokens,
+        request.failures,
+        tokens=tokens,
+        oldest=oldest,
+    )
+
+
+def staleness(ages: Counter[int]) -> Staleness:
+    """Mean, 95th percentile and maximum of a count of ages."""
+    total = ages.total()
+    if not total:
+        return Staleness()
+    mean = sum(age * count for age, count in ages.items()) / total
+    seen = 0
+    for age in sorted(ages):
+        seen += ages[age]
+        if seen >= 0.95 * total:
+            return Staleness(mean, float(age), max(ages))
+    raise AssertionError("unreachable: the ages add up to their total")
