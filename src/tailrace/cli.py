@@ -9,6 +9,7 @@ standstill, 130 Ctrl-C.
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -18,9 +19,12 @@ from typing import TYPE_CHECKING, NoReturn
 from tailrace import __version__
 from tailrace.errors import TailraceError
 from tailrace.launch.errors import UsageError
+from tailrace.logs import LEVELS, for_command, set_level
 
 if TYPE_CHECKING:
     from tailrace.launch.keeper import Keeper
+
+log = logging.getLogger(__name__)
 
 SETTINGS = "Any setting can be given too: --schedule.kind sync, --cluster.gpus 64. --dry-run prints them all."
 DESCRIPTION = "RL post-training without the synchronization barrier: train, simulate, plan and examine."
@@ -32,21 +36,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _guarded(command: Callable[[], int]) -> int:
     """The command's exit code; what goes wrong is told."""
+    for_command()
     try:
         status = command()
         sys.stdout.flush()
     except TailraceError as error:
-        print(f"tailrace: {error}", file=sys.stderr)
+        log.error("%s", error)
         return 2
     except RuntimeError as error:
         if type(error).__name__ != "StandstillError":
             raise
-        print(
-            f"tailrace: the simulated fleet came to a standstill: {error}; please report this config", file=sys.stderr
-        )
+        log.error("the simulated fleet came to a standstill: %s; please report this config", error)
         return 3
     except KeyboardInterrupt:
-        print("tailrace: interrupted", file=sys.stderr)
+        log.warning("interrupted")
         return 130
     except BrokenPipeError:  # the reader (head, less) has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -65,6 +68,7 @@ def _run(words: list[str]) -> int:
     if settings and not hasattr(arguments, "files"):
         raise UsageError(f"{arguments.command} has no option {settings[0]}; see tailrace {arguments.command} --help")
     arguments.settings = settings
+    set_level(arguments.log_level)
     if getattr(arguments, "dry_run", False) and command is not _simulate:
         return _print_settings(arguments)
     return command(arguments)
@@ -190,6 +194,7 @@ def _parser() -> tuple[_Parser, dict[str, _Parser]]:
     def add(name: str, run: Run, text: str, epilog: str = "") -> _Parser:
         command = group.add_parser(name, help=text, description=text, epilog=epilog, allow_abbrev=False)
         command.set_defaults(run=run)
+        command.add_argument("--log-level", metavar="LEVEL", help=f"{', '.join(LEVELS)} (info)")
         return command
 
     _add_simulating(add)

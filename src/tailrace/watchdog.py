@@ -24,6 +24,8 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple, Self, TextIO, TypeVar
 
+from tailrace.logs import to_stream
+
 LOOK_S = 0.25  # how often the loop is looked at
 ASLEEP = 4  # looks missed in a row: then this whole process was stopped, and the loop is not to blame
 REMEMBERED = 8  # things that a loop did before it got stuck
@@ -110,7 +112,7 @@ class Watchdog:
         lines = [f"{self.name} (process {os.getpid()}) is {self.stuck}", "before that:"]
         lines += [f"  {now - task.since:.1f} s ago: {task.what}" for task in self._before]
         with suppress(OSError, ValueError):  # a full disk or a closed log must not silence the report
-            print(*lines, "where every thread is:", sep="\n", file=self._log, flush=True)
+            to_stream(self._log).error("\n".join([*lines, "where every thread is:"]))
             faulthandler.dump_traceback(self._log, all_threads=True)
 
 

@@ -266,7 +266,7 @@ def test_the_state_of_an_earlier_release_has_no_checksum_and_is_read(tmp_path: P
         (lambda file: file.parent.rename(file.parent.with_name("step-00000003")), "of step 2 under another name"),
     ],
 )
-def test_a_damaged_checkpoint_is_never_the_newest(tmp_path: Path, damage, sentence: str, capsys) -> None:
+def test_a_damaged_checkpoint_is_never_the_newest(tmp_path: Path, damage, sentence: str, caplog) -> None:
     pytest.importorskip("torch")
     from tailrace.trainer.checkpoint import newest
 
@@ -276,7 +276,7 @@ def test_a_damaged_checkpoint_is_never_the_newest(tmp_path: Path, damage, senten
     with pytest.raises(CheckpointError, match=sentence):
         check(found_in(tmp_path)[-1])
     assert newest(tmp_path) == older
-    assert sentence in capsys.readouterr().err
+    assert sentence in caplog.text
 
 
 # -------------------------------------------------------------------------------------------- nothing leaves its folder

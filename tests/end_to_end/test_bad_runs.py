@@ -142,7 +142,7 @@ def test_a_reward_that_raises_hangs_or_answers_nonsense(tmp_path, body, words):
     ended = json.loads((run.folder / "summary.json").read_text())["ended"]
     assert ended["state"] == "failed"
     assert ended["reason"] in complaint
-    assert json.loads(Follower(run.folder).newest.content)["about"]["ended"] == ended
+    assert json.loads(Follower(run.folder).latest.content)["about"]["ended"] == ended
     told = subprocess.run(
         [sys.executable, "-m", "tailrace", "story", str(run.folder), "r0"], capture_output=True, text=True, check=True
     )

@@ -58,7 +58,7 @@ def test_an_absurd_value_of_an_option_is_one_sentence(
         option = action.option_strings[0] if action.option_strings else action.dest
         assert code in (0, 2), (words, code)
         assert code == 2 or (command, option, value) in MEANINGFUL, words
-        sentences = [line for line in shown.err.splitlines() if not line.startswith("note: ")]
+        sentences = [line for line in shown.err.splitlines() if not line.startswith("tailrace: note: ")]
         assert code == 0 or [line.startswith("tailrace: ") for line in sentences] == [True], (words, shown.err)
 
 

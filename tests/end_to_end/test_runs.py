@@ -61,9 +61,9 @@ def test_a_slow_judge_is_seen_in_the_journal_the_terminal_the_summary_and_on_the
     summary = json.loads((run.folder / "summary.json").read_text())
     assert 0 < summary["rollout_scoring"] <= summary["rollout_idle"]
     page = Follower(run.folder)
-    while page.look():
+    while page.poll():
         pass
-    assert any("c" in lane["states"] for lane in json.loads(page.newest.content)["lanes"])
+    assert any("c" in lane["states"] for lane in json.loads(page.latest.content)["lanes"])
 
 
 def test_killed_and_interrupted_at_random_moments_it_trains_the_same_prompts_once(tmp_path):
@@ -144,6 +144,21 @@ def test_a_folder_that_is_renamed_stops_the_run_and_is_resumed_where_it_is(tmp_p
     modes = {file: file.stat().st_mode & 0o777 for file in (second, *second.rglob("*"))}
     assert {file.name for file in modes} >= {"run.db", "summary.json", "summary.png", "trainer0.log", "state.json"}
     assert modes == {file: 0o700 if file.is_dir() else 0o600 for file in modes}
+
+
+def test_the_level_of_the_log_reaches_every_process_of_a_run(tmp_path):
+    run = Run(tmp_path, EMULATED, "--run.steps", "1", "--local.listen", "127.0.0.1")
+    status, _, err = run.start("--log-level", "warning").wait()
+    assert (status, err) == (0, "")
+    assert " INFO " not in run.logs()
+    run.folder = run.folder.with_name("louder")
+    status, _, err = run.start("--run.name", "louder").wait()
+    assert (status, "tailrace: other machines may join: " in err) == (0, True), err
+    logs = {log.stem: log.read_text() for log in run.folder.glob("logs/*.log")}
+    assert logs.keys() == {"controller", "trainer0", "relay0", "replica0", "replica1"}
+    for name, text in logs.items():
+        assert re.search(r"(?m)^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} INFO ", text) or name == "controller", (name, text)
+    assert "INFO trainer-0/" in logs["trainer0"]
 
 
 def test_a_port_in_use_and_a_name_in_use_are_refused(tmp_path):

@@ -122,7 +122,7 @@ def _half_turned(x: torch.Tensor) -> torch.Tensor:
 
 
 def test_without_a_compiler_there_are_no_kernels_and_a_sentence_says_why(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     broken = tmp_path / "cc"
@@ -131,5 +131,5 @@ def test_without_a_compiler_there_are_no_kernels_and_a_sentence_says_why(
     for compiler, reason in (("not-a-compiler", "no C compiler"), (str(broken), "no such machine")):
         monkeypatch.setenv("CC", compiler)
         assert cpu.library.__wrapped__() is None
-        assert reason in capsys.readouterr().err
+        assert reason in caplog.text
     assert not list((tmp_path / "tailrace" / "kernels").glob("*"))

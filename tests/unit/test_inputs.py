@@ -153,7 +153,7 @@ def resume(run: Path, config: Config, accept: bool = False) -> None:
     resume_store(run, config, accept).close(complete=False)
 
 
-def test_a_run_with_other_inputs_is_refused_until_somebody_accepts_them(folder: Path, capfd: Any) -> None:
+def test_a_run_with_other_inputs_is_refused_until_somebody_accepts_them(folder: Path, caplog: Any) -> None:
     config = settings(folder)
     run = begin(folder, config)
     resume(run, config)
@@ -163,7 +163,7 @@ def test_a_run_with_other_inputs_is_refused_until_somebody_accepts_them(folder: 
             resume(run, settings(folder, "--run.steps", steps))
     assert Journal(run).config == config, "what is refused changes nothing"
     resume(run, config, accept=True)
-    assert "goes on with changed inputs: " in capfd.readouterr().err
+    assert "goes on with changed inputs: " in caplog.text
     resume(run, config)
     meta = Journal(run).meta
     assert inputs.recorded(meta) == pinned(config)
@@ -202,15 +202,14 @@ def written_by(run: Path, key: str, value: str) -> None:
         store.meta.set(key, value)
 
 
-def test_another_release_that_goes_on_says_so_once(folder: Path, capfd: Any) -> None:
+def test_another_release_that_goes_on_says_so_once(folder: Path, caplog: Any) -> None:
     config = settings(folder)
     run = begin(folder, config)
     written_by(run, "tailrace", "0.0.7")
     resume(run, config)
-    told = capfd.readouterr().err
-    assert told.endswith(f"written by tailrace 0.0.7 until now, and goes on with tailrace {__version__}\n")
     resume(run, config)
-    assert capfd.readouterr().err == ""
+    (told,) = caplog.messages
+    assert told.endswith(f"written by tailrace 0.0.7 until now, and goes on with tailrace {__version__}")
     assert Journal(run).meta["releases"] == f"0.0.7 from event 1, {__version__} from event 1"
 
 

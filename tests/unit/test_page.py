@@ -1,8 +1,7 @@
-"""The page of a run: who gets in, what every answer carries, what a slow or hostile visitor can do, what is shown."""
+"""The page of a run: who gets in, what every answer carries, what a slow or hostile client can do, what is shown."""
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import http.client
 import json
@@ -29,11 +28,19 @@ from tailrace.obs.activity import COUNTED, Lane
 from tailrace.obs.charts import POINTS, SPANS, Curve, lane_view
 from tailrace.obs.fold import Staleness, StepRecord
 from tailrace.obs.html import asset
-from tailrace.page.door import GUESSERS, GUESSES, Door, DoorError, Place, find_token, parse_place
-from tailrace.page.follow import Follower, Newest
-from tailrace.page.http import LONGEST_BODY, LONGEST_HEAD, Request
-from tailrace.page.server import Limits, Server, open_socket
-from tailrace.page.site import ALWAYS, GUESS_S, Site
+from tailrace.page.access import (
+    ATTEMPTS,
+    TRACKED_CLIENTS,
+    AccessControl,
+    ListenAddress,
+    PageError,
+    find_token,
+    parse_listen,
+)
+from tailrace.page.app import SECURITY_HEADERS, WRONG_TOKEN_DELAY_S, PageApp
+from tailrace.page.follow import Follower, PageData
+from tailrace.page.http import MAX_BODY, MAX_HEAD, AsgiApplication, PageRequest
+from tailrace.page.server import Limits, Listener, PageServer
 from tailrace.protocol import Generate, ReplicaJoined, ReplicaLost, RunStarted, Stop, TimerFired
 from tailrace.protocol import Request as Sample
 from tailrace.store.run import RunStore
@@ -44,12 +51,7 @@ FIGURES = b'{"secret": "figures"}'
 DEADLINE_S = 20.0
 
 
-class Quick(Limits):
-    most = 8
-    request_s = 0.5
-    idle_s = 2.0
-    write_s = 0.5
-    linger_s = 0.3
+QUICK = Limits(connections=8, request_s=0.5, idle_s=2.0, write_s=0.5)
 
 
 class Reply(NamedTuple):
@@ -62,25 +64,19 @@ class Page:
     """A server in a thread of its own."""
 
     def __init__(self, token: str | None = None, tls: bool = False, content: bytes = FIGURES) -> None:
-        listening = open_socket(Place("127.0.0.1", 0))
-        self.port: int = listening.getsockname()[1]
-        door = Door(Place("192.0.2.1" if tls else "127.0.0.1", self.port), token)
+        self.listener = Listener(ListenAddress("127.0.0.1", 0), QUICK)
+        self.port: int = self.listener.getsockname()[1]
+        access = AccessControl(ListenAddress("192.0.2.1" if tls else "127.0.0.1", self.port), token)
+        app = PageApp(access, lambda: PageData('"tag"', content))
         context = Identity().context if tls else None
-        self.server = Server(Site(door, lambda: Newest('"tag"', content)), listening, context, Quick())
-        self.loop = asyncio.new_event_loop()
-        self.task: asyncio.Task[None] | None = None
-        self.thread = threading.Thread(target=self._run)
+        self.server = PageServer(AsgiApplication(app.respond, app.headers), self.listener, context)
+        self.thread = threading.Thread(target=self.server.run, args=([self.listener],))
         self.thread.start()
-
-    def _run(self) -> None:
-        self.task = self.loop.create_task(self.server.run())
-        with suppress(asyncio.CancelledError):
-            self.loop.run_until_complete(self.task)
-        self.loop.close()
+        while not self.server.started:
+            time.sleep(0.01)
 
     def close(self) -> None:
-        assert self.task is not None
-        self.loop.call_soon_threadsafe(self.task.cancel)
+        self.server.should_exit = True
         self.thread.join(DEADLINE_S)
 
     def call(self) -> socket.socket:
@@ -125,6 +121,25 @@ def opened() -> Iterator[Callable[..., Page]]:
         page.close()
 
 
+@pytest.fixture(scope="module")
+def page() -> Iterator[Page]:
+    """On the loopback, without a token; for tests that leave nothing behind."""
+    made = Page()
+    yield made
+    made.close()
+
+
+def response(caller: socket.socket) -> bytes:
+    """One, on a connection that stays open."""
+    found = b""
+    while b"\r\n\r\n" not in found:
+        found += caller.recv(65536) or b"\r\n\r\n"
+    head, _, body = found.partition(b"\r\n\r\n")
+    while len(body) < int(head.partition(b"Content-Length: ")[2].split(b"\r\n")[0]):
+        body += caller.recv(65536)
+    return head
+
+
 def status(answer: bytes) -> int:
     return int(answer.split(b" ", 2)[1])
 
@@ -146,8 +161,8 @@ WRONG = {
     "another name that begins like ours": (421, b"GET /data HTTP/1.1\r\nHost: localhost.evil.example\r\n\r\n"),
     "no name": (421, b"GET /data HTTP/1.0\r\n\r\n"),
     "two names": (400, b"GET /data HTTP/1.1\r\n" + HOST + HOST + b"\r\n"),
-    "a long head": (431, b"GET /data HTTP/1.1\r\n" + HOST + b"X: " + b"y" * 4 * LONGEST_HEAD),
-    "a long whole head": (431, b"GET / HTTP/1.1\r\n" + HOST + b"X: " + b"y" * LONGEST_HEAD + b"\r\n\r\n"),
+    "a long head": (431, b"GET /data HTTP/1.1\r\n" + HOST + b"X: " + b"y" * 4 * MAX_HEAD),
+    "a long whole head": (431, b"GET / HTTP/1.1\r\n" + HOST + b"X: " + b"y" * MAX_HEAD + b"\r\n\r\n"),
     "a body": (413, b"GET /data HTTP/1.1\r\n" + HOST + b"Content-Length: 9\r\n\r\n"),
     "a long form": (413, b"POST /login HTTP/1.1\r\n" + HOST + b"Content-Length: 5000\r\n\r\n" + b"x" * 5000),
     "a long form in chunks": (
@@ -161,6 +176,10 @@ WRONG = {
         417,
         b"POST /login HTTP/1.1\r\n" + HOST + b"Expect: 100-continue\r\nContent-Length: 5\r\n\r\n",
     ),
+    "a form on two requests": (
+        417,
+        b"POST /login HTTP/1.1\r\n" + HOST + b"Expect: 100-continue\r\n" * 2 + b"Content-Length: 5\r\n\r\n",
+    ),
     "a chunk that is none": (
         400,
         b"POST /login HTTP/1.1\r\n" + HOST + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n",
@@ -171,44 +190,66 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("expected", "request_"), WRONG.values(), ids=WRONG)
-def test_what_is_wrong_is_refused_and_dressed_like_every_answer(opened, expected: int, request_: bytes) -> None:
-    answer = opened().send(request_.replace(b"\r\n", b"\r\nConnection: close\r\n", 1))
+def test_what_is_wrong_is_refused_and_dressed_like_every_answer(page, expected: int, request_: bytes) -> None:
+    answer = page.send(request_.replace(b"\r\n", b"\r\nConnection: close\r\n", 1))
     assert status(answer) == expected
     assert FIGURES not in answer
-    for name, value in ALWAYS:
+    for name, value in SECURITY_HEADERS:
         assert f"\r\n{name}: {value}\r\n".encode() in answer
     assert b"\r\nServer:" not in answer
 
 
 @pytest.mark.parametrize("target", ["/", "/data", "/login", "/page.css", "/charts.js", "/page.js", "/icon.svg"])
 @pytest.mark.parametrize("method", ["GET", "HEAD"])
-def test_every_address_answers_with_all_headers(opened, method: str, target: str) -> None:
-    answer = opened().ask(method, target)
+def test_every_address_answers_with_all_headers(page, method: str, target: str) -> None:
+    answer = page.ask(method, target)
     assert answer.status == 200
-    assert all(answer.headers[name] == value for name, value in ALWAYS)
+    assert all(answer.headers[name] == value for name, value in SECURITY_HEADERS)
     assert bool(answer.content) == (method == "GET")
     assert int(answer.headers["content-length"]) > 0
 
 
-def test_figures_that_have_not_changed_are_not_sent_again(opened) -> None:
-    page = opened()
+def test_figures_that_have_not_changed_are_not_sent_again(page) -> None:
     assert page.ask(target="/data").content == FIGURES
     again = page.ask(target="/data", If_None_Match='"tag"')
     assert (again.status, again.content) == (304, b"")
 
 
-def test_many_requests_on_one_connection_are_answered_in_order(opened) -> None:
+def test_many_requests_on_one_connection_are_answered_in_order(page) -> None:
     requests = [b"GET /data HTTP/1.1\r\n" + HOST + b"\r\n", b"HEAD /nowhere HTTP/1.1\r\n" + HOST + b"\r\n"] * 5
-    answers = opened().send(b"".join(requests), b"GET /x HTTP/1.1\r\n" + HOST + b"Connection: close\r\n\r\n")
+    answers = page.send(b"".join(requests), b"GET /x HTTP/1.1\r\n" + HOST + b"Connection: close\r\n\r\n")
     assert [int(each.split(b" ")[0]) for each in answers.split(b"HTTP/1.1 ")[1:]] == [200, 404] * 5 + [404]
     assert answers.count(FIGURES) == 5
+
+
+def test_a_client_that_sends_no_more_is_still_answered(page) -> None:
+    with closing(page.call()) as caller:
+        caller.sendall(b"GET /data HTTP/1.1\r\n" + HOST + b"\r\n")
+        caller.shutdown(socket.SHUT_WR)
+        assert received(caller).endswith(FIGURES)
+
+
+def test_a_refused_body_that_is_still_being_sent_does_not_reset_the_response(page) -> None:
+    with closing(page.call()) as caller, suppress(ConnectionError):
+        caller.sendall(b"POST /login HTTP/1.1\r\n" + HOST + b"Content-Length: 1000000\r\n\r\n" + b"x" * 2000)
+        answer = response(caller)
+        caller.sendall(b"x" * 10_000)
+        assert status(answer) == 413
+
+
+def test_an_error_of_ours_is_a_response_with_all_headers(opened, monkeypatch, caplog) -> None:
+    monkeypatch.setattr(PageApp, "respond", lambda *_: 1 / 0)
+    answer = opened().ask()
+    assert answer.status == 500
+    assert all(answer.headers[name] == value for name, value in SECURITY_HEADERS)
+    assert "ZeroDivisionError" in caplog.text
 
 
 # ------------------------------------------------------------------------------------------------------------ the token
 
 
 def test_with_a_token_only_who_has_it_sees_figures(opened, monkeypatch) -> None:
-    monkeypatch.setattr("tailrace.page.site.GUESS_S", 0.0)
+    monkeypatch.setattr("tailrace.page.app.WRONG_TOKEN_DELAY_S", 0.0)
     page = opened(TOKEN)
     assert page.ask(target="/data").status == 401
     assert page.ask(target="/").status == 401
@@ -225,7 +266,7 @@ def form(page: Page, token: str, **headers: str) -> Reply:
 
 
 def test_the_form_gives_a_cookie_for_the_token(opened, monkeypatch) -> None:
-    monkeypatch.setattr("tailrace.page.site.GUESS_S", 0.0)
+    monkeypatch.setattr("tailrace.page.app.WRONG_TOKEN_DELAY_S", 0.0)
     page = opened(TOKEN)
     assert b"not the token" in form(page, "wrong").content
     assert form(page, TOKEN, Sec_Fetch_Site="cross-site").status == 403
@@ -240,34 +281,34 @@ def test_the_form_gives_a_cookie_for_the_token(opened, monkeypatch) -> None:
     assert page.ask(target="/data", Cookie=value[:-1]).status == 401
 
 
-def request(token: str, visitor: str = "203.0.113.1") -> Request:
-    return Request("GET", "/data", (("authorization", f"Bearer {token}"),), visitor)
+def request(token: str, client: str = "203.0.113.1") -> PageRequest:
+    return PageRequest("GET", "/data", (("authorization", f"Bearer {token}"),), client)
 
 
 def test_guessing_gets_slow_and_never_keeps_out_who_has_the_token() -> None:
     """On the loopback all accounts of a machine have one address."""
     now = 0.0
-    door = Door(Place("192.0.2.1", 443), TOKEN, clock=lambda: now)
-    assert [door.admit(request(f"guess-{number}")) for number in range(GUESSES + 1)] == ["wrong"] * GUESSES + [
-        "too many"
-    ]
-    assert door.admit(request(TOKEN)) == "welcome"
-    assert door.admit(request("another guess")) == "too many", "the right one of somebody else changes nothing"
-    assert door.admit(request("a guess", "203.0.113.2")) == "wrong", "nor do the guesses of others"
+    access = AccessControl(ListenAddress("192.0.2.1", 443), TOKEN, clock=lambda: now)
+    assert [access.authenticate(request(f"guess-{number}")) for number in range(ATTEMPTS + 1)] == [
+        "wrong"
+    ] * ATTEMPTS + ["limited"]
+    assert access.authenticate(request(TOKEN)) == "accepted"
+    assert access.authenticate(request("another guess")) == "limited", "the right one of somebody else changes nothing"
+    assert access.authenticate(request("a guess", "203.0.113.2")) == "wrong", "nor do the guesses of others"
     now = 11.0
-    assert [door.admit(request("a guess")) for _ in range(2)] == ["wrong", "too many"]
-    for number in range(3 * GUESSERS):
-        door.admit(request("a guess", f"2001:db8:0:{number:x}::1"))
-    assert len(door._guesses) <= GUESSERS  # pyright: ignore[reportPrivateUsage]
-    assert GUESS_S >= 1.0
+    assert [access.authenticate(request("a guess")) for _ in range(2)] == ["wrong", "limited"]
+    for number in range(3 * TRACKED_CLIENTS):
+        access.authenticate(request("a guess", f"2001:db8:0:{number:x}::1"))
+    assert len(access._attempts) <= TRACKED_CLIENTS  # pyright: ignore[reportPrivateUsage]
+    assert WRONG_TOKEN_DELAY_S >= 1.0
 
 
 def test_every_wrong_token_costs_a_connection_and_the_right_one_works_at_once(opened, monkeypatch) -> None:
-    monkeypatch.setattr("tailrace.page.site.GUESS_S", 0.01)
+    monkeypatch.setattr("tailrace.page.app.WRONG_TOKEN_DELAY_S", 0.01)
     page = opened(TOKEN)
     guess = b"GET /data HTTP/1.1\r\n" + HOST + b"Authorization: Bearer %b\r\n\r\n"
-    answers = [page.send((guess % b"not-the-token") * 3) for _ in range(GUESSES + 2)]
-    assert [status(answer) for answer in answers] == [401] * GUESSES + [429] * 2
+    answers = [page.send((guess % b"not-the-token") * 3) for _ in range(ATTEMPTS + 2)]
+    assert [status(answer) for answer in answers] == [401] * ATTEMPTS + [429] * 2
     assert all(answer.count(b"HTTP/1.1 ") == 1 for answer in answers)
     assert form(page, "wrong").status == 429
     assert page.ask(target="/data", Authorization=f"Bearer {TOKEN}").content == FIGURES
@@ -279,26 +320,26 @@ def test_who_has_shown_the_token_is_not_pushed_out_by_strangers_who_ask(opened) 
     question = b"GET /data HTTP/1.1\r\n" + HOST + b"Authorization: Bearer " + TOKEN.encode() + b"\r\n\r\n"
     with closing(page.call()) as known:
         known.sendall(question)
-        assert status(known.recv(65536)) == 200
-        crowd = [page.call() for _ in range(3 * Quick.most)]
+        assert status(response(known)) == 200
+        crowd = [page.call() for _ in range(3 * QUICK.connections)]
         for caller in crowd:
             with suppress(ConnectionError):
                 caller.sendall(b"GET /login HTTP/1.1\r\n" + HOST + b"\r\n")
                 caller.recv(65536)
         known.sendall(question)
-        assert status(known.recv(65536)) == 200
+        assert status(response(known)) == 200
         for caller in crowd:
             caller.close()
 
 
 def test_a_session_ends_and_their_number_is_bounded() -> None:
     now = 0.0
-    door = Door(Place("192.0.2.1", 443), TOKEN, clock=lambda: now)
-    cookies = [door.new_session().split(";")[0] for _ in range(100)]
-    known = [door.admit(Request("GET", "/", (("cookie", cookie),))) == "welcome" for cookie in cookies]
+    access = AccessControl(ListenAddress("192.0.2.1", 443), TOKEN, clock=lambda: now)
+    cookies = [access.new_session().split(";")[0] for _ in range(100)]
+    known = [access.authenticate(PageRequest("GET", "/", (("cookie", cookie),))) == "accepted" for cookie in cookies]
     assert (known[0], known[-1], sum(known)) == (False, True, 64)
     now = 13 * 3600.0
-    assert door.admit(Request("GET", "/", (("cookie", cookies[-1]),))) == "unknown"
+    assert access.authenticate(PageRequest("GET", "/", (("cookie", cookies[-1]),))) == "missing"
 
 
 @pytest.mark.parametrize(
@@ -316,21 +357,23 @@ def test_a_session_ends_and_their_number_is_bounded() -> None:
         ("127.0.0.1:٣", None, "write ADDRESS:PORT"),
     ],
 )
-def test_a_door_that_would_be_open_is_refused(listen: str, token: str | None, sentence: str, monkeypatch) -> None:
+def test_an_address_open_to_others_without_a_token_is_refused(
+    listen: str, token: str | None, sentence: str, monkeypatch
+) -> None:
     if token is not None:
         monkeypatch.setenv("TAILRACE_PAGE_TOKEN", token)
-    with pytest.raises(DoorError, match=sentence):
-        find_token(parse_place(listen), None)
+    with pytest.raises(PageError, match=sentence):
+        find_token(parse_listen(listen), None)
 
 
 def test_a_token_comes_from_a_file_or_from_the_environment(tmp_path: Path, monkeypatch) -> None:
-    place = parse_place("[::1]:80")
+    place = parse_listen("[::1]:80")
     assert place.loopback
     assert find_token(place, None) is None
     (tmp_path / "token").write_text(f"{TOKEN}\n")
     monkeypatch.setenv("TAILRACE_PAGE_TOKEN", "another-token-of-this-page")
     assert find_token(place, tmp_path / "token") == TOKEN
-    with pytest.raises(DoorError, match="cannot be read"):
+    with pytest.raises(PageError, match="cannot be read"):
         find_token(place, tmp_path / "nowhere")
 
 
@@ -361,6 +404,12 @@ def test_silent_and_slow_visitors_are_hung_up_on(opened) -> None:
         assert FIGURES not in page.send(beginning)
 
 
+@pytest.mark.parametrize("more", [b"", b"GET /da", b"POST /login HTTP/1.1\r\n" + HOST + b"Content-Length: 9\r\n\r\n"])
+def test_after_a_response_the_next_request_has_its_time_and_no_more(page, more: bytes) -> None:
+    answers = page.send(b"GET /data HTTP/1.1\r\n" + HOST + b"\r\n" + more)
+    assert (answers.count(b"HTTP/1.1 "), answers.count(FIGURES)) == (1, 1)
+
+
 def test_a_head_that_trickles_is_cut_off(opened) -> None:
     began = time.monotonic()
     with closing(opened().call()) as caller, suppress(ConnectionError):
@@ -371,14 +420,14 @@ def test_a_head_that_trickles_is_cut_off(opened) -> None:
 
 
 def test_silent_visitors_keep_nobody_out(opened) -> None:
-    """More than there is room for, some in the middle of a request: the newest visitor is served all the same."""
+    """More than there is room for, some in the middle of a request: the newest client is served all the same."""
     page = opened(content=b"x" * 100)
-    silent = [page.call() for _ in range(5 * Quick.most)]
+    silent = [page.call() for _ in range(5 * QUICK.connections)]
     for place, caller in enumerate(silent):
         with suppress(ConnectionError):
             caller.sendall(b"GET / HT" if place % 2 else b"")
     assert page.ask(target="/data").status == 200
-    assert len(page.server._visitors) <= Quick.most  # pyright: ignore[reportPrivateUsage]
+    assert len(page.listener.connected()) <= QUICK.connections
     for caller in silent:
         caller.close()
 
@@ -394,11 +443,11 @@ def test_a_crowd_takes_no_more_descriptors_than_there_is_room_for(opened, tls: b
     before, crowd = descriptors(), []
     gc.disable()  # it would tidy up some day
     try:
-        crowd += [page.call() for _ in range(20 * Quick.most)]
+        crowd += [page.call() for _ in range(20 * QUICK.connections)]
         limit = time.monotonic() + DEADLINE_S
-        while descriptors() > before + len(crowd) + Quick.most and time.monotonic() < limit:
+        while descriptors() > before + len(crowd) + QUICK.connections and time.monotonic() < limit:
             time.sleep(0.02)
-        assert descriptors() <= before + len(crowd) + Quick.most
+        assert descriptors() <= before + len(crowd) + QUICK.connections
     finally:
         gc.enable()
         for caller in crowd:
@@ -407,7 +456,7 @@ def test_a_crowd_takes_no_more_descriptors_than_there_is_room_for(opened, tls: b
 
 def test_silent_visitors_of_an_encrypted_page_keep_nobody_out(opened) -> None:
     page = opened(TOKEN, tls=True)
-    silent = [page.call() for _ in range(5 * Quick.most)]
+    silent = [page.call() for _ in range(5 * QUICK.connections)]
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     caller = http.client.HTTPSConnection("127.0.0.1", page.port, context=context, timeout=DEADLINE_S)
@@ -423,9 +472,9 @@ def test_who_does_not_read_is_cut_off(opened) -> None:
     with closing(page.call()) as caller:
         caller.sendall((b"GET /data HTTP/1.1\r\n" + HOST + b"\r\n") * 100)
         limit = time.monotonic() + DEADLINE_S
-        while page.server._visitors and time.monotonic() < limit:  # pyright: ignore[reportPrivateUsage]
+        while page.server.server_state.connections and time.monotonic() < limit:
             time.sleep(0.02)
-        assert not page.server._visitors  # pyright: ignore[reportPrivateUsage]
+        assert not page.server.server_state.connections
         assert len(received(caller)) < 40_000_000
 
 
@@ -438,7 +487,7 @@ def config() -> Config:
 
 
 def shown(follower: Follower) -> dict:
-    return json.loads(follower.newest.content)
+    return json.loads(follower.latest.content)
 
 
 def test_a_run_is_followed_while_it_goes_on_and_beyond(tmp_path: Path, config: Config) -> None:
@@ -447,14 +496,14 @@ def test_a_run_is_followed_while_it_goes_on_and_beyond(tmp_path: Path, config: C
     store.commit()
     follower = Follower(tmp_path / "run")
     assert (shown(follower)["about"]["ended"]["state"], shown(follower)["read"]) == ("running", 1)
-    first = follower.newest.tag
+    first = follower.latest.tag
     store.record(1.0, ReplicaJoined(0, 1, 0, -1, 1000, 8), [])
     store.record(2.0, ReplicaLost(0, 1, "<script>alert(1)</script>"), [])
     store.metrics.measure(2.0, 0, "trainer", {"loss": 0.25})
     store.commit()
-    follower.look()
+    follower.poll()
     found = shown(follower)
-    assert follower.newest.tag != first
+    assert follower.latest.tag != first
     assert (found["read"], found["faults"], found["run"]["measured"]) == (3, 1, {"loss": 0.25})
     assert [lane["name"] for lane in found["charts"]["lanes"]] == ["trainer", "r0"]
     assert found["sentences"][-1]["text"].startswith("lost (incarnation 1)")
@@ -462,21 +511,21 @@ def test_a_run_is_followed_while_it_goes_on_and_beyond(tmp_path: Path, config: C
         value for key, value in found["run"]["ledger"].items() if key != "started"
     )
     store.close(complete=False)
-    follower.look()
+    follower.poll()
     assert shown(follower)["about"]["ended"] == {"state": "interrupted", "reason": ""}
     RunStore.reopen(tmp_path / "run").close(complete=False, failed="no replica is left")
-    follower.look()
+    follower.poll()
     assert shown(follower)["about"]["ended"] == {"state": "failed", "reason": "no replica is left"}
     with RunStore.reopen(tmp_path / "run") as store:
         store.commit()
-        follower.look()
+        follower.poll()
         assert shown(follower)["about"]["ended"]["state"] == "running"
         store.meta.set("accuracy_before", "0.25")
         store.meta.set("reward_before", "no number")
         store.record(3.0, ReplicaJoined(0, 2, 0, -1, 1000, 8), [Generate(0, 2, (Sample(0, 1, 0, 0, 4),))])
         store.record(4.0, TimerFired("health"), [Stop("all steps are done")])
         store.close(complete=True)
-    follower.look()
+    follower.poll()
     found = shown(follower)
     about = found["about"]
     assert about["ended"] == {"state": "complete", "reason": "all steps are done"}
@@ -489,12 +538,12 @@ def test_looking_does_not_stand_in_the_way_of_who_resumes(tmp_path: Path, config
     RunStore.create(tmp_path / "run", config).close(complete=False)
     stop = threading.Event()
 
-    def look() -> None:
+    def poll() -> None:
         follower = Follower(tmp_path / "run")
         while not stop.is_set():
-            follower.look()
+            follower.poll()
 
-    thread = threading.Thread(target=look)
+    thread = threading.Thread(target=poll)
     thread.start()
     try:
         for _ in range(50):
@@ -511,15 +560,15 @@ def test_what_cannot_be_read_is_told_and_tried_again(tmp_path: Path, config: Con
     follower = Follower(run)
     whole = (run / "run.db").read_bytes()
     (run / "run.db").write_bytes(whole[: len(whole) // 2])
-    assert follower.look() is False
+    assert follower.poll() is False
     assert "cut in the middle" in shown(follower)["about"]["trouble"]
     shutil.rmtree(run)
-    follower.look()
+    follower.poll()
     assert "there is no run" in shown(follower)["about"]["trouble"]
     other = msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, name="other"))
     with RunStore.create(run, other) as store:
         store.meta.set("created", "2030-01-01")
-    follower.look()
+    follower.poll()
     assert (shown(follower)["about"]["name"], shown(follower)["read"]) == ("other", 0)
     assert shown(follower)["about"]["trouble"] == ""
 
@@ -602,5 +651,5 @@ def test_other_commands_do_not_load_it() -> None:
     program = f"import sys, atexit; atexit.register(lambda: print(*sys.modules)); {program}"
     loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False).stdout.split()
     assert "tailrace.cli" in loaded
-    assert not {"h11", "asyncio", "tailrace.page"} & set(loaded)
-    assert LONGEST_BODY < LONGEST_HEAD
+    assert not {"uvicorn", "h11", "asyncio", "tailrace.page"} & set(loaded)
+    assert MAX_BODY < MAX_HEAD

@@ -160,7 +160,7 @@ def shell(folder: Path, config: Config) -> Iterator[sqlite3.Connection]:
         yield shell
 
 
-def test_a_foreign_lock_is_waited_for_and_told(folder: Path, shell: sqlite3.Connection, capfd: Any) -> None:
+def test_a_foreign_lock_is_waited_for_and_told(folder: Path, shell: sqlite3.Connection, caplog: Any) -> None:
     with RunStore.reopen(folder) as store:
         shell.execute("BEGIN IMMEDIATE")
         assert not store.begin()
@@ -168,7 +168,7 @@ def test_a_foreign_lock_is_waited_for_and_told(folder: Path, shell: sqlite3.Conn
         record(store, 3)
         store.commit()
     assert len(list(Journal(folder).entries())) == 3
-    told = capfd.readouterr().err
+    told = caplog.text
     assert f"run.db is locked by process {os.getpid()} (" in told
     assert "waits until it is free, for up to 10 min" in told
     assert "is free again after 1" in told

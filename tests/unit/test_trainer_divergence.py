@@ -177,11 +177,11 @@ def test_what_an_update_that_is_not_finite_has_left_is_not_saved(tmp_path):
     assert names(tmp_path) == ["1", "6", "7"]  # of 1 an update is known to have been finite
 
 
-def test_the_third_in_a_row_ends_it_before_it_is_published(tmp_path, capsys):
+def test_the_third_in_a_row_ends_it_before_it_is_published(tmp_path, caplog):
     with pytest.raises(DivergedError, match=r"third time in a row.* version 1, in .*learning_rate 0\.05"):
         worker(tmp_path, GOOD, GOOD, BAD, BAD, BAD)
     assert names(tmp_path) == ["1", "diverged-2"]
-    assert capsys.readouterr().err.count("is not finite") == 3
+    assert caplog.text.count("is not finite") == 3
 
 
 def test_weights_that_are_not_finite_are_neither_published_nor_saved(tmp_path):

@@ -174,7 +174,7 @@ def test_rows_of_compiled_blocks_are_padded_to_whole_tiles(tokens, size):
     assert padded(tokens) == size
 
 
-def test_blocks_that_cannot_be_compiled_run_plain_and_say_so_once(folder, rows_on_the_cpu, capsys):
+def test_blocks_that_cannot_be_compiled_run_plain_and_say_so_once(folder, rows_on_the_cpu, caplog):
     torch._dynamo.reset()
 
     def broken(*_: Any) -> Any:
@@ -184,7 +184,7 @@ def test_blocks_that_cannot_be_compiled_run_plain_and_say_so_once(folder, rows_o
     fast._rows, fast._blocks = True, Blocks(fast.policy.model, backend=broken)  # type: ignore[arg-type]
     mine, theirs = (learner.train_part(0, 0, GROUPS) for learner in (fast, plain))
     fast.train_part(1, 0, GROUPS)
-    assert capsys.readouterr().err.count("run uncompiled") == 1
+    assert caplog.text.count("run uncompiled") == 1
     assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-4, abs=1e-6)
     assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
 
@@ -240,12 +240,12 @@ def _short_of_memory(learner: Learner, most: int) -> list[int]:
     return passes
 
 
-def test_a_part_that_runs_out_of_memory_is_repeated_with_half_of_the_tokens(folder, capsys):
+def test_a_part_that_runs_out_of_memory_is_repeated_with_half_of_the_tokens(folder, caplog):
     short, roomy = (Learner(settings(folder, tokens_per_batch=400, kl=0.1, loss="ppo")) for _ in range(2))
     passes = _short_of_memory(short, most=60)
     mine, theirs = (learner.train_part(0, 0, GROUPS) for learner in (short, roomy))
     assert short.budget.tokens == 50
-    assert capsys.readouterr().err.count("nothing is lost") == 3
+    assert caplog.text.count("nothing is lost") == 3
     assert mine | {"seconds": 0} == pytest.approx(theirs | {"seconds": 0}, rel=1e-3, abs=1e-6)
     for (name, weight), (_, other) in zip(short.weights(), roomy.weights(), strict=True):
         torch.testing.assert_close(weight, other, atol=1e-4, rtol=1e-3, msg=name)

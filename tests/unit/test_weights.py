@@ -90,7 +90,7 @@ def test_staged_weights_of_another_type_are_converted_and_those_that_do_not_fit_
 
 
 def test_no_room_for_a_second_set_is_said_once_and_weights_load_all_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def full(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError
@@ -103,7 +103,7 @@ def test_no_room_for_a_second_set_is_said_once_and_weights_load_all_the_same(
         store(arena, version, new)
         replace_weights(model, pulled(puller, version, arena).weights)
         assert same(model, new)
-    assert capfd.readouterr().err.count("no room on the GPU") == 1
+    assert caplog.text.count("no room on the GPU") == 1
 
 
 def test_a_pull_lands_on_the_device_or_tells_what_went_wrong(tmp_path: Path) -> None:

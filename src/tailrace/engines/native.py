@@ -7,6 +7,7 @@ steps.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import time
@@ -43,6 +44,8 @@ from tailrace.types import TrajectoryId, Version
 
 if TYPE_CHECKING:
     from tailrace.engines.graphs import GraphExecutor
+
+log = logging.getLogger(__name__)
 
 Decode = Callable[[list[int]], str]
 
@@ -94,7 +97,7 @@ class NativeEngine:
         longest = min(self._context, self.kv_capacity)
         if not has_kernels(self._model.device):
             if self._model.device.type == "cuda":
-                print(NO_KERNELS, file=sys.stderr, flush=True)
+                log.warning(NO_KERNELS)
             lean = lean_decoder(self._model, shapes, plain)
             return EagerExecutor(self._model, lean, plain, cache, longest, seed, config.sampling)
         from tailrace.engines.fused import FusedOperations
@@ -102,7 +105,7 @@ class NativeEngine:
 
         lean = lean_decoder(self._model, shapes, FusedOperations())
         if lean is None:
-            print(f"{type(self._model).__name__} has no fused form here: it runs as a module, slower", file=sys.stderr)
+            log.warning("%s has no fused form here: it runs as a module, slower", type(self._model).__name__)
             return EagerExecutor(self._model, None, plain, cache, longest, seed, config.sampling)
         most = config.rollout.max_running
         device = self._model.device

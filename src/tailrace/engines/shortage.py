@@ -7,13 +7,15 @@ copies of blocks are made once: what they were copied from may be somebody else'
 
 from __future__ import annotations
 
-import sys
+import logging
 from typing import Protocol
 
 from tailrace.engines.eager import Drawn
 from tailrace.engines.kv import KVCache
 from tailrace.engines.scheduler import Plan, Scheduler
 from tailrace.model.memory import DoesNotFitError, free_memory, ran_out
+
+log = logging.getLogger(__name__)
 
 
 class Executor(Protocol):
@@ -43,11 +45,11 @@ def carry_out(plan: Plan, executor: Executor, cache: KVCache, scheduler: Schedul
 
 
 def _say_so(before: int, now: int) -> None:
-    print(
-        f"no memory for a prefill of {before} tokens: from now on {now} (rollout.prefill_tokens); the step is "
-        "repeated, nothing is lost",
-        file=sys.stderr,
-        flush=True,
+    log.warning(
+        "no memory for a prefill of %d tokens: from now on %d (rollout.prefill_tokens); the step is repeated, nothing "
+        "is lost",
+        before,
+        now,
     )
 
 

@@ -7,7 +7,7 @@ milliseconds. Parameters never move, so whatever was captured with their address
 
 from __future__ import annotations
 
-import sys
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -15,6 +15,8 @@ import torch
 from transformers import PreTrainedModel
 
 from tailrace.model.haul import Hauler
+
+log = logging.getLogger(__name__)
 
 ALIGNMENT = 256  # of every tensor in the second place, for wide loads
 NO_ROOM = (
@@ -85,7 +87,7 @@ class Staging:
                 self._room = _allocate(size, self._model.device)
             except torch.OutOfMemoryError:
                 self._full = True
-                print(NO_ROOM.format(gb=size / 1e9), file=sys.stderr, flush=True)
+                log.warning(NO_ROOM.format(gb=size / 1e9))
         return self._room
 
 

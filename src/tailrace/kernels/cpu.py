@@ -9,15 +9,17 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import logging
 import os
 import platform
 import shutil
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 import torch
+
+log = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("cpu.c")
 MOST_DIM = 256  # floats of a head, as in the source
@@ -52,7 +54,7 @@ def library() -> ctypes.CDLL | None:
     try:
         return _bound(ctypes.CDLL(str(_compiled())))
     except (OSError, subprocess.SubprocessError, RuntimeError) as error:
-        print(f"no compiled kernels for this CPU ({error}): torch alone, slower", file=sys.stderr, flush=True)
+        log.warning("no compiled kernels for this CPU (%s): torch alone, slower", error)
         return None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 import time
@@ -15,9 +16,12 @@ from tailrace.config import load, with_values
 from tailrace.config.errors import ConfigError
 from tailrace.config.tree import SCHEDULES, Config
 from tailrace.launch.folder import run_folder
+from tailrace.logs import output
 from tailrace.obs.progress import Progress
 from tailrace.obs.summary import JSON, Summary
 from tailrace.obs.tables import percent, print_table, ratio
+
+log = logging.getLogger(__name__)
 
 WITHOUT_REPACK = "trajectory without repack"
 COLUMNS = (
@@ -55,7 +59,7 @@ def bench_schedules(files: list[str], settings: list[str], rounds: int, as_json:
             measured.setdefault(name, []).append(summary)
     rows = [BenchRow(name, _median(summaries)) for name, summaries in measured.items()]
     if as_json:
-        print(msgspec.json.encode({row.name: row.summary for row in rows}).decode())
+        output(msgspec.json.encode({row.name: row.summary for row in rows}).decode())
     else:
         print_rows(rows, sys.stdout)
     return 0
@@ -66,7 +70,7 @@ def _plans(config: Config) -> Iterator[tuple[str, list[str]]]:
         try:
             with_values(config, {"schedule.kind": kind})
         except ConfigError as error:
-            print(f"note: {kind} is left out: {error}", file=sys.stderr)
+            log.info("note: %s is left out: %s", kind, error)
             continue
         yield kind, ["--schedule.kind", kind]
     yield WITHOUT_REPACK, ["--schedule.kind", "trajectory", "--repack.enabled", "false"]

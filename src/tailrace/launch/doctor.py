@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from tailrace import __version__
 from tailrace.config import Config, ConfigError, load, with_values
 from tailrace.config.tree import SCHEDULES, Cluster
+from tailrace.logs import output
 from tailrace.obs.event_text import counted
 from tailrace.obs.tables import render_table
 
@@ -33,7 +34,7 @@ Section = tuple[str, list[tuple[str, str]]]
 
 
 def print_report(files: Sequence[str], settings: Sequence[str]) -> int:
-    print(examine(files, settings))
+    output(examine(files, settings))
     return 0
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tailrace.logs import output
 from tailrace.sim.fit import fragment
 
 
 def print_fit(run: Path) -> int:
-    print(fragment(run))
+    output(fragment(run))
     return 0

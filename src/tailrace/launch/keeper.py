@@ -13,14 +13,16 @@ of them once. A controller that ends by itself ends the run, with its own exit c
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
+
+log = logging.getLogger(__name__)
 
 PASSED_ON = (signal.SIGINT, signal.SIGTERM)
 WAITED_FOR = (*PASSED_ON, signal.SIGCHLD)
@@ -90,7 +92,7 @@ class Keeper:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, WAITED_FOR)  # here alone: that thread hears none of them
             status = control(self)
         except BaseException:  # the border of the process
-            traceback.print_exc()
+            log.exception("the controller ended with an error")
         finally:
             sys.stdout.flush()
             sys.stderr.flush()
@@ -122,4 +124,4 @@ def _go_with(lifeline: int) -> None:
 
 
 def _say(sentence: str) -> None:
-    print(f"tailrace: {sentence}", file=sys.stderr, flush=True)
+    log.warning("%s", sentence)

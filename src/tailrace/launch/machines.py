@@ -7,10 +7,10 @@ of an environment variable; it is never on a command line. It is as good as the 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import socket
-import sys
 from pathlib import Path
 
 from tailrace.launch.limits import BASE, EACH, STRANGERS, allow_files
@@ -21,6 +21,8 @@ from tailrace.store.folder import PRIVATE, PRIVATE_FOLDER, RunFolder
 from tailrace.wire import descriptors
 from tailrace.wire.keys import JoinKey
 from tailrace.wire.messages import WireError
+
+log = logging.getLogger(__name__)
 
 FILE = "join.key"
 VARIABLE = "TAILRACE_JOIN_KEY"
@@ -93,7 +95,7 @@ def _key(file: Path | None) -> JoinKey:
 
 
 def _say(sentence: str) -> None:
-    print(sentence, file=sys.stderr, flush=True)
+    log.info("%s", sentence)
 
 
 def _prepare(store: Path) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
-import sys
 import tempfile
 from pathlib import Path
 
@@ -13,10 +13,13 @@ from tailrace.envs import inputs
 from tailrace.launch.evaluation import measure
 from tailrace.launch.folder import CHECKPOINTS
 from tailrace.launch.limits import allow_files
+from tailrace.logs import output
 from tailrace.obs.progress import Progress
 from tailrace.store.journal import Journal
 from tailrace.trainer.manifest import CheckpointError, check, found_in, step_of
 from tailrace.types import RIGHT_ABOVE
+
+log = logging.getLogger(__name__)
 
 INTERNAL = {"state.json", "optimizer.safetensors", "critic.safetensors"}  # of a checkpoint: for resumption alone
 
@@ -28,13 +31,13 @@ def evaluate(run: Path, version: int | None) -> int:
     config = journal.config
     weights = weights_of(journal, version)
     for change in inputs.changed(journal.meta, inputs.task_files(config)):
-        print(f"note: {change} since the run was begun", file=sys.stderr)
+        log.info("note: %s since the run was begun", change)
     with Progress("held-out accuracy") as progress:
         found = measure(config, weights, lambda done, total: progress(done, total, "prompts"))
     if not found.total:
         raise ConfigError("no rows are held out, so there is no accuracy to measure; write task.eval_rows above 0")
     failed = f", {found.failed} without a verdict" if found.failed else ""
-    print(
+    output(
         f"{weights.name}: accuracy {found.accuracy:.3f} (share of rewards above {RIGHT_ABOVE:g}), mean reward "
         f"{found.mean_reward:.3f}, on {found.total} held-out prompts{failed}"
     )
@@ -55,7 +58,7 @@ def export(run: Path, version: int | None, out: Path) -> int:
             (Path(draft) / "copy").rename(out)
     except OSError as error:
         raise ConfigError(f"{out} cannot be written ({error.strerror}); name another directory") from None
-    print(f"{weights.name} of {run} is in {out}; transformers loads it with from_pretrained('{out}')")
+    output(f"{weights.name} of {run} is in {out}; transformers loads it with from_pretrained('{out}')")
     return 0
 
 

@@ -17,7 +17,7 @@ def serve_page(run: Path, listen: str | None, token_file: Path | None, save: Pat
     try:
         from tailrace.page.serve import DEFAULT, serve
     except ModuleNotFoundError as error:
-        if error.name != "h11":
+        if error.name not in ("uvicorn", "click", "h11"):
             raise
         raise UsageError("the page needs a package: pip install 'tailrace[page]'") from None
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import sys
+import logging
 from collections.abc import Sequence
 
 from tailrace.config import load
+from tailrace.logs import output
+
+log = logging.getLogger(__name__)
 
 
 def plan(files: Sequence[str], settings: Sequence[str], as_json: bool) -> int:
@@ -15,13 +18,13 @@ def plan(files: Sequence[str], settings: Sequence[str], as_json: bool) -> int:
     from tailrace.sim.assumptions import assumptions
 
     for sentence in assumptions(config):
-        print(f"note: {sentence}", file=sys.stderr)
+        log.info("note: %s", sentence)
     with Progress("planning") as progress:
         found = planner.plan(config, progress)
     if as_json:
         import json
 
-        print(json.dumps(planner.plan_json(found)))
+        output(json.dumps(planner.plan_json(found)))
     else:
-        print(planner.render_plan(found))
+        output(planner.render_plan(found))
     return 0

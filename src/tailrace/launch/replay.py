@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import sys
+import logging
 from pathlib import Path
 
 from tailrace import __version__
+from tailrace.logs import output
 from tailrace.obs.progress import Progress
 from tailrace.sim.replay import render_difference, replay
 from tailrace.store.journal import Journal
+
+log = logging.getLogger(__name__)
 
 
 def replay_run(run: Path) -> int:
@@ -16,11 +19,11 @@ def replay_run(run: Path) -> int:
     with Progress("replaying") as progress:
         replayed = replay(journal.entries(), journal.config, lambda done: progress(done, 0, "events"))
     if not journal.complete:
-        print("note: the journal ends without a clean end: the run was interrupted, or goes on", file=sys.stderr)
+        log.info("note: the journal ends without a clean end: the run was interrupted, or goes on")
     if replayed.difference is None:
-        print(f"{replayed.events:,} events gave the same commands")
+        output(f"{replayed.events:,} events gave the same commands")
         return 0
-    print(render_difference(replayed.difference))
+    output(render_difference(replayed.difference))
     writer = journal.meta.get("tailrace", "?")
-    print(f"written by tailrace {writer}, replayed by {__version__}: control has changed since, or the journal has")
+    output(f"written by tailrace {writer}, replayed by {__version__}: control has changed since, or the journal has")
     return 1

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import sys
+import logging
 from collections.abc import Sequence
 
 from tailrace.config import Config, ConfigError, load, render
+from tailrace.logs import output
+
+log = logging.getLogger(__name__)
 
 
 def print_settings(files: Sequence[str], settings: Sequence[str]) -> int:
     config = load(files, settings) if files or settings else Config()
-    print(render(config))
+    output(render(config))
     if config.model.path and config.rollout.engine != "emulated":
         _note_missing_model(config.model.path)
     return 0
@@ -22,4 +25,4 @@ def _note_missing_model(path: str) -> None:
     try:
         check_path(path)
     except ConfigError as error:
-        print(f"note: {error}", file=sys.stderr)
+        log.info("note: %s", error)

@@ -6,6 +6,7 @@ schedule that nobody asked for by name and that cannot run with these settings i
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -16,6 +17,9 @@ from tailrace.config import Config, ConfigError, load, render, with_values
 from tailrace.config.fields import meant, read
 from tailrace.config.tree import SCHEDULES
 from tailrace.launch.errors import UsageError
+from tailrace.logs import output
+
+log = logging.getLogger(__name__)
 
 DROPPED = 0.03  # share of the groups above which it is worth a note
 
@@ -51,7 +55,7 @@ def simulate(options: SimulateOptions) -> int:
     for sentence in assumptions(config):
         _note(sentence)
     if options.dry_run:
-        print(render(rows[0] if len(rows) == 1 else config))
+        output(render(rows[0] if len(rows) == 1 else config))
         return 0
     return _simulate_and_show(options, config, rows)
 
@@ -125,7 +129,7 @@ def _note_scaling(config: Config, gpus: Sequence[int]) -> None:
 
 
 def _note(text: str) -> None:
-    print(f"note: {text}", file=sys.stderr)
+    log.info("note: %s", text)
 
 
 # ---------------------------------------------------------------------------------------------------------- refusing
@@ -172,7 +176,7 @@ def _simulate_and_show(options: SimulateOptions, config: Config, rows: Sequence[
 
         raise FleetLostError(lost[0] + (f" (and {len(lost) - 1} more were lost)" if len(lost) > 1 else ""))
     for sentence in lost:
-        print(f"tailrace: {sentence}", file=sys.stderr)
+        log.warning("%s", sentence)
     for row, outcome in zip(rows, outcomes, strict=True):
         _note_dropped(row, outcome.result)
     if options.plot:
@@ -181,13 +185,13 @@ def _simulate_and_show(options: SimulateOptions, config: Config, rows: Sequence[
         timelines = {each.result.schedule: each.timeline for each in outcomes if each.result and each.timeline}
         _write_plot(draw, options.plot, results, timelines, _title(config))
     if options.as_json:
-        print(msgspec.json.encode({"config": config, "results": results, "lost": lost}).decode())
+        output(msgspec.json.encode({"config": config, "results": results, "lost": lost}).decode())
     else:
         from tailrace.obs.tables import print_results
 
         print_results(results, f"{_title(config)}: ", sys.stdout, config.size if config.costs.measured else "")
     if options.record:
-        print(f"recorded in {options.record}", file=sys.stderr)
+        log.info("recorded in %s", options.record)
     return 2 if lost else 0
 
 

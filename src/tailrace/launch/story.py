@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tailrace.launch.errors import UsageError
+from tailrace.logs import output
 from tailrace.obs.ending import LastStop, ending_of
 from tailrace.obs.story import StoryLine, render_known, render_story, story
 from tailrace.store.journal import Journal
@@ -18,8 +19,8 @@ def print_story(run: Path, label: str) -> int:
     except ValueError as error:
         raise UsageError(str(error)) from None
     journal, last = Journal(run), LastStop()
-    print(render_story(story(last.passing(journal.entries()), label, journal.config)))
-    print(render_story([StoryLine(last.now, str(ending_of(journal.meta, journal.path.parent, last.stop)))]))
+    output(render_story(story(last.passing(journal.entries()), label, journal.config)))
+    output(render_story([StoryLine(last.now, str(ending_of(journal.meta, journal.path.parent, last.stop)))]))
     if known := known_trajectories(run, kind, number):
-        print(render_known(known))
+        output(render_known(known))
     return 0

@@ -7,6 +7,7 @@ settings -> folder and store -> task and prompts -> accuracy before -> controlle
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 import sys
 from contextlib import suppress
@@ -20,6 +21,7 @@ from tailrace.launch.folder import CHECKPOINTS, begin_store, resume_store, take_
 from tailrace.launch.keeper import Keeper
 from tailrace.launch.machines import invite, withdraw
 from tailrace.launch.view import LiveView
+from tailrace.logs import output
 from tailrace.model.advice import advice
 from tailrace.model.device import check_devices
 from tailrace.obs.progress import Progress
@@ -35,9 +37,11 @@ from tailrace.store.waiting import to_terminal
 from tailrace.wire import descriptors
 from tailrace.wire.keys import Keyring
 
+log = logging.getLogger(__name__)
+
 BEFORE, AFTER = "before", "after"
 DIVERGED = (
-    "tailrace: the loss or gradient of the last updates was not finite; the newest checkpoint is from before them, "
+    "the loss or gradient of the last updates was not finite; the newest checkpoint is from before them, "
     "later ones are called diverged-...; try again with a lower trainer.learning_rate"
 )
 
@@ -52,7 +56,7 @@ def train(config: Config, folder: Path, resume: bool, keeper: Keeper, accept: bo
     notes = () if source is None else (check_devices(config), *advice(config), steps_short(config, source))
     for note in notes:
         if note:
-            print(note, file=sys.stderr, flush=True)
+            log.warning("%s", note)
     clear_abandoned()
     keys = Keyring(keeper.secret, keeper.token)
     tie = Tie(keys, keeper.lifeline, read_traces(folder) if keeper.begun else None)
@@ -76,7 +80,7 @@ def train(config: Config, folder: Path, resume: bool, keeper: Keeper, accept: bo
     _close(store, complete)
     if complete:
         return _complete(folder, reason)
-    print(f"interrupted; the same command with --resume goes on from here ({folder})")
+    output(f"interrupted; the same command with --resume goes on from here ({folder})")
     return False
 
 
@@ -104,7 +108,7 @@ def _fatal(error: BaseException) -> str:
 
 def _complete(folder: Path, reason: str) -> bool:
     write_summary(folder, sys.stdout)
-    print(reason)
+    output(reason)
     return True
 
 
@@ -133,7 +137,7 @@ async def _drive(store: RunStore, config: Config, tie: Tie, keeper: Keeper) -> t
     controller = Controller(store, config, tie, view)
     invitation = invite(controller, store.place)
     if invitation and tie.left is None:
-        print(invitation, file=sys.stderr, flush=True)
+        log.info("%s", invitation)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, controller.interrupt)
@@ -149,5 +153,5 @@ async def _drive(store: RunStore, config: Config, tie: Tie, keeper: Keeper) -> t
             await showing
         withdraw(store.place)
     if view.live.diverging and reason != INTERRUPTED:
-        print(DIVERGED, file=sys.stderr, flush=True)
+        log.error(DIVERGED)
     return reason, reason != INTERRUPTED

@@ -21,6 +21,7 @@ import msgspec
 
 from tailrace.config.errors import ConfigError
 from tailrace.config.tree import Config
+from tailrace.logs import output
 from tailrace.model.load import precision_on
 from tailrace.types import Struct
 
@@ -251,7 +252,7 @@ def main(question: str) -> int:
     if question == BFLOAT16:
         try_bfloat16()
     else:
-        print(msgspec.json.encode(survey()).decode())
+        output(msgspec.json.encode(survey()).decode())
     return 0
 
 

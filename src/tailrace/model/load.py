@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 import os
 import shutil
 import sys
@@ -25,6 +26,8 @@ from tailrace.config.tree import Config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
 
 WEIGHTS = "*.safetensors"  # no other kind: a .bin file is a pickle, which can run code
 INDEX = "model.safetensors.index.json"
@@ -237,10 +240,10 @@ def _convert(file: Path, folder: Path) -> None:
             f"model.path: reading {file.name} needs the package {missing}; `pip install {missing}` gets it"
         )
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-    from transformers.utils import logging
+    from transformers.utils.logging import disable_progress_bar
 
-    logging.disable_progress_bar()
-    print(f"converting {file.name} once; it is kept in {folder.parent}", file=sys.stderr, flush=True)
+    disable_progress_bar()
+    log.info("converting %s once; it is kept in %s", file.name, folder.parent)
     source: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True}
     try:
         AutoTokenizer.from_pretrained(file.parent, **source).save_pretrained(folder)

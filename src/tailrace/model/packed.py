@@ -12,7 +12,7 @@ What cannot be right is refused: `install` compares a pack with the model's own 
 
 from __future__ import annotations
 
-import sys
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +28,8 @@ from transformers import AttentionInterface, PreTrainedModel
 from tailrace.model.longrope import FAR, rotate_by_sequence, switch_of
 from tailrace.model.support import check_call, check_layers, refuse, trunk_of, trying
 from tailrace.model.varlen import attend_row
+
+log = logging.getLogger(__name__)
 
 NAME = "tailrace_packed"
 SLACK = 8  # tokens by which sequences that are padded together may differ, or a quarter of the longest
@@ -138,11 +140,9 @@ def reads_rows(model: PreTrainedModel) -> bool:
 
 
 def _say_without_rows(why: str) -> bool:
-    print(
-        f"torch's attention for sequences of various lengths does not work here ({why}): they are padded, which "
-        "is slower",
-        file=sys.stderr,
-        flush=True,
+    log.warning(
+        "torch's attention for sequences of various lengths does not work here (%s): they are padded, which is slower",
+        why,
     )
     return False
 

@@ -12,6 +12,8 @@ import time
 from types import TracebackType
 from typing import Any, Self, TextIO
 
+from tailrace.logs import output
+
 QUIET_S = 2.0
 LINE_EVERY_S = 10.0
 
@@ -55,7 +57,7 @@ class Progress:
             of = f" of {total:,}" if total else ""
             far = f"{done:,}{of}, {text}" if text else "begun"
             seconds = time.monotonic() - self._begin
-            print(f"{self.title}: {far} ({seconds:.0f} s)", file=self.stream, flush=True)
+            output(f"{self.title}: {far} ({seconds:.0f} s)", self.stream)
             if self._ended.wait(LINE_EVERY_S):
                 return
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TextIO
 
 import msgspec
 
+from tailrace.logs import output
 from tailrace.obs.charts import MEAN_OF, Curve, RunCharts, run_charts
 from tailrace.obs.ending import RunEnding, ending_of
 from tailrace.obs.fold import GroupCounts, Staleness, staleness
@@ -97,7 +98,7 @@ def write_summary(run: Path, stream: TextIO | None = None) -> Summary:
         print_table(stream, (), summary_rows(report.summary), report.name, left=2)
     note = draw(report, folder / PICTURE)
     if note and stream is not None:
-        print(note, file=stream)
+        output(note, stream)
     return report.summary
 
 

@@ -22,6 +22,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from tailrace.logs import output
 from tailrace.obs.fold import StepRecord
 from tailrace.obs.live import MEAN_STEPS, LiveRun, Notice, ReplicaView, RunView
 from tailrace.obs.tables import percent
@@ -90,7 +91,7 @@ class Lines:
             self._print(step_line(step, live.view(now)))
 
     def _print(self, line: str) -> None:
-        print(line, file=self.stream, flush=True)
+        output(line, self.stream)
 
     def __enter__(self) -> Self:
         return self

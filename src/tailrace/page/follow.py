@@ -1,17 +1,16 @@
 """Follows a run through its folder: reads what is new in `run.db`, a slice at a time, and keeps the newest figures.
 
-`Follower.start` lets a thread look again and again; `newest` is what the page serves, bytes that are ready to be sent.
-A look opens the file read-only and closes it again, so the run never waits for us, whatever becomes of this process.
+`Follower.start` lets a thread poll; `latest` is what the page serves, bytes that are ready to be sent.
+A poll opens the file read-only and closes it again, so the run never waits for us, whatever becomes of this process.
 What cannot be read is told on the page, and tried again. A folder that holds another run now is read from its start.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
-import sys
 import threading
-import traceback
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,11 +24,13 @@ from tailrace.store.journal import Journal
 from tailrace.store.metrics import measurements
 from tailrace.types import RIGHT_ABOVE
 
-LOOK_S = 1.0
+log = logging.getLogger(__name__)
+
+POLL_S = 1.0
 SLICE = 1000  # events that are folded at once; a reader of the page waits for no more
 
 
-class Newest(NamedTuple):
+class PageData(NamedTuple):
     tag: str  # changes with the content
     content: bytes
 
@@ -39,25 +40,25 @@ class Follower:
         """JournalError if there is no run to follow."""
         self._run = run
         self._begin(Journal(run))
-        self.newest = Newest("", b"{}")
+        self.latest = PageData("", b"{}")
         self._trouble = ""
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="follower", daemon=True)
-        self.look()
+        self.poll()
 
     def start(self) -> None:
         self._thread.start()
 
     def stop(self) -> None:
         self._stopping.set()
-        self._thread.join(timeout=10 * LOOK_S)
+        self._thread.join(timeout=10 * POLL_S)
 
     def _follow(self) -> None:
         more = True
-        while not self._stopping.wait(0 if more else LOOK_S):
-            more = self.look()
+        while not self._stopping.wait(0 if more else POLL_S):
+            more = self.poll()
 
-    def look(self) -> bool:
+    def poll(self) -> bool:
         """Take in what is new; whether there may be more."""
         try:
             more, trouble = self._read(), ""
@@ -66,7 +67,7 @@ class Follower:
         except Exception as error:  # an entry that nobody of ours wrote: this is the thread's border
             more, trouble = False, f"event {self._figures.read + 1} cannot be folded ({type(error).__name__}: {error})"
             if trouble != self._trouble:
-                traceback.print_exc(file=sys.stderr)
+                log.exception("%s", trouble)
         self._trouble = trouble
         self._show(more)
         return more
@@ -98,7 +99,7 @@ class Follower:
 
     def _show(self, behind: bool) -> None:
         content = msgspec.json.encode(self._figures.shown(self._about(behind)))
-        self.newest = Newest(f'"{hashlib.sha256(content).hexdigest()[:32]}"', content)
+        self.latest = PageData(f'"{hashlib.sha256(content).hexdigest()[:32]}"', content)
 
     def _about(self, behind: bool) -> RunState:
         meta, config = self._meta, self._figures.live.config

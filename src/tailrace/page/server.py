@@ -1,187 +1,213 @@
-"""The sockets of the page, and every limit of time and number: nobody can keep others out by being slow or many.
+"""uvicorn, with the limits that it lacks: nobody can keep others out by being slow or many.
 
-A request has to be complete `REQUEST_S` after its first byte, a connection may be silent for `IDLE_S`, and whoever does
-not read an answer within `WRITE_S` is cut off. There are at most `MOST` connections, those in the middle of a TLS
-handshake included; one more takes the place of the one that has waited longest without asking anything, or else of
-the one that has been silent for longest; who has shown the token stays while there are others.
+A request has to be complete `request_s` after its first byte, a connection may be idle for `idle_s`, and a client that
+does not read a response within `write_s` is disconnected. There are at most `connections` of them, TLS handshakes
+included; one more takes the place of the one that has waited longest without asking anything, or else of the one that
+has been silent for longest; authenticated clients stay while there are others.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import socket
 import ssl
+import sys
 import time
-from collections.abc import Awaitable
+from collections.abc import Callable
 from contextlib import suppress
-from typing import TypeVar
+from functools import partial
+from types import FrameType
+from typing import Any, NamedTuple, cast
 
-from tailrace.page.door import DoorError, Place
-from tailrace.page.http import Conversation
-from tailrace.page.site import Site
+import h11
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
-T = TypeVar("T")
+from tailrace.page.access import ListenAddress, PageError
+from tailrace.page.http import LINGER_S, MAX_HEAD, AsgiApplication, text_response
 
-MOST = 64
-REQUEST_S = 10.0
-IDLE_S = 60.0
-WRITE_S = 10.0
-LINGER_S = 1.0
-PIECE = 8 << 10  # bytes that are read at once
-LINGERING = 64 << 10  # bytes that are read of what nobody wants any more
-QUEUE = 128
-TROUBLE_S = 0.2  # before the next try to accept, when there are no more descriptors
+BACKLOG = 128
 
 
-class Limits:
-    """As above; tests make them shorter."""
-
-    most = MOST
-    request_s = REQUEST_S
-    idle_s = IDLE_S
-    write_s = WRITE_S
-    linger_s = LINGER_S
+class Limits(NamedTuple):
+    connections: int = 64
+    request_s: float = 10.0
+    idle_s: float = 60.0
+    write_s: float = 10.0
 
 
-class Visitor:
+class Client:
     """A connection, from the moment that it was accepted."""
 
-    def __init__(self, accepted: socket.socket, address: str) -> None:
+    def __init__(self, accepted: socket.socket, read_by: float) -> None:
         self.socket = accepted
-        self.address = address
-        self.opened = False  # it has a transport, which its task closes
-        self.known = False  # it has shown the token
-        self.has_asked = False
+        self.transport: asyncio.Transport | None = None  # none yet while TLS shakes hands
+        self.read_by = read_by
+        self.write_by = math.inf
+        self.authenticated = False
+        self.served = False
+        self.leaving = False
         self.heard = time.monotonic()
-        self.task: asyncio.Task[None] | None = None
 
-
-def open_socket(place: Place) -> socket.socket:
-    family = socket.AF_INET6 if ":" in place.host else socket.AF_INET
-    listening = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind((place.host, place.port))
-        listening.listen(QUEUE)
-        listening.setblocking(False)
-    except (OSError, OverflowError) as error:
-        listening.close()
-        why = getattr(error, "strerror", None) or error
-        advice = "write another --listen; port 0 takes a free one"
-        raise DoorError(f"the page cannot listen on {place} ({why}); {advice}") from None
-    return listening
-
-
-class Server:
-    def __init__(
-        self, site: Site, listening: socket.socket, tls: ssl.SSLContext | None = None, limits: Limits | None = None
-    ) -> None:
-        self._site = site
-        self._listening = listening
-        self._tls = tls
-        self._limits = limits or Limits()
-        self._visitors: set[Visitor] = set()
-
-    async def run(self) -> None:
-        """Until it is cancelled."""
-        loop = asyncio.get_running_loop()
-        try:
-            while True:
-                try:
-                    accepted, address = await loop.sock_accept(self._listening)
-                except OSError:
-                    await asyncio.sleep(TROUBLE_S)
-                    continue
-                self._welcome(accepted, str(address[0]))
-        finally:
-            await self._close()
-
-    def _welcome(self, accepted: socket.socket, address: str) -> None:
-        if len(self._visitors) >= self._limits.most:
-            self._send_away()
-        visitor = Visitor(accepted, address)
-        self._visitors.add(visitor)
-        visitor.task = asyncio.create_task(self._serve(visitor))
-        visitor.task.add_done_callback(lambda _: self._part(visitor))
-
-    def _part(self, visitor: Visitor) -> None:
-        """Here, because a task that is cancelled before its first step never gets to close anything."""
-        self._visitors.discard(visitor)
-        visitor.socket.close()
-
-    def _send_away(self) -> None:
-        longest = min(self._visitors, key=lambda each: (each.known, each.has_asked, each.heard))
-        self._visitors.discard(longest)
-        if longest.opened and longest.task is not None:
-            longest.task.cancel()
-        else:  # cancelling could leave a half-made transport to asyncio; so it reads the end
+    def disconnect(self) -> None:
+        self.leaving = True
+        if self.transport is not None:
+            self.transport.abort()
+        else:
             with suppress(OSError):
-                longest.socket.shutdown(socket.SHUT_RDWR)
+                self.socket.shutdown(socket.SHUT_RDWR)
 
-    async def _close(self) -> None:
-        self._listening.close()
-        tasks = [each.task for each in self._visitors if each.task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
-    # ------------------------------------------------------------------------------------------------- one connection
+class Listener(socket.socket):
+    """Bounds the number of connections at accept, where those in a TLS handshake count too."""
 
-    async def _serve(self, visitor: Visitor) -> None:
+    def __init__(self, address: ListenAddress, limits: Limits | None = None) -> None:
+        super().__init__(socket.AF_INET6 if ":" in address.host else socket.AF_INET, socket.SOCK_STREAM)
+        self.limits = limits or Limits()
+        self.clients: dict[int, Client] = {}  # by descriptor
         try:
-            reader, writer = await self._open(visitor.socket)
-        except (TimeoutError, OSError, ssl.SSLError):
-            return
-        visitor.opened = True
-        try:
-            await self._converse(reader, writer, visitor)
-        except (OSError, TimeoutError, ssl.SSLError):
-            pass  # gone, or too slow
-        finally:
-            writer.transport.abort()
+            self.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self.bind((address.host, address.port))
+            self.listen(BACKLOG)
+        except (OSError, OverflowError) as error:
+            self.close()
+            why = getattr(error, "strerror", None) or error
+            advice = "write another --listen; port 0 takes a free one"
+            raise PageError(f"the page cannot listen on {address} ({why}); {advice}") from None
 
-    async def _open(self, accepted: socket.socket) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        loop = asyncio.get_running_loop()
-        reader = asyncio.StreamReader(limit=PIECE)
-        protocol = asyncio.StreamReaderProtocol(reader)
-        patience = {"ssl": self._tls, "ssl_handshake_timeout": self._limits.request_s} if self._tls else {}
-        transport, _ = await loop.connect_accepted_socket(lambda: protocol, accepted, **patience)
-        transport.set_write_buffer_limits(high=0)  # written is what the kernel has taken
-        return reader, asyncio.StreamWriter(transport, protocol, reader, loop)
+    def accept(self) -> tuple[socket.socket, Any]:
+        accepted, address = super().accept()
+        self.admit(accepted)
+        return accepted, address
 
-    async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, visitor: Visitor) -> None:
-        conversation = Conversation(visitor.address, self._site.respond, self._site.dress)
-        deadline = visitor.heard + self._limits.request_s  # for the first request
-        while not conversation.over:
-            data = await _within(deadline - time.monotonic(), reader.read(PIECE))
-            begins = conversation.between_requests
-            for sending in conversation.receive(data):
-                visitor.has_asked, visitor.heard, begins = True, time.monotonic(), True
-                visitor.known = conversation.known
-                if sending.after_s:
-                    await asyncio.sleep(sending.after_s)
-                writer.write(sending.data)
-                await _within(self._limits.write_s, writer.drain())
-            if conversation.between_requests:
-                deadline = time.monotonic() + self._limits.idle_s
-            elif begins:
-                deadline = time.monotonic() + self._limits.request_s
-        await self._linger(reader, writer)
+    def admit(self, accepted: socket.socket) -> None:
+        if len(self.connected()) >= self.limits.connections:
+            longest = min(self.connected(), key=lambda each: (each.authenticated, each.served, each.heard))
+            longest.disconnect()
+        self.clients[accepted.fileno()] = Client(accepted, time.monotonic() + self.limits.request_s)
 
-    async def _linger(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Hanging up on unread bytes would take the answer back: read some of them first."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(self._limits.linger_s):
-                if writer.can_write_eof():
-                    writer.write_eof()
-                left = LINGERING
-                while left > 0 and (data := await reader.read(PIECE)):
-                    left -= len(data)
-                if not writer.can_write_eof():
-                    writer.close()  # TLS says goodbye
-                    await writer.wait_closed()
+    def connected(self) -> list[Client]:
+        """Without those that are being disconnected."""
+        return [each for each in self.clients.values() if each.socket.fileno() >= 0 and not each.leaving]
+
+    def disconnect_late(self) -> None:
+        now = time.monotonic()
+        for client in self.connected():
+            if min(client.read_by, client.write_by) < now:
+                client.disconnect()
 
 
-async def _within(seconds: float, action: Awaitable[T]) -> T:
-    async with asyncio.timeout(max(0.0, seconds)):
-        return await action
+class Connection(H11Protocol):
+    """uvicorn's HTTP/1.1, with deadlines for requests and for the reading of responses."""
+
+    def __init__(self, listener: Listener, **options: Any) -> None:
+        super().__init__(**options)
+        self._listener = listener
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._client = self._listener.clients[transport.get_extra_info("socket").fileno()]
+        self._client.transport = transport
+        self.app_state = {"client": self._client}
+        transport.set_write_buffer_limits(high=1)  # written is what the kernel has taken
+        if self._client.leaving:
+            transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        if self.conn.their_state is h11.ERROR:
+            return  # refused before
+        if not self._within_request:
+            self._client.read_by = time.monotonic() + self._listener.limits.request_s
+        super().data_received(data)
+        if not self._within_request:
+            self._client.read_by = math.inf
+
+    @property
+    def _within_request(self) -> bool:
+        state = self.conn.their_state
+        return state is h11.SEND_BODY or (state is h11.IDLE and bool(self.conn.trailing_data[0]))
+
+    def on_response_complete(self) -> None:
+        self._client.served, self._client.heard = True, time.monotonic()
+        super().on_response_complete()
+        if self._within_request:  # the beginning of the next one has come already
+            self._client.read_by = time.monotonic() + self._listener.limits.request_s
+
+    def eof_received(self) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """A request that came as a whole is answered, also to a client that sends no more."""
+        waiting = self.cycle is not None and not self.cycle.response_complete and not self.cycle.more_body
+        if waiting:
+            self.cycle.keep_alive = False
+        return waiting and self.scheme == "http"
+
+    def pause_writing(self) -> None:
+        self._client.write_by = time.monotonic() + self._listener.limits.write_s
+        super().pause_writing()
+
+    def resume_writing(self) -> None:
+        self._client.write_by = math.inf
+        super().resume_writing()
+
+    def shutdown(self) -> None:
+        self._client.disconnect()
+
+    def send_400_response(self, msg: str) -> None:
+        """uvicorn calls it where h11 has refused the bytes, with the error at hand."""
+        error = sys.exc_info()[1]
+        if not isinstance(error, h11.RemoteProtocolError) or self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+            return self.transport.abort()
+        response = text_response(error.error_status_hint, "This is not a request that can be understood.")
+        headers = cast(AsgiApplication, self.config.app).headers(response._replace(unread=True))
+        head = h11.Response(status_code=response.status, headers=headers)
+        for event in (head, h11.Data(data=response.body), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event) or b"")
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self.loop.call_later(LINGER_S, self.transport.close)  # closed with unread bytes, it would be reset
+        return None
+
+
+class PageServer(uvicorn.Server):
+    def __init__(
+        self,
+        app: AsgiApplication,
+        listener: Listener,
+        tls: ssl.SSLContext | None = None,
+        ready: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._listener = listener
+        self._ready = ready
+        config = uvicorn.Config(
+            app,
+            http=partial(Connection, listener),  # pyright: ignore[reportArgumentType]
+            loop="asyncio",  # another loop would accept without asking the listener
+            ws="none",
+            lifespan="off",
+            interface="asgi3",
+            log_config=None,
+            log_level="critical",  # what strangers send is not worth a line
+            access_log=False,
+            proxy_headers=False,  # a header does not say who the client is
+            server_header=False,
+            date_header=False,
+            backlog=BACKLOG,
+            timeout_keep_alive=listener.limits.idle_s,  # pyright: ignore[reportArgumentType]
+            timeout_graceful_shutdown=1,
+            h11_max_incomplete_event_size=MAX_HEAD,
+        )
+        config.load()
+        config.ssl = tls
+        super().__init__(config)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._ready()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """A signal ends the server, and not by an exception afterwards."""
+        self.should_exit = True
+
+    async def on_tick(self, counter: int) -> bool:
+        self._listener.disconnect_late()
+        return await super().on_tick(counter)

@@ -6,6 +6,7 @@ the node carry them straight into shared memory.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from tailrace.types import Version, label
 from tailrace.wire.link import Link
 from tailrace.wire.messages import Ended, Introduce, Ordered, Spec
 
+log = logging.getLogger(__name__)
+
 PATIENCE_S = 1.0  # orders wake the loop; this only bounds how long it sleeps
 
 
@@ -29,7 +32,7 @@ def run(spec: Spec) -> None:
         link.report(VersionStored(spec.id, link.incarnation, version))
 
     def failed(failure: Failure) -> None:
-        print(failure, flush=True)
+        log.warning("%s", failure)
         if failure.lasting and failure.target is not None:
             link.report(LinkFailed(spec.id, link.incarnation, failure.target, failure.reason))
 

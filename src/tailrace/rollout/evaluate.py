@@ -13,6 +13,7 @@ import msgspec
 
 from tailrace.config.tree import Config
 from tailrace.errors import TailraceError
+from tailrace.logs import for_component, output
 from tailrace.protocol import Request
 from tailrace.rollout.episode import Episode
 from tailrace.rollout.runner import Outcome, Runner
@@ -34,6 +35,7 @@ class Evaluated(Struct):
 
 
 def main() -> int:
+    for_component()
     config = msgspec.json.decode(sys.stdin.buffer.readline(), type=Config)
     try:
         for progress in evaluate(config):
@@ -81,7 +83,7 @@ def _summed_up(outcomes: list[Outcome], total: int) -> Evaluated:
 
 
 def _print(progress: Evaluated) -> None:
-    print(msgspec.json.encode(progress).decode(), flush=True)
+    output(msgspec.json.encode(progress).decode())
 
 
 if __name__ == "__main__":

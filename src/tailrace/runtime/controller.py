@@ -29,6 +29,7 @@ from tailrace.config.tree import Config
 from tailrace.control.plane import ControlPlane
 from tailrace.control.state import State
 from tailrace.errors import TailraceError
+from tailrace.logs import open_log, to_stream
 from tailrace.protocol import (
     TRAINER,
     Command,
@@ -228,7 +229,7 @@ class Controller:
         path = self.store.folder / "logs" / "controller.log"
         path.parent.mkdir(mode=PRIVATE_FOLDER, exist_ok=True)
         path.touch(PRIVATE)
-        with path.open("a") as self._log, Watchdog("the controller", _say, self._log) as dog:
+        with open_log(path) as self._log, Watchdog("the controller", _say, self._log) as dog:
             await self._turn_over(dog)
 
     async def _turn_over(self, watchdog: Watchdog) -> None:
@@ -443,8 +444,7 @@ class Controller:
             action()
 
     def note(self, sentence: str) -> None:
-        with suppress(OSError, ValueError):  # a full disk, or a log that is closed by now, must not end the run
-            print(f"{self.now:.1f} s: {sentence}", file=self._log, flush=True)
+        to_stream(self._log).info("%.1f s: %s", self.now, sentence)
 
     def fail(self, reason: str) -> None:
         self.error = self.error or RunError(reason)
@@ -567,7 +567,7 @@ def _sender(process: Process) -> Sender:
 
 def _say(sentence: str) -> None:
     """To the terminal: the disk of the log may be what it waits for. Replacing it is for its keeper."""
-    print(f"tailrace: the controller is {sentence}", file=sys.stderr, flush=True)
+    to_terminal(f"the controller is {sentence}")
 
 
 __all__ = ["INTERRUPTED", "Controller", "RunError"]

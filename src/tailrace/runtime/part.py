@@ -7,22 +7,24 @@ is waited for (see `wire`): the part goes on with what it has.
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from importlib import import_module
 
 import msgspec
 
 from tailrace.errors import TailraceError
+from tailrace.logs import for_component
 from tailrace.watchdog import show_stacks_when_asked
 from tailrace.wire.link import Link
 from tailrace.wire.messages import Collapsed, Spec
 
+log = logging.getLogger("tailrace.runtime.part")  # __name__ is __main__ here
 ROLES = {
     "replica": "tailrace.rollout.worker",
     "relay": "tailrace.relay.worker",
@@ -35,16 +37,18 @@ GRACE_S = 5.0  # for it to put things in order
 
 
 def main() -> int:
+    for_component()
     show_stacks_when_asked()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the controller's; it tells us
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(ORPHANED))
     spec = msgspec.json.decode(_first_line(), type=Spec)
+    log.info("%s starts as process %d", spec.name, os.getpid())
     threading.Thread(target=_leave_with_the_run, args=(spec.lifeline,), daemon=True).start()
     try:
         run: Callable[[Spec], None] = import_module(ROLES[spec.role]).run
         run(spec)
     except Exception as error:  # the border of the process: whatever it was, the controller gets a sentence
-        traceback.print_exc()
+        log.exception("%s ends with an error", spec.name)
         _give_up(spec, error)
         return 1
     return 0

@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from tailrace import __version__
 from tailrace.config.tree import Config
 from tailrace.control.state import State
+from tailrace.logs import open_log, to_stream
 from tailrace.protocol import (
     TRAINER,
     Event,
@@ -345,9 +346,9 @@ class Parts:
         machine are out of sight."""
         if not self.is_ours(process.spec.role, process.spec.id):
             return
-        with suppress(OSError), process.log.open("a") as log:
+        with suppress(OSError), open_log(process.log) as log:
             for child in process.children:
-                print(f"{process.title} is given up ({reason}): {look_at(child.pid)}", file=log, flush=True)
+                to_stream(log).warning("%s is given up (%s): %s", process.title, reason, look_at(child.pid))
                 ask_for_stacks(child.pid)
 
     # ------------------------------------------------------------------------------------- from an earlier controller

@@ -6,12 +6,14 @@ after `LOCKED_S`; `over` says that it goes on.
 
 from __future__ import annotations
 
-import sys
+import logging
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tailrace.store.errors import JournalError
+
+log = logging.getLogger(__name__)
 
 LOCKED_S = 600.0  # that a lock is waited for: long enough for a backup, and a forgotten shell is noticed
 QUIET_S = 1.0  # a lock that is over sooner is not worth a word
@@ -22,7 +24,7 @@ Say = Callable[[str], None]
 
 
 def to_terminal(sentence: str) -> None:
-    print(f"tailrace: {sentence}", file=sys.stderr, flush=True)
+    log.warning("%s", sentence)
 
 
 class Locked:

@@ -13,9 +13,9 @@ the others stay as they are. Nothing is pickled. With several ranks all of them 
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
-import sys
 from collections.abc import Iterable, Mapping
 from itertools import chain
 from pathlib import Path
@@ -31,6 +31,8 @@ from tailrace.trainer.manifest import PREFIX, CheckpointError, State, check, des
 from tailrace.trainer.optim import Optimiser
 from tailrace.trainer.sealed import sealed
 from tailrace.trainer.step import Learner
+
+log = logging.getLogger(__name__)
 
 WEIGHTS = {".safetensors", ".bin", ".gguf", ".pt", ".pth", ".h5", ".msgpack"}
 
@@ -54,7 +56,7 @@ def newest(folder: Path, at_most_step: int | None = None) -> Path | None:
         try:
             check(place)
         except CheckpointError as error:
-            print(f"{error}; an earlier checkpoint is looked for", file=sys.stderr)
+            log.warning("%s; an earlier checkpoint is looked for", error)
             continue
         return place
     return None

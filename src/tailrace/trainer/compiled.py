@@ -7,11 +7,13 @@ start, so that nothing is compiled in the middle of a run. Where torch cannot co
 
 from __future__ import annotations
 
-import sys
+import logging
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
+
+log = logging.getLogger(__name__)
 
 ONES = 64  # compiled versions of a block that may exist: of kinds of layers, few tokens or many, with gradients or not
 GRAIN = 64  # rows are padded to a multiple of this, the height of a tile of products
@@ -38,11 +40,11 @@ class Blocks:
         for block in self._blocks:
             del block.forward
         reason = (str(why).strip().splitlines() or [""])[0]
-        print(
-            f"torch could not compile the model's blocks ({type(why).__name__}: {reason[:200]}): they run uncompiled, "
-            "slower; trainer.compile = false leaves out the attempt",
-            file=sys.stderr,
-            flush=True,
+        log.warning(
+            "torch could not compile the model's blocks (%s: %s): they run uncompiled, slower; "
+            "trainer.compile = false leaves out the attempt",
+            type(why).__name__,
+            reason[:200],
         )
 
 

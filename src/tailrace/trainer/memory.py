@@ -6,7 +6,7 @@ the budget, so the part is repeated with half of it and nothing is lost; half of
 
 from __future__ import annotations
 
-import sys
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -14,6 +14,8 @@ import torch
 
 from tailrace.config.tree import Config
 from tailrace.model.memory import DoesNotFitError, ran_out, share_of_trainer
+
+log = logging.getLogger(__name__)
 
 
 def take_share(config: Config, device: str) -> None:
@@ -46,11 +48,11 @@ class TokenBudget:
         if self.tokens <= longest:
             raise DoesNotFitError(f"one sequence of {longest} tokens does not fit into memory: {self._advice()}")
         before, self.tokens = self.tokens, max(longest, self.tokens // 2)
-        print(
-            f"no memory for {before} tokens in one pass: from now on {self.tokens} (trainer.tokens_per_batch); the "
-            "part is repeated from its start, nothing is lost",
-            file=sys.stderr,
-            flush=True,
+        log.warning(
+            "no memory for %d tokens in one pass: from now on %d (trainer.tokens_per_batch); the part is repeated from "
+            "its start, nothing is lost",
+            before,
+            self.tokens,
         )
 
     def refuse(self) -> None:

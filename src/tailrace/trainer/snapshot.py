@@ -6,8 +6,8 @@ time, the way to the host, is then gone beside the next step. Both are a `Source
 
 from __future__ import annotations
 
+import logging
 import os
-import sys
 from threading import Lock
 
 import torch
@@ -15,6 +15,8 @@ import torch
 from tailrace.relay.checksum import Checksum
 from tailrace.relay.layout import Layout
 from tailrace.types import Version
+
+log = logging.getLogger(__name__)
 
 NO_ROOM = (
     "no room on the GPU for a copy of the weights ({gb:.1f} GB): training stands still while they are copied to the "
@@ -114,5 +116,5 @@ def new_snapshot(layout: Layout, device: torch.device | None) -> Snapshot:
         try:
             return DeviceSnapshot(layout, device)
         except torch.OutOfMemoryError:
-            print(NO_ROOM.format(gb=layout.size / 1e9), file=sys.stderr, flush=True)
+            log.warning(NO_ROOM.format(gb=layout.size / 1e9))
     return HostSnapshot(layout)

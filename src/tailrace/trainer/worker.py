@@ -7,7 +7,7 @@ buffer: the stream to the master relay runs beside the next step.
 
 from __future__ import annotations
 
-import sys
+import logging
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,6 +22,8 @@ from tailrace.trainer.pace import CheckpointPace
 from tailrace.types import Trajectory, TrajectoryId, Version
 from tailrace.wire.link import Link
 from tailrace.wire.messages import Collapsed, Ended, FromController, Introduce, Ordered, Spec, Stores
+
+log = logging.getLogger(__name__)
 
 PATIENCE_S = 1.0  # orders wake the loop; this only bounds how long it sleeps
 
@@ -140,7 +142,7 @@ class Worker:
         trouble = self.divergence.see(command.step, measured)
         if not trouble:
             return
-        print(trouble, file=sys.stderr, flush=True)
+        log.warning("%s", trouble)
         if self.divergence.is_final:
             rate = self.spec.config.trainer.learning_rate
             advice = way_back(self.checkpoints, self.divergence.good, self.began_at == 0, rate)

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import socket
 import time
-import traceback
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
@@ -23,6 +23,8 @@ from tailrace.wire.connection import GREET_S
 from tailrace.wire.messages import LOOPBACK, UNNUMBERED, WireError
 from tailrace.wire.session import HEAD, NAMED, PROOF, Opening, Session, StrangerError, read_named
 from tailrace.wire.tls import Identity
+
+log = logging.getLogger(__name__)
 
 LINGER_S = 2.0  # how long a closing listener waits for its connections to end
 BACKLOG = 512
@@ -175,7 +177,7 @@ class Listener:
         caller.socket.close()
         error = None if task.cancelled() else task.exception()
         if error is not None:  # a bug: it must not end the run, because whoever calls may have caused it
-            traceback.print_exception(error)
+            log.error("a connection ended with an error of ours", exc_info=error)
 
     async def _attend(self, caller: Caller) -> None:
         """One connection, from beginning to end."""
