@@ -43,10 +43,10 @@ ROOT = Path(__file__).parents[1]
 def decoders() -> list[Decoder]:
     from tailrace.config import ConfigError
     from tailrace.envs.judge_wire import FrameError
-    from tailrace.relay.layout import LayoutError
-    from tailrace.relay.link import LinkError
     from tailrace.store.database import JournalError
     from tailrace.trainer.manifest import CheckpointError
+    from tailrace.weights.channel import ChannelError
+    from tailrace.weights.layout import LayoutError
 
     return [
         Decoder("wire: parts to controller", 0.09, "msgpack", hub, ()),
@@ -56,8 +56,8 @@ def decoders() -> list[Decoder]:
         Decoder("wire: controller to parts", 0.12, "msgpack", link, MALFORMED),
         Decoder("judges: answers", 0.06, "bytes", judge_replies, (FrameError,)),
         Decoder("judges: questions", 0.06, "msgpack", judge_questions, MALFORMED),
-        Decoder("relays: a stranger's bytes", 0.06, "bytes", relay_stream, (LinkError,)),
-        Decoder("relays: signed messages", 0.08, "msgpack", relay_messages, (LinkError,)),
+        Decoder("relays: a stranger's bytes", 0.06, "bytes", relay_stream, (ChannelError,)),
+        Decoder("relays: signed messages", 0.08, "msgpack", relay_messages, (ChannelError,)),
         Decoder("weights: layout", 0.08, "bytes", layout, (LayoutError,)),
         Decoder("journal: events", 0.08, "json", events, MALFORMED),
         Decoder("journal: commands", 0.06, "json", commands, MALFORMED),

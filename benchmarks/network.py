@@ -34,10 +34,11 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "chaos")]
 from hosts import hosts, missing  # noqa: E402
 
 from relays import TOKEN, RelayProcess, ending, made_up  # noqa: E402
-from tailrace.relay.checksum import Checksum, sum_up  # noqa: E402
-from tailrace.relay.link import Channel  # noqa: E402
-from tailrace.relay.messages import Pull  # noqa: E402
-from tailrace.relay.transfer import CHUNK, receive, send  # noqa: E402
+from tailrace.weights.channel import Channel  # noqa: E402
+from tailrace.weights.checksum import RunningChecksum, piece_checksums  # noqa: E402
+from tailrace.weights.messages import PullVersion  # noqa: E402
+from tailrace.weights.shared_memory import SharedMemory  # noqa: E402
+from tailrace.weights.transfer import CHUNK, receive, send  # noqa: E402
 from tailrace.wire.tls import Identity  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "network.json"
@@ -115,32 +116,24 @@ def links(mbytes: float, rounds: int) -> list[dict[str, Any]]:
 
 
 class _Version:
-    """A version in memory: what is sent, or where it arrives."""
+    """A version to send."""
 
-    version, edition, reign = 0, "", 0
+    version, content_id, generation = 0, "", 0
 
-    def __init__(self, data: bytes | bytearray) -> None:
-        self.size, self.written = len(data), 0
+    def __init__(self, data: bytes) -> None:
+        self.size = len(data)
         self._data = memoryview(data)
-        self._sums = Checksum(self._data)
+        self._sums = RunningChecksum(self._data)
 
-    def ready(self, position: int, patience_s: float) -> memoryview:
+    def ready(self, position: int, timeout_s: float) -> memoryview:
         return self._data[position:]
 
-    def sums(self, start: int, end: int) -> bytes:
+    def checksums(self, start: int, end: int) -> bytes:
         self._sums.advance(end)
-        return self._sums.sums(start, end)
+        return self._sums.checksums(start, end)
 
-    def checksum(self, patience_s: float) -> str:
+    def checksum(self, timeout_s: float) -> str:
         return self._sums.digest()
-
-    def claim(self, count: int) -> memoryview:
-        return self._data[self.written : self.written + count]
-
-    def confirm(self, count: int, sums: bytes) -> bool:
-        right = self._sums.confirm(self.written + count, sums)
-        self.written += count
-        return right
 
 
 class _Elsewhere(Channel):
@@ -152,10 +145,10 @@ class _Elsewhere(Channel):
 
 def _rate(data: bytes, identity: Identity | None) -> tuple[float, float]:
     """Megabytes per second, and seconds of processors, of both ends, for a gigabyte."""
-    room = _Version(bytearray(len(data)))
     kind = _Elsewhere if identity else Channel
     before = sum(os.times()[:4])
-    with socket.create_server(("127.0.0.1", 0)) as door:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder, socket.create_server(("127.0.0.1", 0)) as door:
+        buffer = SharedMemory(Path(folder) / "receiver").create(0, len(data))
         child = os.fork()
         if not child:
             _send(kind(socket.create_connection(door.getsockname()), "the receiver", 30.0), data, identity)
@@ -164,7 +157,7 @@ def _rate(data: bytes, identity: Identity | None) -> tuple[float, float]:
         with kind(connection, "the sender", 30.0) as channel:
             channel.answer(TOKEN, identity)
             began = time.perf_counter()
-            assert receive(channel, room) == room.checksum(0)
+            buffer.seal(receive(channel, buffer))
             took = time.perf_counter() - began
     os.waitpid(child, 0)
     return len(data) / 1e6 / took, (sum(os.times()[:4]) - before) / len(data) * 1e9
@@ -173,17 +166,17 @@ def _rate(data: bytes, identity: Identity | None) -> tuple[float, float]:
 def _send(channel: Channel, data: bytes, identity: Identity | None) -> None:
     version = _Version(data)
     channel.call(TOKEN, identity.fingerprint if identity else "")
-    channel.send(Pull(0))
+    channel.send(PullVersion(0))
     send(channel, version, 0, CHUNK)
 
 
-def sums(mbytes: float, rounds: int) -> dict[str, float]:
+def hashing(mbytes: float, rounds: int) -> dict[str, float]:
     """Gigabytes per second that one core sums up."""
     data = memoryview(made_up(0, int(mbytes * 1e6)))
     took = []
     for _ in range(rounds):
         began = time.perf_counter()
-        sum_up(data)
+        piece_checksums(data)
         took.append(time.perf_counter() - began)
     return {"gbytes_per_s": round(len(data) / 1e9 / median(took), 2)}
 
@@ -199,7 +192,7 @@ def main() -> None:
     words.add_argument("--only", choices=CONDITIONS, help="only under these conditions")
     options = words.parse_args()
     if options.links or not options.only:
-        _save(link=links(200.0, 5), checksum=[sums(200.0, 5)])
+        _save(link=links(200.0, 5), checksum=[hashing(200.0, 5)])
     if not options.links:
         if reason := missing():
             sys.exit(f"no hosts: {reason}")

@@ -27,10 +27,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from tailrace.relay.arena import Arena, ArenaReader, arena_path
-from tailrace.relay.layout import Layout
-from tailrace.relay.link import Address
-from tailrace.relay.node import RelayNode
+from tailrace.weights.channel import Address
+from tailrace.weights.layout import WeightLayout
+from tailrace.weights.relay_node import RelayNode
+from tailrace.weights.shared_memory import SharedMemory, SharedMemoryReader, shared_memory_path
 
 ROOT = Path(__file__).parents[1]
 COUNTS = (1, 2, 4, 8)
@@ -89,9 +89,9 @@ def say(what: object) -> None:
 
 
 def relay(id: int, run: str, token: str) -> None:
-    arena = Arena(arena_path(run, f"h{id}"))
-    node = RelayNode(id, arena, bytes.fromhex(token), on_stored=lambda version: say([time.time(), time.process_time()]))
-    say([node.address, str(arena.path)])
+    shared = SharedMemory(shared_memory_path(run, f"h{id}"))
+    node = RelayNode(id, shared, bytes.fromhex(token), on_stored=lambda _: say([time.time(), time.process_time()]))
+    say([node.address, str(shared.path)])
     for line in sys.stdin:
         order = json.loads(line)
         if "drop" in order:
@@ -100,13 +100,13 @@ def relay(id: int, run: str, token: str) -> None:
         else:
             node.route(order["epoch"], {int(other): Address(*place) for other, place in order["targets"].items()})
     node.close()
-    arena.remove()
+    shared.remove()
 
 
-def replica(arena: str, version: int) -> None:
+def replica(folder: str, version: int) -> None:
     """Maps a version and touches every byte of it, as loading does."""
     before = memory("/proc/self/smaps_rollup", "Pss")
-    mapped = ArenaReader(Path(arena)).open(version)
+    mapped = SharedMemoryReader(Path(folder)).open(version)
     say("mapped")
     for _ in sys.stdin:
         say(memory("/proc/self/smaps_rollup", "Pss") - before)
@@ -140,10 +140,10 @@ def publishing(count: int, topology: str, repeats: int) -> dict[str, Any]:
     """Snapshot and broadcast, `repeats` times after one to warm up."""
     import torch
 
-    from tailrace.trainer.publish import Publisher
+    from tailrace.weights.publisher import Publisher
 
     tensors = {name: torch.randn(shape) for name, shape in shapes().items()}
-    publisher = Publisher(Layout.of_tensors(tensors), TOKEN)
+    publisher = Publisher(WeightLayout.of_tensors(tensors), TOKEN)
     rows = fleet(count, topology)
     stalls, copying, masters, everywhere, work = [], [], [], [], []
     for version in range(repeats + 1):
@@ -176,16 +176,16 @@ def mapping(count: int) -> dict[str, Any]:
     """Memory of one version on one host, while `count` replicas have mapped it."""
     import torch
 
-    from tailrace.trainer.publish import Publisher
+    from tailrace.weights.publisher import Publisher
 
     tensors = {name: torch.zeros(shape) for name, shape in shapes().items()}
-    publisher = Publisher(Layout.of_tensors(tensors), TOKEN)
+    publisher = Publisher(WeightLayout.of_tensors(tensors), TOKEN)
     publisher.snapshot(0, tensors)
-    [(child, address, arena)] = fleet(1, "chain")
+    [(child, address, folder)] = fleet(1, "chain")
     before = memory("/proc/meminfo", "Shmem")
     publisher.send(address, lambda *_: None, _give_up)
     child.answer()
-    replicas = [Child("replica", arena, "0") for _ in range(count)]
+    replicas = [Child("replica", folder, "0") for _ in range(count)]
     assert [one.answer() for one in replicas] == ["mapped"] * count
     shared = memory("/proc/meminfo", "Shmem") - before
     for one in replicas:
@@ -209,7 +209,7 @@ def show(console: Console, title: str, rows: list[dict[str, Any]]) -> None:
 
 def main(counts: list[int], repeats: int, out: Path) -> None:
     console = Console()
-    size = Layout.of(list(shapes()), ["float32"] * len(shapes()), shapes().values()).size
+    size = WeightLayout.of(list(shapes()), ["float32"] * len(shapes()), shapes().values()).size
     console.print(f"a version of {size / 1e6:.0f} MB")
     broadcasts = [publishing(count, topology, repeats) for topology in ("chain", "tree") for count in counts]
     show(console, "publishing", broadcasts)
@@ -221,7 +221,7 @@ def main(counts: list[int], repeats: int, out: Path) -> None:
 
 CHILDREN: dict[str, Callable[..., None]] = {
     "relay": lambda id, run, token: relay(int(id), run, token),
-    "replica": lambda arena, version: replica(arena, int(version)),
+    "replica": lambda folder, version: replica(folder, int(version)),
 }
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How long the trainer stands still for a publication, in real runs with 1, 2, 4 and 8 relays on this machine.
+"""Trainer stall per weight publish, in real runs with 1, 2, 4 and 8 relays on this machine.
 
 python benchmarks/stall.py     # prints the table, writes benchmarks/results/stall.json
 
@@ -42,7 +42,7 @@ def run(relays: int, folder: Path) -> dict[str, Any]:
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         rows = [run(relays, Path(folder)) for relays in RELAYS]
-    table = Table("relays", "stall per weight publish, ms", "step, s", "share of the step")
+    table = Table("relays", "trainer stall per weight publish, ms", "step, s", "% of step time")
     for row in rows:
         table.add_row(str(row["relays"]), f"{row['stall_s'] * 1e3:.2f}", f"{row['step_s']:.2f}", f"{row['share']:.2%}")
     Console().print(table)

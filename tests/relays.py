@@ -15,12 +15,12 @@ from pathlib import Path
 from threading import Condition, Event, Thread
 from typing import Any
 
-from tailrace.relay.arena import Arena, ArenaReader
-from tailrace.relay.checksum import PIECE, Checksum
-from tailrace.relay.link import Address, LinkError, dial
-from tailrace.relay.messages import Busy
-from tailrace.relay.node import Failure, RelayNode
-from tailrace.relay.transfer import offer
+from tailrace.weights.channel import Address, ChannelError, dial
+from tailrace.weights.checksum import PIECE, RunningChecksum
+from tailrace.weights.messages import ReceivingElsewhere
+from tailrace.weights.relay_node import RelayNode, TransferFailure
+from tailrace.weights.shared_memory import SharedMemory, SharedMemoryReader
+from tailrace.weights.transfer import offer
 from tailrace.wire.tls import LOOPBACK
 
 TOKEN = b"t" * 32
@@ -44,12 +44,12 @@ class Weights:
         data: bytes,
         hold: bool = False,
         checksum: str = "",
-        edition: str = "first",
-        reign: int = 0,
+        content_id: str = "first",
+        generation: int = 0,
     ) -> None:
-        self.version, self.size, self.edition, self.reign = version, len(data), edition, reign
+        self.version, self.size, self.content_id, self.generation = version, len(data), content_id, generation
         self._data = memoryview(data)
-        self._sums = Checksum(self._data)
+        self._sums = RunningChecksum(self._data)
         self._sums.advance(self.size)
         self._checksum = checksum or self._sums.digest()
         self.half = self.size // 2 // PIECE * PIECE
@@ -58,16 +58,16 @@ class Weights:
         if not hold:
             self.go.set()
 
-    def ready(self, position: int, patience_s: float) -> memoryview:
+    def ready(self, position: int, timeout_s: float) -> memoryview:
         self.asked.append(position)
         if position < self.half:
             return self._data[position : self.half]
-        return self._data[position:] if self.go.wait(min(patience_s, 0.1)) else self._data[:0]
+        return self._data[position:] if self.go.wait(min(timeout_s, 0.1)) else self._data[:0]
 
-    def sums(self, start: int, end: int) -> bytes:
-        return self._sums.sums(start, end)
+    def checksums(self, start: int, end: int) -> bytes:
+        return self._sums.checksums(start, end)
 
-    def checksum(self, patience_s: float) -> str:
+    def checksum(self, timeout_s: float) -> str:
         return self._checksum
 
 
@@ -75,8 +75,8 @@ def publish(address: Address, weights: Weights) -> Thread:
     """Send from a thread; what goes wrong there shows at the relays."""
 
     def run() -> None:
-        with suppress(LinkError), dial(address, TOKEN) as channel:
-            offer(channel, weights, fresh=True)
+        with suppress(ChannelError), dial(address, TOKEN) as channel:
+            offer(channel, weights, from_trainer=True)
 
     thread = Thread(target=run, daemon=True)
     thread.start()
@@ -88,11 +88,11 @@ class Node(RelayNode):
 
     def __init__(self, id: int, folder: Path, token: bytes = TOKEN, quota: int = 0, stall_s: float = 10.0) -> None:
         self.stored: list[int] = []
-        self.failures: list[Failure] = []
-        arena = Arena(folder / f"h{id}", quota)
+        self.failures: list[TransferFailure] = []
+        memory = SharedMemory(folder / f"h{id}", quota)
         super().__init__(
             id,
-            arena,
+            memory,
             token,
             on_stored=self.stored.append,
             on_failed=self.failures.append,
@@ -100,7 +100,7 @@ class Node(RelayNode):
         )
 
     def holds(self, version: int, data: bytes) -> bool:
-        return version in self.versions() and bytes(ArenaReader(self.arena.path).open(version).buffer) == data
+        return version in self.versions() and bytes(SharedMemoryReader(self.memory.path).open(version).buffer) == data
 
 
 @contextmanager
@@ -149,10 +149,10 @@ class RelayProcess:
             return report
 
     def read(self, version: int) -> bytes:
-        return bytes(ArenaReader(self.folder).open(version).buffer)
+        return bytes(SharedMemoryReader(self.folder).open(version).buffer)
 
     def versions(self) -> tuple[int, ...]:
-        return ArenaReader(self.folder).versions()
+        return SharedMemoryReader(self.folder).versions()
 
     def arriving_bytes(self, version: int) -> int:
         """Of a version that is in the making: what its file really occupies."""
@@ -225,7 +225,7 @@ def _serve(id: int, folder: Path, listen: str, stall_s: float) -> None:
     """Ends when its parent closes the pipe, whatever the parent died of."""
     node = RelayNode(
         id,
-        Arena(folder),
+        SharedMemory(folder),
         TOKEN,
         listen,
         on_stored=lambda version: _report(stored=version, at=time.time()),
@@ -249,11 +249,11 @@ def _persist(weights: Weights, address: Address, stall_s: float) -> None:
     while True:
         try:
             with dial(address, TOKEN, stall_s) as channel:
-                answer = offer(channel, weights, fresh=True)
-                if not isinstance(answer, Busy):
+                answer = offer(channel, weights, from_trainer=True)
+                if not isinstance(answer, ReceivingElsewhere):
                     _report(published=weights.version, first=min(weights.asked, default=-1))
                     return
-        except LinkError as error:
+        except ChannelError as error:
             _report(unpublished=weights.version, reason=str(error))
         time.sleep(0.1)
 

@@ -17,8 +17,8 @@ import xxhash
 from audit import Audit
 from tailrace.control.plane import ControlPlane
 from tailrace.protocol import Train
-from tailrace.relay.arena import default_base
 from tailrace.store.journal import Journal
+from tailrace.weights.shared_memory import default_base
 
 DEADLINE_S = 120.0
 EMULATED = """

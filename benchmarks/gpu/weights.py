@@ -9,7 +9,7 @@ is in the relay's shared memory, and `sealed` when its checksum is there too and
 the order). Then the replica, which replays a CUDA graph over all its weights, pulls: `pull` is from the order until it
 generates with the new weights, checksum verified once more; `pause` is how long it stood still for that. `step_before`
 and `step_during` are medians of its steps, `gap` the longest time between two steps in the meantime. Every version is
-compared byte for byte in the arena and in the replica's parameters, and the graph's output with that of the same
+compared byte for byte in shared memory and in the replica's parameters, and the graph's output with that of the same
 operations run anew. The first versions are `cold`: their memory is new, and has to be claimed and registered. In
 `beside` replica and trainer compute while a version is published.
 """
@@ -34,13 +34,13 @@ import torch
 from torch.nn.functional import linear, rms_norm, silu
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from tailrace.engines.weights import Staging, replace_weights
-from tailrace.relay.arena import Arena, ArenaReader, arena_path
-from tailrace.relay.layout import Layout
-from tailrace.relay.link import Address
-from tailrace.relay.node import RelayNode
-from tailrace.rollout.pull import Puller
-from tailrace.trainer.publish import Publisher
+from tailrace.weights.channel import Address
+from tailrace.weights.layout import WeightLayout
+from tailrace.weights.publisher import Publisher
+from tailrace.weights.pull import Puller
+from tailrace.weights.relay_node import RelayNode
+from tailrace.weights.shared_memory import SharedMemory, SharedMemoryReader, shared_memory_path
+from tailrace.weights.staging import Staging, replace_weights
 
 ROOT = Path(__file__).parents[2]
 TOKEN = os.urandom(32)
@@ -132,15 +132,15 @@ def say(what: object) -> None:
 
 
 def relay(token: str) -> None:
-    arena = Arena(arena_path(f"bench-{os.getpid()}", "h0"))
-    node = RelayNode(0, arena, bytes.fromhex(token), on_stored=lambda version: say({"stored": version}))
-    say([*node.address, str(arena.path)])
+    memory = SharedMemory(shared_memory_path(f"bench-{os.getpid()}", "h0"))
+    node = RelayNode(0, memory, bytes.fromhex(token), on_stored=lambda version: say({"stored": version}))
+    say([*node.address, str(memory.path)])
     try:
         for line in sys.stdin:
             node.drop(json.loads(line)["drop"])
     finally:
         node.close()
-        arena.remove()
+        memory.remove()
 
 
 def replica(small: str, device: str) -> None:
@@ -149,7 +149,7 @@ def replica(small: str, device: str) -> None:
     for line in sys.stdin:
         order = json.loads(line)
         if "pull" in order:
-            say(generator.pull(order["pull"], ArenaReader(Path(order["arena"]), several=True)))
+            say(generator.pull(order["pull"], SharedMemoryReader(Path(order["memory"]), parallel=True)))
         else:
             say(generator.generate(order["seconds"]))
 
@@ -167,25 +167,25 @@ class Generator:
         if self.device.type == "cuda":
             self._replay = self._captured()
 
-    def pull(self, version: int, reader: ArenaReader) -> Numbers:
+    def pull(self, version: int, reader: SharedMemoryReader) -> Numbers:
         before = self._steps(0.2)
         began = time.perf_counter()
         self.puller.begin(version, reader)
         during = [began]
-        while (landed := self.puller.landed()) is None:
+        while (ready := self.puller.poll()) is None:
             self._step()
             during.append(time.perf_counter())
             if during[-1] - began > DEADLINE_S:
-                raise TimeoutError(f"version {version} has not landed")
+                raise TimeoutError(f"version {version} was not pulled")
         stopped = time.perf_counter()
-        replace_weights(self.model, landed.weights)
+        replace_weights(self.model, ready.weights)
         switched = time.perf_counter()
         self._step()
         gaps = [1e3 * (b - a) for a, b in pairwise(during)]
         return {
             "pull_ms": 1e3 * (switched - began),
             "pause_ms": 1e3 * (switched - stopped),
-            "staged": type(landed.weights).__name__ == "Staged",
+            "staged": type(ready.weights).__name__ == "StagedWeights",
             "step_before_ms": median(before),
             "step_during_ms": median(gaps or [0.0]),
             "gap_ms": max(gaps or [0.0]),
@@ -249,14 +249,14 @@ class Trainer:
         names = dict(model_of(small, "meta").named_parameters())
         self.weights = {name: 0.02 * torch.randn(p.shape, device=device) for name, p in names.items()}
         self.precision = precision(small)
-        self.layout = Layout.of_tensors(self.weights, dtype=self.precision)
+        self.layout = WeightLayout.of_tensors(self.weights, dtype=self.precision)
         self.publisher = Publisher(self.layout, TOKEN, device=device)
         side = 8192 if device.type == "cuda" else 64
         self._matrix = torch.randn(side, side, device=device, dtype=self.precision)
 
     def publish(self, version: int, master: tuple[Child, Address, str], steps: int = 1) -> Numbers:
         """A version, and the step or steps after it, which are under way while it travels."""
-        child, address, arena = master
+        child, address, memory = master
         expected = {name: p.to(self.precision, copy=True) for name, p in self.weights.items()}
         sealed: queue.Queue[Any] = queue.Queue()
         settle(self.device)
@@ -269,7 +269,7 @@ class Trainer:
         if isinstance(seconds, str):
             raise RuntimeError(f"version {version} could not be published: {seconds}")
         assert child.answer() == {"stored": version}
-        found = ArenaReader(Path(arena)).open(version).tensors()
+        found = SharedMemoryReader(Path(memory)).open(version).tensors()
         return {
             "version": version,
             "stall_ms": 1e3 * stall,
@@ -292,8 +292,8 @@ class Trainer:
 
     def pinned_share(self) -> float:
         """How much of the relay's memory the GPU writes to directly."""
-        sites = self.publisher._places._known.values() if self.publisher._places else ()
-        return min((site._pinned / self.layout.size for site in sites), default=0.0)
+        regions = self.publisher._in_place._regions.values() if self.publisher._in_place else ()
+        return min((region._registered / self.layout.size for region in regions), default=0.0)
 
 
 def link_speed(device: torch.device, size: int = 1 << 30) -> Numbers:
@@ -322,10 +322,10 @@ def _best(target: torch.Tensor, source: torch.Tensor, device: torch.device) -> f
 def measure(small: bool, device: torch.device) -> Numbers:
     children = [Child("replica", "small" if small else "large", str(device)), Child("relay", TOKEN.hex())]
     try:
-        host, port, arena = children[1].answer()
+        host, port, memory = children[1].answer()
         trainer = Trainer(small, device)
         assert children[0].answer() == "ready"
-        figures = _rows(trainer, children[0], (children[1], Address(host, port), arena))
+        figures = _rows(trainer, children[0], (children[1], Address(host, port), memory))
         trainer.publisher.close()
         return figures
     finally:
@@ -334,7 +334,7 @@ def measure(small: bool, device: torch.device) -> Numbers:
 
 
 def _rows(trainer: Trainer, replica: Child, master: tuple[Child, Address, str]) -> Numbers:
-    child, _, arena = master
+    child, _, memory = master
     trainer.train()
     alone = median(trainer.train() for _ in range(3))
     rows: list[Numbers] = []
@@ -342,7 +342,7 @@ def _rows(trainer: Trainer, replica: Child, master: tuple[Child, Address, str]) 
         row = trainer.publish(version, master)
         if version >= KEEP:
             child.tell({"drop": version - KEEP})  # as control does when a version is there
-        replica.tell({"pull": version, "arena": arena})
+        replica.tell({"pull": version, "memory": memory})
         rows.append(row | {f"replica_{name}": value for name, value in replica.answer().items()})
     replica.tell({"seconds": 1.5})
     beside = trainer.publish(COLD + WARM, master, steps=2)

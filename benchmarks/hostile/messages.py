@@ -172,14 +172,14 @@ class _Stream:
 
 
 def _relay_words() -> list[Any]:
-    from tailrace.relay.messages import AnyMessage
+    from tailrace.weights.messages import AnyMessage
 
     return [_example(each) for each in msgspec.inspect.type_info(AnyMessage).types]  # type: ignore[attr-defined]
 
 
 def relay_stream(_: Path) -> tuple[list[bytes], Decode]:
     """Bytes from somebody who may not even know the token."""
-    from tailrace.relay.link import MAGIC, Channel
+    from tailrace.weights.channel import MAGIC, Channel
 
     def decode(data: bytes) -> None:
         Channel(_Stream(data), "peer", 1.0).answer(b"token")  # type: ignore[arg-type]
@@ -191,7 +191,7 @@ def relay_stream(_: Path) -> tuple[list[bytes], Decode]:
 
 def _never(decode: Callable[[bytes], None]) -> Decode:
     """For a decoder that refuses its seeds too."""
-    from tailrace.relay.link import TokenError
+    from tailrace.weights.channel import TokenError
 
     def wrapped(data: bytes) -> bool | None:
         try:
@@ -206,25 +206,25 @@ def relay_messages(_: Path) -> tuple[list[bytes], Decode]:
     """Bytes from somebody who knows the token and signs whatever it sends."""
     import hmac
 
-    from tailrace.relay.link import Channel
+    from tailrace.weights.channel import Channel
 
     def decode(data: bytes) -> None:
         tag = hmac.digest(b"", b"caller" + bytes(8) + data, "sha256")
         channel = Channel(_Stream(len(data).to_bytes(4, "big") + tag + data), "peer", 1.0)  # type: ignore[arg-type]
-        channel._words = (b"callee", b"caller")
+        channel._sides = (b"callee", b"caller")
         channel.receive("a request")
 
     return [msgspec.msgpack.encode(each) for each in _relay_words()], decode
 
 
 def layout(_: Path) -> tuple[list[bytes], Decode]:
-    from tailrace.relay.layout import Layout
+    from tailrace.weights.layout import WeightLayout
 
-    def whole(layout: Layout) -> bytes:
+    def whole(layout: WeightLayout) -> bytes:
         return layout.header + bytes(layout.size - len(layout.header))
 
     def decode(data: bytes) -> None:
-        Layout.read(data).arrays(data)
+        WeightLayout.read(data).arrays(data)
 
-    two = Layout.of(["a.weight", "b"], ["float32", "bfloat16"], [(2, 3), (4,)])
-    return [whole(two), whole(Layout.of(["x"], ["int8"], [(0,)])), whole(Layout.of([], [], []))], decode
+    two = WeightLayout.of(["a.weight", "b"], ["float32", "bfloat16"], [(2, 3), (4,)])
+    return [whole(two), whole(WeightLayout.of(["x"], ["int8"], [(0,)])), whole(WeightLayout.of([], [], []))], decode

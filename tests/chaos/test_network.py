@@ -16,8 +16,8 @@ import pytest
 from hosts import Network, clear_abandoned, hosts, missing
 
 from relays import RelayProcess, ending, made_up, until
-from tailrace.relay import link
-from tailrace.relay.checksum import PIECE
+from tailrace.weights import channel
+from tailrace.weights.checksum import PIECE
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "-")
 
@@ -71,7 +71,7 @@ LONG = [pytest.param(name, marks=pytest.mark.soak) for name in CONDITIONS if nam
 
 @pytest.mark.parametrize("conditions", ["all of it", *LONG])
 def test_a_chain_delivers_over_links_that_are(conditions: str, tmp_path: Path) -> None:
-    with relays_on_hosts(3, tmp_path, link.STALL_S) as (network, chain, trainer):
+    with relays_on_hosts(3, tmp_path, channel.STALL_S) as (network, chain, trainer):
         network.set(**CONDITIONS[conditions])
         trainer.publish(1, SIZE, chain[0])
         delivered(1, chain)
@@ -87,7 +87,7 @@ def test_a_host_that_is_cut_off_in_mid_broadcast_is_routed_around_and_served_whe
         network.isolate(1)
         silent = third.wait_for("failed", 1)  # and so is the second, from its own point of view
         assert f"receive from {second.address.host}:" in silent["reason"]
-        assert f"nothing moved for {STALL_S} s (v1 from byte" in silent["reason"]
+        assert f"no data for {STALL_S} s (v1 from byte" in silent["reason"]
         first.route(2, [third])
         delivered(1, [first, third])
         assert network.switch.received[2] < 1.5 * SIZE  # the rest only, and not all of it again

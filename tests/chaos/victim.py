@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Self
 
 from runs import EMULATED, Run
-from tailrace.relay.arena import default_base
 from tailrace.watchdog import ask_for_stacks, look_at
+from tailrace.weights.shared_memory import default_base
 
 DEADLINE_S = 180.0  # for a single fact; generous, because two cores may be shared by many
 JUMPING = """

@@ -121,7 +121,7 @@ def test_a_context_longer_than_the_models(tmp_path):
 def test_a_pool_too_small_for_one_sequence(tmp_path):
     complaint = refusal(make(tmp_path, kv=16), "--sampling.top_k", "5")
     assert "KV pool" in complaint
-    assert "sampling.top_k is 5: tokens are drawn from a part of the vocabulary" in complaint  # said before it starts
+    assert "sampling.top_k is 5: tokens are sampled from a part of the vocabulary" in complaint  # said before it starts
 
 
 @pytest.mark.parametrize(

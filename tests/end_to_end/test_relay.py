@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from relays import DEADLINE_S, RelayProcess, Weights, ending, publish, relay_processes, until
-from tailrace.relay.arena import Arena, default_base
-from tailrace.relay.checksum import PIECE, checksum
+from tailrace.weights.checksum import PIECE, checksum
+from tailrace.weights.shared_memory import SharedMemory, default_base
 
 DATA = os.urandom(8 * PIECE + 1000)
 SMAPS = Path("/proc/self/smaps_rollup")
@@ -70,13 +70,13 @@ def test_a_relay_that_is_stopped_is_named_and_served_again_when_it_wakes(tmp_pat
         publish(first.address, Weights(1, DATA)).join(DEADLINE_S)
         failure = first.wait_for("failed", 1)
         assert failure["target"] == 1
-        assert f"receive from {second.address}: nothing moved for 1.0 s (a greeting)" in failure["reason"]
+        assert f"receive from {second.address}: no data for 1.0 s (the handshake)" in failure["reason"]
         second.wake()
         second.wait_for("stored", 1)
         assert second.read(1) == DATA
 
 
-def test_a_relay_that_starts_again_after_its_death_begins_with_an_empty_arena(tmp_path: Path) -> None:
+def test_a_relay_that_starts_again_after_its_death_begins_with_empty_shared_memory(tmp_path: Path) -> None:
     with relay_processes(1, tmp_path) as (relay,):
         publish(relay.address, Weights(1, DATA)).join(DEADLINE_S)
         relay.wait_for("stored", 1)
@@ -91,10 +91,10 @@ def test_a_relay_that_starts_again_after_its_death_begins_with_an_empty_arena(tm
 READER = """
 import sys
 from pathlib import Path
-from tailrace.relay.arena import ArenaReader
+from tailrace.weights.shared_memory import SharedMemoryReader
 def pss(): return next(int(line.split()[1]) * 1024 for line in open("/proc/self/smaps_rollup") if line[:4] == "Pss:")
 before = pss()
-version = ArenaReader(Path(sys.argv[1])).open(1)
+version = SharedMemoryReader(Path(sys.argv[1])).open(1)
 print("mapped", flush=True)
 sys.stdin.readline()
 print(pss() - before, flush=True)
@@ -105,17 +105,17 @@ sys.stdin.readline()
 @pytest.mark.skipif(not SMAPS.exists(), reason="only Linux tells each process its share of a page")
 def test_a_version_that_several_processes_map_is_in_memory_once(tmp_path: Path) -> None:
     size, readers = 16_000_000, 3
-    arena = Arena(default_base() / f"tailrace-test-{os.getpid()}")
+    memory = SharedMemory(default_base() / f"tailrace-test-{os.getpid()}")
     try:
         data = bytes(size)
-        writer = arena.create(1, size)
+        writer = memory.create(1, size)
         writer.claim(size)[:] = data
         writer.advance(size)
         writer.seal(checksum(data))
         del writer  # its own mapping would count as one more
-        shares = proportional_shares(arena.path, readers)
+        shares = proportional_shares(memory.path, readers)
     finally:
-        arena.remove()
+        memory.remove()
     assert sum(shares) == pytest.approx(size, rel=0.25)
 
 

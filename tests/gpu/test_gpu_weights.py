@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from relays import DEADLINE_S, TOKEN, nodes
-from tailrace.engines.weights import Staging, replace_weights
-from tailrace.relay.arena import ArenaReader, default_base
-from tailrace.relay.layout import Layout
-from tailrace.trainer.publish import Publisher
+from tailrace.weights.layout import WeightLayout
+from tailrace.weights.publisher import Publisher
+from tailrace.weights.shared_memory import SharedMemoryReader, default_base
+from tailrace.weights.staging import Staging, replace_weights
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -55,7 +55,7 @@ def test_every_version_arrives_whole_under_a_captured_graph(folder: Path) -> Non
     with torch.cuda.graph(graph):
         output = model(x)
     staging = Staging(model)  # pyright: ignore[reportArgumentType]
-    publisher = Publisher(Layout.of_tensors(masters, dtype="bfloat16"), TOKEN, device=x.device)
+    publisher = Publisher(WeightLayout.of_tensors(masters, dtype="bfloat16"), TOKEN, device=x.device)
     answers: queue.Queue[str] = queue.Queue()
     with nodes(1, folder) as (node,):
         for version in range(5):
@@ -66,7 +66,7 @@ def test_every_version_arrives_whole_under_a_captured_graph(folder: Path) -> Non
                 parameter.zero_()  # training goes on
             assert answers.get(timeout=DEADLINE_S) == ""
             assert publisher.copied_s > 0
-            staged = staging.bring(ArenaReader(node.arena.path).open(version).tensors())
+            staged = staging.stage(SharedMemoryReader(node.memory.path).open(version).tensors())
             assert staged is not None
             replace_weights(model, staged)  # pyright: ignore[reportArgumentType]
             assert all(torch.equal(p, expected[name]) for name, p in model.named_parameters())

@@ -47,11 +47,11 @@ def test_a_relay_that_comes_back_costs_two_commands(topology):
 @pytest.mark.parametrize("topology", ["chain", "tree"])
 def test_a_relay_that_its_predecessor_cannot_reach_is_fed_by_another_and_lost_only_if_that_fails_too(topology):
     drive = driven(relays=4, topology=topology)
-    moved = routes(drive.tell(LinkFailed(0, 1, 1, "nothing moved for 10 s")))
+    moved = routes(drive.tell(LinkFailed(0, 1, 1, "no data for 10 s")))
     assert 1 not in moved[0]
     after = next(relay for relay, targets in moved.items() if 1 in targets)
     assert drive.tell(LinkFailed(0, 1, 1, "it was under way when the route changed")) == []
-    lost = drive.tell(LinkFailed(after, 1, 1, "nothing moved for 10 s"))
+    lost = drive.tell(LinkFailed(after, 1, 1, "no data for 10 s"))
     assert [command.id for command in lost if isinstance(command, GiveUp)] == [1]
     assert not drive.plane.state.relays.relays[1].live
 
@@ -148,7 +148,7 @@ def waiting_for_version_1(relays, **relay):
 @pytest.mark.parametrize("topology", ["chain", "tree"])
 def test_a_master_that_the_trainer_cannot_reach_goes_to_the_end_and_another_gets_the_version(topology):
     drive = waiting_for_version_1(3, topology=topology)
-    commands = drive.tell(PublishFailed(1, 1, 0, "nothing moved for 10 s"))
+    commands = drive.tell(PublishFailed(1, 1, 0, "no data for 10 s"))
     master = drive.plane.state.relays.master
     assert published(drive)[-1] == (1, master)
     assert master != 0
@@ -162,7 +162,7 @@ def test_an_only_relay_that_the_trainer_cannot_reach_is_started_again_and_in_the
     incarnation = 0
     while not drive.orders(Stop):
         incarnation += 1
-        drive.tell(PublishFailed(1, 1, 0, "nothing moved for 10 s"))
+        drive.tell(PublishFailed(1, 1, 0, "no data for 10 s"))
         assert [one.incarnation for one in drive.orders(GiveUp) if one.part == "relay"][-1] == incarnation
         drive.plane.state.training.last_seen = drive.now + 100.0  # it is well
         drive.tick(100.0)
@@ -170,7 +170,7 @@ def test_an_only_relay_that_the_trainer_cannot_reach_is_started_again_and_in_the
             drive.tell(RelayJoined(0, incarnation + 1))
             assert published(drive)[-1] == (1, 0)
     assert incarnation == 1 + drive.plane.config.health.max_restarts
-    assert "the trainer cannot reach it: nothing moved" in drive.orders(Stop)[0].reason
+    assert "the trainer cannot reach it: no data" in drive.orders(Stop)[0].reason
 
 
 def test_a_failure_of_another_trainer_or_of_an_older_version_changes_nothing():

@@ -30,9 +30,9 @@ from tailrace.engines.layout import use_fast_layout
 from tailrace.engines.lean import lean_decoder
 from tailrace.engines.native import NativeEngine
 from tailrace.engines.plain import PlainOperations
-from tailrace.engines.weights import replace_weights
 from tailrace.kernels import cpu
 from tailrace.types import id_bytes
+from tailrace.weights.staging import replace_weights
 
 VOCABULARY = 96
 SHAPE: dict[str, Any] = {

@@ -80,9 +80,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "lfm2": ({"layer_types": ["conv", "full_attention"]}, "layers of the kind conv"),
     "llama4_text": (MIXTURE | {"moe_layers": [1], "intermediate_size_mlp": 48}, "layers of the kind chunked_attention"),
     "mamba": ({}, "layers of the kind linear_attention"),
-    "nemotron": ({}, "NemotronAttention does not hand its arguments through"),
+    "nemotron": ({}, "NemotronAttention does not pass its arguments through"),
     "qwen3_next": (MIXTURE, "layers of the kind linear_attention"),
-    "stablelm": ({}, "StableLmAttention does not hand its arguments through"),
+    "stablelm": ({}, "StableLmAttention does not pass its arguments through"),
     "xmod": ({}, r"trying it out failed \(ValueError: Input language unknown"),
 }
 

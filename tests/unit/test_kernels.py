@@ -139,7 +139,7 @@ else:
         for depth in (64, 96, 160, 1536, 8960):
             for splits in range(1, 12):
                 tiling = skinny.Tiling(64, 32, splits, 1, 1)
-                found = skinny._evenly(tiling, depth).splits
+                found = skinny._without_empty_splits(tiling, depth).splits
                 share = -(-depth // (32 * found)) * 32
                 assert 1 <= found <= splits
                 assert (found - 1) * share < depth <= found * share
@@ -149,7 +149,7 @@ else:
 
         def division(rows: int, columns: int, depth: int, gated: bool = False) -> skinny.Tiling:
             x = torch.empty(rows, depth, dtype=torch.bfloat16)
-            return skinny._evenly(skinny.tiling_for(x, columns, gated), depth)
+            return skinny._without_empty_splits(skinny.tiling_for(x, columns, gated), depth)
 
         for rows in (1, 16, 32):
             assert division(rows, 1536, 1536) == (64, 128, 4, 4, 3)

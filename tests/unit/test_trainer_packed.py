@@ -72,5 +72,5 @@ def test_recurrent_layers_are_refused():
 
 
 def test_a_plain_forward_is_refused_once_the_attention_is_installed():
-    with pytest.raises(UnsupportedModelError, match="hand its arguments"):
+    with pytest.raises(UnsupportedModelError, match="pass its arguments"):
         install(tiny_model())(input_ids=torch.tensor([[1, 2, 3]]))

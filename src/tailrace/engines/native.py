@@ -33,7 +33,6 @@ from tailrace.engines.lean import is_known, lean_decoder
 from tailrace.engines.plain import PlainOperations
 from tailrace.engines.shortage import carry_out
 from tailrace.engines.trial import try_out
-from tailrace.engines.weights import Staged, replace_weights, staging_for
 from tailrace.kernels import cpu
 from tailrace.model.device import AMPERE, usable_device
 from tailrace.model.load import end_tokens, load_model, load_tokenizer, precision_on
@@ -41,6 +40,7 @@ from tailrace.model.longrope import rotate_by_sequence, switch_of
 from tailrace.model.memory import TO_ITSELF, ran_out, share_of_replicas
 from tailrace.model.support import check_layers, refuse
 from tailrace.types import TrajectoryId, Version
+from tailrace.weights.staging import StagedWeights, replace_weights, staging_for
 
 if TYPE_CHECKING:
     from tailrace.engines.graphs import GraphExecutor
@@ -146,7 +146,7 @@ class NativeEngine:
         for id in ids:
             self._scheduler.forget(id)
 
-    def load_weights(self, version: Version, tensors: Mapping[str, Any] | Staged, keep_kv: bool = False) -> None:
+    def load_weights(self, version: Version, tensors: Mapping[str, Any] | StagedWeights, keep_kv: bool = False) -> None:
         replace_weights(self._model, tensors)
         self.version = version
         if not keep_kv:

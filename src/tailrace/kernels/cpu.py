@@ -1,7 +1,7 @@
-"""Kernels for a CPU (`cpu.c`), compiled for the machine they run on by its own C compiler, once, and kept.
+"""CPU kernels (`cpu.c`), compiled once per machine by its own C compiler and cached.
 
-Called by `engines/compiled.py`. Without a compiler, or where something about it fails, `library` is None and says why,
-once: everything then runs with torch alone, slower. They use the threads of torch, so those are never more than set.
+Called by `engines/compiled.py`. Without a working compiler `library` is None and prints the reason once; everything
+then runs with torch alone, slower. The kernels use torch's OpenMP threads, so `torch.set_num_threads` bounds them.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ import torch
 log = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("cpu.c")
-MOST_DIM = 256  # floats of a head, as in the source
+MOST_DIM = 256  # largest head dimension, as in the source
 COMPILE_S = 120.0
 FLAGS = ("-O3", "-march=native", "-std=gnu11", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
-OFF = "TAILRACE_CPU_KERNELS"  # set to 0: never
+OFF = "TAILRACE_CPU_KERNELS"  # environment variable; 0: do not use them
 
 POINTER, LONG, INT, FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
 SIGNATURES = {
@@ -66,7 +66,7 @@ def _bound(found: ctypes.CDLL) -> ctypes.CDLL:
 
 
 def _compiled() -> Path:
-    """The shared library, from the cache if this machine has made it before."""
+    """The shared library, from the cache if it was compiled before."""
     compiler = shutil.which(os.environ.get("CC") or "cc")
     if compiler is None:
         raise RuntimeError("no C compiler; Debian's is in the package gcc")
@@ -74,14 +74,14 @@ def _compiled() -> Path:
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-            _compile(compiler, Path(folder) / "made.so").replace(target)  # others may do the same at the same time
+            _compile(compiler, Path(folder) / "made.so").replace(target)  # atomic: other processes may compile too
     return target
 
 
 def _compile(compiler: str, target: Path) -> Path:
     made = target.with_suffix(".o")
     _run(compiler, *FLAGS, "-c", str(SOURCE), "-o", str(made))
-    # Linked without -fopenmp: the symbols are found in the OpenMP that torch has brought, and so are its threads.
+    # Linked without -fopenmp, so that the symbols resolve to the OpenMP library that torch has loaded, and its threads.
     _run(compiler, "-shared", str(made), "-o", str(target))
     return target
 
@@ -93,13 +93,13 @@ def _run(*command: str) -> None:
 
 
 def _fingerprint(compiler: str) -> str:
-    """Whatever would make another library: the source, how it is compiled, for which processor."""
+    """Of everything that the library depends on: source, compiler, flags, processor."""
     parts = [SOURCE.read_text(), compiler, *FLAGS, platform.machine(), torch.__version__, _processor()]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
 def _processor() -> str:
-    """A home directory may be shared by machines of several kinds."""
+    """Its features: machines with different processors may share a home directory."""
     described = Path("/proc/cpuinfo")
     lines = described.read_text().splitlines() if described.exists() else [platform.processor()]
     return next((line for line in lines if line.startswith(("flags", "Features"))), "")

@@ -1,4 +1,4 @@
-"""SwiGLU's gate. Called by the lean decoder between the two products of a feed-forward block."""
+"""SwiGLU: silu(gate) * up. Called by the native engine between the two products of a feed-forward block."""
 
 # Triton hides launch options from type checkers.
 # pyright: reportCallIssue=false
@@ -14,7 +14,7 @@ WARPS = 4
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up for `gate_up` [rows, 2 * width]; the first half of the columns is the gate."""
+    """silu(gate) * up for `gate_up` [rows, 2 * width]; the gate is the first half of the columns."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(rows, width, dtype=gate_up.dtype, device=gate_up.device)
     if rows:
@@ -30,5 +30,5 @@ def _gate_tile(gate_up, out, stride, width, tile: tl.constexpr):
     inside = at < width
     gate = tl.load(gate_up + row * stride + at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * stride + width + at, mask=inside, other=0.0).to(tl.float32)
-    opened = (gate * tl.sigmoid(gate)).to(out.dtype.element_ty).to(tl.float32)  # rounded as the plain module does
-    tl.store(out + row * width + at, (opened * up).to(out.dtype.element_ty), mask=inside)
+    activated = (gate * tl.sigmoid(gate)).to(out.dtype.element_ty).to(tl.float32)  # rounded as in transformers' module
+    tl.store(out + row * width + at, (activated * up).to(out.dtype.element_ty), mask=inside)

@@ -1,6 +1,6 @@
-"""Root-mean-square norm of rows. Called by the lean decoder twice per layer; rounds where transformers' module does.
+"""RMSNorm. Called by the native engine twice per layer; rounds where transformers' module does.
 
-Where a product was left in parts (`skinny.product_parts`), its sum, its way onto the residual and the norm of that are
+Where a product was left in parts (split-K, `skinny.product_parts`), their sum, the residual addition and the norm are
 one kernel.
 """
 
@@ -26,8 +26,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def add_rms_norm(parts: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """`residual` [rows, hidden] grows in place by the sum of `parts` [parts, rows, hidden] (float32), rounded once;
-    what it has become is normalised as `rms_norm` does it."""
+    """Add the sum of `parts` [parts, rows, hidden] (float32) to `residual` [rows, hidden] in place, rounded once, and
+    return the RMSNorm of the result."""
     rows, hidden = residual.shape
     assert parts.is_contiguous()
     out = torch.empty(rows, hidden, dtype=residual.dtype, device=residual.device)
@@ -59,7 +59,7 @@ def _add_and_norm_row(
     inside = at < hidden
     target = residual + row * stride + at
     value = tl.load(target, mask=inside, other=0.0).to(tl.float32)
-    part = tl.arange(0, parts_width)[:, None]  # all of them at once: one load after the other would be waited for
+    part = tl.arange(0, parts_width)[:, None]  # loaded all at once, or each load would wait for the one before
     source = parts + (part * rows + row) * hidden + at[None, :]
     summed = tl.sum(tl.load(source, mask=(part < count) & inside[None, :], other=0.0), 0)
     value = (value + summed).to(out.dtype.element_ty)

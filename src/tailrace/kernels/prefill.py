@@ -1,7 +1,7 @@
-"""Causal attention of many new tokens over the paged pool, in tiles (flash attention).
+"""Paged prefill attention (flash attention): many new tokens, causally, over the KV pool.
 
-Called by the lean decoder in every layer of a prefill, whole prompts or chunks of them, after the new keys and values
-have been stored. Tiles that the causal mask or the window hides are not read; only those on an edge are masked.
+Called by the native engine in every layer of a prefill, of whole prompts or chunks, after the new keys and values are
+stored. Tiles that are fully masked are not read; only tiles on the edge of the mask are masked.
 """
 
 # Triton hides launch options and loops from type checkers.
@@ -16,7 +16,7 @@ import triton.language as tl
 QUERIES = 128  # per program, for heads of up to 256 bytes
 TILE = 64  # keys per step, likewise
 WARPS = 8
-STAGES = 3  # the block table's numbers take half of them: one tile is under way, and 96 KB are used
+STAGES = 3  # loads of the block table take half of them: one tile is in flight, in 96 KB of shared memory
 
 
 def paged_prefill(
@@ -32,11 +32,11 @@ def paged_prefill(
     window: int | None,
     softcap: float | None,
 ) -> torch.Tensor:
-    """What the new tokens attend to, [tokens, heads, head size], each to itself and all before it.
+    """Attention output of the new tokens, [tokens, heads, head size].
 
-    The queries of sequence s are rows cu[s] to cu[s+1] of `q` [tokens, heads, head size]; the first of them has place
-    starts[s]; lengths[s] tokens of the sequence are in the pool, the new ones included. `longest`: the most queries
-    that a sequence has, or any bound. Rows from cu[-1] on stay undefined. The rest as in `paged_decode`.
+    The queries of sequence s are rows cu[s] to cu[s+1] of `q` [tokens, heads, head size]; the first of them has
+    position starts[s]; lengths[s] tokens of the sequence are in the pool, the new ones included. `longest`: a bound on
+    the queries of a sequence. Rows from cu[-1] on stay undefined. The rest as in `paged_decode`.
     """
     tokens, heads, size = q.shape
     kv_heads, block_tokens = keys.shape[1], keys.shape[2]
@@ -68,66 +68,68 @@ def _attend(
 ):  # fmt: skip
     head = tl.program_id(0)
     sequence = tl.program_id(1).to(tl.int64)
-    before = (tl.num_programs(2) - 1 - tl.program_id(2)) * queries  # the latest queries see most: those start first
+    tile_index = tl.num_programs(2) - 1 - tl.program_id(2)  # the last queries attend to most keys: those start first
+    first_query = tile_index * queries
     row = tl.load(cu + sequence).to(tl.int64)
     count = (tl.load(cu + sequence + 1) - row).to(tl.int32)
-    if before >= count:
+    if first_query >= count:
         return
 
     start = tl.load(starts + sequence).to(tl.int32)
     length = tl.load(lengths + sequence).to(tl.int32)
-    number = before + tl.arange(0, queries)
+    number = first_query + tl.arange(0, queries)
     dim = tl.arange(0, width)
-    held = (number < count)[:, None] & (dim < size)[None, :]
+    valid = (number < count)[:, None] & (dim < size)[None, :]
     source = q + row * q_row_stride + number[:, None] * q_row_stride + head * q_head_stride + dim[None, :]
-    query = tl.load(source, mask=held, other=0.0)
+    query = tl.load(source, mask=valid, other=0.0)
 
-    place = start + number
-    nearest = start + before  # of the places in this tile
-    end = tl.minimum(tl.minimum(nearest + queries, start + count), length)
-    plain_end = tl.minimum((nearest + 1) // tile * tile, end // tile * tile)
-    first = nearest * 0
+    position = start + number
+    first_position = start + first_query  # the first position of this tile
+    end = tl.minimum(tl.minimum(first_position + queries, start + count), length)
+    unmasked_end = tl.minimum((first_position + 1) // tile * tile, end // tile * tile)
+    first = first_position * 0
     if window > 0:
-        first = tl.maximum(nearest - window + 1, 0) // tile * tile
-        plain_end = first  # masks everywhere: windows are rare, and a third loop is not worth its registers
+        first = tl.maximum(first_position - window + 1, 0) // tile * tile
+        unmasked_end = first  # all tiles are masked: windows are rare, and a third loop is not worth its registers
     blocks = table + sequence * table_stride
     base = (head // group) * head_stride + dim[None, :]
-    peak = tl.full([queries], -1e30, tl.float32)  # finite, so that no difference of peaks is undefined
-    total = tl.zeros([queries], tl.float32)
-    summed = tl.zeros([queries, width], tl.float32)
-    peak, total, summed = _walk(
-        peak, total, summed, query, place, keys, values, blocks, base, dim, first, plain_end, end, scale,
+    running_max = tl.full([queries], -1e30, tl.float32)  # finite: a difference of two infinities is NaN
+    denominator = tl.zeros([queries], tl.float32)
+    acc = tl.zeros([queries, width], tl.float32)
+    running_max, denominator, acc = _attend_keys(
+        running_max, denominator, acc, query, position, keys, values, blocks, base, dim,
+        first, unmasked_end, end, scale,
         block_stride, token_stride, size, width, block_tokens, tile, False, window, softcap, precision,
     )  # fmt: skip
-    peak, total, summed = _walk(
-        peak, total, summed, query, place, keys, values, blocks, base, dim, plain_end, end, end, scale,
+    running_max, denominator, acc = _attend_keys(
+        running_max, denominator, acc, query, position, keys, values, blocks, base, dim, unmasked_end, end, end, scale,
         block_stride, token_stride, size, width, block_tokens, tile, True, window, softcap, precision,
     )  # fmt: skip
-    mean = summed / tl.where(total > 0, total, 1.0)[:, None]
+    output = acc / tl.where(denominator > 0, denominator, 1.0)[:, None]
     target = out + ((row + number) * heads + head)[:, None] * size + dim[None, :]
-    tl.store(target, mean.to(out.dtype.element_ty), mask=held)
+    tl.store(target, output.to(out.dtype.element_ty), mask=valid)
 
 
 @triton.jit
-def _walk(
-    peak, total, summed, query, place, keys, values, blocks, base, dim, first, last, end, scale,
+def _attend_keys(
+    running_max, denominator, acc, query, position, keys, values, blocks, base, dim, first, last, end, scale,
     block_stride, token_stride, size: tl.constexpr, width: tl.constexpr, block_tokens: tl.constexpr,
     tile: tl.constexpr, masked: tl.constexpr, window: tl.constexpr, softcap: tl.constexpr, precision: tl.constexpr,
 ):  # fmt: skip
-    """Take the keys from `first` to `last`, a tile at a time, into the running softmax."""
+    """Online softmax over the keys from `first` to `last`, one tile at a time."""
     for begin in tl.range(first, last, tile):
-        at = begin + tl.arange(0, tile)
-        there = (at < end)[:, None]
+        key_position = begin + tl.arange(0, tile)
+        loaded = (key_position < end)[:, None]
         if width != size:
-            there = there & (dim < size)[None, :]
+            loaded = loaded & (dim < size)[None, :]
         if masked:
-            block = tl.load(blocks + at // block_tokens, mask=at < end, other=0).to(tl.int64)
+            block = tl.load(blocks + key_position // block_tokens, mask=key_position < end, other=0).to(tl.int64)
         else:
-            block = tl.load(blocks + at // block_tokens).to(tl.int64)
-        cell = (block * block_stride + (at % block_tokens) * token_stride)[:, None] + base
+            block = tl.load(blocks + key_position // block_tokens).to(tl.int64)
+        cell = (block * block_stride + (key_position % block_tokens) * token_stride)[:, None] + base
         if masked or width != size:
-            key = tl.load(keys + cell, mask=there, other=0.0)
-            value = tl.load(values + cell, mask=there, other=0.0)
+            key = tl.load(keys + cell, mask=loaded, other=0.0)
+            value = tl.load(values + cell, mask=loaded, other=0.0)
         else:
             key = tl.load(keys + cell)
             value = tl.load(values + cell)
@@ -135,15 +137,15 @@ def _walk(
         if softcap > 0:
             score = softcap / scale * (2 * tl.sigmoid(2 * scale / softcap * score) - 1)
         if masked:
-            seen = (at[None, :] <= place[:, None]) & (at < end)[None, :]
+            visible = (key_position[None, :] <= position[:, None]) & (key_position < end)[None, :]
             if window > 0:
-                seen = seen & (at[None, :] > place[:, None] - window)
-            score = tl.where(seen, score, float("-inf"))
-        factor = scale * 1.4426950408889634  # exp2 is what the hardware has
-        higher = tl.maximum(peak, tl.max(score, 1) * factor)
-        weight = tl.exp2(score * factor - higher[:, None])
-        fade = tl.exp2(peak - higher)
-        total = total * fade + tl.sum(weight, 1)
-        summed = tl.dot(weight.to(value.dtype), value, summed * fade[:, None], input_precision=precision)
-        peak = higher
-    return peak, total, summed
+                visible = visible & (key_position[None, :] > position[:, None] - window)
+            score = tl.where(visible, score, float("-inf"))
+        factor = scale * 1.4426950408889634  # log2(e): the hardware has exp2
+        new_max = tl.maximum(running_max, tl.max(score, 1) * factor)
+        weight = tl.exp2(score * factor - new_max[:, None])
+        rescale = tl.exp2(running_max - new_max)
+        denominator = denominator * rescale + tl.sum(weight, 1)
+        acc = tl.dot(weight.to(value.dtype), value, acc * rescale[:, None], input_precision=precision)
+        running_max = new_max
+    return running_max, denominator, acc

@@ -1,7 +1,7 @@
-"""Rotary places for queries and keys, and the new keys' and values' way into the pool, in one pass over the product.
+"""Rotary position embedding (RoPE) of queries and keys, fused with storing new keys and values in the KV pool.
 
-Called by the lean decoder after the joined query, key and value product, in prefill and in decode. The rotation is done
-in float32 and rounded once.
+Called by the native engine after the fused QKV product, in prefill and in decode. The rotation is done in float32 and
+rounded once.
 """
 
 # Triton hides launch options and loops from type checkers.
@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-HEADS = 4  # heads that one program takes: one warp with 16 bytes per thread and half at a head size of 128
+HEADS = 4  # per program: one warp, 16 bytes per thread and half a head, at a head size of 128
 WARPS = 1
 
 
@@ -21,7 +21,7 @@ def rope_store(
     qkv: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
-    places: torch.Tensor,
+    positions: torch.Tensor,
     slots: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -29,12 +29,12 @@ def rope_store(
     k_norm: torch.Tensor | None,
     eps: float,
 ) -> torch.Tensor:
-    """The rotated queries [tokens, heads, head size]; rotated keys and plain values go to `slots` of the pools.
+    """Returns the rotated queries [tokens, heads, head size]; stores rotated keys, and values, in `slots` of the pools.
 
-    `qkv` [tokens, (heads + 2 * kv heads) * head size], or what adds up to it: [parts, tokens, ...] in float32;
-    `cos` and `sin` [places, head size] with two equal halves, of which the first is read; slot = block * block tokens
-    + offset, -1 for a token that is not to be stored; `q_norm` and `k_norm` are weights of RMS norms over a head, given
-    both or not at all.
+    `qkv` [tokens, (heads + 2 * kv heads) * head size], or its split-K parts: [parts, tokens, ...] in float32; `cos` and
+    `sin` [positions, head size] with two equal halves, of which the first is read; slot = block * block tokens +
+    offset, -1 for a token that is not stored; `q_norm` and `k_norm` are the weights of a per-head RMSNorm (QK norm),
+    both or none.
     """
     assert (q_norm is None) == (k_norm is None)
     assert keys.stride() == values.stride()
@@ -45,7 +45,7 @@ def rope_store(
     if tokens:
         grid = (tokens, triton.cdiv(heads + 2 * kv_heads, HEADS))
         _rotate_and_store[grid](
-            qkv, cos, sin, places, slots, keys, values, q_norm, k_norm, q, eps,
+            qkv, cos, sin, positions, slots, keys, values, q_norm, k_norm, q, eps,
             part_stride, qkv.stride(-2), cos.stride(0), keys.stride(0), keys.stride(1), keys.stride(2),
             heads, kv_heads, block_tokens, size // 2, triton.next_power_of_2(size // 2), HEADS, q_norm is not None,
             parts, num_warps=WARPS,
@@ -55,48 +55,48 @@ def rope_store(
 
 @triton.jit
 def _rotate_and_store(
-    qkv, cos, sin, places, slots, keys, values, q_norm, k_norm, q, eps,
+    qkv, cos, sin, positions, slots, keys, values, q_norm, k_norm, q, eps,
     part_stride, qkv_stride, table_stride, block_stride, head_stride, token_stride,
     heads: tl.constexpr, kv_heads: tl.constexpr, block_tokens: tl.constexpr,
-    half: tl.constexpr, width: tl.constexpr, tile: tl.constexpr, normed: tl.constexpr, parts: tl.constexpr,
+    half_dim: tl.constexpr, width: tl.constexpr, tile: tl.constexpr, with_norm: tl.constexpr, parts: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * tile + tl.arange(0, tile))[:, None]
     dim = tl.arange(0, width)[None, :]
-    inside = (head < heads + 2 * kv_heads) & (dim < half)
+    inside = (head < heads + 2 * kv_heads) & (dim < half_dim)
     is_query = head < heads
     is_value = head >= heads + kv_heads
 
-    source = qkv + token * qkv_stride + head * (2 * half) + dim
+    source = qkv + token * qkv_stride + head * (2 * half_dim) + dim
     low = _summed(source, inside, part_stride, parts).to(q.dtype.element_ty).to(tl.float32)
-    high = _summed(source + half, inside, part_stride, parts).to(q.dtype.element_ty).to(tl.float32)
+    high = _summed(source + half_dim, inside, part_stride, parts).to(q.dtype.element_ty).to(tl.float32)
     new_low, new_high = low, high
-    if normed:
-        scale = tl.rsqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / (2 * half) + eps)[:, None]
-        kind = q.dtype.element_ty
-        new_low = _weighted((low * scale).to(kind), q_norm, k_norm, dim, is_query, half).to(kind).to(tl.float32)
-        new_high = _weighted((high * scale).to(kind), q_norm + half, k_norm + half, dim, is_query, half)
-        new_high = new_high.to(kind).to(tl.float32)
+    if with_norm:
+        scale = tl.rsqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / (2 * half_dim) + eps)[:, None]
+        dtype = q.dtype.element_ty
+        new_low = _weighted((low * scale).to(dtype), q_norm, k_norm, dim, is_query, half_dim).to(dtype).to(tl.float32)
+        new_high = _weighted((high * scale).to(dtype), q_norm + half_dim, k_norm + half_dim, dim, is_query, half_dim)
+        new_high = new_high.to(dtype).to(tl.float32)
 
-    place = tl.load(places + token).to(tl.int64)
-    cosine = tl.load(cos + place * table_stride + dim, mask=dim < half, other=0.0).to(tl.float32)
-    sine = tl.load(sin + place * table_stride + dim, mask=dim < half, other=0.0).to(tl.float32)
-    turned_low = (new_low * cosine - new_high * sine).to(q.dtype.element_ty)
-    turned_high = (new_high * cosine + new_low * sine).to(q.dtype.element_ty)
+    position = tl.load(positions + token).to(tl.int64)
+    cosine = tl.load(cos + position * table_stride + dim, mask=dim < half_dim, other=0.0).to(tl.float32)
+    sine = tl.load(sin + position * table_stride + dim, mask=dim < half_dim, other=0.0).to(tl.float32)
+    rotated_low = (new_low * cosine - new_high * sine).to(q.dtype.element_ty)
+    rotated_high = (new_high * cosine + new_low * sine).to(q.dtype.element_ty)
 
-    target = q + (token * heads + head) * (2 * half) + dim
-    tl.store(target, turned_low, mask=inside & is_query)
-    tl.store(target + half, turned_high, mask=inside & is_query)
+    target = q + (token * heads + head) * (2 * half_dim) + dim
+    tl.store(target, rotated_low, mask=inside & is_query)
+    tl.store(target + half_dim, rotated_high, mask=inside & is_query)
 
     slot = tl.load(slots + token).to(tl.int64)
-    kept = inside & (slot >= 0)
+    stored = inside & (slot >= 0)
     cell = (slot // block_tokens) * block_stride + (slot % block_tokens) * token_stride + dim
     target = keys + cell + (head - heads) * head_stride
-    tl.store(target, turned_low, mask=kept & ~is_query & ~is_value)
-    tl.store(target + half, turned_high, mask=kept & ~is_query & ~is_value)
+    tl.store(target, rotated_low, mask=stored & ~is_query & ~is_value)
+    tl.store(target + half_dim, rotated_high, mask=stored & ~is_query & ~is_value)
     target = values + cell + (head - heads - kv_heads) * head_stride
-    tl.store(target, low.to(q.dtype.element_ty), mask=kept & is_value)
-    tl.store(target + half, high.to(q.dtype.element_ty), mask=kept & is_value)
+    tl.store(target, low.to(q.dtype.element_ty), mask=stored & is_value)
+    tl.store(target + half_dim, high.to(q.dtype.element_ty), mask=stored & is_value)
 
 
 @triton.jit
@@ -108,8 +108,8 @@ def _summed(source, inside, part_stride, parts: tl.constexpr):
 
 
 @triton.jit
-def _weighted(value, q_norm, k_norm, dim, is_query, half: tl.constexpr):
-    """Half a head times the weights of its kind's norm."""
-    for_query = tl.load(q_norm + dim, mask=dim < half, other=0.0).to(tl.float32)
-    for_key = tl.load(k_norm + dim, mask=dim < half, other=0.0).to(tl.float32)
+def _weighted(value, q_norm, k_norm, dim, is_query, half_dim: tl.constexpr):
+    """Half a head times the norm weights of queries or keys."""
+    for_query = tl.load(q_norm + dim, mask=dim < half_dim, other=0.0).to(tl.float32)
+    for_key = tl.load(k_norm + dim, mask=dim < half_dim, other=0.0).to(tl.float32)
     return value.to(tl.float32) * tl.where(is_query, for_query, for_key)

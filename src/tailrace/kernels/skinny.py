@@ -1,15 +1,15 @@
-"""Products of a few rows with a large matrix, which take as long as it takes to read the matrix.
+"""Skinny GEMM: a few rows times a large matrix, bound by the time to read the matrix.
 
-Called by the lean decoder where a batch has at most `MOST_ROWS` rows. Every program streams its own piece of the matrix
-through a pipeline and keeps all rows beside it, so that each weight is read once. A matrix with too few columns to
-occupy the card is also divided along its depth: the parts are left in float32 for the kernel that reads them next,
-which adds them up in a fixed order on its way (`norm.add_rms_norm`, `rope.rope_store`).
+Called by the native engine for batches of at most `MOST_ROWS` rows. Every program streams its own tile of the matrix
+through a pipeline and keeps all rows, so that each weight is read once. A matrix with too few columns to occupy the GPU
+is also divided along its depth (split-K): the parts stay in float32, and the next kernel adds them up in a fixed order
+(`norm.add_rms_norm`, `rope.rope_store`).
 
-Measured on an H200 in bfloat16, decode steps without attention and draw at 1, 8, 16 and 32 rows: a 1.5B model takes
-1.45, 1.39, 1.43 and 1.47 ms with the library's products, 1.31, 1.28, 1.28 and 1.32 ms with these, where each of them is
+Measured on an H200 in bfloat16, decode steps without attention and sampling at 1, 8, 16 and 32 rows: a 1.5B model takes
+1.45, 1.39, 1.43 and 1.47 ms with cuBLAS, 1.31, 1.28, 1.28 and 1.32 ms with these, where each of them is
 divided in the best of many ways; a 7B model takes 4.05, 4.13, 4.15 and 4.25 ms, and 3.94, 3.85, 3.86 and 3.89 ms.
 `tiling_for` is one simple rule drawn from those ways; `benchmarks/gpu/skinny.py` times it. At 64 rows the best ways
-gain only 6 % at 1.5B and 2 % at 7B, at 128 rows nothing: those are left to the library.
+gain only 6 % at 1.5B and 2 % at 7B, at 128 rows nothing: those are left to cuBLAS.
 """
 
 # Triton hides launch options and loops from type checkers.
@@ -25,12 +25,12 @@ import triton
 import triton.language as tl
 
 MOST_ROWS = 32
-TILE = 64  # columns of a program; as many of the gate and of what it opens
-STEP = 128  # weights of a column that are read at once; half as many of each kind where there is a gate
+TILE = 64  # columns of a program; of gate and up projection each, where there is a gate
+STEP = 128  # weights of a column that are read at once; half as many of gate and up each
 WARPS = 4
-SHARED_BYTES = 72 * 1024  # of a program's pipeline, so that three of them share a multiprocessor
-PROGRAMS = 2  # per multiprocessor, where the depth is divided
-PROCESSORS = 132  # where there is no card to ask
+SHARED_BYTES = 72 * 1024  # of a program's pipeline, so that three fit on a multiprocessor
+PROGRAMS = 2  # per multiprocessor, with split-K
+PROCESSORS = 132  # assumed where there is no GPU
 
 
 class Tiling(NamedTuple):
@@ -44,7 +44,7 @@ class Tiling(NamedTuple):
 
 
 def suits(x: torch.Tensor) -> bool:
-    """Whether the products here are the faster ones for these rows. Full precision has no tensor cores to use."""
+    """Whether these kernels are faster than cuBLAS for these rows. In float32 there are no tensor cores to use."""
     return len(x) <= MOST_ROWS and (x.element_size() == 2 or not x.is_cuda)
 
 
@@ -60,8 +60,8 @@ def product(
 def product_parts(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tiling: Tiling | None = None
 ) -> torch.Tensor:
-    """What adds up to the product: [parts, rows, columns] in float32. The bias is in the first part."""
-    tiling = _evenly(tiling or tiling_for(x, len(weight)), x.shape[1])
+    """Split-K: [parts, rows, columns] in float32, which add up to the product. The bias is in the first part."""
+    tiling = _without_empty_splits(tiling or tiling_for(x, len(weight)), x.shape[1])
     out = torch.empty(tiling.splits, len(x), len(weight), dtype=torch.float32, device=x.device)
     return _launch(x, weight, bias, out, tiling, gated=False)
 
@@ -69,8 +69,8 @@ def product_parts(
 def gated_product(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tiling: Tiling | None = None
 ) -> torch.Tensor:
-    """silu(gate) * up [rows, width], where the first `width` rows of `weight` give the gate and the others what it
-    opens. Rounded where two kernels, the product and `gate.silu_mul`, would round."""
+    """SwiGLU: silu(gate) * up [rows, width]; the first `width` rows of `weight` are the gate projection, the
+    others the up projection. Rounded where two kernels, the product and `gate.silu_mul`, would round."""
     width = len(weight) // 2
     tiling = (tiling or tiling_for(x, width, gated=True))._replace(splits=1)
     out = torch.empty(len(x), width, dtype=x.dtype, device=x.device)
@@ -78,7 +78,7 @@ def gated_product(
 
 
 def tiling_for(x: torch.Tensor, columns: int, gated: bool = False) -> Tiling:
-    """As many splits as occupy the card, of which none is shorter than its pipeline."""
+    """As many splits as occupy the GPU, none shorter than its pipeline."""
     step = STEP // (1 + gated)
     stages = SHARED_BYTES // ((TILE * (1 + gated) + _rows_width(len(x))) * step * x.element_size())
     occupying = PROGRAMS * _processors(x.device) // -(-columns // TILE)
@@ -86,8 +86,8 @@ def tiling_for(x: torch.Tensor, columns: int, gated: bool = False) -> Tiling:
     return Tiling(TILE, step, splits, WARPS, stages)
 
 
-def _evenly(tiling: Tiling, depth: int) -> Tiling:
-    """No more splits than have something to do."""
+def _without_empty_splits(tiling: Tiling, depth: int) -> Tiling:
+    """Without splits that would be empty."""
     steps = -(-depth // tiling.step)
     return tiling._replace(splits=-(-steps // -(-steps // tiling.splits)))
 
@@ -126,37 +126,37 @@ def _multiply(
     column = tl.program_id(0) * tile + tl.arange(0, tile)
     split = tl.program_id(1)
     row = tl.arange(0, rows_width)
-    # beyond the last row or column the last one is read again, without a mask; none of that is stored
+    # out-of-range rows and columns read the last one again, without a mask; they are not stored
     rows_at = x + (tl.minimum(row, rows - 1) * x_stride)[:, None]
     columns_at = weight + (tl.minimum(column, columns - 1).to(tl.int64) * column_stride)[:, None]
-    others_at = columns_at + columns.to(tl.int64) * column_stride
+    up_at = columns_at + columns.to(tl.int64) * column_stride
     begin = split * share
-    summed = tl.zeros([tile, rows_width], tl.float32)
-    others = tl.zeros([tile, rows_width], tl.float32)
+    acc = tl.zeros([tile, rows_width], tl.float32)
+    up = tl.zeros([tile, rows_width], tl.float32)
     for start in tl.range(begin, tl.minimum(begin + share, depth), step):
         at = (start + tl.arange(0, step))[None, :]
-        there = at < depth
-        weights = _piece(columns_at, at * depth_stride, there, even)
-        values = tl.trans(_piece(rows_at, at, there, even))
-        summed = tl.dot(weights, values, summed, input_precision=precision)
+        in_range = at < depth
+        weights = _load_tile(columns_at, at * depth_stride, in_range, even)
+        values = tl.trans(_load_tile(rows_at, at, in_range, even))
+        acc = tl.dot(weights, values, acc, input_precision=precision)
         if gated:
-            weights = _piece(others_at, at * depth_stride, there, even)
-            others = tl.dot(weights, values, others, input_precision=precision)
+            weights = _load_tile(up_at, at * depth_stride, in_range, even)
+            up = tl.dot(weights, values, up, input_precision=precision)
 
     inside = column < columns
     if biased:
         first = (split == 0) & inside
-        summed += tl.load(bias + column, mask=first, other=0.0).to(tl.float32)[:, None]
+        acc += tl.load(bias + column, mask=first, other=0.0).to(tl.float32)[:, None]
         if gated:
-            others += tl.load(bias + columns + column, mask=first, other=0.0).to(tl.float32)[:, None]
-    kind = out.dtype.element_ty
+            up += tl.load(bias + columns + column, mask=first, other=0.0).to(tl.float32)[:, None]
+    dtype = out.dtype.element_ty
     if gated:
-        gate = summed.to(kind).to(tl.float32)
-        summed = (gate * tl.sigmoid(gate)).to(kind).to(tl.float32) * others.to(kind).to(tl.float32)
+        gate = acc.to(dtype).to(tl.float32)
+        acc = (gate * tl.sigmoid(gate)).to(dtype).to(tl.float32) * up.to(dtype).to(tl.float32)
     target = out + ((split * rows + row).to(tl.int64) * columns)[None, :] + column[:, None]
-    tl.store(target, summed.to(kind), mask=inside[:, None] & (row < rows)[None, :])
+    tl.store(target, acc.to(dtype), mask=inside[:, None] & (row < rows)[None, :])
 
 
 @triton.jit
-def _piece(base, at, there, even: tl.constexpr):
-    return tl.load(base + at) if even else tl.load(base + at, mask=there, other=0.0)
+def _load_tile(base, at, in_range, even: tl.constexpr):
+    return tl.load(base + at) if even else tl.load(base + at, mask=in_range, other=0.0)

@@ -14,10 +14,10 @@ import socket
 from pathlib import Path
 
 from tailrace.launch.limits import BASE, EACH, STRANGERS, allow_files
-from tailrace.relay.arena import clear_abandoned
 from tailrace.runtime.agent import Agent, AgentError
 from tailrace.runtime.controller import Controller
 from tailrace.store.folder import PRIVATE, PRIVATE_FOLDER, RunFolder
+from tailrace.weights.shared_memory import clear_abandoned
 from tailrace.wire import descriptors
 from tailrace.wire.keys import JoinKey
 from tailrace.wire.messages import WireError

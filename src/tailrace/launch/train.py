@@ -26,7 +26,6 @@ from tailrace.model.advice import advice
 from tailrace.model.device import check_devices
 from tailrace.obs.progress import Progress
 from tailrace.obs.summary import write_summary
-from tailrace.relay.arena import clear_abandoned
 from tailrace.runtime.controller import INTERRUPTED, Controller, RunError
 from tailrace.runtime.local import read_traces
 from tailrace.runtime.parts import Tie
@@ -34,6 +33,7 @@ from tailrace.store.database import has_log
 from tailrace.store.journal import Journal
 from tailrace.store.run import RunStore
 from tailrace.store.waiting import to_terminal
+from tailrace.weights.shared_memory import clear_abandoned
 from tailrace.wire import descriptors
 from tailrace.wire.keys import Keyring
 

@@ -1,4 +1,4 @@
-"""How long trajectories are: laws of completion lengths, and the draw that simulated and emulated engines share."""
+"""Completion lengths: their distributions, and the sampling that simulated and emulated engines share."""
 
 from tailrace.lengths.draw import LengthLaw, read_lengths
 

@@ -1,8 +1,8 @@
-"""How long each trajectory will be.
+"""Samples the completion length of every trajectory.
 
-Owns the draw of completion lengths. The promise: the lengths of a group depend on the seed, the group's index and the
-step alone. Whichever schedule asks, in whatever order and how often, group 17 is the same group, so schedules are
-compared on the same work. A smaller group is a prefix of a larger one.
+The lengths of a group depend on the seed, the group's index and the step alone: whichever schedule asks, in whatever
+order and how often, group 17 is the same group, so schedules are compared on the same work. A smaller group is a prefix
+of a larger one.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from tailrace.config.errors import ConfigError
 from tailrace.config.tree import Workload
 from tailrace.lengths import laws
 
-BLOCK = 256  # groups drawn together: enough to hide the cost of a call into numpy
+BLOCK = 256  # groups sampled together, which amortizes the cost of a numpy call
 BLOCKS_KEPT = 8
-_STREAM = 1  # keeps these draws apart from others made from the same seed
+_STREAM = 1  # separates these random numbers from others of the same seed
 
 
 class LengthLaw:
@@ -56,9 +56,9 @@ class LengthLaw:
             ready = _keep(self._ready, block, self._final(self._raw_block(block)))
         return ready[row][:size]
 
-    def sample(self, index: int, place: int, failures: int = 0, step: int = 0) -> int:
-        """One length of a group. After a failure it is that of a further sample: as like the others, and a new draw."""
-        further = failures * self._group + place
+    def sample(self, index: int, member: int, failures: int = 0, step: int = 0) -> int:
+        """The length of one sample of a group. After a failure it is a new one, correlated with the group as before."""
+        further = failures * self._group + member
         return self.group(index, max(self._group, further + 1), step)[further]
 
     @cached_property
@@ -75,7 +75,7 @@ class LengthLaw:
         return laws.quantile_of(self._law, self._cap, laws.Z_P99)
 
     def _widen(self, size: int) -> None:
-        """Wider blocks from now on; what was drawn before is drawn again with the same values and more."""
+        """Sample blocks with more members from now on; the first ones get the same lengths again."""
         self._width = size
         self._raw.clear()
         self._ready.clear()
@@ -91,7 +91,7 @@ class LengthLaw:
         return _keep(self._raw, block, self._draw(block)) if raw is None else raw
 
     def _draw(self, block: int) -> np.ndarray:
-        """One line of normals per sample, after the line that a group shares: more samples only add lines."""
+        """A row of normals that a group shares, then one row per sample: more samples only add rows."""
         source = np.random.SeedSequence(self._seed, spawn_key=(_STREAM, block))
         normals = np.random.Generator(np.random.Philox(source)).standard_normal((1 + self._width, BLOCK))
         return self._law((self._shared * normals[0] + self._own * normals[1:]).T)
@@ -145,7 +145,7 @@ def _from_text(path: Path) -> list[float]:
 
 
 def _from_journal(path: Path) -> list[float]:
-    # Read-only, so that nothing is left behind: no empty database for a mistyped path, no side files for a quiet one.
+    # Read-only, so that no empty database is created for a mistyped path, and no side files for a finished run.
     quiet = "" if path.with_name(path.name + "-wal").exists() else "&immutable=1"
     with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro{quiet}", uri=True)) as journal:
         rows = journal.execute("SELECT json_extract(event, '$.meta.tokens') FROM journal WHERE kind = 'Finished'")
@@ -153,7 +153,7 @@ def _from_journal(path: Path) -> list[float]:
 
 
 def _keep(cache: dict, key: int, value):
-    """Remember a block and forget the oldest one: groups are asked for in nearly rising order."""
+    """Cache a block and evict the oldest one: groups are asked for in nearly rising order."""
     if len(cache) >= BLOCKS_KEPT:
         del cache[next(iter(cache))]
     cache[key] = value

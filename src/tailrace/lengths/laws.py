@@ -1,13 +1,12 @@
-"""From published figures to a law of lengths.
+"""Length distributions ("laws"), fitted to published figures.
 
-A law is a function from standard normals to lengths in tokens, not yet capped and not yet rounded: larger normals give
-longer completions, so normals that are correlated give lengths that are alike, whatever the law. `draw.py` draws
-the normals; here the figures of the configuration are solved for the law that shows them.
+A law is the quantile function of a distribution over standard normals: it maps normals to lengths in tokens, before
+capping and rounding. Larger normals give longer completions, so correlated normals give correlated lengths, whatever
+the law. `draw.py` samples the normals; here the parameters are solved for the figures in the configuration.
 
-What the figures mean. `mean` is what one observes, hence the mean after the cap, because papers publish observed means.
-`median` and `p99` are quantiles, which the cap leaves alone; a p99 above the cap is where the 99th percentile would be
-without it. `sigma` is the spread of the logarithm of the log-normal body. In a mixture, median, mean and p99 describe
-the whole and not only its body.
+`mean` is the mean after the cap, because papers publish observed means. `median` and `p99` are quantiles, which the cap
+does not change; a p99 above the cap is that of the uncapped distribution. `sigma` is the standard deviation of the
+logarithm of the log-normal body. In a mixture, median, mean and p99 describe the whole and not only its body.
 """
 
 from __future__ import annotations
@@ -24,11 +23,9 @@ from tailrace.config.tree import Lengths
 
 Array = np.ndarray
 Law = Callable[[Array], Array]
-Shape = Callable[
-    [float], Array
-]  # sigma -> logarithms of the lengths at the grid's normals, where the body's median is 1
+Shape = Callable[[float], Array]  # sigma -> log lengths at the grid's normals, for a body with median 1
 
-# The normals at which laws are tabulated and integrated. Beyond 8.5 a normal never comes in any run.
+# The normals at which laws are tabulated and integrated. No run samples a normal beyond 8.5.
 _GRID = np.linspace(-8.5, 8.5, 8193)
 _WEIGHTS = np.exp(-_GRID * _GRID / 2)
 _WEIGHTS /= _WEIGHTS.sum()
@@ -45,12 +42,12 @@ _SIGMAS = np.geomspace(0.01, 6.0, 96).tolist()
 
 
 def mean_of(law: Law, cap: int) -> float:
-    """The mean of the law once its lengths lie between 1 and the cap."""
+    """Mean of the law after clipping to 1 and the cap."""
     return float(_WEIGHTS @ np.clip(law(_GRID), 1, cap))
 
 
 def quantile_of(law: Law, cap: int, z: float) -> float:
-    """The length below which a share Phi(z) of the capped lengths lies."""
+    """The Phi(z) quantile after clipping."""
     return float(np.clip(law(np.array([z])), 1, cap)[0])
 
 
@@ -66,7 +63,7 @@ def fixed(lengths: Lengths, cap: int) -> Law:
 
 
 def empirical(values: list[float]) -> Law:
-    """Lengths as they were observed: every recorded value is equally likely, and no other ever comes."""
+    """The empirical distribution: every recorded value is equally likely."""
     ordered = np.sort(np.array(values, dtype=float))
     last = len(ordered) - 1
 
@@ -110,9 +107,9 @@ def _shape_of(lengths: Lengths) -> Shape:
 
 
 def _tailed_shape(share: float, alpha: float) -> Shape:
-    """The mixture has no closed quantile function: tabulate P(length > x), then look up where it meets P(normal > z).
+    """The mixture has no closed quantile function: tabulate P(length > x) and invert it at P(normal > z).
 
-    Both are compared as -log of the probability, which keeps its precision in the lower end and in the far tail.
+    Both are compared as -log of the probability, which is precise at the lower end and in the far tail.
     """
 
     def shape(sigma: float) -> Array:
@@ -130,7 +127,7 @@ def _tailed_shape(share: float, alpha: float) -> Shape:
 
 
 def _fit(lengths: Lengths, cap: int) -> tuple[float, float]:
-    """The log of the body's median, and sigma, of the law that shows the two figures given."""
+    """The log of the body's median, and sigma, that reproduce the two figures given."""
     figures = _two_figures(lengths, cap)
     shape = _shape_of(lengths)
     if "sigma" in figures:
@@ -166,13 +163,13 @@ def _two_figures(lengths: Lengths, cap: int) -> dict[str, float]:
 
 def _above_cap(what: str, value: float, cap: int) -> str:
     return (
-        f"A {what} of {value:g} tokens cannot be seen with max_completion_tokens = {cap}: "
+        f"A {what} of {value:g} tokens is not possible with max_completion_tokens = {cap}: "
         f"raise max_completion_tokens above {value:g}, or write a smaller {what}."
     )
 
 
 def _locate(logs: Array, name: str, value: float, cap: int) -> float:
-    """The shift of the logarithms that gives the law the figure asked for."""
+    """The shift of the log lengths that reproduces the figure."""
     if name == "median":
         return math.log(value) - float(np.interp(0.0, _GRID, logs))
     if name == "p99":
@@ -185,9 +182,9 @@ def _capped_mean(logs: Array, cap: int) -> float:
 
 
 def _spread_for_mean(shape: Shape, name: str, value: float, mean: float, cap: int) -> tuple[float, float]:
-    """The smallest sigma for which the quantile and the capped mean are both met.
+    """The smallest sigma that reproduces both the quantile and the capped mean.
 
-    The capped mean does not always grow with sigma (a wide law is cut more), so the first crossing is searched.
+    The capped mean is not monotonic in sigma (a wider distribution is clipped more), so the first crossing is searched.
     """
 
     def excess(sigma: float) -> float:
@@ -223,7 +220,7 @@ def _spread_for_quantiles(shape: Shape, median: float, p99: float, cap: int) -> 
 
 
 def _root(function: Callable[[float], float], low: float, high: float) -> float:
-    """Where a function changes its sign between two points, by bisection."""
+    """Bisection."""
     rising = function(high) > 0
     for _ in range(60):
         middle = (low + high) / 2

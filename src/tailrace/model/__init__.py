@@ -1,1 +1,1 @@
-"""Models from transformers: loading them, and the attention that trainer and engine share."""
+"""transformers models: loading, device selection, and the packed attention of the trainer."""

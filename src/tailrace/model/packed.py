@@ -1,13 +1,12 @@
-"""Causal attention over a pack: many sequences laid end to end in one row, none of which sees another.
+"""Sequence packing: causal attention over many sequences in one row, none of which attends to another.
 
 The trainer calls `install` once on a loaded model, then `hidden_states` for every pack. Everything but attention works
-on the flat row, so padding costs nothing there; nor do beginnings that sequences have in common, which the row has
-once (`paths`). For attention sequences of similar length are spread over a batch and padded on the right, which no
-earlier token can see; half precision on CUDA reads the row as it is (`varlen.py`), where `reads_rows` says so and the
-layout was made with `room`. No mask of the whole pack is ever made: a sliding window is cut into blocks, a soft cap is
-worked off in blocks of queries.
+on the flat row, without padding, and with prefixes that sequences share computed once (`paths`). For attention,
+sequences of similar length are gathered into batches and padded on the right, which causal attention never sees; half
+precision on CUDA uses the row itself (`varlen.py`), where `reads_rows` says so and the layout was made with `room`. No
+mask of the whole pack is ever built: sliding windows and soft-capped scores are computed in blocks.
 
-What cannot be right is refused: `install` compares a pack with the model's own attention before anything is trained.
+`install` compares a pack with the model's own attention before anything is trained, and refuses a model that differs.
 """
 
 from __future__ import annotations
@@ -32,27 +31,26 @@ from tailrace.model.varlen import attend_row
 log = logging.getLogger(__name__)
 
 NAME = "tailrace_packed"
-SLACK = 8  # tokens by which sequences that are padded together may differ, or a quarter of the longest
+SLACK = 8  # tokens by which sequences of a batch may differ, or a quarter of the longest if that is more
 QUERY_BLOCK = 256  # queries whose soft-capped scores exist at once
 HALF = (torch.float16, torch.bfloat16)
-ROW_ERROR = 0.05  # how far apart two ways to attend may be in half precision, relative to the hidden states
+ROW_ERROR = 0.05  # allowed difference of the two attention paths in half precision, relative to the hidden states
 
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Where the sequences of a pack lie in its row, and where each token goes when they are spread over batches: of
-    sequences that follow each other and are of similar length.
+    """Where the sequences of a pack are in its row, and in the padded batches of neighbours of similar length.
 
-    Compiled blocks are made anew when a plain number in here changes; so a row that is read as it is has tensors only.
+    torch.compile recompiles when a plain number in here changes, so a row for `varlen.py` has tensors only.
     """
 
     positions: Tensor  # of each token in its own sequence
-    reach: Tensor  # how long the sequence of each token is
-    batches: tuple[tuple[int, int], ...] = ()  # sequences of each, and the longest, to which they are padded
-    spread: Tensor | None = None  # token for each place of the padded batches; None: nothing is padded or shared
-    gather: Tensor | None = None  # place in the padded batches of each token
-    bounds: Tensor | None = None  # of a row: the first token of each sequence, and the end
-    sizes: Tensor | None = None  # of a row, on the host: longest, tokens
+    reach: Tensor  # length of each token's sequence
+    batches: tuple[tuple[int, int], ...] = ()  # sequences of each, and the length they are padded to
+    spread: Tensor | None = None  # token of each slot of the padded batches; None: nothing is padded or shared
+    gather: Tensor | None = None  # slot of each token in the padded batches
+    bounds: Tensor | None = None  # cumulative sequence lengths (cu_seqlens)
+    sizes: Tensor | None = None  # on the host: longest sequence, tokens
 
 
 def layout(
@@ -61,10 +59,10 @@ def layout(
     room: int | None = None,
     paths: NDArray[np.int64] | None = None,
 ) -> Layout:
-    """With `room` the row is read as it is, and has so many tokens: what follows the sequences is padding.
+    """With `room` attention uses the row itself, padded to so many tokens.
 
-    `paths` has the place in the row of every token of every sequence, where sequences share tokens: the first that has
-    a token brings it into the row. Without, the row has the sequences end to end.
+    `paths`: the index in the row of every token of every sequence, where sequences share prefixes; a shared token is in
+    the row once, with the first sequence that has it. Without, the sequences are concatenated.
     """
     sizes = torch.tensor(lengths, dtype=torch.int64)
     bounds = pad(sizes.cumsum(0), (1, 0))
@@ -79,15 +77,15 @@ def layout(
     path = torch.arange(len(positions)) if paths is None else torch.from_numpy(paths)
     widths = torch.tensor([longest for sequences, longest in batches for _ in range(sequences)])
     starts = pad(widths.cumsum(0), (1, 0))
-    place = starts[:-1].repeat_interleave(sizes) + positions
-    spread = path.new_zeros(int(starts[-1])).index_copy_(0, place, path)
+    slot = starts[:-1].repeat_interleave(sizes) + positions
+    spread = path.new_zeros(int(starts[-1])).index_copy_(0, slot, path)
     new = path > pad(path.cummax(0).values[:-1], (1, 0), value=-1)
     kept = positions[new].to(device), reach[new].to(device)
-    return Layout(*kept, batches, spread.to(device), place[new].to(device))
+    return Layout(*kept, batches, spread.to(device), slot[new].to(device))
 
 
 def _similar(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Neighbours that are no longer than the first of them and not much shorter: how many, and the first's length."""
+    """Batches of neighbours no longer than the first and not much shorter: how many, and the first's length."""
     longest = sequences = 0
     for length in lengths:
         if sequences and not longest - max(SLACK, longest // 4) <= length <= longest:
@@ -109,7 +107,7 @@ def _row(
 
 
 def install(model: PreTrainedModel) -> PreTrainedModel:
-    """Give the model this attention, or say why it cannot have it."""
+    """Give the model this attention, or refuse it with the reason."""
     check_layers(model)
     rotate_by_sequence(model)
     AttentionInterface.register(NAME, attention)
@@ -121,15 +119,15 @@ def install(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def reads_rows(model: PreTrainedModel) -> bool:
-    """Whether the kernel for variable lengths does this model's attention, and gives what the other way gives.
+    """Whether the varlen kernel supports this model's attention, and agrees with the padded batches.
 
-    To be asked in the precision of the passes, autocast included.
+    Call it in the precision of the forward passes, autocast included.
     """
     config = model.config.get_text_config()
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     special = [getattr(config, name, None) for name in ("attn_logit_softcapping", "v_head_dim", "qk_rope_head_dim")]
-    half = model.dtype in HALF or torch.is_autocast_enabled(model.device.type)
-    if model.device.type != "cuda" or not half or width % 8 or width > 256 or any(special):
+    half_precision = model.dtype in HALF or torch.is_autocast_enabled(model.device.type)
+    if model.device.type != "cuda" or not half_precision or width % 8 or width > 256 or any(special):
         return False
     spread = _try_out(model, NAME, packed=True)
     try:
@@ -140,10 +138,7 @@ def reads_rows(model: PreTrainedModel) -> bool:
 
 
 def _say_without_rows(why: str) -> bool:
-    log.warning(
-        "torch's attention for sequences of various lengths does not work here (%s): they are padded, which is slower",
-        why,
-    )
+    log.warning("torch's variable-length attention does not work here (%s): sequences are padded, which is slower", why)
     return False
 
 
@@ -196,7 +191,7 @@ def _try_out(model: PreTrainedModel, implementation: str, *, packed: bool, room:
 
 
 def _in_arithmetic_precision(*tensors: Tensor) -> list[Tensor]:
-    """Rotary embeddings leave queries and keys in float32 under autocast, which values then are not."""
+    """Under autocast RoPE leaves queries and keys in float32, unlike values."""
     kind = tensors[0].device.type
     wanted = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensors[-1].dtype
     return [x.to(wanted) for x in tensors]
@@ -238,13 +233,13 @@ def _attend(
 
 
 def _windowed(q: Tensor, k: Tensor, v: Tensor, scaling: float | None, window: int) -> Tensor:
-    """Blocks as long as the window: each looks at itself and at the block before it, and at nothing else."""
+    """Sliding window, in blocks of its length: each attends to itself and to the block before it."""
     sequences, _, length, _ = q.shape
     q, k, v = (pad(x, (0, 0, 0, -length % window)) for x in (q, k, v))
     first = _attend(q[:, :, :window], k[:, :, :window], v[:, :, :window], scaling, None, None)
     queries, keys, values = _blocks(q[:, :, window:], window, window), *(_blocks(x, 2 * window, window) for x in (k, v))
-    place, seen = torch.arange(window, device=q.device)[:, None], torch.arange(2 * window, device=q.device)
-    mask = (seen > place) & (seen <= place + window)  # the window ends at the token itself
+    query, key = torch.arange(window, device=q.device)[:, None], torch.arange(2 * window, device=q.device)
+    mask = (key > query) & (key <= query + window)  # the window ends at the token itself
     later = scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scaling, enable_gqa=True)
     later = later.unflatten(0, (sequences, -1)).transpose(1, 2).flatten(2, 3)
     return torch.cat([first, later], dim=2)[:, :, :length]
@@ -256,7 +251,8 @@ def _blocks(x: Tensor, size: int, step: int) -> Tensor:
 
 
 def _softcapped(q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None, softcap: float) -> Tensor:
-    """No kernel caps its scores, so they are made here, for a block of queries at a time, and again in backward."""
+    """Logit soft-capping. No kernel has it, so scores are computed for a block of queries at a time, and recomputed in
+    the backward pass."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     starts = range(0, q.shape[2], QUERY_BLOCK)
     pieces = [

@@ -1,8 +1,8 @@
-"""Which models can be computed with here, and the one sentence for those that cannot.
+"""Which models are supported, and the sentence for those that are not.
 
-Trainer and engine run the module that transformers made of a model, with an attention function of their own. That is
-exact only if the module hands everything that matters to that function, and if attention is all that its tokens know of
-each other. Both look before they start: what they cannot compute exactly is refused with the family and the reason.
+Trainer and engine run transformers' own module with an attention function of theirs. That is exact only if the module
+passes everything that matters to that function, and if tokens interact through attention alone. Both check before they
+start: a model that they cannot compute exactly is refused with its family and the reason.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 from tailrace.errors import TailraceError
 from tailrace.model.memory import ran_out
 
-LAYERS = {"full_attention", "sliding_attention"}  # the kinds that can be computed with
-OWN_PARTS = {  # what a layer may bring along, and why that is too much
+LAYERS = {"full_attention", "sliding_attention"}  # supported types
+UNSUPPORTED_ARGUMENTS = {  # of attention, and why
     "position_bias": "adds a bias for positions to its scores",
     "s_aux": "has attention sinks",
     "block_indices": "chooses the tokens that it looks at",
@@ -27,7 +27,7 @@ OWN_PARTS = {  # what a layer may bring along, and why that is too much
 
 
 class UnsupportedModelError(TailraceError):
-    """A model that cannot be computed with here, exactly."""
+    """A model that cannot be computed exactly here."""
 
 
 def refuse(family: str, why: str) -> NoReturn:
@@ -40,7 +40,7 @@ def trunk_of(model: PreTrainedModel) -> Any:
 
 
 def check_layers(model: PreTrainedModel) -> None:
-    """As far as its settings tell."""
+    """By the model's config."""
     config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ()) - LAYERS
     if kinds:
@@ -48,17 +48,17 @@ def check_layers(model: PreTrainedModel) -> None:
     if getattr(config, "attention_chunk_size", None):
         refuse(config.model_type, "it attends in chunks")
     if getattr(config, "attn_temperature_tuning", None):
-        refuse(config.model_type, "it scales scores by the place of a token in its row, not in its sequence")
+        refuse(config.model_type, "it scales scores by the position of a token in its row, not in its sequence")
 
 
 def check_call(module: torch.nn.Module, reached: bool, mask: Tensor | None, rest: Mapping[str, Any]) -> None:
-    """What a layer asks of attention, beside the usual. `reached`: what the caller gave the model has come along."""
+    """By the arguments of an attention call. `reached`: the caller's own arguments were passed through the model."""
     family, name = _family(module), type(module).__name__
     if not reached:
-        refuse(family, f"{name} does not hand its arguments through to attention")
+        refuse(family, f"{name} does not pass its arguments through to attention")
     if mask is not None:
         refuse(family, f"{name} makes a mask of its own")
-    for part, why in OWN_PARTS.items():
+    for part, why in UNSUPPORTED_ARGUMENTS.items():
         if rest.get(part) is not None:
             refuse(family, f"{name} {why}")
     if not (rest.get("is_causal", True) and getattr(module, "is_causal", True)):
@@ -71,7 +71,7 @@ def _family(module: torch.nn.Module) -> str:
 
 @contextmanager
 def trying(model: PreTrainedModel) -> Iterator[None]:
-    """Around the first passes: this is the border to modules of whatever origin, which may raise anything."""
+    """Around the first forward passes: a foreign module may raise anything."""
     try:
         yield
     except UnsupportedModelError:

@@ -34,15 +34,15 @@ from tailrace.protocol import (
     ScoringStarted,
     WeightsLoaded,
 )
-from tailrace.relay.arena import ArenaError
-from tailrace.relay.fetch import Sources
 from tailrace.rollout.build import build_runner
 from tailrace.rollout.episode import Episode
-from tailrace.rollout.pull import Puller
 from tailrace.rollout.runner import Key, Outcome
 from tailrace.samples.client import SampleClient
 from tailrace.samples.messages import Refused
 from tailrace.types import Version, label
+from tailrace.weights.fetch import RelayReaders
+from tailrace.weights.pull import Puller
+from tailrace.weights.region import SharedMemoryError
 from tailrace.wire.link import Link
 from tailrace.wire.messages import Ended, Introduce, Ordered, Spec, Stores
 
@@ -70,7 +70,7 @@ class Worker:
         staging = getattr(self.runner.engine, "staging", None)
         self._puller = Puller(staging) if staging is not None else None
         name = label("replica", self.spec.id)
-        self._arenas = Sources(self.spec.token.encode(), name, several=self._puller is not None)
+        self._relays = RelayReaders(self.spec.token.encode(), name, parallel=self._puller is not None)
         self._report_at = 0.0
         self.loads = 0
         self.load_s = 0.0
@@ -93,7 +93,7 @@ class Worker:
             self.samples.close()
             if self._puller is not None:
                 self._puller.close()
-            self._arenas.close()
+            self._relays.close()
             self.runner.judge.close()
             self.link.close()
 
@@ -139,7 +139,7 @@ class Worker:
 
     def _advance(self) -> None:
         if self._puller is not None:
-            self._switch_when_landed(self._puller)
+            self._switch_when_pulled(self._puller)
         self.link.waiting_for = self.samples.waiting_for
         if not self.runner.episodes or self.link.waiting_for:
             return
@@ -181,28 +181,28 @@ class Worker:
             self.samples.withdraw(*key)
 
     def _load_weights(self, command: LoadWeights) -> None:
-        arena = self._arenas.at(self._order.arena, self._order.addresses.get(command.relay, ""))
+        reader = self._relays.reader(self._order.arena, self._order.addresses.get(command.relay, ""))
         if self._puller is not None:
-            self._puller.begin(command.version, arena)
+            self._puller.begin(command.version, reader)
             return
         began = time.monotonic()
         try:
-            mapped = arena.open(command.version)
+            mapped = reader.open(command.version)
             weights = mapped.arrays() if self.config.rollout.engine == "emulated" else mapped.tensors()
             self._switch(command.version, weights, began)
-        except (ArenaError, ValueError) as error:
+        except (SharedMemoryError, ValueError) as error:
             self._pull_failed(command.version, error)
 
-    def _switch_when_landed(self, puller: Puller) -> None:
+    def _switch_when_pulled(self, puller: Puller) -> None:
         try:
-            landed = puller.landed()
-            if landed is not None:
-                self._switch(landed.version, landed.weights, time.monotonic())
-        except (ArenaError, ValueError) as error:
+            pulled = puller.poll()
+            if pulled is not None:
+                self._switch(pulled.version, pulled.weights, time.monotonic())
+        except (SharedMemoryError, ValueError) as error:
             self._pull_failed(puller.version, error)
 
     def _switch(self, version: Version, weights: Any, began: float) -> None:
-        """`began`: when generation began to stand still for it."""
+        """`began`: when generation stopped for it."""
         keep = self.config.schedule.in_flight_kv == "keep"
         self.runner.engine.load_weights(version, weights, keep_kv=keep)
         self.loads += 1
@@ -210,7 +210,7 @@ class Worker:
         self.link.report(WeightsLoaded(self.spec.id, self.link.incarnation, version))
 
     def _pull_failed(self, version: Version, error: ValueError) -> None:
-        damaged = isinstance(error, ArenaError)
+        damaged = isinstance(error, SharedMemoryError)
         self.link.report(PullFailed(self.spec.id, self.link.incarnation, version, str(error), damaged))
 
     # ------------------------------------------------------------------------------------------------------ reports

@@ -27,7 +27,7 @@ from tailrace.wire.messages import Collapsed, Spec
 log = logging.getLogger("tailrace.runtime.part")  # __name__ is __main__ here
 ROLES = {
     "replica": "tailrace.rollout.worker",
-    "relay": "tailrace.relay.worker",
+    "relay": "tailrace.weights.relay_worker",
     "store": "tailrace.samples.worker",
     "trainer": "tailrace.trainer.worker",
 }

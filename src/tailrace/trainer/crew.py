@@ -20,7 +20,7 @@ from tailrace.wire.messages import Spec
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from tailrace.trainer.publish import Publisher
+    from tailrace.weights.publisher import Publisher
 
 Groups = tuple[tuple[Trajectory, ...], ...]
 GiveUp = Callable[[Version, str], None]  # is told what could not be sent and why
@@ -66,16 +66,16 @@ class Courier:
 
     def __init__(self, spec: Spec, tensors: Iterable[tuple[str, Tensor]]) -> None:
         from tailrace.model.load import precision_on
-        from tailrace.relay.layout import Layout
-        from tailrace.trainer.publish import Publisher
+        from tailrace.weights.layout import WeightLayout
+        from tailrace.weights.publisher import Publisher
 
         named = dict(tensors)
         device = next((one.device for one in named.values() if one.device.type == "cuda"), None)
         precision = precision_on("cpu" if device is None else "cuda", spec.config.rollout.precision)
-        layout = Layout.of_tensors(named, dtype=precision)
+        layout = WeightLayout.of_tensors(named, dtype=precision)
         relay = spec.config.relay
         self.publisher: Publisher = Publisher(
-            layout, spec.token.encode(), relay.chunk_mbytes, device=device, reign=spec.incarnation
+            layout, spec.token.encode(), relay.chunk_mbytes, device=device, generation=spec.incarnation
         )
         self._newest: Version = -1
         self._goal = ""  # where the last one is to go
@@ -87,7 +87,7 @@ class Courier:
 
     def send(self, version: Version, address: str, give_up: GiveUp) -> None:
         """Send this version, or the newer one that was finished while the order was on its way."""
-        from tailrace.relay.link import Address
+        from tailrace.weights.channel import Address
 
         assert version <= self._newest, f"asked to publish version {version}, but the last snapshot is {self._newest}"
         if self._under_way == (self._newest, address):

@@ -9,9 +9,9 @@ from pathlib import Path
 import msgspec
 
 from tailrace.errors import TailraceError
-from tailrace.relay.checksum import checksum
 from tailrace.trainer.sealed import Sealed, is_as_written
 from tailrace.types import MALFORMED
+from tailrace.weights.checksum import checksum
 
 PREFIX = "step-"
 LAYOUT = 2
@@ -88,4 +88,4 @@ def described(file: Path) -> File:
     if not size:
         return File(0, "")
     with file.open("rb") as source, mmap.mmap(source.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        return File(size, checksum(memoryview(content), several=True))
+        return File(size, checksum(memoryview(content), parallel=True))

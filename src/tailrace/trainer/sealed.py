@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from tailrace.relay.checksum import checksum
+from tailrace.weights.checksum import checksum
 
 
 class Sealed(msgspec.Struct, kw_only=True):

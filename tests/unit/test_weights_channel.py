@@ -13,11 +13,12 @@ from threading import Thread
 import pytest
 
 from relays import DEADLINE_S, TOKEN, Node, Weights, nodes, until
-from tailrace.relay import link, node
-from tailrace.relay.checksum import PIECE
-from tailrace.relay.link import MAGIC, Address, Channel, LinkError, TokenError, connect, dial
-from tailrace.relay.messages import Offer, Refused, Stored
-from tailrace.relay.transfer import offer
+from tailrace.weights import channel as channel_module
+from tailrace.weights import relay_node
+from tailrace.weights.channel import MAGIC, Address, Channel, ChannelError, TokenError, connect, dial
+from tailrace.weights.checksum import PIECE
+from tailrace.weights.messages import OfferVersion, VersionRefused, VersionSealed
+from tailrace.weights.transfer import offer
 from tailrace.wire.tls import ListenError, own_address
 
 DATA = os.urandom(PIECE + 1000)
@@ -57,14 +58,14 @@ def send(address: Address, token: bytes = TOKEN) -> object:
 @pytest.fixture
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if all relays and callers were on hosts of their own."""
-    monkeypatch.setattr(node, "is_loopback", lambda host: False)
+    monkeypatch.setattr(relay_node, "is_loopback", lambda host: False)
     monkeypatch.setattr(Channel, "is_local", lambda channel: False)
 
 
 def test_what_was_recorded_is_worthless(tmp_path: Path) -> None:
     with nodes(1, tmp_path) as (relay,):
         with eavesdropper(relay.address) as (address, heard):
-            assert isinstance(send(address), Stored)
+            assert isinstance(send(address), VersionSealed)
         relay.drop(1)
         with socket.create_connection((relay.address.host, relay.address.port)) as again:
             again.settimeout(DEADLINE_S)
@@ -81,7 +82,7 @@ def test_a_message_that_was_altered_is_refused(tmp_path: Path) -> None:
         return data.replace(b"Offer", b"offer")
 
     with nodes(1, tmp_path) as (relay,), eavesdropper(relay.address, enlarge) as (address, _):
-        with pytest.raises(LinkError):
+        with pytest.raises(ChannelError):
             send(address)
         assert relay.stored == []
 
@@ -89,11 +90,11 @@ def test_a_message_that_was_altered_is_refused(tmp_path: Path) -> None:
 def test_a_message_cannot_be_sent_back_or_twice(tmp_path: Path) -> None:
     with nodes(1, tmp_path) as (relay,), connect(relay.address, DEADLINE_S) as channel:
         channel.call(TOKEN)
-        channel.send(Offer(1, 10))
+        channel.send(OfferVersion(1, 10))
         channel._sent -= 1  # the same number again
-        channel.send(Offer(1, 10))
-        assert not isinstance(channel.receive("an answer to the first"), Stored)
-        with pytest.raises(LinkError):
+        channel.send(OfferVersion(1, 10))
+        assert not isinstance(channel.receive("an answer to the first"), VersionSealed)
+        with pytest.raises(ChannelError):
             channel.receive("an answer to the second")
 
 
@@ -103,7 +104,7 @@ def test_between_hosts_nothing_is_readable_and_the_version_arrives(tmp_path: Pat
         assert Address.read(str(relay.address)) == relay.address
         relay.route(1, {1: following.address})
         with eavesdropper(relay.address) as (address, heard):
-            assert isinstance(send(address), Stored)
+            assert isinstance(send(address), VersionSealed)
         assert MAGIC not in b"".join(heard)
         assert DATA[:100] not in b"".join(heard)
         until(lambda: following.holds(1, DATA), "the version at the end of the chain")
@@ -123,26 +124,26 @@ def test_between_hosts_a_wrong_token_and_a_caller_without_encryption_are_refused
     with nodes(1, tmp_path) as (relay,):
         with pytest.raises(TokenError):
             send(relay.address, b"x" * 32)
-        with pytest.raises(LinkError, match=r"closed the connection|Connection reset"):
+        with pytest.raises(ChannelError, match=r"closed the connection|Connection reset"):
             send(relay.address._replace(fingerprint=""))
         assert relay.stored == []
 
 
 def test_strangers_are_few_and_shown_the_door(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node, "MOST_STRANGERS", 3)
-    monkeypatch.setattr(link, "GREET_S", 0.5)
+    monkeypatch.setattr(relay_node, "MAX_UNAUTHENTICATED", 3)
+    monkeypatch.setattr(channel_module, "HANDSHAKE_S", 0.5)
     with nodes(1, tmp_path) as (relay,):
         place = (relay.address.host, relay.address.port)
         crowd = [socket.create_connection(place) for _ in range(8)]
-        until(lambda: len(relay._guests) == 3, "three of them to be let in")
+        until(lambda: len(relay._connections) == 3, "three of them to be let in")
         dripping = time.monotonic()
-        while relay._guests:  # a byte now and then does not help
+        while relay._connections:  # a byte now and then does not help
             assert time.monotonic() < dripping + DEADLINE_S
             for stranger in crowd:
                 with suppress(OSError):
                     stranger.send(b"t")
             time.sleep(0.05)
-        assert isinstance(send(relay.address), Stored)
+        assert isinstance(send(relay.address), VersionSealed)
         for stranger in crowd:
             stranger.close()
 
@@ -151,8 +152,8 @@ def test_a_crowd_of_strangers_keeps_nobody_out(tmp_path: Path) -> None:
     """Each has ten seconds; whoever comes later takes the place of the one that has been silent longest."""
     with nodes(1, tmp_path) as (relay,):
         crowd = [socket.create_connection((relay.address.host, relay.address.port)) for _ in range(300)]
-        assert isinstance(send(relay.address), Stored)
-        until(lambda: len(relay._guests) <= node.MOST_STRANGERS, "the others to be gone")
+        assert isinstance(send(relay.address), VersionSealed)
+        until(lambda: len(relay._connections) <= relay_node.MAX_UNAUTHENTICATED, "the others to be gone")
         for stranger in crowd:
             stranger.close()
 
@@ -170,10 +171,10 @@ def test_a_version_that_is_nothing_or_beyond_all_memory_is_refused(tmp_path: Pat
     relay = Node(0, tmp_path, quota=10_000_000)
     for size in (0, -5, 10_000_001, 1 << 59, 1 << 62):
         with dial(relay.address, TOKEN, stall_s=DEADLINE_S) as channel:
-            channel.send(Offer(1, size))
-            with suppress(LinkError):  # what cannot be is not even answered
-                assert isinstance(channel.receive("an answer"), Refused)
-    assert relay.arena.held_bytes() == 0
+            channel.send(OfferVersion(1, size))
+            with suppress(ChannelError):  # what cannot be is not even answered
+                assert isinstance(channel.receive("an answer"), VersionRefused)
+    assert relay.memory.held_bytes() == 0
     relay.close()
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load
 
-from tailrace.relay.layout import Layout, LayoutError
+from tailrace.weights.layout import LayoutError, WeightLayout
 
 TENSORS = {
     "flags": torch.tensor([True, False, True]),
@@ -21,8 +21,8 @@ TENSORS = {
 }
 
 
-def filled() -> tuple[Layout, bytearray]:
-    layout = Layout.of_tensors(TENSORS)
+def filled() -> tuple[WeightLayout, bytearray]:
+    layout = WeightLayout.of_tensors(TENSORS)
     buffer = bytearray(layout.size)
     buffer[: len(layout.header)] = layout.header
     for name, view in layout.views(buffer).items():
@@ -43,7 +43,7 @@ def test_what_is_written_through_the_views_is_a_valid_safetensors_file() -> None
 
 def test_a_reader_finds_the_layout_in_the_bytes_and_copies_nothing() -> None:
     layout, buffer = filled()
-    found = Layout.read(buffer)
+    found = WeightLayout.read(buffer)
     assert found == layout
     assert same(found.views(buffer))
     buffer[-1] = 0  # the last flag
@@ -67,22 +67,22 @@ def test_numpy_views_show_the_bits_of_what_numpy_does_not_know() -> None:
 def test_data_starts_at_a_multiple_of_64_and_every_tensor_at_one_of_its_element() -> None:
     layout, _ = filled()
     assert len(layout.header) % 64 == 0
-    assert all(place.data_offsets[0] % TENSORS[name].element_size() == 0 for name, place in layout.places.items())
+    assert all(entry.data_offsets[0] % TENSORS[name].element_size() == 0 for name, entry in layout.entries.items())
 
 
 def test_names_of_dtypes_do_as_well_as_dtypes() -> None:
-    assert Layout.of(["a"], ["bfloat16"], [(2, 3)]) == Layout.of(["a"], [torch.bfloat16], [(2, 3)])
+    assert WeightLayout.of(["a"], ["bfloat16"], [(2, 3)]) == WeightLayout.of(["a"], [torch.bfloat16], [(2, 3)])
 
 
 def test_what_cannot_be_laid_out_is_refused_with_a_sentence() -> None:
     with pytest.raises(LayoutError, match="same name"):
-        Layout.of(["a", "a"], ["float32"] * 2, [(1,), (2,)])
+        WeightLayout.of(["a", "a"], ["float32"] * 2, [(1,), (2,)])
     with pytest.raises(LayoutError, match="'a' is of type complex64"):
-        Layout.of(["a"], ["complex64"], [(1,)])
+        WeightLayout.of(["a"], ["complex64"], [(1,)])
 
 
-def header(**places: object) -> bytes:
-    text = json.dumps(places).encode()
+def header(**entries: object) -> bytes:
+    text = json.dumps(entries).encode()
     return len(text).to_bytes(8, "little") + text
 
 
@@ -93,11 +93,11 @@ def header(**places: object) -> bytes:
         (b"\xff" * 64, "do not start with"),
         ((5).to_bytes(8, "little") + b"{nope", "header is damaged"),
         (header(a={"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}), "describes"),
-        (header(a={"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}) + b"0000", "does not lie where"),
-        (header(a={"dtype": "F32", "shape": [1], "data_offsets": [2, 6]}) + b"000000", "does not lie where"),
+        (header(a={"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}) + b"0000", "do not match"),
+        (header(a={"dtype": "F32", "shape": [1], "data_offsets": [2, 6]}) + b"000000", "do not match"),
         (header(a={"dtype": "Q4", "shape": [1], "data_offsets": [0, 4]}) + b"0000", "not known here"),
     ],
 )
 def test_bytes_that_are_no_layout_are_refused_with_a_sentence(data: bytes, sentence: str) -> None:
     with pytest.raises(LayoutError, match=sentence):
-        Layout.read(data)
+        WeightLayout.read(data)

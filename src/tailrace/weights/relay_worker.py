@@ -1,7 +1,7 @@
-"""The process of one relay: a `RelayNode` that moves bytes, and a link over which control directs it.
+"""The process of one relay: a `RelayNode` that moves weights, and a link to the controller that directs it.
 
-Consumes `Route` and `Drop`; produces `VersionStored` and `LinkFailed`. Weights never pass through this loop: threads of
-the node carry them straight into shared memory.
+Consumes `Route` and `Drop`; produces `VersionStored` and `LinkFailed`. Weights do not pass through this loop: threads
+of the node receive them straight into shared memory.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from pathlib import Path
 import xxhash
 
 from tailrace.protocol import Drop, LinkFailed, RelayJoined, Route, VersionStored
-from tailrace.relay.arena import Arena, arena_path
-from tailrace.relay.link import Address
-from tailrace.relay.node import Failure, RelayNode
 from tailrace.types import Version, label
+from tailrace.weights.channel import Address
+from tailrace.weights.relay_node import RelayNode, TransferFailure
+from tailrace.weights.shared_memory import SharedMemory, shared_memory_path
 from tailrace.wire.link import Link
 from tailrace.wire.messages import Ended, Introduce, Ordered, Spec
 
@@ -31,34 +31,34 @@ def run(spec: Spec) -> None:
     def stored(version: Version) -> None:
         link.report(VersionStored(spec.id, link.incarnation, version))
 
-    def failed(failure: Failure) -> None:
+    def failed(failure: TransferFailure) -> None:
         log.warning("%s", failure)
-        if failure.lasting and failure.target is not None:
+        if failure.persistent and failure.target is not None:
             link.report(LinkFailed(spec.id, link.incarnation, failure.target, failure.reason))
 
     def join() -> None:
-        """Say what is here, at the beginning and whenever there is a new controller."""
+        """Report the versions held here, at the start and to every new controller."""
         link.report(RelayJoined(spec.id, link.incarnation, node.versions()))
 
     relay = spec.config.relay
-    arena = Arena(_arena_path(spec), quota=int(relay.quota_gbytes * 1e9))
+    memory = SharedMemory(_shared_memory_path(spec), quota=int(relay.quota_gbytes * 1e9))
     node = RelayNode(
         spec.id,
-        arena,
+        memory,
         spec.token.encode(),
         spec.listen,
         on_stored=stored,
         on_failed=failed,
         chunk_mbytes=relay.chunk_mbytes,
     )
-    link.open(address=str(node.address), arena=str(arena.path))
+    link.open(address=str(node.address), arena=str(memory.path))
     join()
     try:
         while _obey(link, node, join):
             pass
     finally:
         node.close()
-        arena.remove()
+        memory.remove()
         link.close()
 
 
@@ -81,7 +81,8 @@ def _carry_out(order: Ordered, node: RelayNode) -> None:
         node.drop(command.version)
 
 
-def _arena_path(spec: Spec) -> Path:
-    """One per run and host; the folder's hash keeps runs of the same name apart."""
+def _shared_memory_path(spec: Spec) -> Path:
+    """One per run and host; the hash of the run's folder keeps runs of the same name apart."""
     run = Path(spec.folder)
-    return arena_path(f"{run.name}-{xxhash.xxh3_64_hexdigest(str(run).encode())[:8]}", label("relay", spec.id))
+    name = f"{run.name}-{xxhash.xxh3_64_hexdigest(str(run).encode())[:8]}"
+    return shared_memory_path(name, label("relay", spec.id))

@@ -10,15 +10,16 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tailrace.config.tree import Config
-from tailrace.engines import weights
-from tailrace.engines.weights import Staged, Staging, replace_weights, staging_for
-from tailrace.model.haul import Hauler
 from tailrace.protocol import LoadWeights, PullFailed, WeightsLoaded
-from tailrace.relay.arena import Arena, ArenaError, ArenaReader
-from tailrace.relay.checksum import checksum
-from tailrace.relay.layout import Layout
 from tailrace.rollout import worker
-from tailrace.rollout.pull import Landed, Puller
+from tailrace.weights import staging
+from tailrace.weights.checksum import checksum
+from tailrace.weights.layout import WeightLayout
+from tailrace.weights.pinned_copy import PinnedCopier
+from tailrace.weights.pull import PulledWeights, Puller
+from tailrace.weights.region import SharedMemoryError
+from tailrace.weights.shared_memory import SharedMemory, SharedMemoryReader
+from tailrace.weights.staging import StagedWeights, Staging, replace_weights, staging_for
 from tailrace.wire.messages import Ordered, Spec
 
 CPU = torch.device("cpu")
@@ -42,10 +43,10 @@ def same(one: torch.nn.Module, other: torch.nn.Module) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
 
 
-def store(arena: Arena, version: int, model: LlamaForCausalLM) -> None:
+def store(memory: SharedMemory, version: int, model: LlamaForCausalLM) -> None:
     tensors = dict(model.named_parameters())
-    layout = Layout.of_tensors(tensors)
-    writer = arena.create(version, layout.size)
+    layout = WeightLayout.of_tensors(tensors)
+    writer = memory.create(version, layout.size)
     room = writer.claim(layout.size)
     room[: len(layout.header)] = layout.header
     for name, view in layout.views(room).items():
@@ -55,9 +56,9 @@ def store(arena: Arena, version: int, model: LlamaForCausalLM) -> None:
 
 
 def test_threads_move_ragged_tensors_both_ways_and_tell_their_progress_in_order() -> None:
-    hauler = Hauler(CPU, threads=3, piece=1000)
+    hauler = PinnedCopier(CPU, threads=3, buffer_bytes=1000)
     sources = [torch.randn(1234), torch.randn(3, 7).bfloat16(), torch.randint(0, 9, (5000,), dtype=torch.uint8)]
-    for move in (hauler.copy_in, hauler.copy_out):
+    for move in (hauler.to_device, hauler.to_host):
         targets = [torch.zeros_like(source) for source in sources]
         progress = list(move(zip(targets, sources, strict=True)))
         assert progress == sorted(progress)
@@ -71,9 +72,9 @@ def test_staged_weights_change_nothing_before_the_switch_and_no_address_with_it(
     staging = Staging(model)
     for other in (new, tiny(2)):
         before = model.lm_head.weight.clone()
-        staged = staging.bring(dict(other.named_parameters()))
+        staged = staging.stage(dict(other.named_parameters()))
         assert torch.equal(model.lm_head.weight, before)
-        assert isinstance(staged, Staged)
+        assert isinstance(staged, StagedWeights)
         replace_weights(model, staged)
         assert same(model, other)
     assert [one.data_ptr() for one in model.parameters()] == addresses
@@ -81,12 +82,12 @@ def test_staged_weights_change_nothing_before_the_switch_and_no_address_with_it(
 
 def test_staged_weights_of_another_type_are_converted_and_those_that_do_not_fit_refused() -> None:
     model, new = tiny(0), tiny(1).bfloat16()
-    staged = Staging(model).bring(dict(new.named_parameters()))
+    staged = Staging(model).stage(dict(new.named_parameters()))
     assert staged is not None
     replace_weights(model, staged)
     assert same(model, new.float())
     with pytest.raises(ValueError, match=r"the new weights lack 'model\.embed_tokens\.weight'"):
-        Staging(model).bring({})
+        Staging(model).stage({})
 
 
 def test_no_room_for_a_second_set_is_said_once_and_weights_load_all_the_same(
@@ -95,27 +96,27 @@ def test_no_room_for_a_second_set_is_said_once_and_weights_load_all_the_same(
     def full(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(weights, "_allocate", full)
-    model, arena = tiny(0), Arena(tmp_path / "a")
+    monkeypatch.setattr(staging, "_device_memory", full)
+    model, memory = tiny(0), SharedMemory(tmp_path / "a")
     puller = Puller(Staging(model))
     for version in (1, 2):
         new = tiny(version)
-        store(arena, version, new)
-        replace_weights(model, pulled(puller, version, arena).weights)
+        store(memory, version, new)
+        replace_weights(model, pulled(puller, version, memory).weights)
         assert same(model, new)
     assert caplog.text.count("no room on the GPU") == 1
 
 
 def test_a_pull_lands_on_the_device_or_tells_what_went_wrong(tmp_path: Path) -> None:
-    model, new, arena = tiny(0), tiny(1), Arena(tmp_path / "a")
-    store(arena, 4, new)
+    model, new, memory = tiny(0), tiny(1), SharedMemory(tmp_path / "a")
+    store(memory, 4, new)
     puller = Puller(Staging(model))
-    landed = pulled(puller, 4, arena)
-    assert (landed.version, type(landed.weights), puller.busy) == (4, Staged, False)
-    replace_weights(model, landed.weights)
+    ready = pulled(puller, 4, memory)
+    assert (ready.version, type(ready.weights), puller.busy) == (4, StagedWeights, False)
+    replace_weights(model, ready.weights)
     assert same(model, new)
-    with pytest.raises(ArenaError, match="v5 is not in"):
-        pulled(puller, 5, arena)
+    with pytest.raises(SharedMemoryError, match="v5 is not in"):
+        pulled(puller, 5, memory)
     assert not puller.busy
     puller.close()
 
@@ -143,22 +144,22 @@ class Seat:
         self.engine, self.version, self.staging = self, -1, Staging(model)
         self.model = model
 
-    def load_weights(self, version: int, tensors: Staged, keep_kv: bool) -> None:
+    def load_weights(self, version: int, tensors: StagedWeights, keep_kv: bool) -> None:
         replace_weights(self.model, tensors)
         self.version = version
 
 
-def test_a_worker_switches_when_weights_have_landed_and_reports_a_version_that_is_not_there(
+def test_a_worker_switches_when_weights_are_pulled_and_reports_a_version_that_is_not_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    new, arena, seat = tiny(1), Arena(tmp_path / "a"), Seat(tiny(0))
-    store(arena, 4, new)
+    new, memory, seat = tiny(1), SharedMemory(tmp_path / "a"), Seat(tiny(0))
+    store(memory, 4, new)
     monkeypatch.setattr(worker, "Link", Desk)
     monkeypatch.setattr(worker, "build_runner", lambda _: seat)
     subject = worker.Worker(Spec("replica", 0, 0, "", "", "", Config()))
     assert isinstance(subject.link, Desk)
     for version in (4, 5):
-        subject.link.orders.append(Ordered(LoadWeights(0, 0, version, 0), arena=str(arena.path)))
+        subject.link.orders.append(Ordered(LoadWeights(0, 0, version, 0), arena=str(memory.path)))
         end = time.monotonic() + DEADLINE_S
         while len(subject.link.reports) < version - 3:
             assert time.monotonic() < end, f"waited {DEADLINE_S} s for a report"
@@ -174,10 +175,10 @@ def test_a_cpu_stages_nothing() -> None:
     assert staging_for(tiny(0)) is None
 
 
-def pulled(puller: Puller, version: int, arena: Arena) -> Landed:
-    puller.begin(version, ArenaReader(arena.path, several=True))
+def pulled(puller: Puller, version: int, memory: SharedMemory) -> PulledWeights:
+    puller.begin(version, SharedMemoryReader(memory.path, parallel=True))
     end = time.monotonic() + DEADLINE_S
-    while (landed := puller.landed()) is None:
+    while (ready := puller.poll()) is None:
         assert time.monotonic() < end, f"waited {DEADLINE_S} s for a pull"
         time.sleep(0.001)
-    return landed
+    return ready

@@ -12,13 +12,14 @@ import pytest
 import torch
 
 from relays import DEADLINE_S, TOKEN, Node, nodes, until
-from tailrace.relay.arena import ArenaReader
-from tailrace.relay.layout import Layout
-from tailrace.relay.link import Address
-from tailrace.relay.messages import Place
-from tailrace.trainer import places
-from tailrace.trainer.places import NotHereError, Places
-from tailrace.trainer.publish import Publisher, PublishError
+from tailrace.weights import in_place
+from tailrace.weights.channel import Address
+from tailrace.weights.in_place import InPlaceWriter, NotOnThisHostError
+from tailrace.weights.layout import WeightLayout
+from tailrace.weights.messages import WriteTarget
+from tailrace.weights.publisher import Publisher
+from tailrace.weights.shared_memory import SharedMemoryReader
+from tailrace.weights.snapshot import PublishError, WeightSnapshot
 
 Answer = tuple[int, str]
 
@@ -32,7 +33,7 @@ Make = Callable[..., Publisher]
 
 def of_device(device: torch.device | None) -> Make:
     def make(connect_s: float = DEADLINE_S, wait_s: float = DEADLINE_S) -> Publisher:
-        layout = Layout.of(["a", "b"], ["float32", "bfloat16"], [(300, 500), (7,)])
+        layout = WeightLayout.of(["a", "b"], ["float32", "bfloat16"], [(300, 500), (7,)])
         return Publisher(layout, TOKEN, connect_s=connect_s, wait_s=wait_s, device=device)
 
     return make
@@ -51,7 +52,7 @@ def send(publisher: Publisher, address: Address) -> queue.Queue[Answer]:
 
 
 def read(node: Node, version: int) -> dict[str, torch.Tensor]:
-    return ArenaReader(node.arena.path).open(version).tensors()
+    return SharedMemoryReader(node.memory.path).open(version).tensors()
 
 
 def test_a_replica_maps_what_the_trainer_had_in_the_type_of_the_layout(tmp_path: Path, publisher: Make) -> None:
@@ -124,7 +125,7 @@ def publish(trainer: Publisher, node: Node, version: int) -> int:
     """Publish a version of which every number is its own; returns the inode of its memory."""
     trainer.snapshot(version, weights(float(version)))
     assert send(trainer, node.address).get(timeout=DEADLINE_S) == (version, "")
-    return next(node.arena.path.glob(f"v{version}.*.safetensors")).stat().st_ino
+    return next(node.memory.path.glob(f"v{version}.*.safetensors")).stat().st_ino
 
 
 def test_memory_of_a_dropped_version_is_written_again_but_not_while_somebody_reads_it(tmp_path: Path) -> None:
@@ -139,8 +140,8 @@ def test_memory_of_a_dropped_version_is_written_again_but_not_while_somebody_rea
         assert (reading["a"][0, 0], read(node, 3)["a"][0, 0], read(node, 4)["a"][0, 0]) == (2.0, 3.0, 4.0)
         node.drop(3)
         publish(trainer, node, 5)
-        assert trainer._places is not None
-        assert len(trainer._places._known) == 2  # what the relay has freed is not kept in memory by the trainer
+        assert trainer._in_place is not None
+        assert len(trainer._in_place._regions) == 2  # what the relay has freed is not kept in memory by the trainer
         trainer.close()
 
 
@@ -148,9 +149,9 @@ def test_a_relay_with_our_address_but_other_memory_is_sent_the_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def elsewhere(*_: object) -> None:
-        raise NotHereError("not on this host")
+        raise NotOnThisHostError("not on this host")
 
-    monkeypatch.setattr(Places, "_site", elsewhere)
+    monkeypatch.setattr(InPlaceWriter, "_region", elsewhere)
     with nodes(1, tmp_path) as (node,):
         trainer = of_device(torch.device("cpu"))()
         publish(trainer, node, 1)
@@ -179,18 +180,18 @@ def test_memory_is_registered_once_and_what_cannot_be_is_carried_by_threads(
         calls.append(count)
         return len(calls) <= registered
 
-    monkeypatch.setattr(places, "SLICE", 1 << 16)
-    monkeypatch.setattr(places, "_register", register)
-    monkeypatch.setattr(places, "_unregister", lambda _: None)
+    monkeypatch.setattr(in_place, "REGISTER_BYTES", 1 << 16)
+    monkeypatch.setattr(in_place, "_register", register)
+    monkeypatch.setattr(in_place, "_unregister", lambda _: None)
     monkeypatch.setattr(torch.cuda, "Event", Instant)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
     file, data = tmp_path / "v1.partial", torch.randint(0, 256, (600_100,), dtype=torch.uint8)
     file.write_bytes(bytes(len(data)))
-    memory = Places(torch.device("cpu"))
-    where = Place(str(file), file.stat().st_ino)
-    memory._site(where, len(data))._stream = Instant()  # pyright: ignore[reportAttributeAccessIssue]
+    memory = InPlaceWriter(torch.device("cpu"))
+    where = WriteTarget(str(file), file.stat().st_ino)
+    memory._region(where, len(data))._stream = Instant()  # pyright: ignore[reportAttributeAccessIssue]
     for source in (data, data.flip(0)):
-        progress = list(memory.fill(where, 1, source))
+        progress = list(memory.write(where, 1, source))
         assert progress == sorted(set(progress))
         assert file.read_bytes() == source.numpy().tobytes()
     assert sum(calls) == len(data) or registered < 99
@@ -205,3 +206,22 @@ def test_a_relay_sends_on_what_is_written_into_its_memory(tmp_path: Path) -> Non
         until(lambda: other.versions() == (1,), "the second relay")
         assert read(other, 1)["a"][0, 0] == 1.0
         trainer.close()
+
+
+def test_a_snapshot_on_a_device_is_copied_to_the_host_once_and_only_when_it_is_streamed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    copies: list[WeightSnapshot] = []
+    on_host = WeightSnapshot._on_host
+    monkeypatch.setattr(WeightSnapshot, "_on_host", lambda one: copies.append(one) or on_host(one))
+    layout = WeightLayout.of_tensors(weights(0.0))
+    snapshot, in_host_memory = WeightSnapshot(layout, torch.device("cpu")), WeightSnapshot(layout)
+    for value in (1.0, 2.0):
+        for one in (snapshot, in_host_memory):
+            one.begin()
+            one.copy_from(weights(value))
+        assert snapshot not in copies
+        assert bytes(snapshot.ready(0)) == bytes(in_host_memory.ready(0))
+        assert snapshot.checksum() == in_host_memory.checksum()
+        assert copies.count(snapshot) == 1
+        copies.clear()

@@ -1,0 +1,122 @@
+"""Forwards versions from a relay to one target: whatever the target lacks, as long as the route says so.
+
+One thread per target, so that a slow or dead target holds up nobody else. A version is forwarded while it arrives. A
+failure is reported once per reason and retried with growing pauses: control re-routes around a dead target, and a live
+one still has to be served. A failure that persists is reported as such: perhaps both ends are alive and only the
+network between them is broken.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from threading import Thread
+
+from tailrace.types import RelayId, Version
+from tailrace.weights.channel import Address, Channel, ChannelError, connect
+from tailrace.weights.messages import ReceivingElsewhere
+from tailrace.weights.transfer import OfferResult, offer
+from tailrace.weights.version_buffer import InterruptedVersionError, VersionBuffer
+from tailrace.weights.version_table import VersionTable
+
+FIRST_PAUSE_S = 0.05
+LONGEST_PAUSE_S = 5.0
+
+Report = Callable[[Version, RelayId, str, bool], None]  # version, target, reason, whether the failure persists
+
+
+class Forwarder(Thread):
+    """Started by the node's `route`; stopped by the next route without this target, or by the node's end."""
+
+    def __init__(
+        self,
+        target: RelayId,
+        address: Address,
+        token: bytes,
+        table: VersionTable,
+        report: Report,
+        chunk: int,
+        stall_s: float,
+    ) -> None:
+        super().__init__(name=f"to relay {target}", daemon=True)
+        self.target, self.address = target, address
+        self._token, self._table, self._report = token, table, report
+        self._chunk, self._stall_s = chunk, stall_s
+        self._delivered: set[Version] = set()
+        self._stopped = False
+        self._channel: Channel | None = None
+        self._pause_s = FIRST_PAUSE_S
+        self._reported = ""
+        self._failing_since = math.inf
+
+    def run(self) -> None:
+        while (buffer := self._next()) is not None:
+            self._deliver(buffer)
+
+    def restart(self) -> None:
+        """Offer everything again: the target may have lost what it had."""
+        with self._table.changed:
+            self._delivered.clear()
+            self._pause_s = FIRST_PAUSE_S
+            self._table.changed.notify_all()
+
+    def stop(self, abort: bool = False) -> None:
+        """Send no further version; the present one is completed, unless `abort`."""
+        with self._table.changed:
+            self._stopped = True
+            self._table.changed.notify_all()
+        channel = self._channel
+        if abort and channel is not None:
+            channel.abort()
+
+    def _next(self) -> VersionBuffer | None:
+        """The newest version that the target lacks. This wait needs no deadline: there is nothing to do."""
+        with self._table.changed:
+            self._table.changed.wait_for(lambda: self._stopped or self._missing())
+            return None if self._stopped else self._table.buffers[max(self._missing())]
+
+    def _missing(self) -> set[Version]:
+        return self._table.sendable() - self._delivered
+
+    def _deliver(self, buffer: VersionBuffer) -> None:
+        try:
+            result = self._offer(buffer)
+        except InterruptedVersionError:
+            self._pause(growing=False)  # not the target's fault
+        except ChannelError as error:
+            self._failed(buffer.version, str(error))
+        else:
+            self._answered(buffer.version, result)
+
+    def _offer(self, buffer: VersionBuffer) -> OfferResult:
+        with connect(self.address, self._stall_s) as self._channel:
+            if self._stopped:  # before `stop` could abort this channel
+                raise ChannelError("the route has changed")
+            self._channel.call(self._token, self.address.fingerprint)
+            return offer(self._channel, buffer, self._chunk)
+
+    def _answered(self, version: Version, result: OfferResult) -> None:
+        if isinstance(result, ReceivingElsewhere):
+            self._pause(growing=False)
+            return
+        self._reported, self._pause_s, self._failing_since = "", FIRST_PAUSE_S, math.inf
+        with self._table.changed:
+            self._delivered = (self._delivered & self._table.buffers.keys()) | {version}
+
+    def _failed(self, version: Version, reason: str) -> None:
+        now = time.monotonic()
+        self._failing_since = min(self._failing_since, now)
+        persistent = now - self._failing_since > self._stall_s
+        if not self._stopped and (persistent or reason != self._reported):
+            self._reported = reason
+            self._report(version, self.target, reason, persistent)
+        if persistent:
+            self._failing_since = now
+        self._pause(growing=True)
+
+    def _pause(self, growing: bool) -> None:
+        with self._table.changed:
+            self._table.changed.wait_for(lambda: self._stopped, self._pause_s)
+        if growing:
+            self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)

@@ -1,0 +1,122 @@
+"""Messages between trainer, relays and replicas about one weight version. `transfer.py` has their order.
+
+Every number is bounded here, or checked against the version it belongs to before memory is allocated for it.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from tailrace.types import Struct
+
+Bytes = Annotated[int, Meta(ge=0, lt=1 << 60)]
+VersionSize = Annotated[int, Meta(gt=0, lt=1 << 60)]
+VersionNumber = Annotated[int, Meta(ge=0, lt=1 << 31)]
+ContentId = Annotated[str, Meta(max_length=64)]
+
+
+class TransferMessage(Struct, tag_field="kind", tag=True):
+    pass
+
+
+class OfferVersion(TransferMessage):
+    """The sender can send this version.
+
+    `content_id` is a random id of these very bytes: a partial transfer is only resumed with the same id.
+    `from_trainer`: the sender is the trainer, which may bring back a version that was dropped; `generation` counts its
+    starts. `in_place`: the sender is on the same host and wants to write into the receiver's shared memory itself."""
+
+    version: VersionNumber
+    size: VersionSize
+    content_id: ContentId = ""
+    generation: Annotated[int, Meta(ge=0)] = 0
+    from_trainer: bool = False
+    in_place: bool = False
+
+
+class AcceptVersion(TransferMessage):
+    """Send it from byte `start`; the receiver has what is before."""
+
+    start: Bytes = 0
+
+
+class ChunkHeader(TransferMessage):
+    """`size` raw bytes follow, which belong at `position`; `checksums` are those of their pieces."""
+
+    position: Bytes
+    size: Bytes
+    checksums: Annotated[bytes, Meta(max_length=1024)]
+
+
+class KeepAlive(TransferMessage):
+    """The sender is alive and itself waits for more bytes."""
+
+
+class EndOfVersion(TransferMessage):
+    """All bytes were sent; `checksum` is that of the whole version."""
+
+    checksum: Annotated[str, Meta(max_length=64)]
+
+
+class VersionSealed(TransferMessage):
+    """The receiver has the whole version, verified."""
+
+
+class AlreadyHeld(TransferMessage):
+    """The receiver has the version, or has dropped it: nothing to send."""
+
+
+class ReceivingElsewhere(TransferMessage):
+    """The receiver is getting it from another sender. Ask again later: that one may fail."""
+
+
+class VersionRefused(TransferMessage):
+    reason: str
+
+
+class WriteTarget(TransferMessage):
+    """The shared-memory file to write into, from start to end. A sender on the same host finds this inode there."""
+
+    path: str
+    inode: int
+
+
+class WrittenUpTo(TransferMessage):
+    """Everything before `position` is written in place."""
+
+    position: Bytes
+
+
+class PullVersion(TransferMessage):
+    """Send this version, from `start` on if `content_id` is still its id."""
+
+    version: VersionNumber
+    content_id: ContentId = ""
+    start: Bytes = 0
+
+
+class PullAccepted(TransferMessage):
+    size: VersionSize
+    content_id: ContentId = ""
+    start: Bytes = 0
+
+
+AnyMessage = (
+    OfferVersion
+    | AcceptVersion
+    | ChunkHeader
+    | KeepAlive
+    | EndOfVersion
+    | VersionSealed
+    | AlreadyHeld
+    | ReceivingElsewhere
+    | VersionRefused
+    | WriteTarget
+    | WrittenUpTo
+    | PullVersion
+    | PullAccepted
+)
+DECODER = msgspec.msgpack.Decoder(AnyMessage)

@@ -1,0 +1,305 @@
+"""A relay's data plane: receives versions into shared memory and forwards them along the current route.
+
+The relay's process owns one `RelayNode` and passes control's commands to it; the node's threads call `on_stored` and
+`on_failed` (from any thread). Chain and tree are just routes. Guarantees: a version is stored once, whole and verified,
+or not at all; a target gets whatever it lacks, also what is just arriving; offering a version twice is harmless; a
+version whose sender is gone is kept as far as it came, and the next sender resumes it; an older route is ignored.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from threading import Lock, Thread
+
+from tailrace.types import RelayId, Struct, Version, label
+from tailrace.weights.channel import STALL_S, Address, Channel, ChannelError, TokenError
+from tailrace.weights.checksum import chunk_bytes
+from tailrace.weights.forward import Forwarder
+from tailrace.weights.messages import (
+    AcceptVersion,
+    AlreadyHeld,
+    AnyMessage,
+    OfferVersion,
+    PullAccepted,
+    PullVersion,
+    ReceivingElsewhere,
+    VersionRefused,
+    VersionSealed,
+    WriteTarget,
+)
+from tailrace.weights.region import SharedMemoryError
+from tailrace.weights.shared_memory import SharedMemory
+from tailrace.weights.transfer import CHUNK, receive, receive_in_place, send
+from tailrace.weights.version_buffer import InterruptedVersionError, VersionBuffer
+from tailrace.weights.version_table import VersionTable
+from tailrace.wire import descriptors
+from tailrace.wire.tls import LOOPBACK, Identity, is_loopback, own_address
+
+MAX_UNAUTHENTICATED = 64  # connections
+CROWD_PAUSE_S = 0.002  # between two accepts when there are that many, so that they do not take the relay's time
+CLOSE_S = 5.0  # for threads to notice that the node has closed
+
+
+class TransferFailure(Struct):
+    """A version that was not received (`target` is None) or not forwarded to a target; the node goes on. `persistent`:
+    it has failed for a while, and control should know."""
+
+    version: Version
+    target: RelayId | None
+    reason: str
+    persistent: bool = False
+
+
+class RelayNode:
+    """Listens from its creation on, at `address`. `listen` is an IP address of this host, or a network that this host
+    has an address in; connections off the loopback are encrypted."""
+
+    def __init__(
+        self,
+        id: RelayId,
+        memory: SharedMemory,
+        token: bytes,
+        listen: str = LOOPBACK,
+        port: int = 0,
+        on_stored: Callable[[Version], None] = lambda version: None,
+        on_failed: Callable[[TransferFailure], None] = lambda failure: None,
+        chunk_mbytes: float = 0.0,
+        stall_s: float = STALL_S,
+    ) -> None:
+        self.id, self.memory = id, memory
+        self._token, self._on_stored, self._on_failed = token, on_stored, on_failed
+        self._chunk = chunk_bytes(chunk_mbytes, CHUNK)
+        self._stall_s = stall_s
+        self._table = VersionTable()
+        self._generation = 0  # of the newest trainer; guarded by the table
+        self._lock = Lock()  # guards the next five
+        self._forwarders: dict[RelayId, Forwarder] = {}
+        self._draining: list[Forwarder] = []  # off the route, but still sending their last version
+        self._connections: dict[Channel, Thread] = {}
+        self._epoch = -1
+        self._closed = False
+        self._max_unauthenticated = min(MAX_UNAUTHENTICATED, descriptors.shares().strangers)
+        host = own_address(listen)
+        self._identity = None if is_loopback(host) else Identity()
+        self._listener = _listen(host, port)
+        fingerprint = self._identity.fingerprint if self._identity else ""
+        self.address = Address(host, self._listener.getsockname()[1], fingerprint)
+        self._acceptor = Thread(target=self._accept, name=f"relay {id}", daemon=True)
+        self._acceptor.start()
+
+    # ---------------------------------------------------------------------------------------------- control's commands
+
+    def versions(self) -> tuple[Version, ...]:
+        return self._table.sealed()
+
+    def route(self, epoch: int, targets: Mapping[RelayId, Address]) -> bool:
+        """From now on forward to these relays whatever they lack. False if a newer route is known."""
+        with self._lock:
+            if epoch <= self._epoch or self._closed:
+                return False
+            self._epoch = epoch
+            self._draining = [forwarder for forwarder in self._draining if forwarder.is_alive()]
+            for forwarder in [f for f in self._forwarders.values() if targets.get(f.target) != f.address]:
+                self._draining.append(self._forwarders.pop(forwarder.target))
+                forwarder.stop()
+            for id, address in targets.items():
+                self._forward_to(id, address)
+        return True
+
+    def drop(self, version: Version) -> None:
+        """Free a version; one that is arriving is aborted. Targets that it is being sent to still get it."""
+        with self._table.changed:
+            self._table.dropped.add(version)
+            buffer = self._table.buffers.get(version)
+            if buffer is not None and buffer.arriving:
+                buffer.cancel()
+                return
+            if buffer is not None and buffer.paused:
+                buffer.discard()
+            self._table.remove(version)
+            self.memory.drop(version)
+
+    def close(self) -> None:
+        """Stop everything, also transfers under way. The shared memory stays."""
+        with self._lock:
+            self._closed = True
+            forwarders = [*self._forwarders.values(), *self._draining]
+            threads = [self._acceptor, *forwarders, *self._connections.values()]
+            for forwarder in forwarders:
+                forwarder.stop(abort=True)
+            for channel in self._connections:
+                channel.abort()
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        until = time.monotonic() + CLOSE_S
+        for thread in threads:
+            thread.join(max(0.0, until - time.monotonic()))
+
+    # ------------------------------------------------------------------------------------------------------- sending
+
+    def _forward_to(self, id: RelayId, address: Address) -> None:
+        if id in self._forwarders:
+            self._forwarders[id].restart()
+            return
+        forwarder = Forwarder(id, address, self._token, self._table, self._not_forwarded, self._chunk, self._stall_s)
+        self._forwarders[id] = forwarder
+        forwarder.start()
+
+    def _not_forwarded(self, version: Version, target: RelayId, reason: str, persistent: bool) -> None:
+        self._on_failed(TransferFailure(version, target, reason, persistent))
+
+    def _serve_pull(self, channel: Channel, request: PullVersion) -> None:
+        buffer = self._table.get(request.version)
+        if buffer is None:
+            channel.send(VersionRefused(f"{label('version', request.version)} is not held here"))
+            return
+        start = request.start if request.content_id == buffer.content_id else 0
+        channel.send(PullAccepted(buffer.size, buffer.content_id, start))
+        send(channel, buffer, start, self._chunk)
+
+    # --------------------------------------------------------------------------------------------------- connections
+
+    def _accept(self) -> None:
+        while not self._closed:
+            try:
+                connection, address = self._listener.accept()
+            except OSError:  # its timeout, a caller that has left again, too many open files, or our own end
+                time.sleep(0.0 if self._closed else 0.01)
+                continue
+            channel = Channel(connection, Address(*address[:2]).host_port, self._stall_s)
+            thread = Thread(target=self._serve, args=(channel,), name=f"from {channel.peer}", daemon=True)
+            with self._lock:
+                if self._closed:
+                    channel.close()
+                    return
+                crowded = self._limit_unauthenticated()
+                self._connections[channel] = thread
+            thread.start()
+            time.sleep(CROWD_PAUSE_S if crowded else 0.0)
+
+    def _limit_unauthenticated(self) -> bool:
+        """If there are too many, the oldest one is disconnected."""
+        strangers = [channel for channel in self._connections if not channel.authenticated and not channel.aborted]
+        for channel in strangers[: max(0, 1 + len(strangers) - self._max_unauthenticated)]:
+            channel.abort()
+        return len(strangers) >= self._max_unauthenticated
+
+    def _serve(self, channel: Channel) -> None:
+        try:
+            self._answer(channel)
+        except ChannelError:
+            pass  # what it cost is reported already; the caller sees a closed connection
+        finally:
+            channel.close()
+            with self._lock:
+                del self._connections[channel]
+
+    def _answer(self, channel: Channel) -> None:
+        try:
+            request = channel.answer(self._token, self._identity)
+        except TokenError:
+            channel.send(VersionRefused("another token"))  # the caller cannot verify it, which tells it enough
+            return
+        if isinstance(request, OfferVersion):
+            self._receive(channel, request)
+        elif isinstance(request, PullVersion):
+            self._serve_pull(channel, request)
+
+    # ----------------------------------------------------------------------------------------------------- receiving
+
+    def _receive(self, channel: Channel, request: OfferVersion) -> None:
+        buffer = self._admit(request, channel)
+        if not isinstance(buffer, VersionBuffer):
+            channel.send(buffer)
+            return
+        try:
+            self._seal(buffer, self._receive_bytes(channel, buffer))
+        except (ChannelError, SharedMemoryError, OSError) as error:
+            self._interrupted(buffer, error)
+            return
+        self._on_stored(buffer.version)
+        channel.send(VersionSealed())
+
+    def _receive_bytes(self, channel: Channel, buffer: VersionBuffer) -> str:
+        """Returns the sender's checksum; none if it writes in place."""
+        if buffer.in_place:
+            channel.send(WriteTarget(str(buffer.region.path), buffer.region.inode))
+            receive_in_place(channel, buffer)
+            return ""
+        channel.send(AcceptVersion(buffer.written))
+        return receive(channel, buffer)
+
+    def _seal(self, buffer: VersionBuffer, checksum: str) -> None:
+        with self._table.changed:  # so that a `drop` comes before or after
+            buffer.seal(checksum)
+
+    def _admit(self, request: OfferVersion, channel: Channel) -> VersionBuffer | AnyMessage:
+        """A new buffer, or the one to resume; otherwise the answer that says why not."""
+        with self._table.changed:
+            if request.from_trainer and request.generation < self._generation:
+                return VersionRefused("it comes from a trainer that has been replaced")
+            self._generation = max(self._generation, request.generation)
+            buffer = self._table.buffers.get(request.version)
+            if buffer is not None and buffer.sealed:
+                return AlreadyHeld()
+            if buffer is not None and buffer.arriving:
+                buffer.offer_takeover()
+                return ReceivingElsewhere()
+            if buffer is not None and _is_rest_of(request, buffer):
+                buffer.resume(channel)
+                self._table.changed.notify_all()
+                return buffer
+            if request.version in self._table.dropped and not request.from_trainer:
+                return AlreadyHeld()
+            self._discard_paused()
+            return self._create(request, channel)
+
+    def _create(self, request: OfferVersion, channel: Channel) -> VersionBuffer | AnyMessage:
+        identity = (request.content_id, request.generation)
+        try:
+            buffer = self.memory.create(request.version, request.size, request.in_place, *identity)
+        except (SharedMemoryError, OSError) as error:
+            return VersionRefused(str(error))
+        buffer.resume(channel)
+        self._table.add(buffer)
+        return buffer
+
+    def _discard_paused(self) -> None:
+        """A partial version must not occupy memory for ever: it gives way to whatever comes next."""
+        for buffer in [buffer for buffer in self._table.buffers.values() if buffer.paused]:
+            self._discard(buffer)
+
+    def _discard(self, buffer: VersionBuffer) -> None:
+        buffer.discard()
+        self._table.remove(buffer.version)
+
+    def _interrupted(self, buffer: VersionBuffer, error: Exception) -> None:
+        with self._table.changed:
+            if _can_resume(buffer, error):
+                buffer.pause(self._stall_s)
+            else:
+                self._discard(buffer)
+        if not self._closed:
+            self._on_failed(TransferFailure(buffer.version, None, str(error)))
+
+
+def _is_rest_of(request: OfferVersion, buffer: VersionBuffer) -> bool:
+    return (request.content_id, request.size) == (buffer.content_id, buffer.size) and not request.in_place
+
+
+def _can_resume(buffer: VersionBuffer, error: Exception) -> bool:
+    """Only its sender is gone, or broke the protocol: what was verified is right."""
+    return isinstance(error, ChannelError) and not isinstance(error, InterruptedVersionError) and not buffer.in_place
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        listener = socket.create_server((host, port), backlog=64)
+    except OSError as error:
+        raise ChannelError(f"cannot listen on {host}:{port}: {error.strerror or error}; take another port") from None
+    listener.settimeout(1.0)  # not every system wakes an `accept` when its socket is shut down
+    return listener

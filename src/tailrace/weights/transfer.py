@@ -1,0 +1,181 @@
+"""The protocol that transfers one weight version over a channel; every channel carries one version.
+
+    sender    OfferVersion                        replica   PullVersion
+    receiver  AcceptVersion | AlreadyHeld |       relay     PullAccepted | VersionRefused
+              ReceivingElsewhere | VersionRefused
+    sender    ChunkHeader and its bytes, ...      relay     ChunkHeader and its bytes, ...
+    sender    EndOfVersion                        relay     EndOfVersion
+    receiver  VersionSealed
+
+Verified bytes are kept when a connection breaks, and the next sender resumes after them. A sender that has nothing to
+send at the moment sends `KeepAlive`, so that silence means a broken connection. A chunk that is not the next one, or
+whose checksums are wrong, ends the connection, and the next one resumes before it.
+
+A trainer on the receiver's host sends no bytes: it offers the version `in_place`, gets a `WriteTarget` in shared
+memory, writes there, and reports its progress with `WrittenUpTo`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+from tailrace.types import Version, label
+from tailrace.weights.channel import Channel, ChannelError, VersionRefusedError
+from tailrace.weights.checksum import CHECKSUM_BYTES, PIECE
+from tailrace.weights.messages import (
+    AcceptVersion,
+    AlreadyHeld,
+    AnyMessage,
+    ChunkHeader,
+    EndOfVersion,
+    KeepAlive,
+    OfferVersion,
+    PullAccepted,
+    PullVersion,
+    ReceivingElsewhere,
+    VersionRefused,
+    VersionSealed,
+    WriteTarget,
+    WrittenUpTo,
+)
+from tailrace.weights.version_buffer import VersionBuffer
+
+CHUNK = PIECE  # bytes; a relay forwards a chunk when it has all of it
+LARGEST_CHUNK = 64 * PIECE
+KEEPALIVE_S = 1.0
+
+OfferResult = AlreadyHeld | ReceivingElsewhere | VersionSealed
+
+
+class VersionSource(Protocol):
+    """A version to send, perhaps still growing. `content_id` and `generation` are as in `OfferVersion`."""
+
+    version: Version
+    size: int
+    content_id: str
+    generation: int
+
+    def ready(self, position: int, timeout_s: float) -> memoryview:
+        """What is there from `position` on, in whole pieces or to the end; empty if nothing comes in time."""
+        ...
+
+    def checksums(self, start: int, end: int) -> bytes:
+        """Of the pieces in this range, which `ready` has returned before."""
+        ...
+
+    def checksum(self, timeout_s: float) -> str:
+        """Of the whole version, after `ready` has returned all of it; empty if it is not known in time."""
+        ...
+
+
+Write = Callable[[WriteTarget], Iterator[int]]  # writes a version there, and yields how many bytes are written
+
+
+def offer(channel: Channel, source: VersionSource, chunk: int = CHUNK, from_trainer: bool = False) -> OfferResult:
+    """Offer a version and send it if it is accepted; returns when the receiver has sealed it or does not need it."""
+    name = label("version", source.version)
+    channel.send(OfferVersion(source.version, source.size, source.content_id, source.generation, from_trainer))
+    answer = channel.receive(f"an answer to the offer of {name}")
+    if isinstance(answer, AcceptVersion):
+        send(channel, source, answer.start, chunk)
+        answer = channel.receive(f"the confirmation of {name}")
+    return _result(channel, source.version, answer)
+
+
+def offer_in_place(channel: Channel, source: VersionSource, write: Write) -> OfferResult:
+    """As the trainer, to a relay on the same host: offer a version and, if it is accepted, write it there."""
+    name, identity = label("version", source.version), (source.content_id, source.generation)
+    channel.send(OfferVersion(source.version, source.size, *identity, from_trainer=True, in_place=True))
+    answer = channel.receive(f"a write target for {name}")
+    if isinstance(answer, WriteTarget):
+        for position in write(answer):
+            channel.send(WrittenUpTo(position))
+        answer = channel.receive(f"the confirmation of {name}")
+    return _result(channel, source.version, answer)
+
+
+def send(channel: Channel, source: VersionSource, start: int = 0, chunk: int = CHUNK) -> None:
+    """Send every chunk as soon as it is there."""
+    if not _is_boundary(start, source.size):
+        raise ChannelError(f"{channel.peer} wants {_rest(source.version, start, source.size)}: no piece begins there")
+    position = start
+    while position < source.size:
+        data = source.ready(position, KEEPALIVE_S)[:chunk]
+        if not data:
+            channel.send(KeepAlive())
+            continue
+        end = position + len(data)
+        channel.send(ChunkHeader(position, len(data), source.checksums(position, end)))
+        channel.send_bytes(data, _rest(source.version, position, source.size))
+        channel.weight_bytes_sent += len(data)
+        position = end
+    while not (checksum := source.checksum(KEEPALIVE_S)):
+        channel.send(KeepAlive())
+    channel.send(EndOfVersion(checksum))
+
+
+def receive(channel: Channel, buffer: VersionBuffer) -> str:
+    """Straight from the socket into shared memory. Returns the first sender's checksum of the whole version."""
+    while True:
+        rest = _rest(buffer.version, buffer.written, buffer.size)
+        message = channel.receive(rest)
+        if isinstance(message, ChunkHeader):
+            _receive_chunk(channel, buffer, message, rest)
+        elif isinstance(message, EndOfVersion) and buffer.written == buffer.size:
+            return message.checksum
+        elif not isinstance(message, KeepAlive):
+            raise ChannelError(f"{channel.peer} sent {type(message).__name__} instead of {rest}")
+
+
+def _receive_chunk(channel: Channel, buffer: VersionBuffer, chunk: ChunkHeader, rest: str) -> None:
+    start, end = chunk.position, chunk.position + chunk.size
+    sent = f"{channel.peer} sent bytes {start:,} to {end:,}"
+    if start != buffer.written or not start < end <= buffer.size or chunk.size > LARGEST_CHUNK:
+        raise ChannelError(f"{sent} instead of {rest}")
+    if not _is_boundary(end, buffer.size) or len(chunk.checksums) != -(-chunk.size // PIECE) * CHECKSUM_BYTES:
+        raise ChannelError(f"{sent} with checksums that do not match their size")
+    channel.receive_weights(buffer.claim(chunk.size), rest)
+    if not buffer.confirm(chunk.size, chunk.checksums):
+        raise ChannelError(f"{sent} damaged, of {rest}")
+
+
+def receive_in_place(channel: Channel, buffer: VersionBuffer) -> None:
+    """The relay's side of `offer_in_place`: follow the progress until everything is written."""
+    while buffer.written < buffer.size:
+        message = channel.receive("the progress of a write in place")
+        if not isinstance(message, WrittenUpTo) or not buffer.written < message.position <= buffer.size:
+            raise ChannelError(f"{channel.peer} sent {message} after {buffer.written:,} of {buffer.size:,} bytes")
+        channel.weights_received_at = time.monotonic()
+        buffer.advance(message.position - buffer.written)
+
+
+def pull(channel: Channel, version: Version, content_id: str = "", start: int = 0) -> PullAccepted:
+    """Ask a relay for a version, from `start` on if it has this content id. Its bytes follow."""
+    channel.send(PullVersion(version, content_id, start))
+    answer = channel.receive(f"an answer to the request for {label('version', version)}")
+    if isinstance(answer, PullAccepted):
+        return answer
+    raise _unexpected(channel, version, answer)
+
+
+def _result(channel: Channel, version: Version, answer: AnyMessage) -> OfferResult:
+    if isinstance(answer, AlreadyHeld | ReceivingElsewhere | VersionSealed):
+        return answer
+    raise _unexpected(channel, version, answer)
+
+
+def _unexpected(channel: Channel, version: Version, answer: AnyMessage) -> ChannelError:
+    if isinstance(answer, VersionRefused):
+        return VersionRefusedError(f"{channel.peer} refused {label('version', version)}: {answer.reason}")
+    return ChannelError(f"{channel.peer} answered {type(answer).__name__} about {label('version', version)}")
+
+
+def _is_boundary(position: int, size: int) -> bool:
+    """Between two pieces, or at the end."""
+    return position == size or (position % PIECE == 0 and position < size)
+
+
+def _rest(version: Version, position: int, size: int) -> str:
+    return f"{label('version', version)} from byte {position:,} of {size:,} on"
