@@ -103,12 +103,14 @@ class Trainer:
 def serve() -> None:
     import torch
 
+    from tailrace.trainer.reader import in_memory
+
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     trainer = learner()
     for line in sys.stdin:
         parts = groups(int(line))
         began = time.process_time()
-        losses = [trainer.train_part(int(line), part, some)["loss"] for part, some in enumerate(parts)]
+        losses = [trainer.train_part(int(line), part, *in_memory(some))["loss"] for part, some in enumerate(parts)]
         cpu_s = time.process_time() - began
         print(json.dumps({"cpu_s": cpu_s, "tokens": tokens(parts), "loss": sum(losses)}), flush=True)
 

@@ -65,15 +65,16 @@ def _in_a_process(folder: str, case: dict[str, int | bool]) -> dict[str, float]:
 
 def _case(folder: str, longest: int, batch: int, budget: int, chunk: int, recompute: bool) -> dict[str, float]:
     from tailrace.config.tree import Config, Model, Trainer
+    from tailrace.trainer.reader import in_memory
     from tailrace.trainer.step import Learner
 
     settings = Trainer(
         mini_batches=1, device="cpu", tokens_per_batch=budget, logit_tokens=chunk, recompute=recompute, loss="aipo"
     )
     learner = Learner(Config(model=Model(path=folder), trainer=settings))
-    learner.train_part(0, 0, [_group([8, 8])])  # gradients and moments exist from here on
+    learner.train_part(0, 0, *in_memory([_group([8, 8])]))  # gradients and moments exist from here on
     before = _resident_mb()
-    metrics = learner.train_part(1, 0, [_group(_lengths(longest, batch))])
+    metrics = learner.train_part(1, 0, *in_memory([_group(_lengths(longest, batch))]))
     return {"rise_mb": _peak_mb() - before, "before_mb": before, "seconds": metrics["seconds"]}
 
 

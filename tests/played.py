@@ -15,14 +15,17 @@ from tailrace.config.tree import Config
 from tailrace.envs.sources import Blanks
 from tailrace.protocol import (
     Event,
+    FetchPrompts,
     Finished,
     LoadWeights,
     Parked,
+    PromptsAdded,
     Publish,
     PublishFailed,
     RelayJoined,
     Release,
     ReplicaJoined,
+    StoreJoined,
     Train,
     Trained,
     TrainerJoined,
@@ -34,10 +37,10 @@ from tailrace.runtime.controller import Controller
 from tailrace.runtime.local import Process
 from tailrace.runtime.parts import Tie
 from tailrace.store.run import RunStore
-from tailrace.types import Segment
+from tailrace.types import Prompt
 from tailrace.wire.hub import Letter
 from tailrace.wire.keys import Keyring
-from tailrace.wire.messages import UNNUMBERED, Beat, Grown, Growth, Hello, Offer, Ordered, Reported, Wanted
+from tailrace.wire.messages import UNNUMBERED, Beat, Hello, Offer, Ordered, Reported, Wanted
 
 KEYS = Keyring(bytes(32), "ab" * 32)
 
@@ -82,7 +85,7 @@ class Played:
 
     def __init__(self, folder: Path, config: Config) -> None:
         self.store = RunStore.create(folder, config)
-        self.controller = Controller(self.store, config, Blanks(config), Tie(KEYS, -1), Unseen())  # type: ignore[arg-type]
+        self.controller = Controller(self.store, config, Tie(KEYS, -1), Unseen())  # type: ignore[arg-type]
         self.controller._log = (folder / "controller.log").open("w")
         local: Any = self.controller.parts._local
         local._begin = self._begin
@@ -92,6 +95,7 @@ class Played:
         self.numbers: dict[str, Iterator[int]] = {}
         self.lines: dict[str, Line] = {}
         self.wanted: Wanted = Wanted(())  # by the machine that has joined
+        self.prompts = Blanks(config)
 
     def _begin(self, process: Process) -> None:
         process.children.append(Child())
@@ -106,7 +110,7 @@ class Played:
         for event in self.controller._beginning:
             self.controller.tell(event)
         await self.turn()
-        for process in self.processes("relay", "trainer", "replica"):
+        for process in self.processes("store", "relay", "trainer", "replica"):
             await self.join(process)
         await self.settle()
 
@@ -120,8 +124,6 @@ class Played:
         outbox, controller._outbox = controller._outbox, []
         for doing in outbox:
             await doing
-        if controller._fetching is not None:
-            await controller._fetching
 
     async def settle(self, most: int = 12) -> None:
         """Orders are obeyed until there are none; samples are not finished by this."""
@@ -155,6 +157,9 @@ class Played:
                     self.report(name, PublishFailed(incarnation, version, relay, "it is gone"))
                 else:
                     self.report(master.spec.name, VersionStored(relay, master.incarnation, version))
+            case FetchPrompts(start, count):
+                prompts = tuple([Prompt(row.id, row.length) for row in self.prompts.rows(start, count)])
+                self.report(name, PromptsAdded(start, prompts))
             case Train(incarnation, step, part):
                 self.report(name, Trained(incarnation, step, part))
             case Release(replica, incarnation):
@@ -164,7 +169,7 @@ class Played:
 
     async def revive(self) -> None:
         """Whoever was dropped is started again, as control would after a while."""
-        for process in self.processes("relay", "trainer", "replica"):
+        for process in self.processes("store", "relay", "trainer", "replica"):
             if process.dismissed:
                 self.controller.parts._start(process.spec.role, process.spec.id)
                 await self.turn()
@@ -183,11 +188,14 @@ class Played:
 
     async def join(self, process: Process) -> None:
         spec = process.spec
-        place = (f"127.0.0.1:{4000 + spec.id}", "/dev/shm/arena") if spec.role == "relay" else ()
-        self.say(spec.name, Hello(*place))
+        address = f"127.0.0.1:{4000 + spec.id}"
+        places = {"relay": (address, "/dev/shm/arena"), "store": (address,)}
+        self.say(spec.name, Hello(*places.get(spec.role, ())))
         match spec.role:
             case "relay":
                 self.report(spec.name, RelayJoined(spec.id, spec.incarnation))
+            case "store":
+                self.report(spec.name, StoreJoined(spec.id, spec.incarnation))
             case "trainer":
                 self.report(spec.name, TrainerJoined(spec.incarnation, self.controller.state.training.version))
             case _:
@@ -227,13 +235,9 @@ class Played:
             self.store.hear(sender, heard)
             self.controller._hear(sender, message)
 
-    def grow(self, replica: int, tokens: int = 5) -> list[tuple[int, int]]:
-        """All that a replica has grows; trajectory and epoch of each."""
+    def running(self, replica: int) -> list[tuple[int, int]]:
+        """Trajectory and epoch of all that a replica has."""
         samples = [s for s in self.controller.state.ledger.samples.values() if s.replica == replica]
-        version = self.controller.state.fleet.replicas[replica].version
-        piece = (Segment.of(version, (7,) * tokens, (-0.5,) * tokens),)
-        name = self.process("replica", replica).spec.name
-        self.say(name, Grown(tuple([Growth(s.id, s.epoch, piece) for s in samples])))
         return [(s.id, s.epoch) for s in samples]
 
     def finish(self, replica: int, trajectory: int, epoch: int, tokens: int) -> None:
@@ -254,7 +258,8 @@ class Played:
 
     async def close(self) -> None:
         self.controller._log.close()
+        self.controller.lag.close()
+        await self.controller.hub.close()
         for doing in self.controller._outbox:
             doing.close()
-        await self.controller.hub.close()
         self.store.close(complete=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from tailrace.config.tree import Config, Model, Run, Trainer, Workload
+from tailrace.trainer.reader import InMemoryReader, SampleLengths
 from tailrace.types import Segment, Trajectory
 
 VOCABULARY = 48
@@ -77,6 +79,21 @@ def poisoned(seed: int) -> list[Trajectory]:
     first, *rest = group(seed)
     segments = [s if s.version is None else Segment.of(s.version, s.ids, (math.nan,) * len(s)) for s in first.segments]
     return [Trajectory(first.id, first.group, first.prompt, tuple(segments), first.finish, first.reward), *rest]
+
+
+class Watched:
+    """A reader that remembers what it was asked for."""
+
+    def __init__(self, reader: InMemoryReader) -> None:
+        self.reader = reader
+        self.asked: list[int] = []
+
+    def lengths(self, ids: Sequence[int]) -> Sequence[SampleLengths]:
+        return self.reader.lengths(ids)
+
+    def read(self, ids: Sequence[int]) -> Iterable[Trajectory]:
+        self.asked += ids
+        return self.reader.read(ids)
 
 
 def _turns(rng: np.random.Generator, longest: int) -> list[Segment]:

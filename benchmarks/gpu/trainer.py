@@ -30,9 +30,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tailrace.config.tree import Config, Model, Run, Trainer, Workload
 from tailrace.model.packed import hidden_states, layout
 from tailrace.model.varlen import attend_row
-from tailrace.trainer.batch import mini_batch, rank_packs
+from tailrace.trainer.batch import mini_batch, read_packs, sample_sizes
 from tailrace.trainer.head import score, slope
 from tailrace.trainer.packing import Pack
+from tailrace.trainer.reader import in_memory
 from tailrace.trainer.step import Learner
 from tailrace.types import Segment, Trajectory
 
@@ -202,9 +203,9 @@ def check(shape: dict[str, Any]) -> dict[str, Any]:
 def _sampled_by(learner: Learner, groups: list[list[Trajectory]]) -> list[list[Trajectory]]:
     """The same samples, as if these weights had drawn them not long ago."""
     rng = np.random.default_rng(5)
-    batch = mini_batch(groups, learner.settings)
+    batch = mini_batch(*in_memory(groups), learner.settings)
     found: dict[int, Any] = {}
-    for pack in rank_packs(batch.samples, range(len(batch.samples)), learner.budget.tokens, 0, 1, fold=False):
+    for pack in read_packs(batch, range(len(batch.samples)), learner.budget.tokens, fold=False):
         logprobs = learner.scores(pack).logprobs.cpu().numpy() + rng.normal(0, 0.05, len(pack.targets))
         found |= {member: logprobs[pack.sequence == member] for member in pack.members}
     return [[_with(t, found[GROUP * at + i]) for i, t in enumerate(group)] for at, group in enumerate(groups)]
@@ -218,8 +219,8 @@ def _with(trajectory: Trajectory, logprobs: Any) -> Trajectory:
 
 def _compare_logprobs(learner: Learner, groups: list[list[Trajectory]]) -> dict[str, float]:
     """Of the passes as they train, from the float32 weights in plain float32."""
-    batch = mini_batch(groups, learner.settings)
-    pack = rank_packs(batch.samples, range(len(batch.samples)), min(4096, learner.budget.tokens), 0, 1, fold=False)[0]
+    batch = mini_batch(*in_memory(groups), learner.settings)
+    pack = next(read_packs(batch, range(len(batch.samples)), min(4096, learner.budget.tokens), fold=False))
     mine, theirs = learner.scores(pack).logprobs, exact_logprobs(learner, pack)
     off = mine - theirs
     return {
@@ -231,7 +232,9 @@ def _compare_logprobs(learner: Learner, groups: list[list[Trajectory]]) -> dict[
 
 @torch.no_grad()
 def exact_logprobs(learner: Learner, pack: Pack) -> Tensor:
-    inputs, places, targets = (torch.from_numpy(x).to(learner.device) for x in (pack.inputs, pack.places, pack.targets))
+    inputs, places, targets = (
+        torch.from_numpy(x).to(learner.device, torch.int64) for x in (pack.inputs, pack.positions, pack.targets)
+    )
     hidden = hidden_states(learner.model, inputs, layout(pack.lengths, learner.device))[places]
     head: Any = learner.model.get_output_embeddings()
     pieces = [
@@ -243,7 +246,9 @@ def exact_logprobs(learner: Learner, pack: Pack) -> Tensor:
 
 def _compare_gradients(fast: Learner, exact: Learner, groups: list[list[Trajectory]]) -> dict[str, Any]:
     both = fast, exact
-    metrics = [each._backward(each._lessons(0, 0, mini_batch(groups, each.settings)))[0] for each in both]
+    batches = [mini_batch(*in_memory(groups), each.settings) for each in both]
+    micro_batches = [each._micro_batches(0, 0, batch) for each, batch in zip(both, batches, strict=True)]
+    metrics = [each._backward(some)[0] for each, some in zip(both, micro_batches, strict=True)]
     mine, theirs = ({name: p.grad for name, p in each.model.named_parameters() if p.grad is not None} for each in both)
     assert mine.keys() == theirs.keys()
     off = {name: float((mine[name] - theirs[name]).norm()) for name in theirs}
@@ -269,20 +274,20 @@ def measure(case: Case, shape: dict[str, Any], profile: bool) -> dict[str, Any]:
     seconds, metrics = [], []
     for step in range(STEPS + 1):
         began = time.perf_counter()
-        metrics.append(learner.train_part(step, 0, groups))
+        metrics.append(learner.train_part(step, 0, *in_memory(groups)))
         seconds.append(time.perf_counter() - began)
         print(f"step {step}: {seconds[-1]:.2f} s, loss {metrics[-1]['loss']:.6f}", flush=True)
     if profile:
-        found["profile"] = _profile(lambda: learner.train_part(STEPS + 1, 0, groups))
+        found["profile"] = _profile(lambda: learner.train_part(STEPS + 1, 0, *in_memory(groups)))
     return found | _figures(learner, groups, shape, seconds, metrics) | {"tokens_at_the_end": learner.budget.tokens}
 
 
 def _figures(
     learner: Learner, groups: Any, shape: dict[str, Any], seconds: list[float], metrics: list[dict[str, float]]
 ) -> dict[str, Any]:
-    batch = mini_batch(groups, learner.settings)
-    packs = rank_packs(batch.samples, range(len(batch.samples)), learner.budget.tokens, 0, 1, fold=False)
-    lengths = np.array([len(sample.inputs) for sample in batch.samples])
+    batch = mini_batch(*in_memory(groups), learner.settings)
+    packs = list(read_packs(batch, range(len(batch.samples)), learner.budget.tokens, fold=False))
+    lengths = np.array(sample_sizes(batch))
     head = shape["vocab_size"] * shape["hidden_size"]
     parameters = sum(p.numel() for p in learner.model.parameters())
     attention = 6 * shape["num_hidden_layers"] * shape["hidden_size"] * float((lengths**2).sum())
@@ -384,8 +389,8 @@ def make_groups(tokens: int, vocabulary: int, seed: int) -> list[list[Trajectory
 
 
 def _trajectory(rng: np.random.Generator, i: int, length: int, prompt: int, vocabulary: int) -> Trajectory:
-    tokens = tuple(rng.integers(0, vocabulary, length).tolist())
-    chance = (-float(np.log(vocabulary)),) * (length - prompt)
+    tokens = rng.integers(0, vocabulary, length)
+    chance = np.full(length - prompt, -np.log(vocabulary))
     segments = (Segment.of(None, tokens[:prompt]), Segment.of(0, tokens[prompt:], chance))
     return Trajectory(i, i // GROUP, i // GROUP, segments, "stop", float(rng.random()))
 

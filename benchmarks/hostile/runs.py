@@ -137,13 +137,13 @@ def snapshots(_: Path) -> tuple[list[bytes], Decode]:
 
 
 def checkpoint_state(folder: Path) -> tuple[list[bytes], Decode]:
-    from tailrace.trainer.manifest import State, check, described
+    from tailrace.trainer.manifest import TrainerState, check, described
     from tailrace.trainer.sealed import sealed
 
     place = folder / "step-00000001"
     place.mkdir(exist_ok=True)
     (place / "model.safetensors").write_bytes(b"weights" * 100)
-    state = State(1, 4, files={"model.safetensors": described(place / "model.safetensors")})
+    state = TrainerState(1, 4, files={"model.safetensors": described(place / "model.safetensors")})
 
     def decode(data: bytes) -> None:
         (place / "state.json").write_bytes(data)

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from tailrace import __version__
-from tailrace.errors import TailraceError
-from tailrace.launch.errors import UsageError
+from tailrace.errors import TailraceError, UsageError
 from tailrace.logs import LEVELS, for_command, set_level
 
 if TYPE_CHECKING:

@@ -9,3 +9,7 @@ from __future__ import annotations
 
 class TailraceError(ValueError):
     """Subclasses say what could not be done."""
+
+
+class UsageError(TailraceError):
+    """The command line makes no sense."""

@@ -35,7 +35,15 @@ MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 RIGHT_ABOVE = 0.5  # an answer with a reward above this counts as right, where an accuracy is asked for
 
-KINDS = {"p": "prompt", "g": "group", "t": "trajectory", "r": "replica", "h": "relay", "v": "version"}
+KINDS = {
+    "p": "prompt",
+    "g": "group",
+    "t": "trajectory",
+    "r": "replica",
+    "h": "relay",
+    "s": "store",
+    "v": "version",
+}
 
 
 @dataclass_transform(frozen_default=True)  # a subclass is frozen without saying so again

@@ -39,13 +39,10 @@ from tailrace.protocol import (
     VersionStored,
     WeightsLoaded,
 )
-from tailrace.types import Segment
 from tailrace.wire.connection import Connection
 from tailrace.wire.keys import JoinKey, host_key
 from tailrace.wire.messages import (
     Collapsed,
-    Grown,
-    Growth,
     Hello,
     Introduce,
     Measured,
@@ -154,9 +151,6 @@ class Liar:
         foreign = TrajectoryMeta(some, 1, 3, 0, 0, "stop", 1.0)
         return [
             *self._of_anybody(),
-            Grown((Growth(some, 1, (Segment(0, bytes(7), bytes(4)),)),)),
-            Grown((Growth(some, 1, (Segment.of(0, (1, 2), (float("nan"), 0.0)),)),)),
-            Grown((Growth(some, 1, (Segment.of(0, (1,), (-0.5,)),)),)),
             Reported(Finished(id, foreign)),
             Reported(Finished(0, foreign)),
             Reported(SampleFailed(0, some, 1, "I say so")),
@@ -177,7 +171,6 @@ class Liar:
             Reported(LinkFailed(0, 1, spec.id, "I say so")),
             Reported(RelayJoined(0, 9)),
             Reported(Heartbeats((Late("trainer", 0, 1, 1e6),))),
-            Grown(()),
             Collapsed("I say so", True),
         ]
 

@@ -30,12 +30,12 @@ from tailrace.envs.data import read_rows
 from tailrace.envs.judge_wire import LONGEST, FrameError, Frames
 from tailrace.launch.folder import run_folder
 from tailrace.launch.models import export
-from tailrace.protocol import RelayJoined
+from tailrace.protocol import RelayJoined, Request, TrajectoryMeta
 from tailrace.store.journal import Journal, JournalError
 from tailrace.store.run import RunStore
-from tailrace.trainer.manifest import CheckpointError, State, check, described, found_in, read_state
+from tailrace.trainer.manifest import CheckpointError, TrainerState, check, described, found_in, read_state
 from tailrace.trainer.sealed import sealed
-from tailrace.types import MALFORMED, Row, Segment, id_bytes
+from tailrace.types import MALFORMED
 
 ROOT = Path(__file__).parents[2]
 INPUTS = 30_000
@@ -84,11 +84,9 @@ def config() -> Config:
 def run(tmp_path: Path, config: Config) -> Path:
     """A run that was interrupted, with tokens that somebody may want to go on from."""
     with RunStore.create(tmp_path / "run", config) as store:
-        store.vault.add_prompts([Row(0, id_bytes((1, 2, 3)), "2 + 2", {"answer": 4})])
         for trajectory in range(40):
-            store.vault.assign(trajectory, 1, 0, 0, resume=False)
-            store.vault.append(trajectory, 1, [Segment.of(0, tuple(range(64)), (-0.5,) * 64)])
-            store.vault.finish(trajectory, 1, "stop", 1.0)
+            store.trajectories.assign([Request(trajectory, 1, 0, 0, 3)])
+            store.trajectories.finish(TrajectoryMeta(trajectory, 1, 64, 0, 0, "stop", 1.0))
             store.record(float(trajectory), RelayJoined(trajectory, 1), [])
         store.snapshot(20, b"older" * 50)
         store.snapshot(30, b"newer" * 50)
@@ -100,7 +98,7 @@ def resumed(run: Path) -> tuple[list[object], ...]:
     with RunStore.reopen(run) as store:
         snapshot = store.newest_snapshot()
         entries = list(store.entries(0))
-        return ([snapshot], [entry.event for entry in entries], list(store.vault.read(range(40))))
+        return ([snapshot], [entry.event for entry in entries], [store.trajectories.rewards(range(40))])
 
 
 def test_a_flipped_bit_is_found_or_changes_nothing(run: Path, config: Config) -> None:
@@ -178,8 +176,7 @@ def test_a_copy_of_a_run_in_use_is_whole_or_refused(tmp_path: Path, config: Conf
     with RunStore.create(tmp_path / "run", config) as store:
         for number in range(3000):
             store.record(float(number), RelayJoined(number, 1), [])
-            store.vault.assign(number, 1, 0, 0, resume=False)
-            store.vault.append(number, 1, [Segment.of(0, tuple(range(32)), (-0.5,) * 32)])
+            store.trajectories.assign([Request(number, 1, 0, 0, 3)])
             if number % 10 == 0:
                 store.commit()
             if number % 300 == 299:  # torn: the first half is older than the second
@@ -188,8 +185,8 @@ def test_a_copy_of_a_run_in_use_is_whole_or_refused(tmp_path: Path, config: Conf
                 copy = tmp_path / f"copy{copies}"
                 copy.mkdir()
                 for _ in range(40):
-                    store.vault.assign(10_000 + number, 1, 0, 0, resume=False)
-                    store.vault.append(10_000 + number, 1, [Segment.of(0, tuple(range(500)), (-0.5,) * 500)])
+                    store.trajectories.assign([Request(10_000 + number, 1, 0, 0, 3)])
+                    store.trajectories.fail(10_000 + number, 1, "x" * 4000)
                     store.commit()
                 store._database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
                 halves.append((tmp_path / "run" / "run.db").read_bytes())
@@ -232,7 +229,7 @@ def checkpoint(folder: Path, step: int) -> Path:
     (place / "config.json").write_text("{}")
     (place / "model.safetensors").write_bytes(bytes(range(256)) * 100)
     files = {file.name: described(file) for file in place.iterdir()}
-    (place / "state.json").write_bytes(sealed(State(step, 100 * step, files=files)))
+    (place / "state.json").write_bytes(sealed(TrainerState(step, 100 * step, files=files)))
     return place
 
 
@@ -309,7 +306,7 @@ def test_the_manifest_of_a_checkpoint_names_files_of_its_own(tmp_path: Path) -> 
     for name in ("../secret", str(tmp_path / "secret"), "", ".", "a/../../secret", "x" * 5000, "a\0b"):
         place = tmp_path / "step-00000001"
         place.mkdir(exist_ok=True)
-        state = State(1, 1, files={name: described(tmp_path / "secret")})
+        state = TrainerState(1, 1, files={name: described(tmp_path / "secret")})
         (place / "state.json").write_bytes(sealed(state))
         with pytest.raises(CheckpointError, match="is damaged"):
             check(place)

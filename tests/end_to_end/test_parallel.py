@@ -18,9 +18,11 @@ import trainer_cases
 from tailrace.config.tree import Config
 from tailrace.trainer.batch import mini_batch
 from tailrace.trainer.checkpoint import CheckpointError, newest, restore, save
+from tailrace.trainer.emulated import EmulatedLearner
 from tailrace.trainer.parallel import Ranks, join
+from tailrace.trainer.reader import in_memory
 from tailrace.trainer.step import Learner
-from trainer_cases import group, poisoned, settings, tiny_folder
+from trainer_cases import Watched, group, poisoned, settings, tiny_folder
 
 DEADLINE_S = 300
 GROUPS = [group(1), group(2), group(3, size=3)]
@@ -36,12 +38,12 @@ def everything(model: Path) -> Config:
 def train(folder: Path, ranks: Ranks | None = None) -> Learner:
     """Two parts of a step; leaves first gradients and metrics in the folder."""
     learner = Learner(everything(folder / "model"), ranks)
-    learner._backward(learner._lessons(7, 0, mini_batch(GROUPS, learner.settings)))
+    learner._backward(learner._micro_batches(7, 0, mini_batch(*in_memory(GROUPS), learner.settings)))
     grads = {name: learner.ranks.full(p.grad) for name, p in learner.model.named_parameters() if p.grad is not None}
     learner.model.zero_grad()
     assert learner.critic is not None
     learner.critic.zero_grad()
-    metrics = [learner.train_part(0, part, [GROUPS[part]]) for part in range(2)]
+    metrics = [learner.train_part(0, part, *in_memory([GROUPS[part]])) for part in range(2)]
     if learner.ranks.rank == 0:
         name = f"of_{learner.ranks.size}"
         save_file(grads, folder / f"{name}.safetensors")
@@ -49,11 +51,21 @@ def train(folder: Path, ranks: Ranks | None = None) -> Learner:
     return learner
 
 
+def emulate(folder: Path, ranks: Ranks) -> None:
+    """An emulated trainer's part; leaves what this rank has read in the folder."""
+    infos, reader = in_memory(GROUPS)
+    watched = Watched(reader)
+    measured = EmulatedLearner(settings(folder / "model"), ranks).train_part(0, 0, infos, watched)
+    assert measured["sequences"] == len(infos)
+    (folder / f"read_by_{ranks.rank}.json").write_text(json.dumps(watched.asked))
+
+
 def be_a_rank(rank: int, size: int, meeting: str, folder: Path) -> None:
     torch.set_num_threads(1)
     ranks = join(rank, size, meeting, deadline_s=DEADLINE_S, idle_s=DEADLINE_S)
     heard = [ranks.broadcast_bytes(data if rank == 0 else None) for data in (b"", b"train \x00\xff" * 1000)]
     assert heard == [b"", b"train \x00\xff" * 1000]
+    emulate(folder, ranks)
     learner = train(folder, ranks)
     place = save(folder / "checkpoints", learner)
     again = Learner(learner.config, ranks)
@@ -61,7 +73,7 @@ def be_a_rank(rank: int, size: int, meeting: str, folder: Path) -> None:
     for (name, mine), (_, theirs) in zip(again.weights(), learner.weights(), strict=True):
         assert torch.equal(mine, theirs), name
     before = [tensor.clone() for _, tensor in learner.weights()]
-    measured = learner.train_part(1, 0, [poisoned(4)])  # one rank alone has the sample that is not finite
+    measured = learner.train_part(1, 0, *in_memory([poisoned(4)]))  # one rank alone has the sample that is not finite
     assert (measured["skipped"], measured["nonfinite_weights"]) == (1, 0)
     assert all(torch.equal(mine, old) for (_, mine), old in zip(learner.weights(), before, strict=True))
     (folder / "full").touch()  # a file where the next checkpoint's folder should be
@@ -88,6 +100,9 @@ def test_two_ranks_have_the_gradients_weights_and_checkpoints_of_one(tmp_path):
         for process in others:
             process.kill()
 
+    shares = [json.loads((tmp_path / f"read_by_{rank}.json").read_text()) for rank in range(2)]
+    assert sorted(shares[0] + shares[1]) == [t.id for group in GROUPS for t in group]
+    assert all(shares)
     one, two = (load_file(tmp_path / f"of_{n}.safetensors") for n in (1, 2))
     assert one.keys() == two.keys()
     for name in one:

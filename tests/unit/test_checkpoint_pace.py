@@ -10,9 +10,9 @@ import pytest
 from tailrace.config import load
 from tailrace.protocol import Checkpointed
 from tailrace.sim.simulation import Simulation
-from tailrace.trainer.crew import EmulatedCrew
-from tailrace.trainer.emulated import State
+from tailrace.trainer.emulated import EmulatedState
 from tailrace.trainer.pace import BYTES_PER_PARAMETER, CheckpointPace
+from tailrace.trainer.rank_group import EmulatedRankGroup
 from tailrace.trainer.worker import Worker
 from tailrace.wire.messages import Ended, Spec
 
@@ -86,9 +86,9 @@ def test_a_trainer_that_is_stopped_between_two_steps_saves_first(
         load([], emulated),
         folder_id=(place.st_dev, place.st_ino),
     )
-    crew = EmulatedCrew(spec)
-    worker = Worker(spec, crew)
-    worker.step, worker.part, crew.learner.state = step, part, State(step)
+    rank_group = EmulatedRankGroup(spec)
+    worker = Worker(spec, rank_group)
+    worker.step, worker.part, rank_group.learner.state = step, part, EmulatedState(step)
     assert not worker._obey(Ended(complete))
     assert (tmp_path / "checkpoints" / "state.json").exists() == kept
-    crew.close()
+    rank_group.close()

@@ -39,7 +39,7 @@ class Held:
     def __init__(self, folder: Path, config: Config) -> None:
         self.store = RunStore.create(folder, config)
         observer: Any = SimpleNamespace(see=lambda *_: None, measure=lambda *_: None)
-        self.controller = Controller(self.store, config, observer, Tie(Keyring(bytes(32), "token"), -1), observer)
+        self.controller = Controller(self.store, config, Tie(Keyring(bytes(32), "token"), -1), observer)
         self.sent: list[tuple[str, Any]] = []
         self.controller.hub.send = self._send  # type: ignore[method-assign]
         self.store.commit()

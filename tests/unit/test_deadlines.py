@@ -86,7 +86,7 @@ def test_an_error_of_the_view_ends_the_run_at_once(monkeypatch: Any) -> None:
 
     async def driven() -> None:
         async with asyncio.timeout(10.0):
-            await train._drive(nothing, nothing, nothing, nothing, keeper)
+            await train._drive(nothing, nothing, nothing, keeper)
 
     with pytest.raises(OSError, match="the terminal is gone"):
         asyncio.run(driven())
@@ -96,6 +96,8 @@ def test_a_trainer_that_cannot_get_a_version_to_the_master_says_so_and_goes_on()
     worker: Any = Worker.__new__(Worker)
     reported: list[object] = []
     worker.link = SimpleNamespace(incarnation=3, report=reported.append)
-    worker.crew = SimpleNamespace(publish=lambda version, address, give_up: give_up(version, f"{address} took nothing"))
+    worker.rank_group = SimpleNamespace(
+        publish=lambda version, address, give_up: give_up(version, f"{address} took nothing")
+    )
     assert worker._obey(Ordered(Publish(3, 7, 1), addresses={1: "10.0.0.2:4242"}))
     assert reported == [PublishFailed(3, 7, 1, "10.0.0.2:4242 took nothing")]

@@ -24,10 +24,10 @@ from transformers import (
 from buffers import added, ids_of, job_of
 from tailrace.config.errors import ConfigError
 from tailrace.config.tree import Config, Rollout, Sampling, Workload
-from tailrace.engines import attention, batch, compiled, native
+from tailrace.engines import attention, compiled, native, paged_attention
 from tailrace.engines.base import Job
 from tailrace.engines.layout import use_fast_layout
-from tailrace.engines.lean import lean_decoder
+from tailrace.engines.llama_decoder import llama_decoder
 from tailrace.engines.native import NativeEngine
 from tailrace.engines.plain import PlainOperations
 from tailrace.kernels import cpu
@@ -137,8 +137,8 @@ def compute(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(cpu.OFF, "0")
         monkeypatch.setattr(cpu, "library", cpu.library.__wrapped__)
     if "large" in way:
-        monkeypatch.setattr(batch, "PADDED", 0)
-        for module in (batch, compiled):
+        monkeypatch.setattr(paged_attention, "PADDED", 0)
+        for module in (paged_attention, compiled):
             monkeypatch.setattr(module, "SHORT", 1)
 
 
@@ -163,27 +163,27 @@ def test_greedy_tokens_equal_generate_with_sharing_chunks_and_a_small_pool(
 
 @pytest.mark.parametrize("way", ["compiled", "torch"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_lean_decoder_computes_what_the_module_computes(
+def test_the_llama_decoder_computes_what_the_module_computes(
     family: str, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compute(way, monkeypatch)
     model, work = tiny(family), jobs(group_size=2)
-    lean = run(engine(model, settings(temperature=1.0)), work)
+    decoder = run(engine(model, settings(temperature=1.0)), work)
     asked: list[PreTrainedModel] = []
-    monkeypatch.setattr(native, "lean_decoder", lambda model, *_: asked.append(model))
+    monkeypatch.setattr(native, "llama_decoder", lambda model, *_: asked.append(model))
     module = run(engine(model, settings(temperature=1.0)), work)
     assert asked
-    assert lean.tokens == module.tokens
-    for id, logprobs in lean.logprobs.items():
+    assert decoder.tokens == module.tokens
+    for id, logprobs in decoder.logprobs.items():
         assert logprobs == pytest.approx(module.logprobs[id], abs=1e-4)
 
 
 @pytest.mark.parametrize(("family", "known"), [("llama", True), ("qwen3", True), ("gemma2", False)])
-def test_only_known_families_have_a_lean_decoder(family: str, known: bool) -> None:
+def test_only_known_families_have_a_llama_decoder(family: str, known: bool) -> None:
     model = tiny(family)
     use_fast_layout(model, column_major=True)
     shapes = attention.use_paged_attention(model)
-    assert (lean_decoder(model, shapes, PlainOperations()) is not None) == known
+    assert (llama_decoder(model, shapes, PlainOperations()) is not None) == known
 
 
 def test_a_small_pool_preempts_and_a_large_one_does_not() -> None:

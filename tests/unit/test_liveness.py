@@ -27,7 +27,7 @@ from tailrace.wire.connection import Connection
 from tailrace.wire.hub import Hub, Letter
 from tailrace.wire.keys import Keyring
 from tailrace.wire.link import Link
-from tailrace.wire.liveness import LARGEST, LATE_S, BeatSender, ListeningClock, Liveness, datagram
+from tailrace.wire.liveness import LARGEST, LATE_S, ListeningClock, Liveness, datagram
 from tailrace.wire.messages import Beat, BeatHere, Hello, Ordered, Reported, Spec
 
 KEYS = Keyring(bytes(32), "ab" * 32)
@@ -341,8 +341,8 @@ def spec(endpoint: str) -> Spec:
 
 
 @asynccontextmanager
-async def linked(load: Callable[[], Event | None] = lambda: None) -> AsyncIterator[tuple[Hub, Link]]:
-    hub = Hub(KEYS)
+async def linked(load: Callable[[], Event | None] = lambda: None, port: int = 0) -> AsyncIterator[tuple[Hub, Link]]:
+    hub = Hub(KEYS, port)
     link = Link(spec(hub.endpoint), load)
     link.open()
     try:
@@ -392,9 +392,10 @@ def test_a_component_whose_loop_is_stuck_is_silent() -> None:
 def test_where_datagrams_do_not_get_through_heartbeats_come_over_the_connection(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def scene() -> None:
-        monkeypatch.setattr(BeatSender, "send", lambda *_: None)  # a firewall
-        async with linked() as (hub, link):
+    """They go to somebody else, who has the port and cannot do anything with them."""
+
+    async def scene(taken: socket.socket) -> None:
+        async with linked(port=taken.getsockname()[1]) as (hub, link):
             link.waiting_for = "the firewall"
             await hub.receive()
             record = hub.liveness._records[NAME]
@@ -406,8 +407,14 @@ def test_where_datagrams_do_not_get_through_heartbeats_come_over_the_connection(
             assert hub.liveness.waiting == {NAME: "the firewall"}
             assert record.counter == 0
             assert not hub._letters, "none of them is a message"
+            await hub.send(NAME, BeatHere(on=False))
+            received = await asyncio.to_thread(taken.recv, LARGEST)
+            assert NAME.encode() in received
+            assert KEYS.of(NAME) not in received
 
-    asyncio.run(scene())
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as taken:
+        taken.bind(("127.0.0.1", 0))
+        asyncio.run(scene(taken))
 
 
 def loads(letters: list[Letter]) -> list[int]:

@@ -21,6 +21,7 @@ from tailrace.engines.base import Job
 from tailrace.engines.native import NativeEngine
 from tailrace.model.packed import hidden_states, install, layout
 from tailrace.trainer.batch import mini_batch
+from tailrace.trainer.reader import in_memory
 from tailrace.trainer.step import Learner
 from tailrace.types import Segment, Trajectory
 from trainer_cases import VOCABULARY, long_rope, settings, tiny_model
@@ -85,15 +86,15 @@ def test_the_trainer_has_the_log_probs_of_every_token_at_the_length_that_its_seq
         trajectory(3, prompt, tokens(LIMIT - 5, 6), 0.7),
     ]
     learner = Learner(settings(tmp_path / "model", tokens_per_batch=10**6, **more))
-    batch = mini_batch([group], learner.settings, switch=learner.switch)
-    (lesson,) = learner._lessons(0, 0, batch)
-    found = learner.scores(lesson.pack).logprobs
+    batch = mini_batch(*in_memory([group]), learner.settings)
+    (each,) = learner._micro_batches(0, 0, batch)
+    found = learner.scores(each.pack).logprobs
     for place, one in enumerate(group):
         row = [token for segment in one.segments for token in segment.ids.tolist()]
         wanted = alone(model, row)[len(one.segments[0]) - 1 :]
-        mine = found[torch.from_numpy(lesson.pack.sequence == place)]
+        mine = found[torch.from_numpy(each.pack.sequence == place)]
         torch.testing.assert_close(mine, wanted, atol=1e-4, rtol=1e-4)
-    assert learner.train_part(0, 0, [group])["passed_tokens"] == sum(t.sampled_tokens for t in group)
+    assert learner.train_part(0, 0, *in_memory([group]))["passed_tokens"] == sum(t.sampled_tokens for t in group)
 
 
 def test_packs_of_any_size_have_the_same_gradient(tmp_path):
@@ -103,7 +104,7 @@ def test_packs_of_any_size_have_the_same_gradient(tmp_path):
     found = []
     for budget in (10**6, 30):
         learner = Learner(settings(tmp_path / "model", tokens_per_batch=budget))
-        learner._backward(learner._lessons(0, 0, mini_batch([group], learner.settings, switch=learner.switch)))
+        learner._backward(learner._micro_batches(0, 0, mini_batch(*in_memory([group]), learner.settings)))
         found.append(torch.cat([p.grad.flatten() for p in learner.model.parameters() if p.grad is not None]))
     torch.testing.assert_close(found[0], found[1], atol=1e-5, rtol=1e-4)
 
@@ -173,11 +174,11 @@ def test_engine_and_trainer_agree_on_log_probs_across_the_limit(family, tmp_path
     found, logprobs = generated(engine(model, temperature=1.0), work)
     learner = Learner(settings(tmp_path / "model", tokens_per_batch=10**6))
     group = [trajectory(job.id, ids_of(job), found[job.id], float(n)) for n, job in enumerate(work)]
-    batch = mini_batch([group], learner.settings, switch=learner.switch)
-    (lesson,) = learner._lessons(0, 0, batch)
-    mine = learner.scores(lesson.pack).logprobs.numpy()
+    batch = mini_batch(*in_memory([group]), learner.settings)
+    (each,) = learner._micro_batches(0, 0, batch)
+    mine = learner.scores(each.pack).logprobs.numpy()
     for place, job in enumerate(work):
-        assert mine[lesson.pack.sequence == place] == pytest.approx(np.array(logprobs[job.id]), abs=1e-4)
+        assert mine[each.pack.sequence == place] == pytest.approx(np.array(logprobs[job.id]), abs=1e-4)
 
 
 def test_a_later_turn_that_begins_beyond_the_limit_goes_on_from_nothing_that_was_kept(tmp_path):

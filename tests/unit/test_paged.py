@@ -18,10 +18,10 @@ def scheduler(blocks: int = 64, prefill_tokens: int = 16, max_running: int = 100
 
 
 def sequence(
-    id: int, group: int = 0, prompt: int = 9, more: int = 0, end: int = LONGEST, beginning: int | None = None
+    id: int, group: int = 0, prompt: int = 9, more: int = 0, end: int = LONGEST, prefix: int | None = None
 ) -> Sequence:
-    """Prompts of different groups differ, unless they have the same beginning."""
-    first = 1000 * (group if beginning is None else beginning)
+    """Prompts of different groups differ, unless they have the same prefix."""
+    first = 1000 * (group if prefix is None else prefix)
     tokens = tuple(range(first, first + prompt)) + tuple(range(id, id + more))
     return Sequence(job_of(id, group, tokens, prompt, end - len(tokens)), end)
 
@@ -81,11 +81,11 @@ def test_the_prompt_of_a_group_is_prefilled_once_and_its_blocks_counted_once() -
 
 def test_a_prompt_that_begins_like_another_takes_its_whole_blocks() -> None:
     subject = scheduler(prefill_tokens=100)
-    subject.submit(sequence(0, group=0, prompt=11, beginning=5))
-    subject.submit(sequence(1, group=1, prompt=11, beginning=5))
+    subject.submit(sequence(0, group=0, prompt=11, prefix=5))
+    subject.submit(sequence(1, group=1, prompt=11, prefix=5))
     compute(subject)
-    subject.submit(sequence(2, group=2, prompt=10, beginning=5))
-    subject.submit(sequence(3, group=3, prompt=10, beginning=6))
+    subject.submit(sequence(2, group=2, prompt=10, prefix=5))
+    subject.submit(sequence(3, group=3, prompt=10, prefix=6))
     plan = compute(subject)
     assert {chunk.sequence.id: chunk.length for chunk in plan.chunks} == {0: 1, 1: 1, 2: 2, 3: 10}
     assert subject.running[2].blocks[:2] == subject.running[1].blocks[:2]
@@ -188,7 +188,7 @@ def test_blocks_are_conserved_whatever_happens(
         if action == "submit" and not any(s.id == number for s in (*subject.running, *subject.waiting)):
             group = number // 4
             end = 5 * group + extra + 3
-            subject.submit(sequence(number, group, prompt=1 + 5 * group, more=extra, end=end, beginning=group // 2))
+            subject.submit(sequence(number, group, prompt=1 + 5 * group, more=extra, end=end, prefix=group // 2))
         elif action == "step":
             for _ in range(number):
                 compute(subject)
@@ -208,6 +208,6 @@ def test_blocks_are_conserved_whatever_happens(
     assert not subject.waiting
     for id in range(12):
         subject.forget(id)
-    assert subject.pool.free == blocks - len(set(subject.beginnings.values()))
+    assert subject.pool.free == blocks - len(set(subject.prefix_cache.values()))
     subject.drop_kv()
     assert subject.pool.free == blocks

@@ -19,7 +19,6 @@ from tailrace.rollout.episode import Episode
 from tailrace.rollout.evaluate import Evaluated, _summed_up
 from tailrace.rollout.runner import Key, Language, Outcome, Runner
 from tailrace.types import Row, Segment, id_bytes
-from tailrace.wire.messages import Grown, Growth, decode_from_part, encode
 
 END = 99
 REWARDS = (0.5, 0.6, 3.0, -1.0, None)
@@ -355,15 +354,6 @@ def test_growth_is_handed_out_once_in_runs_of_one_origin():
     )
     assert one.last_turn().tolist() == [9, 10]
     assert (one.meta().tokens, one.meta().oldest, one.meta().newest) == (8, 1, 2)
-
-
-def test_a_sampled_token_is_eight_bytes_on_the_wire():
-    one, ids = episode(), np.arange(100_000, 101_000)
-    one.sampled(3, id_bytes(ids), np.linspace(-9.0, -0.1, len(ids), dtype="<f4").tobytes())
-    message = Grown((Growth(*one.key, one.take_growth()),))
-    body = encode(message)
-    assert len(body) < 8 * len(ids) + 100
-    assert decode_from_part(body) == message
 
 
 def test_an_evaluation_has_the_mean_reward_beside_the_share_of_right_answers():

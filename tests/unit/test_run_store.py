@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 
 from tailrace.config import Config, load
-from tailrace.protocol import RelayJoined
+from tailrace.launch.view import LiveView
+from tailrace.protocol import RelayJoined, Request, TrajectoryMeta
 from tailrace.store.database import Database, reading
 from tailrace.store.journal import Journal, JournalError, JournalWriter
 from tailrace.store.metrics import Measurement, measurements
 from tailrace.store.run import RunStore
-from tailrace.types import Row, Segment, id_bytes
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def test_reopening_goes_on_where_it_stopped(folder: Path, config: Config) -> Non
 
 def test_what_is_not_committed_is_not_there(folder: Path, config: Config) -> None:
     store = RunStore.create(folder, config)
-    store.vault.assign(0, 1, 0, 0, resume=False)
+    store.trajectories.assign([Request(0, 1, 0, 0, 1)])
     store.metrics.measure(0.0, 0, "trainer", {"loss": 1.0})
     record(store, 1)
     assert list(Journal(folder).entries()) == []
@@ -228,14 +228,13 @@ def test_who_stops_reading_in_the_middle_keeps_nothing_open(folder: Path, config
 
 def test_so_does_a_run_that_ends_because_its_file_is_damaged(folder: Path, config: Config) -> None:
     store = RunStore.create(folder, config)
-    store.vault.add_prompts([Row(0, id_bytes((1,)), "p", {})])
     for trajectory in range(40):
-        store.vault.assign(trajectory, 1, 0, 0, resume=False)
-        store.vault.append(trajectory, 1, [Segment.of(0, (1, 2), (-0.5, -0.5))])
-    store._database.execute("UPDATE segments SET crc = 0 WHERE trajectory_id = 7")
+        store.trajectories.assign([Request(trajectory, 1, 0, 0, 1)])
+        store.trajectories.finish(TrajectoryMeta(trajectory, 1, 2, 0, 0, "stop", 1.0))
+    store._database.execute("UPDATE trajectories SET crc = 0 WHERE id = 7")
     store.commit()
-    with pytest.raises(JournalError, match="what t7 holds") as caught:
-        store.vault.read(range(40))
+    with pytest.raises(JournalError, match="how t7 ended") as caught:
+        store.trajectories.rewards(range(40))
     store.close(complete=False)
     assert files(folder) == ["run.db"], f"the error and all that it refers to are still there: {caught}"
 

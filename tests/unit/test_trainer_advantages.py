@@ -9,6 +9,7 @@ import torch
 from tailrace.config.tree import Trainer
 from tailrace.trainer.advantages import GROUP_ADVANTAGES, dr_grpo, gae, grpo, rloo
 from tailrace.trainer.batch import mini_batch
+from tailrace.trainer.reader import in_memory
 from tailrace.types import Segment, Trajectory
 
 REWARDS = np.array([1.0, 0.0, 0.0, 0.5])
@@ -38,7 +39,7 @@ def test_nothing_is_learned_from_equal_rewards_or_from_a_sample_alone(name):
 def test_rewards_of_any_size_have_finite_advantages(advantage, rewards):
     sampled = (Segment.of(None, (1,)), Segment.of(0, (2,), (-1.0,)))
     group = [Trajectory(id, 0, 0, sampled, "stop", reward) for id, reward in enumerate(rewards)]
-    batch = mini_batch([group], Trainer(advantage=advantage))
+    batch = mini_batch(*in_memory([group]), Trainer(advantage=advantage))
     assert np.isfinite(np.float32(batch.advantages) ** 2).all()
     assert np.isfinite(np.float32(batch.rewards) ** 2).all()
     if advantage != "gae":
@@ -50,8 +51,8 @@ def test_rewards_of_any_size_have_finite_advantages(advantage, rewards):
 def test_gae_is_the_discounted_sum_of_surprises():
     values, gamma, lam, reward = np.array([0.1, 0.4, -0.2, 0.3]), 0.9, 0.7, 2.0
     rewards, after = np.array([0, 0, 0, reward]), np.array([0.4, -0.2, 0.3, 0])
-    surprises = rewards + gamma * after - values
-    slow = [sum((gamma * lam) ** (k - t) * surprises[k] for k in range(t, 4)) for t in range(4)]
+    td_errors = rewards + gamma * after - values
+    slow = [sum((gamma * lam) ** (k - t) * td_errors[k] for k in range(t, 4)) for t in range(4)]
     advantages, returns = gae(reward, values, gamma, lam)
     assert advantages == pytest.approx(slow)
     assert returns == pytest.approx(advantages + values)

@@ -23,8 +23,13 @@ def tokens(seed: int = 0, loss: str = "ppo", **changes: torch.Tensor) -> TokenBa
         return torch.randn(TOKENS, generator=draw, dtype=torch.float64) * scale
 
     weights = torch.tensor(np.repeat(token_weights(loss, COUNTS, LONGEST), COUNTS))
-    behaviour = -1 - some(0.3).abs()
-    made = {"behaviour": behaviour, "proximal": behaviour + some(0.6), "advantages": some(1.0), "weight": weights}
+    behavior_logprobs = -1 - some(0.3).abs()
+    made = {
+        "behavior_logprobs": behavior_logprobs,
+        "proximal": behavior_logprobs + some(0.6),
+        "advantages": some(1.0),
+        "weight": weights,
+    }
     made["new"] = made["proximal"] + some(0.3)
     return TokenBatch(**(made | changes | {"new": (changes.get("new", made["new"])).clone().requires_grad_()}))
 
@@ -33,7 +38,7 @@ def gradient(batch: TokenBatch, settings: Trainer) -> torch.Tensor:
     return torch.autograd.grad(policy_loss(batch, settings).loss, batch.new)[0]
 
 
-def slow(loss: str, new: float, behaviour: float, proximal: float, advantage: float, s: Trainer) -> float:
+def slow(loss: str, new: float, behavior_logprobs: float, proximal: float, advantage: float, s: Trainer) -> float:
     """One token's loss, as it stands in the papers."""
 
     def clip(ratio: float) -> float:
@@ -43,12 +48,12 @@ def slow(loss: str, new: float, behaviour: float, proximal: float, advantage: fl
     if loss == "reinforce":
         return -advantage * new
     if loss == "aipo":
-        return -min(math.exp(new - behaviour), s.importance_cap) * advantage * new
+        return -min(math.exp(new - behavior_logprobs), s.importance_cap) * advantage * new
     if loss == "tis":
-        return -min(math.exp(proximal - behaviour), s.importance_cap) * advantage * new
+        return -min(math.exp(proximal - behavior_logprobs), s.importance_cap) * advantage * new
     if loss == "decoupled_ppo":
-        return -min(math.exp(proximal - behaviour), s.importance_cap) * clip(math.exp(new - proximal))
-    return -clip(math.exp(new - behaviour))
+        return -min(math.exp(proximal - behavior_logprobs), s.importance_cap) * clip(math.exp(new - proximal))
+    return -clip(math.exp(new - behavior_logprobs))
 
 
 @pytest.mark.parametrize("dual_clip", [0.0, 1.4])  # 0: as TRL has it
@@ -56,8 +61,13 @@ def slow(loss: str, new: float, behaviour: float, proximal: float, advantage: fl
 def test_each_loss_equals_its_formula_token_by_token(loss, dual_clip):
     settings = Trainer(loss=loss, clip_high=0.28, importance_cap=1.3, dual_clip=dual_clip)
     batch = tokens(1, loss)
-    columns = torch.stack([batch.new.detach(), batch.behaviour, batch.proximal, batch.advantages], dim=1).tolist()
-    each = [slow(loss, new, behaviour, proximal, gain, settings) for new, behaviour, proximal, gain in columns]
+    columns = torch.stack(
+        [batch.new.detach(), batch.behavior_logprobs, batch.proximal, batch.advantages], dim=1
+    ).tolist()
+    each = [
+        slow(loss, new, behavior_logprobs, proximal, gain, settings)
+        for new, behavior_logprobs, proximal, gain in columns
+    ]
     rows = np.split(np.array(each), np.cumsum(COUNTS)[:-1])
     wanted = {
         "grpo": np.mean([row.mean() for row in rows]),
@@ -68,8 +78,8 @@ def test_each_loss_equals_its_formula_token_by_token(loss, dual_clip):
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_on_fresh_samples_every_loss_has_the_gradient_of_reinforce(loss):
-    behaviour = tokens().behaviour
-    batch = tokens(2, behaviour=behaviour, new=behaviour, proximal=behaviour)
+    behavior_logprobs = tokens().behavior_logprobs
+    batch = tokens(2, behavior_logprobs=behavior_logprobs, new=behavior_logprobs, proximal=behavior_logprobs)
     torch.testing.assert_close(gradient(batch, Trainer(loss=loss)), gradient(batch, Trainer(loss="reinforce")))
 
 
@@ -81,7 +91,7 @@ def test_without_advantage_nothing_is_learned(loss):
 @pytest.mark.parametrize("loss", ["aipo", "tis", "decoupled_ppo"])
 def test_a_cap_bounds_the_gradient_of_tokens_the_sampler_found_unlikely(loss):
     base = tokens(4)
-    batch = tokens(4, behaviour=base.proximal - 8, new=base.proximal)
+    batch = tokens(4, behavior_logprobs=base.proximal - 8, new=base.proximal)
     free, capped = (gradient(batch, Trainer(loss=loss, importance_cap=cap)) for cap in (1e9, 2.0))
     assert (capped.abs() <= 2.0 * (batch.weight * batch.advantages).abs() * (1 + 1e-9)).all()
     assert free.abs().max() > 100 * capped.abs().max()
@@ -91,8 +101,8 @@ def test_a_cap_bounds_the_gradient_of_tokens_the_sampler_found_unlikely(loss):
 def test_clipping_stops_what_has_gone_far_enough_and_nothing_else():
     signs = torch.tensor([1.0, 1.0, -1.0, -1.0], dtype=torch.float64).repeat(TOKENS // 4)
     ratios = torch.tensor([1.5, 0.5, 1.5, 0.5], dtype=torch.float64).repeat(TOKENS // 4)
-    behaviour = tokens().behaviour
-    batch = tokens(5, advantages=signs, behaviour=behaviour, new=behaviour + ratios.log())
+    behavior_logprobs = tokens().behavior_logprobs
+    batch = tokens(5, advantages=signs, behavior_logprobs=behavior_logprobs, new=behavior_logprobs + ratios.log())
     moved = gradient(batch, Trainer(loss="ppo")).bool().reshape(-1, 4)
     assert (moved == torch.tensor([False, True, True, False])).all()
     assert policy_loss(batch, Trainer(loss="ppo")).stats["clip_fraction"] == TOKENS / 2
@@ -101,12 +111,12 @@ def test_clipping_stops_what_has_gone_far_enough_and_nothing_else():
 @pytest.mark.parametrize("loss", ["grpo", "dr_grpo", "dapo", "ppo", "decoupled_ppo"])
 def test_one_stale_token_does_not_take_over_the_gradient(loss):
     base = tokens(5, loss)
-    behaviour, stale = base.behaviour.clone(), TOKENS // 2
-    behaviour[stale] -= 12.0  # the policy finds it e^12 times as likely by now
+    behavior_logprobs, stale = base.behavior_logprobs.clone(), TOKENS // 2
+    behavior_logprobs[stale] -= 12.0  # the policy finds it e^12 times as likely by now
     advantages = base.advantages.clone()
     advantages[stale] = -1.0
-    fresh = {"advantages": advantages, "proximal": behaviour, "new": base.behaviour}
-    batch = tokens(5, loss, behaviour=behaviour, **fresh)
+    fresh = {"advantages": advantages, "proximal": behavior_logprobs, "new": base.behavior_logprobs}
+    batch = tokens(5, loss, behavior_logprobs=behavior_logprobs, **fresh)
     off, on = gradient(batch, Trainer(loss=loss, dual_clip=0.0)), gradient(batch, Trainer(loss=loss))
     assert off.norm() > 1000 * on.norm()
     assert on[stale] == 0
@@ -117,8 +127,8 @@ def test_one_stale_token_does_not_take_over_the_gradient(loss):
 def test_the_dual_clip_leaves_good_tokens_and_small_ratios_alone():
     ratios = torch.tensor([2.9, 3.1, 40.0, 40.0], dtype=torch.float64).repeat(TOKENS // 4)
     signs = torch.tensor([-1.0, -1.0, -1.0, 1.0], dtype=torch.float64).repeat(TOKENS // 4)
-    behaviour = tokens().behaviour
-    batch = tokens(5, advantages=signs, behaviour=behaviour, new=behaviour + ratios.log())
+    behavior_logprobs = tokens().behavior_logprobs
+    batch = tokens(5, advantages=signs, behavior_logprobs=behavior_logprobs, new=behavior_logprobs + ratios.log())
     moved = gradient(batch, Trainer(loss="ppo")).bool().reshape(-1, 4)
     assert (moved == torch.tensor([True, False, False, False])).all()  # the last one is past the ordinary clip
     each = -policy_loss(batch, Trainer(loss="ppo")).loss.item()
@@ -127,7 +137,7 @@ def test_the_dual_clip_leaves_good_tokens_and_small_ratios_alone():
 
 def test_a_clip_around_the_proximal_policy_lets_old_samples_teach():
     base = tokens(6)
-    batch = tokens(6, behaviour=base.proximal - 3, new=base.proximal)
+    batch = tokens(6, behavior_logprobs=base.proximal - 3, new=base.proximal)
     assert gradient(batch, Trainer(loss="decoupled_ppo")).all()
     assert not gradient(batch, Trainer(loss="ppo"))[batch.advantages > 0].any()
 
@@ -141,8 +151,8 @@ def test_k3_estimates_the_divergence_and_is_never_negative():
 
 def test_reference_and_entropy_pull_by_their_weights():
     entropy = torch.ones(TOKENS, dtype=torch.float64)
-    batch = tokens(7, advantages=torch.zeros(TOKENS), reference=tokens().behaviour, entropy=entropy)
-    divergence = k3(batch.new, tokens().behaviour).mean()
+    batch = tokens(7, advantages=torch.zeros(TOKENS), reference=tokens().behavior_logprobs, entropy=entropy)
+    divergence = k3(batch.new, tokens().behavior_logprobs).mean()
     result = policy_loss(batch, Trainer(loss="ppo", kl=0.3, entropy=0.1))
     assert result.loss.item() == pytest.approx(0.3 * divergence.item() - 0.1)
     assert result.stats["kl"].item() == pytest.approx(divergence.item() * TOKENS)

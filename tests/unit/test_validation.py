@@ -35,6 +35,9 @@ from tailrace.protocol import (
     ReplicaLost,
     RunStarted,
     SampleFailed,
+    SamplesLost,
+    StoreJoined,
+    StoreLost,
     TimerFired,
     Trained,
     TrainerJoined,
@@ -45,11 +48,11 @@ from tailrace.protocol import (
 )
 from tailrace.runtime.validation import MESSAGES
 from tailrace.store.journal import Journal
-from tailrace.types import Prompt, Segment, id_bytes
-from tailrace.wire.messages import Collapsed, Dismissed, FromPart, Grown, Growth, Hello, Measured, Offer, Reported
+from tailrace.types import Prompt, id_bytes
+from tailrace.wire.messages import Accused, Beat, Collapsed, Dismissed, FromPart, Hello, Measured, Offer, Reported
 
 LONGEST = 64  # tokens of a completion
-LOST = {"replica": ReplicaLost, "relay": RelayLost, "trainer": TrainerLost}
+LOST = {"replica": ReplicaLost, "relay": RelayLost, "store": StoreLost, "trainer": TrainerLost}
 
 
 def config(*more: str) -> Config:
@@ -87,16 +90,12 @@ def meta(trajectory: int, epoch: int = 1, tokens: int = 0, **fields: Any) -> Tra
     return TrajectoryMeta(trajectory, epoch, tokens, **{"oldest": 0, "newest": 0, "reward": 1.0, **fields})
 
 
-def grown(trajectory: int, *segments: Segment) -> Grown:
-    return Grown((Growth(trajectory, 1, segments),))
-
-
-SAMPLED = Segment.of(0, (7, 8), (-0.5, -0.25))
+ADDED = Reported(PromptsAdded(8, (Prompt(8, 10),)))
 NEITHER = [  # is for any part to say
     Reported(RunStarted(1, 1)),
     Reported(HostJoined(7, (8,))),
     Reported(HostLeft(0, "I say so")),
-    Reported(PromptsAdded(8, (Prompt(8, 10),))),
+    ADDED,
     Reported(TimerFired("health")),
     Reported(ControllerRestarted()),
     Reported(Heartbeats()),
@@ -128,7 +127,7 @@ LIES: dict[str, list[Any]] = {
         Reported(WeightsLoaded(0, 1, 2**31)),
         Reported(Finished(1, meta(2))),
         Reported(Finished(0, meta(2))),  # which replica 1 has
-        Reported(Finished(0, meta(0, tokens=3))),  # of which none came
+        Reported(Finished(0, meta(0, tokens=LONGEST + 1))),
         Reported(Finished(0, meta(0, tokens=2**62))),
         Reported(Finished(0, meta(0, reward=float("nan")))),
         Reported(Finished(0, meta(0, reward=float("inf")))),
@@ -140,20 +139,6 @@ LIES: dict[str, list[Any]] = {
         Reported(SampleFailed(1, 3, 1, "it raised")),
         Reported(Parked(0, 1, (meta(0), meta(2)))),
         Reported(Parked(1, 1, ())),
-        grown(2, SAMPLED),
-        grown(0, Segment(0, bytes(4), bytes(3))),
-        grown(0, Segment(0, bytes(7), bytes(4))),
-        grown(0, Segment.of(0, (100,), (-0.5,))),  # beyond the vocabulary
-        grown(0, Segment.of(0, (5, -1, 99), (-0.5,) * 3)),
-        grown(0, Segment.of(0, (7, 8), (-0.5,))),
-        grown(0, Segment.of(0, (7,), None)),
-        grown(0, Segment.of(None, (7,), (-0.5,))),
-        grown(0, Segment.of(0, (7,), (float("nan"),))),
-        grown(0, Segment.of(0, (7, 8), (float("inf"), float("-inf")))),
-        grown(0, Segment.of(0, (7,), (-1e38,))),
-        grown(0, Segment.of(0, (7,), (5.0,))),
-        grown(0, Segment.of(3, (7,), (-0.5,))),  # of a version that nobody has made
-        grown(0, *[Segment.of(0, (7,) * 50, (-0.5,) * 50)] * 2),
         Measured(-1, {"engine/steps": float("nan")}),
         Measured(-1, {"x" * 101: 1.0}),
         Measured(-1, {"\n": 1.0}),
@@ -170,7 +155,6 @@ LIES: dict[str, list[Any]] = {
         Reported(RelayJoined(0, 2**40)),
         Reported(Finished(0, meta(0))),
         Reported(Trained(1, 0, 0)),
-        grown(0, SAMPLED),
         Measured(-1, {"x": 1.0}),
         Hello("nowhere", "/dev/shm/x"),
         Hello("127.0.0.1:99999", "/dev/shm/x"),
@@ -178,8 +162,22 @@ LIES: dict[str, list[Any]] = {
         Hello("127.0.0.1:1", "x"),
         Hello("x" * 500, ""),
     ],
+    "store": [
+        *[lie for lie in NEITHER if lie != ADDED],
+        Reported(PromptsAdded(8, (Prompt(9, 10),))),
+        Reported(StoreJoined(1, 2)),
+        Reported(StoreJoined(0, 2**40)),
+        Reported(SamplesLost(1, 1, (0,))),
+        Reported(StoreLost(0, 1, "I say so")),
+        Reported(Finished(0, meta(0))),
+        Reported(Trained(1, 0, 0)),
+        Hello("127.0.0.1:1", "/dev/shm/x"),
+        Hello("nowhere"),
+        Measured(-1, {"x": float("nan")}),
+    ],
     "trainer": [
         *NEITHER,
+        Accused("replica-0/1", "I say so"),
         Reported(TrainerJoined(2, 50)),
         Reported(TrainerJoined(2, 0, 1)),
         Reported(TrainerJoined(2**40, 0)),
@@ -188,7 +186,6 @@ LIES: dict[str, list[Any]] = {
         Reported(Checkpointed(1, 5)),
         Reported(Checkpointed(1, 2**60)),
         Reported(Finished(0, meta(0))),
-        grown(0, SAMPLED),
         Measured(0, {"\0": 1.0}),
         Hello("127.0.0.1:1", "/dev/shm/x"),
     ],
@@ -208,28 +205,25 @@ def test_who_says_what_it_must_not_is_dropped_with_the_reason_and_nobody_else(tm
     for number, lie in enumerate(LIES[role]):
 
         async def scene(played: Played, lie: Any = lie) -> None:
-            played.controller._validation._vocabulary = 100
             liar = played.process(role, 0)
             speak(played, liar.spec.name, lie)
             await played.turn()
             await played.turn()
             assert liar.refused, lie
             assert played.goes_on, lie
-            assert [one for one in played.processes("relay", "trainer", "replica") if one.refused] == [liar]
+            assert [one for one in played.processes("store", "relay", "trainer", "replica") if one.refused] == [liar]
             assert f"{liar.title} is dropped: it sent" in played.notes
             played.controller.plane.check()
 
         play(tmp_path / f"{role}{number}", scene)
         lost = [entry.event for entry in Journal(tmp_path / f"{role}{number}").entries()]
-        (loss,) = [event for event in lost if isinstance(event, ReplicaLost | RelayLost | TrainerLost)]
+        (loss,) = [event for event in lost if isinstance(event, ReplicaLost | RelayLost | StoreLost | TrainerLost)]
         assert (type(loss), "it was dropped, because it sent" in loss.reason) == (LOST[role], True)
 
 
 TRUTHS: dict[str, list[Any]] = {
     "replica": [
         Hello(),
-        grown(0, SAMPLED, Segment.of(None, (5,)), SAMPLED),
-        grown(17, SAMPLED),  # late: nobody has it any more
         Reported(Progressed(0, 1, 10, 2, 0)),
         Reported(Progressed(0, 2, 10, 2, 0)),  # its load is reported before it has joined anew
         Reported(Finished(0, meta(0, epoch=9))),
@@ -237,6 +231,12 @@ TRUTHS: dict[str, list[Any]] = {
         Measured(-1, {"engine/steps": 1.0}),
     ],
     "relay": [Hello("10.0.0.1:4242#" + "a" * 64, "/dev/shm/x"), Reported(LinkFailed(0, 1, 1, "cut"))],
+    "store": [
+        Reported(PromptsAdded(0, (Prompt(0, 10),))),
+        Reported(StoreJoined(0, 2)),
+        Reported(SamplesLost(0, 1, (5,))),
+        Accused("replica-17/1", "it is gone"),
+    ],
     "trainer": [
         Measured(0, {"loss": float("nan")}),
         Reported(Checkpointed(1, 0)),
@@ -257,16 +257,13 @@ def test_what_honest_parts_say_is_heard(tmp_path: Path, role: str) -> None:
     play(tmp_path / "run", scene)
 
 
-def test_what_is_not_its_own_reaches_neither_vault_nor_journal(tmp_path: Path) -> None:
+def test_what_is_not_its_own_does_not_reach_the_journal(tmp_path: Path) -> None:
     async def scene(played: Played) -> None:
-        (own, epoch), _ = played.grow(1)
+        (own, epoch), _ = played.running(1)
         name = played.process("replica", 0).spec.name
-        played.say(name, Grown((Growth(0, 1, (SAMPLED,)), Growth(own, epoch, (SAMPLED,)))))
         played.report(name, Finished(0, meta(own, epoch, tokens=5)))
         played.report(name, Progressed(0, 1, 1, 1, 1))
         await played.turn()
-        assert played.store.vault.tokens(0) == 0, "nothing of a message is taken if some of it is wrong"
-        assert played.store.vault.tokens(own) == 5
         assert played.controller.state.ledger.samples[own].state == "running"
 
     play(tmp_path / "run", scene)
@@ -307,8 +304,8 @@ def test_a_part_of_another_machine_cannot_end_the_run_by_giving_up(tmp_path: Pat
 def test_for_every_event_it_is_said_who_may_report_it(tmp_path: Path) -> None:
     """A new one has to be entered in the table, or parts that report it are dropped."""
     noticed_here = {
-        *(RunStarted, HostJoined, HostLeft, PromptsAdded, Heartbeats, TimerFired, ControllerRestarted),
-        *(ReplicaLost, RelayLost, TrainerLost),
+        *(RunStarted, HostJoined, HostLeft, Heartbeats, TimerFired, ControllerRestarted),
+        *(ReplicaLost, RelayLost, StoreLost, TrainerLost),
     }
 
     async def scene(played: Played) -> None:
@@ -364,7 +361,7 @@ def test_machines_that_come_and_go_do_not_make_the_run_remember_without_end(tmp_
 
 
 @pytest.mark.parametrize(
-    "lie", [Reported(HostLeft(0, "I say so")), Grown(()), Hello("127.0.0.1:1", "/x"), Collapsed("no", True), b"\xc1"]
+    "lie", [Reported(HostLeft(0, "I say so")), Hello("127.0.0.1:1", "/x"), Collapsed("no", True), b"\xc1"]
 )
 def test_a_machine_that_says_what_it_must_not_is_sent_away_with_its_parts(tmp_path: Path, lie: Any) -> None:
     async def scene(played: Played) -> None:
@@ -449,7 +446,7 @@ def anything(kind: Any) -> st.SearchStrategy[Any]:
 
 
 MESSAGE = anything(msgspec.inspect.type_info(FromPart))
-SENDERS = ["replica 0", "replica 1", "replica 2", "relay 0", "relay 1", "relay 2", "trainer 0", "host"]
+SENDERS = ["store 0", "replica 0", "replica 1", "replica 2", "relay 0", "relay 1", "relay 2", "trainer 0", "host"]
 QUICK = settings(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
 )
@@ -476,9 +473,8 @@ def test_nothing_that_anybody_says_raises_or_ends_the_run(tmp_path_factory: Any,
             await played.revive()
         await played.settle()
         for replica in (0, 1):
-            for trajectory, epoch in played.grow(replica):
-                sample = played.controller.state.ledger.samples[trajectory]
-                played.finish(replica, trajectory, epoch, played.controller._validation.stored(sample))
+            for trajectory, epoch in played.running(replica):
+                played.finish(replica, trajectory, epoch, 5)
         await played.settle()
         assert played.goes_on
 

@@ -223,8 +223,6 @@ def _emulation_is_whole(config: Config) -> Iterator[str]:
             f"rollout.engine is '{generated}' and trainer.engine is '{trained}', which do not fit; "
             "write the same for both"
         )
-    if trained == "emulated" and config.trainer.ranks > 1:
-        yield f"trainer.ranks is {config.trainer.ranks}, but an emulated trainer has one; write trainer.ranks = 1"
 
 
 def _relays_listen(config: Config) -> Iterator[str]:

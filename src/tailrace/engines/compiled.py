@@ -1,4 +1,4 @@
-"""What a lean decoder's layers consist of, on a CPU with a C compiler: products of few rows at the speed of memory.
+"""What a Llama decoder's layers consist of, on a CPU with a C compiler: products of few rows at the speed of memory.
 
 Many rows, as in the prefill of long prompts, are what general matrix libraries are made for: those stay with torch.
 """
@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tailrace.engines.batch import SHORT, Span, block_table
 from tailrace.engines.kv import KVCache
-from tailrace.engines.lean import Attention, Heads, Norm, Product
+from tailrace.engines.llama_decoder import Attention, Heads, Norm, Product
+from tailrace.engines.paged_attention import SHORT, Span, block_table
 from tailrace.engines.plain import PlainOperations
 from tailrace.engines.scheduler import Chunk
 from tailrace.kernels.cpu import LayerOfHeads

@@ -1,7 +1,7 @@
 """Computes a scheduler's plan step by step: one packed row of tokens through the model, one draw for all that sample.
 
-The form that runs on every device and for every model. A lean decoder computes if the model has one (`lean.py`),
-otherwise the transformers module itself does, through `attention.py`.
+The form that runs on every device and for every model. Where the model has one, a Llama decoder computes
+(`llama_decoder.py`), otherwise the transformers module itself does, through `attention.py`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from transformers import PreTrainedModel
 
 from tailrace.config.tree import Sampling
 from tailrace.engines import scheduler
-from tailrace.engines.batch import PagedBatch, in_order
 from tailrace.engines.kv import KVCache
-from tailrace.engines.lean import LeanDecoder
+from tailrace.engines.llama_decoder import LlamaDecoder
+from tailrace.engines.paged_attention import PagedBatch, in_order
 from tailrace.engines.plain import PlainOperations
 from tailrace.engines.sampling import sample
 from tailrace.model.longrope import FAR
@@ -43,7 +43,7 @@ class EagerExecutor:
     def __init__(
         self,
         model: PreTrainedModel,
-        lean: LeanDecoder | None,
+        decoder: LlamaDecoder | None,
         operations: PlainOperations,
         cache: KVCache,
         longest: int,
@@ -51,9 +51,9 @@ class EagerExecutor:
         sampling: Sampling,
     ) -> None:
         self._model = model
-        self._lean = lean
+        self._decoder = decoder
         self._operations = operations
-        self._rotations = None if lean is None else lean.rotations(longest)
+        self._rotations = None if decoder is None else decoder.rotations(longest)
         self._cache = cache
         self._seed = seed
         self._sampling = sampling
@@ -75,10 +75,10 @@ class EagerExecutor:
         device = self._model.device
         tokens = torch.from_numpy(planned_tokens(chunks)).to(device)
         places = torch.from_numpy(np.concatenate([_places(chunk) for chunk in chunks])).to(device)
-        if self._lean is not None and self._rotations is not None:
+        if self._decoder is not None and self._rotations is not None:
             attention = self._operations.attention(self._cache, chunks, self._rotations, places)
-            hidden = self._lean.hidden(tokens, attention)
-            return self._lean.logits(hidden.index_select(0, kept))
+            hidden = self._decoder.hidden(tokens, attention)
+            return self._decoder.logits(hidden.index_select(0, kept))
         batch = PagedBatch(self._cache, chunks, device)
         found = self._model(
             input_ids=tokens[None], position_ids=places[None], use_cache=False, logits_to_keep=kept, paged=batch

@@ -1,4 +1,4 @@
-"""What a lean decoder's layers consist of on a GPU: the kernels of `tailrace.kernels`, a launch each.
+"""What a Llama decoder's layers consist of on a GPU: the kernels of `tailrace.kernels`, a launch each.
 
 Products of many rows are the library's. For few rows the time goes into reading the weights, and kernels of our own do
 that faster; what follows a product is then part of it, or of the kernel that adds up its parts.
@@ -12,7 +12,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from tailrace.engines.kv import KVCache
-from tailrace.engines.lean import Heads, Norm, Product
+from tailrace.engines.llama_decoder import Heads, Norm, Product
 from tailrace.kernels import skinny
 from tailrace.kernels.decode import paged_decode
 from tailrace.kernels.gate import silu_mul

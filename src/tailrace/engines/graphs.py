@@ -23,7 +23,7 @@ from tailrace.engines import scheduler
 from tailrace.engines.eager import NOTHING_DRAWN, Drawn, planned_tokens
 from tailrace.engines.fused import DecodeAttention, PrefillAttention, Stored
 from tailrace.engines.kv import KVCache
-from tailrace.engines.lean import LeanDecoder
+from tailrace.engines.llama_decoder import LlamaDecoder
 from tailrace.engines.sampling import allowed_scores
 from tailrace.kernels.decode import splits_for
 from tailrace.kernels.draw import draw
@@ -74,7 +74,7 @@ class GraphExecutor:
 
     def __init__(
         self,
-        lean: LeanDecoder,
+        decoder: LlamaDecoder,
         cache: KVCache,
         longest: int,
         seed: int,
@@ -83,11 +83,11 @@ class GraphExecutor:
         most: int,
         device: torch.device,
     ) -> None:
-        self._lean, self._cache = lean, cache
+        self._decoder, self._cache = decoder, cache
         self._seed, self._sampling = seed, sampling
         self._device = device
         self._longest = longest
-        self._rotations = lean.rotations(longest)
+        self._rotations = decoder.rotations(longest)
         self._stops = torch.tensor(sorted(stops), dtype=torch.int64, device=device)
         self._rows = Rows(most, -(-longest // cache.block_tokens), device)
         self._step = torch.zeros(1, dtype=torch.int64, device=device)
@@ -152,7 +152,7 @@ class GraphExecutor:
         active = lengths < limits
         stored = self._stored(lengths - 1, active, self._rows.table[:rows])
         attention = DecodeAttention(stored, torch.where(active, lengths, 0).int(), splits)
-        drawn, logprobs = self._draw(self._lean.hidden(tokens, attention), ids, lengths)
+        drawn, logprobs = self._draw(self._decoder.hidden(tokens, attention), ids, lengths)
         self._drawn[:, :rows].index_copy_(0, self._step, torch.where(active, drawn, IDLE)[None])
         self._logprobs[:, :rows].index_copy_(0, self._step, logprobs[None])
         tokens.copy_(drawn)
@@ -168,7 +168,7 @@ class GraphExecutor:
         return Stored(self._cache, self._rotations, places, slots, table)
 
     def _draw(self, hidden: Tensor, ids: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
-        logits, sampling = self._lean.logits(hidden), self._sampling
+        logits, sampling = self._decoder.logits(hidden), self._sampling
         temperature = sampling.temperature
         if temperature and (sampling.top_k > 0 or sampling.top_p < 1):
             logits, temperature = allowed_scores(logits.float(), sampling, may_look=False), 1.0
@@ -203,7 +203,7 @@ class GraphExecutor:
         tokens_, places_, slots_, table_, starts_, ends_, bounds_, streams_ = sent
         stored = Stored(self._cache, self._rotations, places_, slots_, table_)
         attention = PrefillAttention(stored, starts_, ends_, bounds_, int(lengths.max()))
-        hidden = self._lean.hidden(tokens_, attention).index_select(0, bounds_[1:] - 1)
+        hidden = self._decoder.hidden(tokens_, attention).index_select(0, bounds_[1:] - 1)
         return self._draw(hidden, streams_, ends_)
 
     def _send(self, *arrays: np.ndarray) -> list[Tensor]:

@@ -29,7 +29,7 @@ from tailrace.engines.compiled import CompiledOperations
 from tailrace.engines.eager import NOTHING_DRAWN, Drawn, EagerExecutor
 from tailrace.engines.kv import KVCache, bytes_per_token
 from tailrace.engines.layout import use_fast_layout
-from tailrace.engines.lean import is_known, lean_decoder
+from tailrace.engines.llama_decoder import is_known, llama_decoder
 from tailrace.engines.plain import PlainOperations
 from tailrace.engines.shortage import carry_out
 from tailrace.engines.trial import try_out
@@ -98,18 +98,18 @@ class NativeEngine:
         if not has_kernels(self._model.device):
             if self._model.device.type == "cuda":
                 log.warning(NO_KERNELS)
-            lean = lean_decoder(self._model, shapes, plain)
-            return EagerExecutor(self._model, lean, plain, cache, longest, seed, config.sampling)
+            decoder = llama_decoder(self._model, shapes, plain)
+            return EagerExecutor(self._model, decoder, plain, cache, longest, seed, config.sampling)
         from tailrace.engines.fused import FusedOperations
         from tailrace.engines.graphs import GraphExecutor
 
-        lean = lean_decoder(self._model, shapes, FusedOperations())
-        if lean is None:
+        decoder = llama_decoder(self._model, shapes, FusedOperations())
+        if decoder is None:
             log.warning("%s has no fused form here: it runs as a module, slower", type(self._model).__name__)
             return EagerExecutor(self._model, None, plain, cache, longest, seed, config.sampling)
         most = config.rollout.max_running
         device = self._model.device
-        executor = GraphExecutor(lean, cache, longest, seed, config.sampling, self._eos_ids, most, device)
+        executor = GraphExecutor(decoder, cache, longest, seed, config.sampling, self._eos_ids, most, device)
         if device.type == "cuda":
             executor.warm_up()
         return executor

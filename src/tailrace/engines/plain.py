@@ -1,4 +1,4 @@
-"""What a lean decoder's layers consist of, with torch alone: on a CPU, and wherever the fused kernels cannot run.
+"""What a Llama decoder's layers consist of, with torch alone: on a CPU, and wherever the fused kernels cannot run.
 
 Every call costs microseconds on a CPU whatever it does, so there are few of them.
 """
@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from tailrace.engines.batch import PagedBatch
 from tailrace.engines.kv import KVCache
-from tailrace.engines.lean import Attention, Heads, Norm, Product
+from tailrace.engines.llama_decoder import Attention, Heads, Norm, Product
+from tailrace.engines.paged_attention import PagedBatch
 from tailrace.engines.scheduler import Chunk
 
 

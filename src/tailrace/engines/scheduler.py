@@ -26,7 +26,7 @@ from tailrace.engines.base import Job, Load
 from tailrace.engines.paged import BlockPool
 from tailrace.types import GroupId, TrajectoryId
 
-SEEN = 4096  # beginnings that are remembered, not kept
+SEEN = 4096  # prefixes that are remembered, not kept
 
 
 class Sequence:
@@ -128,8 +128,8 @@ class Scheduler:
         self.running: list[Sequence] = []  # oldest first
         self.turns: dict[TrajectoryId, Kept] = {}  # of ended turns, least recently ended first
         self.prompts: dict[Sharing, Kept] = {}
-        self.beginnings: dict[bytes, int] = {}  # whole blocks that prompts begin with, least recently used first
-        self._seen: dict[bytes, None] = {}  # digests of beginnings that some prompt had
+        self.prefix_cache: dict[bytes, int] = {}  # whole blocks that prompts begin with, least recently used first
+        self._seen_prefixes: dict[bytes, None] = {}  # digests of prefixes that some prompt had
         self._leaders: dict[Sharing, Sequence] = {}  # who is prefilling a prompt that is not yet kept
         self._group_of: dict[TrajectoryId, GroupId] = {}
 
@@ -310,22 +310,22 @@ class Scheduler:
         if prompt is not None and prompt.tokens == sequence.shared_tokens():
             whole = len(prompt.tokens) // self.block_tokens
             return prompt.blocks[:whole], len(prompt.tokens), prompt.blocks[-1] if whole < len(prompt.blocks) else None
-        blocks = self._known_beginning(sequence)
+        blocks = self._cached_prefix(sequence)
         return blocks, len(blocks) * self.block_tokens, None
 
-    def _known_beginning(self, sequence: Sequence) -> list[int]:
+    def _cached_prefix(self, sequence: Sequence) -> list[int]:
         """Blocks that other prompts began with in the same way: a system message, worked examples."""
         blocks: list[int] = []
         for digest in self._digests(sequence.shared_tokens(), sequence.far):
-            block = self.beginnings.pop(digest, None)
+            block = self.prefix_cache.pop(digest, None)
             if block is None:
                 break
-            self.beginnings[digest] = block  # the most recently used now
+            self.prefix_cache[digest] = block  # the most recently used now
             blocks.append(block)
         return blocks
 
     def _digests(self, tokens: array[int], far: bool) -> Iterator[bytes]:
-        """Of everything up to the end of each whole block: the same digest is the same beginning."""
+        """Of everything up to the end of each whole block: the same digest is the same prefix."""
         running = blake2b(digest_size=16, person=b"far" if far else b"")
         for end in range(self.block_tokens, len(tokens) + 1, self.block_tokens):
             running.update(tokens[end - self.block_tokens : end])
@@ -369,14 +369,14 @@ class Scheduler:
         return sharing is not None
 
     def _evict_unwanted(self) -> bool:
-        """Give up a prompt that nobody waits for or runs on, or the oldest ended turn, or the oldest beginning."""
+        """Give up a prompt that nobody waits for or runs on, or the oldest ended turn, or the oldest cached prefix."""
         sharing = next(self._idle_prompts(), None)
         if sharing is not None:
             self._drop_prompt(sharing)
         elif self.turns:
             self.pool.drop(self.turns.pop(next(iter(self.turns))).blocks)
-        elif self.beginnings:
-            self.pool.drop([self.beginnings.pop(next(iter(self.beginnings)))])
+        elif self.prefix_cache:
+            self.pool.drop([self.prefix_cache.pop(next(iter(self.prefix_cache)))])
         else:
             return False
         return True
@@ -392,17 +392,17 @@ class Scheduler:
         kept = Kept(tokens, sequence.blocks[: self._blocks_for(len(tokens))], sequence.far)
         self.pool.keep(kept.blocks)
         self.prompts[self._sharing(sequence)] = kept
-        self._note_beginning(kept)
+        self._cache_prefix(kept)
 
-    def _note_beginning(self, prompt: Kept) -> None:
+    def _cache_prefix(self, prompt: Kept) -> None:
         """Keep the blocks that a second prompt begins with: those of one alone would only scatter the pool."""
         for digest, block in zip(self._digests(prompt.tokens, prompt.far), prompt.blocks, strict=False):
-            if digest in self._seen and digest not in self.beginnings:
-                self.beginnings[digest] = block
+            if digest in self._seen_prefixes and digest not in self.prefix_cache:
+                self.prefix_cache[digest] = block
                 self.pool.keep([block])
-            self._seen[digest] = None
-        while len(self._seen) > SEEN:
-            del self._seen[next(iter(self._seen))]
+            self._seen_prefixes[digest] = None
+        while len(self._seen_prefixes) > SEEN:
+            del self._seen_prefixes[next(iter(self._seen_prefixes))]
 
     def _drop_prompt(self, sharing: Sharing) -> None:
         kept = self.prompts.pop(sharing, None)
@@ -416,6 +416,6 @@ class Scheduler:
         """The pool's books agree with ours. For tests, and cheap enough to call between any two steps."""
         needs = Counter(block for s in self.running for block in s.blocks)
         keeps = Counter(b for kept in (*self.turns.values(), *self.prompts.values()) for b in kept.blocks)
-        keeps.update(self.beginnings.values())
+        keeps.update(self.prefix_cache.values())
         self.pool.check(dict(needs), dict(keeps))
         assert not any(s.blocks for s in self.waiting)

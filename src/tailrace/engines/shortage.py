@@ -46,10 +46,8 @@ def carry_out(plan: Plan, executor: Executor, cache: KVCache, scheduler: Schedul
 
 def _say_so(before: int, now: int) -> None:
     log.warning(
-        "no memory for a prefill of %d tokens: from now on %d (rollout.prefill_tokens); the step is repeated, nothing "
-        "is lost",
-        before,
-        now,
+        f"no memory for a prefill of {before} tokens: from now on {now} (rollout.prefill_tokens); the step is "
+        "repeated, nothing is lost"
     )
 
 

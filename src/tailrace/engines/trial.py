@@ -17,9 +17,9 @@ from transformers import PreTrainedModel
 from tailrace.config.tree import Sampling
 from tailrace.engines.attention import NAME, LayerShape
 from tailrace.engines.base import Job
-from tailrace.engines.batch import in_order
 from tailrace.engines.eager import EagerExecutor
 from tailrace.engines.kv import KVCache
+from tailrace.engines.paged_attention import in_order
 from tailrace.engines.plain import PlainOperations
 from tailrace.engines.scheduler import Chunk, Sequence
 from tailrace.model.support import refuse, trying

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tailrace.launch.errors import UsageError
+from tailrace.errors import UsageError
 
 
 def serve_page(run: Path, listen: str | None, token_file: Path | None, save: Path | None = None) -> int:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from tailrace.config import Config, ConfigError, load, render, with_values
 from tailrace.config.fields import meant, read
 from tailrace.config.tree import SCHEDULES
-from tailrace.launch.errors import UsageError
+from tailrace.errors import UsageError
 from tailrace.logs import output
 
 log = logging.getLogger(__name__)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tailrace.launch.errors import UsageError
+from tailrace.errors import UsageError
 from tailrace.logs import output
 from tailrace.obs.ending import LastStop, ending_of
 from tailrace.obs.story import StoryLine, render_known, render_story, story

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import msgspec
@@ -11,6 +12,9 @@ from tailrace.obs.html import report
 from tailrace.page.follow import Follower
 
 ASSETS = Path(__file__).parent / "assets"
+
+
+log = logging.getLogger(__name__)
 
 
 class ReportError(TailraceError):
@@ -24,14 +28,14 @@ def save_report(run: Path, path: Path) -> int:
         path.write_text(render_report(run), encoding="utf-8")
     except OSError as error:
         raise ReportError(f"--save {path} cannot be written ({error.strerror}); name another file") from error
-    print(f"saved in {path}")
+    log.info("saved in %s", path)
     return 0
 
 
 def render_report(run: Path) -> str:
     follower = Follower(run)
-    while follower.look():
+    while follower.poll():
         pass
     page, script = ((ASSETS / name).read_text(encoding="utf-8") for name in ("page.html", "page.js"))
     body = page.partition("<body>")[2].partition('<div id="tip"')[0]
-    return report(f"Tailrace: {run.resolve().name}", body, [script], msgspec.Raw(follower.newest.content))
+    return report(f"Tailrace: {run.resolve().name}", body, [script], msgspec.Raw(follower.latest.content))

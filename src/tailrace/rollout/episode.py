@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Decode = Callable[[Sequence[int]], str]
 
 
-class Span(NamedTuple):
+class TokenRun(NamedTuple):
     """Tokens of one origin; positions are in bytes."""
 
     version: Version | None
@@ -82,10 +82,10 @@ class Episode:
     def _begin_run(self, version: Version | None) -> None:
         self._runs.append((version, len(self.tokens)))
 
-    def _spans(self) -> list[Span]:
+    def _token_runs(self) -> list[TokenRun]:
         """All runs after the prompt, in order."""
         bounds = [start for _, start in self._runs] + [len(self.tokens)]
-        return [Span(*run, end) for run, end in zip(self._runs, bounds[1:], strict=True)]
+        return [TokenRun(*run, end) for run, end in zip(self._runs, bounds[1:], strict=True)]
 
     def take_growth(self) -> tuple[Segment, ...]:
         """What has been added since the last call, in runs of one origin."""
@@ -96,7 +96,7 @@ class Episode:
 
     def _fresh_segments(self) -> Iterator[Segment]:
         taken = 0
-        for version, start, end in self._spans():
+        for version, start, end in self._token_runs():
             tokens = bytes(self.tokens[max(start, self._stored) : end])
             if tokens and version is None:
                 yield Segment(None, tokens)
@@ -106,15 +106,15 @@ class Episode:
 
     def last_turn(self) -> NDArray[np.int32]:
         """The policy's tokens since the last observation."""
-        start = next((span.end for span in reversed(self._spans()) if span.version is None), len(self.row.tokens))
+        start = next((run.end for run in reversed(self._token_runs()) if run.version is None), len(self.row.tokens))
         return self._ids(start, len(self.tokens))
 
     def transcript(self, said: Decode, observed: Decode) -> tuple[Turn, ...]:
         """The turns so far as text, for whoever judges them: what the policy `said`, and what it `observed`."""
         turns: list[Turn] = []
-        for inserted, run in groupby(self._spans(), key=lambda span: span.version is None):
-            spans = list(run)
-            tokens = self._ids(spans[0].start, spans[-1].end).tolist()
+        for inserted, run in groupby(self._token_runs(), key=lambda run: run.version is None):
+            runs = list(run)
+            tokens = self._ids(runs[0].start, runs[-1].end).tolist()
             turns.append(Turn("environment", observed(tokens)) if inserted else Turn("policy", said(tokens)))
         return tuple(turns)
 

@@ -48,7 +48,7 @@ class Language(NamedTuple):
         )
 
 
-class Judged(NamedTuple):
+class PendingTurn(NamedTuple):
     """A turn that is with a judge."""
 
     since: float
@@ -79,7 +79,7 @@ class Runner:
         self.max_completion_tokens = max_completion_tokens
         self.episodes: dict[TrajectoryId, Episode] = {}
         self._clock = clock
-        self._judged: dict[Key, Judged] = {}  # asked about, not answered yet
+        self._judged: dict[Key, PendingTurn] = {}  # asked about, not answered yet
         self._resumed: list[JudgedTurn] = []
 
     @property
@@ -148,7 +148,7 @@ class Runner:
         said = episode.transcript(self.language.decode, self.language.observation_text)
         transcript = (said or (Turn("policy", ""),)) + more
         final = bool(self.judge.ask(episode.key, episode.row, transcript)) or transcript[-1].role == "environment"
-        self._judged[episode.key] = Judged(self._clock(), final)
+        self._judged[episode.key] = PendingTurn(self._clock(), final)
 
     def _answered(self, key: Key, answer: Answer) -> Outcome | None:
         if key not in self._judged:

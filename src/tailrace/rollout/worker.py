@@ -131,11 +131,16 @@ class Worker:
         for found in self.samples.poll():
             key = found.trajectory, found.attempt
             request = self._fetching.pop(key, None)
-            if isinstance(found, Refused):  # somebody else has it by now
-                self._withdraw([key])
+            if isinstance(found, Refused):
+                self._refused(key, found.reason)
             elif request is not None:
                 prefix = found.prefix if request.resume else ()
                 self.runner.add(Episode(request, found.row, prefix, self.runner.engine.version))
+
+    def _refused(self, key: Key, reason: str) -> None:
+        """Somebody else has it by now, and control ignores this; or else it has to be generated again."""
+        self._withdraw([key])
+        self.link.report(SampleFailed(self.spec.id, *key, f"its sample store refused it: {reason}"))
 
     def _advance(self) -> None:
         if self._puller is not None:

@@ -440,7 +440,7 @@ class Controller:
         pause = self.config.health.heartbeat_s
         if self.held_up or self.now - at > pause:
             asyncio.get_running_loop().call_later(pause, self._due, inf, action)
-        else:
+        elif not self.stopped and not self.error:
             action()
 
     def note(self, sentence: str) -> None:

@@ -94,6 +94,7 @@ class Sender(NamedTuple):
 class Validation:
     def __init__(self, config: Config, state: Callable[[], State]) -> None:
         self._state = state
+        self._most_tokens = config.workload.max_completion_tokens
         self._parts_per_step = len(part_sizes(config.workload.prompts_per_step, config.trainer.mini_batches))
         self._events: dict[str, dict[type[Event], Callable[[Sender, Any], str]]] = {
             "replica": {
@@ -188,6 +189,8 @@ class Validation:
         made = self._state().training.version
         if not 0 <= meta.oldest <= meta.newest <= made:
             return f"t{meta.id} of versions {meta.oldest} to {meta.newest}, and {made} is the newest"
+        if meta.tokens > self._most_tokens:
+            return f"t{meta.id} with {meta.tokens} tokens, where {self._most_tokens} is the most"
         if len(meta.finish) > LONGEST_FINISH:
             return f"t{meta.id} with a reason to end of {len(meta.finish)} characters"
         return self._not_given(sender, meta.id, meta.epoch)
@@ -231,12 +234,12 @@ def _own_relay(sender: Sender, event: Any) -> str:
     return "" if event.relay == sender.id else f"{type(event).__name__} of relay {event.relay}"
 
 
-def _relay_joined(sender: Sender, event: RelayJoined) -> str:
-    return _own_relay(sender, event) or ("" if sender.address else "it joins without an address")
-
-
 def _own_store(sender: Sender, event: Any) -> str:
     return "" if event.store == sender.id else f"{type(event).__name__} of store {event.store}"
+
+
+def _relay_joined(sender: Sender, event: RelayJoined) -> str:
+    return _own_relay(sender, event) or ("" if sender.address else "it joins without an address")
 
 
 def _store_joined(sender: Sender, event: StoreJoined) -> str:

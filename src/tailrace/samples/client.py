@@ -17,26 +17,26 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import closing, suppress
 from functools import partial
 from math import inf
 
 from tailrace.errors import TailraceError
 from tailrace.samples.messages import (
-    Failure,
+    AssignmentLost,
     Fetch,
     Fetched,
     FromClient,
     FromStore,
-    Lengths,
     LengthTable,
     Piece,
     Prefix,
-    Read,
+    ReadLengths,
+    ReadSamples,
     Receipt,
     Refusal,
-    Refused,
+    RequestFailed,
     SampleLength,
     SampleSlice,
     StoredSample,
@@ -63,6 +63,8 @@ GATHER_S = 0.002  # that what was appended waits for company
 IDLE_S = 1.0
 SILENT_S = 120.0  # without a word of a store that was asked
 
+Samples = Generator[StoredSample, None, None]
+
 
 class SampleStoreError(TailraceError):
     """Why samples cannot be had from a store."""
@@ -71,20 +73,22 @@ class SampleStoreError(TailraceError):
 class Inquiry:
     """What a trainer has asked of a store, and the answers that it has not taken yet."""
 
-    def __init__(self, number: int, store: int, kind: type[Lengths] | type[Read], ids: Sequence[TrajectoryId]) -> None:
+    def __init__(
+        self, number: int, store: int, kind: type[ReadLengths] | type[ReadSamples], ids: Sequence[TrajectoryId]
+    ) -> None:
         self.number = number
         self.store = store
         self._kind = kind
         self._missing = list(ids)
-        self.answers: queue.SimpleQueue[LengthTable | SampleSlice | Failure] = queue.SimpleQueue()
+        self.answers: queue.SimpleQueue[LengthTable | SampleSlice | RequestFailed] = queue.SimpleQueue()
         self.unread_bytes = 0
 
     @property
-    def frame(self) -> Lengths | Read:
+    def frame(self) -> ReadLengths | ReadSamples:
         """To be sent at first, and again on a new connection."""
         return self._kind(self.number, column(self._missing))
 
-    def take_in(self, frame: LengthTable | SampleSlice | Failure) -> None:
+    def take_in(self, frame: LengthTable | SampleSlice | RequestFailed) -> None:
         if isinstance(frame, SampleSlice):
             self._missing = self._missing[samples_of(frame) :]
             self.unread_bytes += len(frame.tokens) + len(frame.logprobs)
@@ -125,14 +129,14 @@ class SampleClient:
         self._fetches: dict[Key, int] = {}  # and the store of each
         self._inquiries: dict[int, Inquiry] = {}
         self._asked = 0
-        self._results: deque[Fetched | Refused] = deque()
+        self._results: deque[Fetched | AssignmentLost] = deque()
         self._due: deque[Action] = deque()
         self._dialled: queue.SimpleQueue[tuple[Store, StoreAddress, Connection | None]] = queue.SimpleQueue()
         self._held_up = False
         self._close_at = inf
         self._error: BaseException | None = None
         self._wake, self._woken = socket.socketpair()
-        self._wake.setblocking(False)
+        self._called = False
         self._thread = threading.Thread(target=self._run, name="samples", daemon=True)
 
     def open(self) -> None:
@@ -151,9 +155,11 @@ class SampleClient:
         self._call()
 
     def _call(self) -> None:
-        """The thread; it never waits for that."""
-        with suppress(BlockingIOError):  # full of calls that were not heard yet: it will wake up anyway
-            self._wake.send(b"!")
+        """The thread, unless it has been called and has not looked since."""
+        if not self._called:
+            self._called = True
+            with suppress(OSError):  # it is closed
+                self._wake.send(b"!")
 
     def _refuse_broken(self) -> None:
         if self._error is not None:
@@ -174,7 +180,7 @@ class SampleClient:
         if found is not None and found.wire is not None:
             found.outbox.append(frame)
 
-    def poll(self) -> list[Fetched | Refused]:
+    def poll(self) -> list[Fetched | AssignmentLost]:
         """What has been answered. Never waits."""
         self._refuse_broken()
         with self._lock:
@@ -249,24 +255,25 @@ class SampleClient:
         """In the order of `ids`. `SampleStoreError` if the store has nothing to say for so long."""
         if not ids:
             return []
-        answer = next(self._ask(store, Lengths, ids, within_s))
+        with closing(self._ask(store, ReadLengths, ids, within_s)) as answers:
+            answer = next(answers)
         assert isinstance(answer, LengthTable)
         rows = read_column(answer.values).reshape(-1, 3).tolist()
         return [SampleLength(id, *row) for id, row in zip(ids, rows, strict=True)]
 
-    def read(self, ids: Sequence[TrajectoryId], store: int = 0, within_s: float = SILENT_S) -> Iterator[StoredSample]:
+    def read(self, ids: Sequence[TrajectoryId], store: int = 0, within_s: float = SILENT_S) -> Samples:
         """Whole samples, in the order of `ids`; some megabytes of them are in memory at a time."""
         left = len(ids)
-        answers = self._ask(store, Read, ids, within_s)
-        while left:
-            answer = next(answers)
-            assert isinstance(answer, SampleSlice)
-            left -= samples_of(answer)
-            yield from samples_in(answer)
+        with closing(self._ask(store, ReadSamples, ids, within_s)) as answers:
+            while left:
+                answer = next(answers)
+                assert isinstance(answer, SampleSlice)
+                left -= samples_of(answer)
+                yield from samples_in(answer)
 
     def _ask(
-        self, store: int, kind: type[Lengths] | type[Read], ids: Sequence[TrajectoryId], within_s: float
-    ) -> Iterator[LengthTable | SampleSlice]:
+        self, store: int, kind: type[ReadLengths] | type[ReadSamples], ids: Sequence[TrajectoryId], within_s: float
+    ) -> Generator[LengthTable | SampleSlice, None, None]:
         with self._lock:
             self._asked += 1
             inquiry = self._inquiries[self._asked] = Inquiry(self._asked, store, kind, ids)
@@ -288,8 +295,8 @@ class SampleClient:
             raise SampleStoreError(f"{self._title(inquiry.store)} has not answered for {within_s:g} s; see its log")
         return self._taken(inquiry, inquiry.answers.get())
 
-    def _taken(self, inquiry: Inquiry, answer: LengthTable | SampleSlice | Failure) -> LengthTable | SampleSlice:
-        if isinstance(answer, Failure):
+    def _taken(self, inquiry: Inquiry, answer: LengthTable | SampleSlice | RequestFailed) -> LengthTable | SampleSlice:
+        if isinstance(answer, RequestFailed):
             raise SampleStoreError(f"{self._title(inquiry.store)} cannot answer: {answer.reason}")
         if isinstance(answer, SampleSlice):
             with self._lock:
@@ -312,6 +319,8 @@ class SampleClient:
         finally:
             for store in self._stores.values():
                 store.hang_up()
+            self._woken.close()
+            self._wake.close()
 
     def _is_over(self) -> bool:
         left = self._due or self.unacknowledged_bytes
@@ -400,6 +409,7 @@ class SampleClient:
         if self._woken.fileno() in ready:
             time.sleep(GATHER_S)
             self._woken.recv(1 << 16)
+            self._called = False  # what is said from here on calls again; what was said before is seen in this turn
 
     def _due_at(self) -> float:
         now = time.monotonic()
@@ -437,7 +447,7 @@ class SampleClient:
                         )
                 case Refusal(trajectory, attempt, reason):
                     self._refused((trajectory, attempt), reason)
-                case LengthTable(request) | SampleSlice(request) | Failure(request):
+                case LengthTable(request) | SampleSlice(request) | RequestFailed(request):
                     if request in self._inquiries:
                         self._inquiries[request].take_in(frame)
 
@@ -453,7 +463,7 @@ class SampleClient:
     def _refused(self, key: Key, reason: str) -> None:
         self._fetches.pop(key, None)
         self._due.extend(self._uploads.withdraw(key))
-        self._results.append(Refused(*key, reason))
+        self._results.append(AssignmentLost(*key, reason))
 
 
 def _is_free(store: Store) -> bool:

@@ -67,7 +67,7 @@ CREATE TABLE trajectories (
 CREATE TABLE segments (
     number INTEGER PRIMARY KEY, trajectory_id INTEGER NOT NULL, start INTEGER NOT NULL, version INTEGER,
     previous INTEGER NOT NULL, tokens BLOB NOT NULL, logprobs BLOB, crc INTEGER NOT NULL);
-CREATE INDEX trajectories_that_are_kept ON trajectories (payload) WHERE payload IN ('live', 'deleting');
+CREATE INDEX trajectories_at_hand ON trajectories (payload) WHERE payload = 'live' OR payload = 'deleting';
 """
 ADD_SEGMENT = "INSERT INTO segments VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
 PUT_HEAD = "INSERT OR REPLACE INTO trajectories VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
@@ -82,7 +82,7 @@ READ_CHAIN = f"""{CHAIN}
 SELECT number, trajectory_id, start, version, previous, tokens, logprobs, crc FROM chain JOIN segments ON number = at
 """
 SEGMENT = Struct("<qqqqq")  # for its checksum: number, trajectory, start, version and previous
-HEAD = Struct("<qqqqqqqqq")  # for its checksum: trajectory and `Head`
+HEAD = Struct("<qqqqqqqqq")  # for its checksum: trajectory and `SampleHead`
 AMONG = "IN (SELECT value FROM json_each(?))"  # any number of ids as one value
 
 
@@ -90,7 +90,7 @@ class SampleGoneError(JournalError):
     """A sample is asked for that is not here, or was forgotten."""
 
 
-class Head(NamedTuple):
+class SampleHead(NamedTuple):
     """What is known of a sample without its tokens."""
 
     attempt: int
@@ -102,19 +102,19 @@ class Head(NamedTuple):
     sampled: int = 0
     span: int = 0  # tokens up to the last sampled one
 
-    def grown(self, number: int, count: int, sampled: bool) -> Head:
+    def grown(self, number: int, count: int, sampled: bool) -> SampleHead:
         """With a segment more. Spelled out, because this is done for every row: `_replace` takes ten times as long."""
         attempt, replica, group, prompt, _, tokens, before, span = self
         tokens += count
         if not sampled:
-            return Head(attempt, replica, group, prompt, number, tokens, before, span)
-        return Head(attempt, replica, group, prompt, number, tokens, before + count, tokens)
+            return SampleHead(attempt, replica, group, prompt, number, tokens, before, span)
+        return SampleHead(attempt, replica, group, prompt, number, tokens, before + count, tokens)
 
 
-Heads = dict[TrajectoryId, Head]
+Heads = dict[TrajectoryId, SampleHead]
 
 
-class Growth:
+class UncommittedGrowth:
     """What is added to a sample with the next commit: runs of one version each."""
 
     __slots__ = ("runs", "tokens")
@@ -124,13 +124,14 @@ class Growth:
         self.runs: list[tuple[int | None, list[Buffer], list[Buffer]]] = []
 
     def add(self, piece: Piece) -> None:
-        if not self.runs or self.runs[-1][0] != piece.version:
-            self.runs.append((piece.version, [], []))
-        _, tokens, logprobs = self.runs[-1]
-        tokens.append(piece.tokens)
-        if piece.logprobs is not None:
-            logprobs.append(piece.logprobs)
-        self.tokens += len(piece)
+        version, logprobs = piece.version, piece.logprobs
+        if not self.runs or self.runs[-1][0] != version:
+            self.runs.append((version, [], []))
+        run = self.runs[-1]
+        run[1].append(piece.tokens)
+        if logprobs is not None:
+            run[2].append(logprobs)
+        self.tokens += len(piece.tokens) // TOKEN_BYTES
 
 
 def sample_file(folder: Path, store: int) -> Path:
@@ -151,10 +152,10 @@ class SampleFile:
         database.execute("PRAGMA synchronous = FULL")  # a commit is on the disk before anybody is told of it
         database.execute("PRAGMA wal_autocheckpoint = 0")
         self.heads: Heads = {}
-        self._deleting: deque[tuple[TrajectoryId, Head]] = deque()
+        self._deleting: deque[tuple[TrajectoryId, SampleHead]] = deque()
         self._number = self._load()
-        self._growing: dict[TrajectoryId, Growth] = {}
-        self._changed: dict[TrajectoryId, Head | None] = {}  # since the last commit; None: forgotten
+        self._growing: dict[TrajectoryId, UncommittedGrowth] = {}
+        self._changed: dict[TrajectoryId, SampleHead | None] = {}  # since the last commit; None: forgotten
         self._unnoted: set[TrajectoryId] = set()  # whose row in `trajectories` is older than its head
         self._bytes_unnoted = self._bytes_unmerged = 0
 
@@ -200,14 +201,14 @@ class SampleFile:
 
     def _assign(self, grant: Grant) -> None:
         self._flush(grant.trajectory)
-        head, fresh = self._head(grant.trajectory), Head(grant.attempt, grant.replica, grant.group, grant.prompt)
+        head, fresh = self._head(grant.trajectory), SampleHead(grant.attempt, grant.replica, grant.group, grant.prompt)
         if head is None:
             head = self._forgotten(grant.trajectory)
         if head is not None and not grant.resume:
             self.heads.pop(grant.trajectory, None)
             self._delete_chain(head)
             head = None
-        self._put(grant.trajectory, fresh if head is None else Head(*fresh[:4], *head[4:]), "live")
+        self._put(grant.trajectory, fresh if head is None else SampleHead(*fresh[:4], *head[4:]), "live")
 
     def forget(self, ids: Iterable[TrajectoryId], archive: bool) -> None:
         """Nobody will train on these any more. Their tokens are kept for people, or deleted little by little."""
@@ -228,16 +229,16 @@ class SampleFile:
         self.assign(grants)
         return missing
 
-    def _head(self, trajectory: TrajectoryId) -> Head | None:
+    def _head(self, trajectory: TrajectoryId) -> SampleHead | None:
         """As the next commit will leave it, but for what grows."""
         return self._changed[trajectory] if trajectory in self._changed else self.heads.get(trajectory)
 
-    def _forgotten(self, trajectory: TrajectoryId) -> Head | None:
+    def _forgotten(self, trajectory: TrajectoryId) -> SampleHead | None:
         """Of a sample that was forgotten. Archived, it still has its tokens."""
         rows = self._database.execute(ONE_HEAD, (trajectory,))
         return _head(self.path, rows[0]) if rows else None
 
-    def _put(self, trajectory: TrajectoryId, head: Head, payload: str) -> None:
+    def _put(self, trajectory: TrajectoryId, head: SampleHead, payload: str) -> None:
         self._database.execute(PUT_HEAD, _head_row(trajectory, head, payload))
         self._unnoted.discard(trajectory)
         self._changed[trajectory] = head if payload == "live" else None
@@ -260,9 +261,9 @@ class SampleFile:
         known = head.tokens if growth is None else growth.tokens
         if start > known:
             return GAP
-        if start + len(piece) > known:
+        if start + len(piece.tokens) // TOKEN_BYTES > known:
             if growth is None:
-                growth = self._growing[trajectory] = Growth(known)
+                growth = self._growing[trajectory] = UncommittedGrowth(known)
             growth.add(_after(piece, known - start))
         return STORED
 
@@ -277,7 +278,7 @@ class SampleFile:
         if growth is not None:
             self._write({trajectory: growth})
 
-    def _write(self, growing: Mapping[TrajectoryId, Growth]) -> None:
+    def _write(self, growing: Mapping[TrajectoryId, UncommittedGrowth]) -> None:
         rows = [row for id, growth in growing.items() for row in self._rows(id, growth)]
         self._database.executemany(ADD_SEGMENT, rows)
         size = sum([len(row[5]) + len(row[6] or b"") for row in rows])
@@ -285,7 +286,7 @@ class SampleFile:
         self._bytes_unmerged += size
         self._unnoted.update(growing)
 
-    def _rows(self, trajectory: TrajectoryId, growth: Growth) -> Iterator[tuple[Any, ...]]:
+    def _rows(self, trajectory: TrajectoryId, growth: UncommittedGrowth) -> Iterator[tuple[Any, ...]]:
         head = self._head(trajectory)
         assert head is not None, f"t{trajectory} grows and is not known"
         for version, tokens, logprobs in growth.runs:
@@ -343,7 +344,7 @@ class SampleFile:
                 self._delete_chain(head)
                 self._put(id, head._replace(last=0, tokens=0, sampled=0, span=0), "deleted")
 
-    def _delete_chain(self, head: Head) -> None:
+    def _delete_chain(self, head: SampleHead) -> None:
         self._database.execute(f"DELETE FROM segments WHERE number IN ({CHAIN} SELECT at FROM chain)", (head.last,))
 
     def _merge(self) -> None:
@@ -378,7 +379,7 @@ class SampleReader:
         self._path = path
         self._merging = writer.merging if writer is not None else threading.Lock()
         self._connection = connect_to_read(path)
-        self._head_of: Callable[[TrajectoryId], Head | None] = (
+        self._head_of: Callable[[TrajectoryId], SampleHead | None] = (
             writer.heads.get if writer is not None else self._find_head
         )
 
@@ -425,15 +426,16 @@ class SampleReader:
         return found
 
     def is_forgotten(self, trajectory: TrajectoryId) -> bool:
-        return self._head_of(trajectory) is None and bool(self._query(ONE_HEAD, (trajectory,)))
+        """By its row alone: the heads that are in memory are brought up to date a moment after a commit."""
+        return self._query("SELECT payload != 'live' FROM trajectories WHERE id = ?", (trajectory,)) == [(1,)]
 
-    def _known(self, trajectory: TrajectoryId) -> Head:
+    def _known(self, trajectory: TrajectoryId) -> SampleHead:
         head = self._head_of(trajectory)
         if head is None:
             raise SampleGoneError(f"{self._path} does not have t{trajectory}, or not any more")
         return head
 
-    def _pieces(self, trajectory: TrajectoryId, head: Head) -> tuple[Piece, ...]:
+    def _pieces(self, trajectory: TrajectoryId, head: SampleHead) -> tuple[Piece, ...]:
         rows = self._query(READ_CHAIN, (head.last,)) if head.last else []
         start = head.tokens
         for row in rows:  # the newest first
@@ -445,7 +447,7 @@ class SampleReader:
             raise _damaged(self._path, f"{start:,} tokens of t{trajectory} are missing")
         return tuple(_merged(reversed(rows)))
 
-    def _find_head(self, trajectory: TrajectoryId) -> Head | None:
+    def _find_head(self, trajectory: TrajectoryId) -> SampleHead | None:
         """In a file that nobody of this process writes. The newest segments may not be noted yet."""
         rows = self._query(ONE_HEAD, (trajectory,))
         if not rows:
@@ -481,27 +483,27 @@ def refuse_foreign(path: Path) -> None:
 # ------------------------------------------------------------------------------------------------- rows and values
 
 
-def _head(path: Path, row: tuple[Any, ...]) -> Head:
+def _head(path: Path, row: tuple[Any, ...]) -> SampleHead:
     trajectory, *values, payload, crc = row
-    head = Head(*values)
+    head = SampleHead(*values)
     if _head_row(trajectory, head, payload)[-1] != crc:
         raise _damaged(path, f"what is noted of t{trajectory} is not as it was written")
     return head
 
 
-def _head_row(trajectory: TrajectoryId, head: Head, payload: str) -> tuple[Any, ...]:
+def _head_row(trajectory: TrajectoryId, head: SampleHead, payload: str) -> tuple[Any, ...]:
     return (trajectory, *head, payload, crc32(payload.encode(), crc32(HEAD.pack(trajectory, *head))))
 
 
 def _extended(
-    path: Path, trajectory: TrajectoryId, head: Head, number: int, start: int, version: int | None, size: int
-) -> Head:
+    path: Path, trajectory: TrajectoryId, head: SampleHead, number: int, start: int, version: int | None, size: int
+) -> SampleHead:
     if start != head.tokens:
         raise _damaged(path, f"tokens of t{trajectory} are missing")
     return head.grown(number, size // TOKEN_BYTES, version is not None)
 
 
-def _length(id: TrajectoryId, head: Head, prompt: int) -> SampleLength:
+def _length(id: TrajectoryId, head: SampleHead, prompt: int) -> SampleLength:
     return SampleLength(id, prompt, prompt + head.span if head.sampled else 0, head.sampled)
 
 

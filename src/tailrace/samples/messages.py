@@ -5,8 +5,8 @@ one with the log-probs of those that were sampled. So a frame of a hundred segme
 of numpy calls, and sliced without a copy.
 
     client  Append, Fetch, Withdraw                        of a replica
-            Lengths, Read                                  of a trainer rank
-    store   Receipt, Prefix, Refusal, LengthTable, SampleSlice, Failure
+            ReadLengths, ReadSamples                       of a trainer rank
+    store   Receipt, Prefix, Refusal, LengthTable, SampleSlice, RequestFailed
 
 Integers are little-endian int64 in columns, tokens int32, log-probs float32.
 """
@@ -58,7 +58,7 @@ class Fetched(NamedTuple):
     prefix: tuple[Segment, ...]
 
 
-class Refused(NamedTuple):
+class AssignmentLost(NamedTuple):
     """An assignment that this replica no longer has: there is a newer attempt, or nobody wants the sample."""
 
     trajectory: int
@@ -92,7 +92,8 @@ class Frame(Struct, tag_field="kind", tag=True):
 
 
 class Append(Frame):
-    """More of some samples. `starts`: how many tokens after the prompt come before each segment."""
+    """More of some samples. `starts`: how many tokens after the prompt come before each segment. `urgent`: something
+    waits until they are durable."""
 
     trajectories: memoryview
     attempts: memoryview
@@ -101,6 +102,7 @@ class Append(Frame):
     counts: memoryview
     tokens: memoryview
     logprobs: memoryview
+    urgent: bool = False
 
 
 class Fetch(Frame):
@@ -117,15 +119,15 @@ class Withdraw(Frame):
     attempt: Natural
 
 
-class Lengths(Frame):
-    """-> LengthTable or Failure."""
+class ReadLengths(Frame):
+    """-> LengthTable or RequestFailed."""
 
     request: Natural
     ids: memoryview
 
 
-class Read(Frame):
-    """-> SampleSlices in the order of `ids`, or Failure."""
+class ReadSamples(Frame):
+    """-> SampleSlices in the order of `ids`, or RequestFailed."""
 
     request: Natural
     ids: memoryview
@@ -162,14 +164,14 @@ class Refusal(Frame):
 
 
 class LengthTable(Frame):
-    """Answer to `Lengths`: a row (prompt, length, sampled) for each id, in the order asked for."""
+    """Answer to `ReadLengths`: a row (prompt, length, sampled) for each id, in the order asked for."""
 
     request: Natural
     values: memoryview
 
 
 class SampleSlice(Frame):
-    """Some of the samples of a `Read`: ids, groups and prompts, the number of pieces of each, and then the pieces."""
+    """Some of the samples of a `ReadSamples`: id, group, prompt and number of pieces of each; then all pieces."""
 
     request: Natural
     samples: memoryview
@@ -179,15 +181,15 @@ class SampleSlice(Frame):
     logprobs: memoryview
 
 
-class Failure(Frame):
+class RequestFailed(Frame):
     """The store cannot answer a request of a trainer, because of this."""
 
     request: Natural
     reason: str
 
 
-FromClient = Append | Fetch | Withdraw | Lengths | Read
-FromStore = Receipt | Prefix | Refusal | LengthTable | SampleSlice | Failure
+FromClient = Append | Fetch | Withdraw | ReadLengths | ReadSamples
+FromStore = Receipt | Prefix | Refusal | LengthTable | SampleSlice | RequestFailed
 
 encode = msgspec.msgpack.Encoder().encode
 decode_from_client = msgspec.msgpack.Decoder(FromClient).decode
@@ -264,14 +266,14 @@ def slice_of(request: int, samples: Sequence[StoredSample]) -> SampleSlice:
 # -------------------------------------------------------------------------------------------------------- the checks
 
 
-class Limits(NamedTuple):
+class CompletionLimits(NamedTuple):
     """What can be true of a completion."""
 
     vocabulary: int = 1 << 31
     completion_tokens: int = 1 << 31
 
 
-def complaint_about(frame: Append, limits: Limits) -> str:
+def complaint_about(frame: Append, limits: CompletionLimits) -> str:
     """What is wrong with the content of a frame, whoever sent it; nothing if it can be true."""
     columns = [read_column(view) for view in frame_columns(frame)]
     trajectories, attempts, starts, versions, counts = columns
@@ -287,7 +289,9 @@ def frame_columns(frame: Append) -> tuple[memoryview, ...]:
     return frame.trajectories, frame.attempts, frame.starts, frame.versions, frame.counts
 
 
-def _bad_columns(trajectories: Any, attempts: Any, starts: Any, versions: Any, counts: Any, limits: Limits) -> str:
+def _bad_columns(
+    trajectories: Any, attempts: Any, starts: Any, versions: Any, counts: Any, limits: CompletionLimits
+) -> str:
     most = limits.completion_tokens
     if min(trajectories.min(), attempts.min(), starts.min()) < 0 or counts.min() < 1:
         return "a negative number"
@@ -299,7 +303,7 @@ def _bad_columns(trajectories: Any, attempts: Any, starts: Any, versions: Any, c
     return ""
 
 
-def _bad_buffers(frame: Append, versions: Any, counts: Any, limits: Limits) -> str:
+def _bad_buffers(frame: Append, versions: Any, counts: Any, limits: CompletionLimits) -> str:
     tokens, sampled = int(counts.sum()), int(counts[versions != NOT_SAMPLED].sum())
     if (tokens * TOKEN_BYTES, sampled * TOKEN_BYTES) != (len(frame.tokens), len(frame.logprobs)):
         found = f"{len(frame.tokens) / TOKEN_BYTES:g} tokens and {len(frame.logprobs) / TOKEN_BYTES:g} log-probs"

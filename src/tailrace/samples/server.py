@@ -26,18 +26,18 @@ from tailrace.samples.file import SampleFile, SampleGoneError, SampleReader
 from tailrace.samples.messages import (
     LONGEST_FRAME,
     Append,
-    Failure,
+    CompletionLimits,
     Fetch,
     FromClient,
     FromStore,
-    Lengths,
     LengthTable,
-    Limits,
     PieceColumns,
     Prefix,
-    Read,
+    ReadLengths,
+    ReadSamples,
     Receipt,
     Refusal,
+    RequestFailed,
     Withdraw,
     column,
     complaint_about,
@@ -46,7 +46,7 @@ from tailrace.samples.messages import (
     read_column,
     slice_of,
 )
-from tailrace.samples.writer import Key, Upload, Writer
+from tailrace.samples.writer import GroupWriter, Key, ReceivedFrame
 from tailrace.types import MALFORMED, PromptId, Row, TrajectoryId
 from tailrace.wire import descriptors
 from tailrace.wire.listener import Listener, SignedChannel
@@ -55,7 +55,7 @@ from tailrace.wire.session import StrangerError
 from tailrace.wire.tls import Identity
 
 QUEUED = 32 << 20  # bytes that may wait for the writer
-SLICE = 4 << 20  # bytes of one answer to `Read`
+SLICE = 4 << 20  # bytes of one answer to `ReadSamples`
 UNREAD = 64 << 20  # bytes that a client has not taken yet; then it is hung up on, and has to connect again
 READERS = 2
 MOST_FETCHES = 1 << 16  # of one client
@@ -63,7 +63,7 @@ MOST_IDS = 1 << 22  # of one request
 START_S = 30.0
 FENCED_OFF = "there is a newer attempt"
 NOT_WANTED = "nobody wants it any more"
-FRAMES: dict[str, tuple[type, ...]] = {"replica": (Append, Fetch, Withdraw), "trainer": (Lengths, Read)}
+FRAMES: dict[str, tuple[type, ...]] = {"replica": (Append, Fetch, Withdraw), "trainer": (ReadLengths, ReadSamples)}
 
 
 class Step(NamedTuple):
@@ -104,7 +104,7 @@ class SampleServer:
         key_of: Callable[[str], bytes],
         accuse: Callable[[str, str], None],
         broken: Callable[[BaseException], None],
-        limits: Limits = Limits(),
+        limits: CompletionLimits = CompletionLimits(),
         identity: Identity | None = None,
         listen: str = LOOPBACK,
         port: int = 0,
@@ -115,7 +115,7 @@ class SampleServer:
         self._tell = accuse
         self._limits = limits
         self._where = (port, identity, listen)
-        self._writer = Writer(file, self)
+        self._writer = GroupWriter(file, self)
         self._clients: dict[str, Client] = {}
         self._accused: set[str] = set()
         self._held: dict[TrajectoryId, set[tuple[Client, Key]]] = {}  # fetches of what was not assigned yet
@@ -279,7 +279,7 @@ class SampleServer:
                 self._fetch(client, (frame.trajectory, frame.attempt))
             case Withdraw():
                 self._drop_fetch(client, (frame.trajectory, frame.attempt))
-            case Lengths() | Read():
+            case ReadLengths() | ReadSamples():
                 self._request(client, frame)
 
     def _cut_off(self, client: Client, reason: str) -> None:
@@ -298,7 +298,7 @@ class SampleServer:
         if complaint:
             self._cut_off(client, complaint)
             return
-        self._writer.put(Upload(client, client.id, number, frame))
+        self._writer.put(ReceivedFrame(client, client.id, number, frame))
         if self._writer.queued_bytes > QUEUED:
             self._has_room.clear()
 
@@ -357,11 +357,11 @@ class SampleServer:
 
     # ---------------------------------------------------------------------------------------------------------- answers
 
-    def _request(self, client: Client, frame: Lengths | Read) -> None:
+    def _request(self, client: Client, frame: ReadLengths | ReadSamples) -> None:
         if len(frame.ids) % 8 or len(frame.ids) > 8 * MOST_IDS:
             self._cut_off(client, f"a request with {len(frame.ids):,} bytes of ids")
             return
-        answer = _lengths if isinstance(frame, Lengths) else _slice
+        answer = _lengths if isinstance(frame, ReadLengths) else _slice
         client.jobs.put_nowait(partial(answer, frame.request, read_column(frame.ids).tolist()))
 
     async def _answer(self, client: Client) -> None:
@@ -407,13 +407,13 @@ def _lengths(request: int, ids: list[TrajectoryId], reader: SampleReader) -> Ste
     try:
         return Step(LengthTable(request, column([value for one in reader.lengths(ids) for value in one[1:]])))
     except TailraceError as error:
-        return Step(Failure(request, str(error)))
+        return Step(RequestFailed(request, str(error)))
 
 
 def _slice(request: int, ids: list[TrajectoryId], reader: SampleReader) -> Step:
     try:
         samples = reader.read(ids, SLICE)
     except TailraceError as error:
-        return Step(Failure(request, str(error)))
+        return Step(RequestFailed(request, str(error)))
     left = ids[len(samples) :]
     return Step(slice_of(request, samples), partial(_slice, request, left) if left else None)

@@ -12,7 +12,7 @@ from functools import partial
 from math import inf
 from typing import NamedTuple
 
-from tailrace.samples.messages import FENCED, GAP, STORED, Append, Piece, PieceColumns, column
+from tailrace.samples.messages import FENCED, GAP, STORED, TOKEN_BYTES, Append, Piece, PieceColumns, column
 from tailrace.types import Segment
 
 FRAME = 1 << 20  # bytes of tokens and log-probs after which a frame is full
@@ -23,19 +23,13 @@ Ended = Callable[[bool], None]  # told whether all is durable; False: it was fen
 Action = Callable[[], None]
 
 
-class Placed(NamedTuple):
-    """A piece, and how many tokens after the prompt come before it."""
+class QueuedPiece(NamedTuple):
+    """A piece, where it begins and ends in its sample (in tokens after the prompt), and its bytes."""
 
     start: int
+    end: int
+    size: int
     piece: Piece
-
-    @property
-    def end(self) -> int:
-        return self.start + len(self.piece)
-
-    @property
-    def size(self) -> int:
-        return len(self.piece.tokens) + len(self.piece.logprobs or b"")
 
 
 class Upload:
@@ -45,15 +39,25 @@ class Upload:
         self.key = key
         self.store = store
         self.end = start  # of all that was appended
-        self.waiting: deque[Placed] = deque()
-        self.sent: deque[Placed] = deque()  # and not acknowledged
+        self.bytes = 0  # not acknowledged
+        self.waiting: deque[QueuedPiece] = deque()
+        self.sent: deque[QueuedPiece] = deque()  # and not acknowledged
         self.since = 0  # the frame with which it was last sent anew: refusals of earlier ones say nothing
         self.retry_at = 0.0
         self.actions: deque[tuple[int, Ended]] = deque()  # each with the length that has to be durable
 
+    def add(self, piece: Piece) -> None:
+        tokens = len(piece.tokens)
+        if tokens:
+            size = tokens if piece.logprobs is None else 2 * tokens
+            start, self.end = self.end, self.end + tokens // TOKEN_BYTES
+            self.waiting.append(QueuedPiece(start, self.end, size, piece))
+            self.bytes += size
+
     @property
-    def unacknowledged(self) -> deque[Placed]:
-        return self.sent + self.waiting
+    def first(self) -> int:
+        """Where what is not acknowledged begins."""
+        return (self.sent or self.waiting)[0].start
 
     def rewind(self) -> None:
         self.since = 0
@@ -62,11 +66,11 @@ class Upload:
 
     def acknowledge(self, length: int) -> int:
         """Returns the bytes that need not be kept any more."""
-        done = 0
+        before = self.bytes
         for queue in (self.sent, self.waiting):
             while queue and queue[0].end <= length:
-                done += queue.popleft().size
-        return done
+                self.bytes -= queue.popleft().size
+        return before - self.bytes
 
 
 class Uploads:
@@ -80,11 +84,10 @@ class Uploads:
         if upload is None:
             upload = self._uploads[key] = Upload(key, store, start)
         assert start == upload.end, f"t{key[0]} was appended up to {upload.end}, and goes on at {start}"
+        before = upload.bytes
         for piece in pieces:
-            if len(piece):
-                upload.waiting.append(placed := Placed(upload.end, _kept(piece)))
-                upload.end = placed.end
-                self.bytes[store] = self.bytes.get(store, 0) + placed.size
+            upload.add(_kept(piece))
+        self.bytes[store] = self.bytes.get(store, 0) + upload.bytes - before
         self._ready.setdefault(store, {})[key] = upload
 
     def then(self, key: Key, ended: Ended) -> list[Action]:
@@ -100,7 +103,7 @@ class Uploads:
         if upload is None:
             return []
         self._ready.get(upload.store, {}).pop(key, None)
-        self.bytes[upload.store] -= sum([placed.size for placed in upload.unacknowledged])
+        self.bytes[upload.store] -= upload.bytes
         return [partial(ended, False) for _, ended in upload.actions]
 
     # -------------------------------------------------------------------------------------------------------- sending
@@ -122,11 +125,12 @@ class Uploads:
 
     def take(self, store: int, number: int, now: float) -> Append | None:
         """The next frame, which gets this number."""
-        ready, chosen, room = self._ready.get(store, {}), list[tuple[Key, Placed]](), FRAME
+        ready, chosen, room, urgent = self._ready.get(store, {}), list[tuple[Key, QueuedPiece]](), FRAME, False
         for key, upload in list(ready.items()):
             if upload.retry_at > now:
                 continue
             upload.since = upload.since or number
+            urgent |= bool(upload.actions)
             while upload.waiting and room > 0:
                 upload.sent.append(placed := upload.waiting.popleft())
                 chosen.append((key, placed))
@@ -135,7 +139,7 @@ class Uploads:
                 del ready[key]
             if room <= 0:
                 break
-        return _frame(chosen) if chosen else None
+        return _frame(chosen, urgent) if chosen else None
 
     # ------------------------------------------------------------------------------------------------------- verdicts
 
@@ -148,9 +152,8 @@ class Uploads:
             return self._stored(upload, length), ""
         if verdict == FENCED:
             return self.withdraw(key), "there is a newer attempt, or nobody wants it any more"
-        first = upload.unacknowledged[0].start
-        if verdict == GAP and length < first:
-            return self.withdraw(key), f"the store has {length:,} tokens of it, and had acknowledged {first:,}"
+        if verdict == GAP and length < upload.first:
+            return self.withdraw(key), f"the store has {length:,} tokens of it, and had acknowledged {upload.first:,}"
         if number >= upload.since:
             self._rewind(upload, 0.0 if verdict == GAP else now + RETRY_S)
         return [], ""
@@ -169,15 +172,16 @@ class Uploads:
 def _kept(piece: Piece | Segment) -> Piece:
     """With buffers that nobody changes."""
     if isinstance(piece.tokens, bytes) and isinstance(piece.logprobs, bytes | None):
-        return piece
+        return Piece(piece.version, piece.tokens, piece.logprobs)
     logprobs = None if piece.logprobs is None else bytes(piece.logprobs)
     return Piece(piece.version, bytes(piece.tokens), logprobs)
 
 
-def _frame(chosen: list[tuple[Key, Placed]]) -> Append:
+def _frame(chosen: list[tuple[Key, QueuedPiece]], urgent: bool) -> Append:
     return Append(
         column([key[0] for key, _ in chosen]),
         column([key[1] for key, _ in chosen]),
         column([placed.start for _, placed in chosen]),
         *PieceColumns.of([placed.piece for _, placed in chosen]),
+        urgent,
     )

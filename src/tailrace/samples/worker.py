@@ -17,7 +17,7 @@ from tailrace.envs.sources import Later, PromptSource
 from tailrace.model.load import vocabulary_of
 from tailrace.protocol import FetchPrompts, Forget, PromptsAdded, SamplesLost, StoreJoined
 from tailrace.samples.file import SampleFile, sample_file
-from tailrace.samples.messages import Limits
+from tailrace.samples.messages import CompletionLimits
 from tailrace.samples.server import SampleServer
 from tailrace.store.folder import refuse_moved
 from tailrace.store.journal import Journal
@@ -115,7 +115,7 @@ def _server(spec: Spec, accuse: Callable[[str, str], None], broken: Callable[[Ba
     folder, key, host = Path(spec.folder), bytes.fromhex(spec.key), own_address(spec.listen)
     if spec.folder_id != NO_FOLDER:
         refuse_moved(folder, spec.folder_id)
-    limits = Limits(vocabulary_of(spec.config), spec.config.workload.max_completion_tokens)
+    limits = CompletionLimits(vocabulary_of(spec.config), spec.config.workload.max_completion_tokens)
     identity = None if host == LOOPBACK else Identity()
     file = SampleFile.at(sample_file(folder, spec.id))
     return SampleServer(file, partial(sample_key, key), accuse, broken, limits, identity, host)

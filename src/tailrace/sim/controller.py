@@ -7,6 +7,7 @@ and the events after it, and every process that outlived it connects again.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from random import Random
 
 from tailrace.config.tree import Config
@@ -19,64 +20,54 @@ SNAPSHOT_EVERY = 200  # events
 Observer = Callable[[float, Event, list[Command]], None]
 
 
+@dataclass
 class SimController:
-    """`restored` is called when a controller that died is back: everybody has to connect to it again. `heard_at` says
-    when somebody was last heard."""
+    config: Config
+    clock: VirtualClock
+    network: Network
+    random: Random
+    observers: Sequence[Observer]
+    restored: Callable[[], None]  # called when one that died is back: everybody has to connect to it again
+    heard_at: Callable[[str, int], float]  # when somebody was last heard
 
-    def __init__(
-        self,
-        config: Config,
-        clock: VirtualClock,
-        network: Network,
-        random: Random,
-        observers: Sequence[Observer],
-        restored: Callable[[], None],
-        heard_at: Callable[[str, int], float],
-    ) -> None:
-        self.plane = ControlPlane(config)
+    def __post_init__(self) -> None:
+        self.plane = ControlPlane(self.config)
         self.handled = 0  # events
-        self._config = config
-        self._clock = clock
-        self._network = network
-        self._random = random
-        self._observers = observers
-        self._restored = restored
-        self._heard_at = heard_at
         self._listening_since = 0.0  # when the present controller was there again
         self._life = 0  # grows when it dies
         self._dies_next = False
-        self._keeps_journal = config.faults.controller_per_hour > 0
+        self._keeps_journal = self.config.faults.controller_per_hour > 0
         self._snapshot = self.plane.snapshot() if self._keeps_journal else b""
         self._tail: list[tuple[float, Event]] = []  # the journal since the snapshot
 
     def handle(self, event: Event) -> list[Command]:
         """The commands that are sent; none if it dies before it can send them."""
-        now = self._clock.now
+        now = self.clock.now
         self.handled += 1
         commands = self.plane.handle(now, event)
-        for observe in self._observers:
+        for observe in self.observers:
             observe(now, event, commands)
         if self._keeps_journal:
             self._journal(now, event)
-        return [] if self._network.controller_down else commands
+        return [] if self.network.controller_down else commands
 
     def kill(self) -> None:
         """It dies with the next event that it handles."""
         self._dies_next = True
 
     def set_timer(self, command: SetTimer) -> None:
-        self._clock.at(command.at, self._fire, command.timer, self._life)
+        self.clock.at(command.at, self._fire, command.timer, self._life)
 
     def _fire(self, timer: str, life: int) -> None:
         if life != self._life:
             return
         if timer == "health":
-            self._network.inbox.append(self.plane.heartbeats(self._silence))
-        self._network.inbox.append(TimerFired(timer))
+            self.network.inbox.append(self.plane.heartbeats(self._silence))
+        self.network.inbox.append(TimerFired(timer))
 
     def _silence(self, part: str, id: int) -> float:
         """How long nothing was heard of somebody, while there was a controller to hear it."""
-        return self._clock.now - max(self._heard_at(part, id), self._listening_since)
+        return self.clock.now - max(self.heard_at(part, id), self._listening_since)
 
     def _journal(self, now: float, event: Event) -> None:
         self._tail.append((now, event))
@@ -85,17 +76,17 @@ class SimController:
             self._tail.clear()
         if self._dies_next:
             self._dies_next = False
-            self._network.controller_down = True
+            self.network.controller_down = True
             self._life += 1
-            self._clock.after(self._random.expovariate(1 / self._config.faults.restart_s), self._restore)
+            self.clock.after(self.random.expovariate(1 / self.config.faults.restart_s), self._restore)
 
     def _restore(self) -> None:
-        plane = ControlPlane.restore(self._config, self._snapshot)
+        plane = ControlPlane.restore(self.config, self._snapshot)
         for now, event in self._tail:
             plane.handle(now, event)
         assert plane.snapshot() == self.plane.snapshot(), "snapshot and journal tail give back the same controller"
         self.plane = plane
-        self._network.controller_down = False
-        self._listening_since = self._clock.now
-        self._network.inbox.appendleft(ControllerRestarted())
-        self._restored()
+        self.network.controller_down = False
+        self._listening_since = self.clock.now
+        self.network.inbox.appendleft(ControllerRestarted())
+        self.restored()

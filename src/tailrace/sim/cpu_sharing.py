@@ -7,28 +7,24 @@ driver calls `settle` after everything that happens; without `local.cores` nothi
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from tailrace.config.tree import Config
 from tailrace.sim.clock import VirtualClock
 from tailrace.sim.processes import SimFleet, SimReplica
 
 
+@dataclass
 class CpuSharing:
-    """`wake` is told of every engine whose speed has changed; `stretch` by what factor the trainer takes longer."""
+    config: Config
+    clock: VirtualClock
+    fleet: SimFleet
+    wake: Callable[[SimReplica], None]  # told of every engine whose speed has changed
+    stretch: Callable[[float], None]  # told by what factor the trainer takes longer
 
-    def __init__(
-        self,
-        config: Config,
-        clock: VirtualClock,
-        fleet: SimFleet,
-        wake: Callable[[SimReplica], None],
-        stretch: Callable[[float], None],
-    ) -> None:
+    def __post_init__(self) -> None:
+        config = self.config
         self._cores = config.local.cores if config.costs.measured else 0
-        self._clock = clock
-        self._fleet = fleet
-        self._wake = wake
-        self._stretch = stretch
         self._engine_threads = _threads(config.rollout.threads, self._cores)
         self._trainer_threads = _threads(config.trainer.threads * config.trainer.ranks, self._cores)
         self._crowding = 1.0  # cores wanted for each that is there, and never below 1
@@ -40,20 +36,20 @@ class CpuSharing:
             return
         crowding = max(1.0, self._wanted() / self._cores)
         if crowding != self._crowding:
-            self._stretch(crowding / self._crowding)
+            self.stretch(crowding / self._crowding)
             self._crowding = crowding
             self._slow_down()
 
     def _wanted(self) -> int:
-        engines = sum(self._engine_threads for replica in self._fleet.replicas if replica.engine.batch)
-        return engines + (self._trainer_threads if self._fleet.trainer.training is not None else 0)
+        engines = sum(self._engine_threads for replica in self.fleet.replicas if replica.engine.batch)
+        return engines + (self._trainer_threads if self.fleet.trainer.training is not None else 0)
 
     def _slow_down(self) -> None:
-        self._fleet.trainer.slowdown = self._crowding / self._trainer_threads
-        for replica in self._fleet.replicas:
-            replica.engine.share_cores(self._clock.now, self._crowding / self._engine_threads)
+        self.fleet.trainer.slowdown = self._crowding / self._trainer_threads
+        for replica in self.fleet.replicas:
+            replica.engine.share_cores(self.clock.now, self._crowding / self._engine_threads)
             if replica.engine.batch:
-                self._wake(replica)
+                self.wake(replica)
 
 
 def _threads(given: int, cores: int) -> int:

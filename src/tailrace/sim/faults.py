@@ -7,6 +7,7 @@ and sometimes only as silence.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from random import Random
 
 from tailrace.config.tree import Faults
@@ -22,28 +23,16 @@ SEEN_AT_ONCE = 0.5  # share of deaths that the driver notices without waiting fo
 SLOW_FACTOR = 4.0
 
 
+@dataclass
 class FaultInjector:
-    """`wake` is told of a replica whose engine runs slower or faster from now on."""
-
-    def __init__(
-        self,
-        settings: Faults,
-        clock: VirtualClock,
-        random: Random,
-        fleet: SimFleet,
-        network: Network,
-        lifecycle: Lifecycle,
-        controller: SimController,
-        wake: Callable[[SimReplica], None],
-    ) -> None:
-        self._settings = settings
-        self._clock = clock
-        self._random = random
-        self._fleet = fleet
-        self._network = network
-        self._lifecycle = lifecycle
-        self._controller = controller
-        self._wake = wake
+    settings: Faults
+    clock: VirtualClock
+    random: Random
+    fleet: SimFleet
+    network: Network
+    lifecycle: Lifecycle
+    controller: SimController
+    wake: Callable[[SimReplica], None]  # told of a replica whose engine runs slower or faster from now on
 
     def begin(self) -> None:
         """Schedule the first failure of every kind that has a rate."""
@@ -53,17 +42,17 @@ class FaultInjector:
             "relay_per_hour": self._relay,
             "master_per_hour": self._master,
             "trainer_per_hour": self._trainer,
-            "controller_per_hour": self._controller.kill,
+            "controller_per_hour": self.controller.kill,
             "slow_per_hour": self._slow,
             "partition_per_hour": self._partition,
         }
         for name, action in strike.items():
-            rate = getattr(self._settings, name)
+            rate = getattr(self.settings, name)
             if rate:
                 self._schedule(rate / 3600.0, action)
 
     def _schedule(self, rate: float, action: Callable[[], None]) -> None:
-        self._clock.after(self._random.expovariate(rate), self._strike, rate, action)
+        self.clock.after(self.random.expovariate(rate), self._strike, rate, action)
 
     def _strike(self, rate: float, action: Callable[[], None]) -> None:
         action()
@@ -72,60 +61,60 @@ class FaultInjector:
     # --------------------------------------------------------------------------------------------------------- deaths
 
     def _replica(self) -> None:
-        alive = [replica for replica in self._fleet.replicas if replica.alive]
+        alive = [replica for replica in self.fleet.replicas if replica.alive]
         if alive:
-            self._kill(self._random.choice(alive))
+            self._kill(self.random.choice(alive))
 
     def _relay(self) -> None:
-        alive = [relay for relay in self._fleet.relays if relay.alive]
+        alive = [relay for relay in self.fleet.relays if relay.alive]
         if alive:
-            self._kill(self._random.choice(alive))
+            self._kill(self.random.choice(alive))
 
     def _master(self) -> None:
-        master = self._controller.plane.state.relays.master
-        if master >= 0 and self._fleet.relays[master].alive:
-            self._kill(self._fleet.relays[master])
+        master = self.controller.plane.state.relays.master
+        if master >= 0 and self.fleet.relays[master].alive:
+            self._kill(self.fleet.relays[master])
 
     def _host(self) -> None:
-        host = self._random.randrange(len(self._fleet.relays))
-        for process in self._fleet.on_host(host):
+        host = self.random.randrange(len(self.fleet.relays))
+        for process in self.fleet.on_host(host):
             if process.alive:
                 self._kill(process)
 
     def _trainer(self) -> None:
-        if self._fleet.trainer.alive:
-            self._kill(self._fleet.trainer)
+        if self.fleet.trainer.alive:
+            self._kill(self.fleet.trainer)
 
     def _kill(self, process: SimProcess) -> None:
-        self._lifecycle.kill(process)
-        if self._random.random() < SEEN_AT_ONCE:
-            self._network.send(None, _lost(process))
+        self.lifecycle.kill(process)
+        if self.random.random() < SEEN_AT_ONCE:
+            self.network.send(None, _lost(process))
 
     # -------------------------------------------------------------------------------------- slowness and separation
 
     def _slow(self) -> None:
-        replica = self._random.choice(self._fleet.replicas)
+        replica = self.random.choice(self.fleet.replicas)
         self._slow_down(replica, SLOW_FACTOR)
-        self._clock.after(self._outage_s(), self._slow_down, replica, 1.0)
+        self.clock.after(self._outage_s(), self._slow_down, replica, 1.0)
 
     def _slow_down(self, replica: SimReplica, factor: float) -> None:
-        replica.engine.advance(self._clock.now)
+        replica.engine.advance(self.clock.now)
         replica.engine.slowdown = factor
-        self._wake(replica)
+        self.wake(replica)
 
     def _partition(self) -> None:
         """A host, or the trainer, cannot talk to the controller or to other hosts for a while."""
-        host = self._random.randrange(-1, len(self._fleet.relays))
-        if self._network.cut(host):
-            self._clock.after(self._outage_s(), self._heal, host)
+        host = self.random.randrange(-1, len(self.fleet.relays))
+        if self.network.cut(host):
+            self.clock.after(self._outage_s(), self._heal, host)
 
     def _heal(self, host: HostId) -> None:
-        self._network.heal(host)
-        for process in [self._fleet.trainer] if host == -1 else self._fleet.on_host(host):
-            self._lifecycle.reconnect(process)
+        self.network.heal(host)
+        for process in [self.fleet.trainer] if host == -1 else self.fleet.on_host(host):
+            self.lifecycle.reconnect(process)
 
     def _outage_s(self) -> float:
-        return self._random.expovariate(1 / self._settings.restart_s)
+        return self.random.expovariate(1 / self.settings.restart_s)
 
 
 def _lost(process: SimProcess) -> Event:

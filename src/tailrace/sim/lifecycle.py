@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from tailrace.config.tree import Config
+from dataclasses import dataclass
+
+from tailrace.config.tree import Faults
 from tailrace.protocol import Assignment, Event, RelayJoined, ReplicaJoined, Start, TrainerJoined
 from tailrace.sim.clock import VirtualClock
 from tailrace.sim.cost_model import CostModel
@@ -11,19 +13,17 @@ from tailrace.sim.processes import SimFleet, SimProcess, SimRelay, SimReplica, S
 from tailrace.sim.result import Meter
 
 
+@dataclass
 class Lifecycle:
-    def __init__(
-        self, config: Config, clock: VirtualClock, costs: CostModel, fleet: SimFleet, network: Network, meter: Meter
-    ) -> None:
-        self._restart_s = config.faults.restart_s
-        self._clock = clock
-        self._costs = costs
-        self._fleet = fleet
-        self._network = network
-        self._meter = meter
+    settings: Faults
+    clock: VirtualClock
+    costs: CostModel
+    fleet: SimFleet
+    network: Network
+    meter: Meter
 
     def start(self, command: Start) -> None:
-        process = self._fleet.process(command.part, command.id)
+        process = self.fleet.process(command.part, command.id)
         if process.restarting:
             return
         if process.alive:
@@ -32,7 +32,7 @@ class Lifecycle:
             self._come_up(process)  # the beginning of the run: everybody is there
         else:
             process.restarting = True
-            self._clock.after(self._restart_s, self._come_up, process)
+            self.clock.after(self.settings.restart_s, self._come_up, process)
 
     def _come_up(self, process: SimProcess) -> None:
         process.restarting = False
@@ -40,7 +40,7 @@ class Lifecycle:
         process.outbox.clear()
         if isinstance(process, SimTrainer):
             process.step, process.part = process.saved, 0
-            process.free_at = self._clock.now
+            process.free_at = self.clock.now
         self._join(process)
 
     def _join(self, process: SimProcess) -> None:
@@ -48,36 +48,36 @@ class Lifecycle:
         process.incarnation += 1
         if isinstance(process, SimReplica):
             process.abandon_pull()
-        self._network.send(process, self._introduction(process))
+        self.network.send(process, self._introduction(process))
 
     def _introduction(self, process: SimProcess) -> Event:
         if isinstance(process, SimRelay):
             return RelayJoined(process.id, process.incarnation, tuple(process.versions))
         if isinstance(process, SimReplica):
-            capacity, roofline = self._costs.kv_capacity, self._costs.roofline
+            capacity, roofline = self.costs.kv_capacity, self.costs.roofline
             work = [*process.engine.held.values(), *process.scoring.values()]
             held = tuple([Assignment(one.trajectory, one.epoch) for one in work])
             return ReplicaJoined(
                 process.id, process.incarnation, process.host, process.version, capacity, roofline, held
             )
-        trainer = self._fleet.trainer
+        trainer = self.fleet.trainer
         return TrainerJoined(trainer.incarnation, trainer.step, trainer.part)
 
     def kill(self, process: SimProcess) -> None:
         """What it had in memory is gone; what was stored of its samples stays."""
-        process.die(self._clock.now)
+        process.die(self.clock.now)
         if isinstance(process, SimReplica):
-            self._meter.mark(process, "lost", self._clock.now)
+            self.meter.mark(process, "lost", self.clock.now)
 
     def reconnect_all(self) -> None:
-        for process in (self._fleet.trainer, *self._fleet.relays, *self._fleet.replicas):
+        for process in (self.fleet.trainer, *self.fleet.relays, *self.fleet.replicas):
             self.reconnect(process)
 
     def reconnect(self, process: SimProcess) -> None:
         """What a process could not send arrives now, and then it introduces itself anew."""
-        if not process.alive or self._network.holds_back(process):
+        if not process.alive or self.network.holds_back(process):
             return
         held_back, process.outbox = process.outbox, []
         for event in held_back:
-            self._network.arrive(process, event)
+            self.network.arrive(process, event)
         self._join(process)

@@ -7,6 +7,7 @@ What is sent while its sender is cut off, or while the controller is down, waits
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass
 from random import Random
 
 from tailrace.config.tree import Faults
@@ -16,14 +17,16 @@ from tailrace.sim.processes import SimProcess
 from tailrace.types import HostId
 
 
+@dataclass
 class Network:
-    def __init__(self, settings: Faults, clock: VirtualClock, random: Random) -> None:
+    settings: Faults
+    clock: VirtualClock
+    random: Random
+
+    def __post_init__(self) -> None:
         self.inbox: deque[Event] = deque()  # what the controller has received and not yet handled
         self.controller_down = False
-        self._settings = settings
-        self._clock = clock
-        self._random = random
-        self._unreliable = settings.delay_s > 0 or settings.duplicate > 0
+        self._unreliable = self.settings.delay_s > 0 or self.settings.duplicate > 0
         self._cut: dict[HostId, None] = {}
 
     def send(self, sender: SimProcess | None, event: Event) -> None:
@@ -47,7 +50,7 @@ class Network:
     def arrive(self, sender: SimProcess | None, event: Event | None) -> None:
         """Whatever comes is a sign of life; None: it is nothing else."""
         if sender is not None:
-            sender.heard_at = self._clock.now
+            sender.heard_at = self.clock.now
         if event is not None:
             self.inbox.append(event)
 
@@ -71,13 +74,13 @@ class Network:
         """Messages overtake each other, but no process is heard before its introduction."""
         earliest = sender.connected_at if sender is not None else 0.0
         arrivals = [max(self._arrival(), earliest)]
-        if self._random.random() < self._settings.duplicate:
+        if self.random.random() < self.settings.duplicate:
             arrivals.append(max(self._arrival(), earliest))
         for at in arrivals:
-            self._clock.at(at, self.arrive, sender, event)
+            self.clock.at(at, self.arrive, sender, event)
         if sender is not None and isinstance(event, ReplicaJoined | RelayJoined | TrainerJoined):
             sender.connected_at = min(arrivals)
 
     def _arrival(self) -> float:
-        delay = self._random.expovariate(1 / self._settings.delay_s) if self._settings.delay_s else 0.0
-        return self._clock.now + delay
+        delay = self.random.expovariate(1 / self.settings.delay_s) if self.settings.delay_s else 0.0
+        return self.clock.now + delay

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from tailrace.config.tree import Config
 from tailrace.protocol import Drop, Publish, Route, VersionStored
 from tailrace.sim.clock import VirtualClock
@@ -11,70 +13,71 @@ from tailrace.sim.processes import SimFleet, SimRelay
 from tailrace.types import Version
 
 
+@dataclass
 class RelayTier:
-    def __init__(
-        self, config: Config, clock: VirtualClock, costs: CostModel, fleet: SimFleet, network: Network
-    ) -> None:
-        self._clock = clock
-        self._costs = costs
-        self._fleet = fleet
-        self._network = network
-        relays, tree = len(fleet.relays), config.relay.topology == "tree"
-        self._hop_s = costs.hop(relays, config.relay.fan_out if tree else 1)
-        self._first_s = 0.0 if config.colocated else costs.broadcast_start(relays)
+    config: Config
+    clock: VirtualClock
+    costs: CostModel
+    fleet: SimFleet
+    network: Network
+
+    def __post_init__(self) -> None:
+        relay, relays = self.config.relay, len(self.fleet.relays)
+        self._hop_s = self.costs.hop(relays, relay.fan_out if relay.topology == "tree" else 1)
+        self._first_s = 0.0 if self.config.colocated else self.costs.broadcast_start(relays)
 
     def route(self, command: Route) -> None:
-        relay = self._fleet.relays[command.relay]
+        relay = self.fleet.relays[command.relay]
         current = relay.incarnation == command.incarnation and command.epoch > relay.route_epoch
-        if not current or self._network.is_cut(relay):
+        if not current or self.network.is_cut(relay):
             return
         relay.route_epoch = command.epoch
         relay.targets = command.targets
         for version in relay.versions:
-            self._forward(relay, version, self._costs.transfer)
+            self._forward(relay, version, self.costs.transfer)
 
     def _forward(self, relay: SimRelay, version: Version, seconds: float) -> None:
         """Send a version on to every target that has not got it and is not just getting it."""
         for id in relay.targets:
-            target = self._fleet.relays[id]
+            target = self.fleet.relays[id]
             coming = target.incoming.get(version)
-            if version in target.versions or (coming and self._fleet.relays[coming[0]].life == coming[1]):
+            if version in target.versions or (coming and self.fleet.relays[coming[0]].life == coming[1]):
                 continue
             target.incoming[version] = (relay.id, relay.life)
-            self._clock.after(seconds, self._received, relay, relay.life, target, target.life, version)
+            self.clock.after(seconds, self._received, relay, relay.life, target, target.life, version)
 
     def _received(self, relay: SimRelay, sender: int, target: SimRelay, receiver: int, version: Version) -> None:
         """A transfer is complete, if both ends lived through it and could reach each other."""
         if target.incoming.get(version) == (relay.id, sender):
             del target.incoming[version]
         intact = relay.alive and relay.life == sender and target.alive and target.life == receiver
-        if intact and not self._network.is_cut(relay) and not self._network.is_cut(target):
+        if intact and not self.network.is_cut(relay) and not self.network.is_cut(target):
             self._store(target, version, self._hop_s)
 
     def _store(self, relay: SimRelay, version: Version, forward_s: float) -> None:
         relay.versions[version] = None
-        self._network.send(relay, VersionStored(relay.id, relay.incarnation, version))
+        self.network.send(relay, VersionStored(relay.id, relay.incarnation, version))
         self._forward(relay, version, forward_s)
 
     def drop(self, command: Drop) -> None:
-        relay = self._fleet.relays[command.relay]
+        relay = self.fleet.relays[command.relay]
         if relay.incarnation == command.incarnation:
             relay.versions.pop(command.version, None)
 
     def publish(self, command: Publish) -> None:
         """The trainer stalls while it pushes; the master forwards once it has all (it reshards first)."""
-        trainer = self._fleet.trainer
-        if not trainer.alive or trainer.incarnation != command.incarnation or self._network.is_cut(trainer):
+        trainer = self.fleet.trainer
+        if not trainer.alive or trainer.incarnation != command.incarnation or self.network.is_cut(trainer):
             return
-        seconds = self._costs.push()
+        seconds = self.costs.push()
         trainer.stall_s += seconds
         trainer.pushes += 1
-        trainer.free_at = max(trainer.free_at, self._clock.now) + seconds
-        relay = self._fleet.relays[command.relay]
-        self._clock.at(trainer.free_at, self._pushed, trainer.life, relay, relay.life, command.version)
+        trainer.free_at = max(trainer.free_at, self.clock.now) + seconds
+        relay = self.fleet.relays[command.relay]
+        self.clock.at(trainer.free_at, self._pushed, trainer.life, relay, relay.life, command.version)
 
     def _pushed(self, sender: int, relay: SimRelay, receiver: int, version: Version) -> None:
-        trainer = self._fleet.trainer
+        trainer = self.fleet.trainer
         intact = trainer.alive and trainer.life == sender and relay.alive and relay.life == receiver
-        if intact and not self._network.is_cut(relay):
+        if intact and not self.network.is_cut(relay):
             self._store(relay, version, self._first_s)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from math import inf
 
 from tailrace.config.tree import Config
@@ -33,35 +34,25 @@ from tailrace.sim.samples import SimSamples
 from tailrace.types import TrajectoryId, Version
 
 
+@dataclass
 class Rollouts:
-    """`trained_steps` says how far training has come, which lengths may follow."""
+    config: Config
+    clock: VirtualClock
+    costs: CostModel
+    fleet: SimFleet
+    network: Network
+    meter: Meter
+    trained_steps: Callable[[], int]  # how far training has come, which lengths may follow
 
-    def __init__(
-        self,
-        config: Config,
-        clock: VirtualClock,
-        costs: CostModel,
-        fleet: SimFleet,
-        network: Network,
-        meter: Meter,
-        trained_steps: Callable[[], int],
-    ) -> None:
+    def __post_init__(self) -> None:
         self.stored: dict[TrajectoryId, SimSequence] = {}  # every sample that is not forgotten, as it was streamed
-        self._colocated = config.colocated
-        self._reward_s = config.workload.reward_s
-        self._recomputes = config.schedule.in_flight_kv == "recompute"
-        self._clock = clock
-        self._costs = costs
-        self._fleet = fleet
-        self._network = network
-        self._meter = meter
-        self._trained_steps = trained_steps
-        self._samples = SimSamples(config)
+        self._samples = SimSamples(self.config)
+        self._colocated = self.config.colocated
 
     def _reached(self, id: int, incarnation: int) -> SimReplica | None:
         """The replica that an order is for, if it gets there; then its next heartbeat brings its load."""
-        replica = self._fleet.replicas[id]
-        if not replica.alive or self._network.is_cut(replica) or replica.incarnation != incarnation:
+        replica = self.fleet.replicas[id]
+        if not replica.alive or self.network.is_cut(replica) or replica.incarnation != incarnation:
             return None
         replica.reported = None
         return replica
@@ -71,7 +62,7 @@ class Rollouts:
         if replica is None:
             return
         sequences = [self._sequence(request, replica) for request in command.requests]
-        replica.engine.submit(self._clock.now, [one for one in sequences if one.tokens < one.stop])
+        replica.engine.submit(self.clock.now, [one for one in sequences if one.tokens < one.stop])
         for sequence in sequences:
             if sequence.tokens >= sequence.stop:
                 replica.engine.take_ended(sequence)
@@ -90,7 +81,7 @@ class Rollouts:
         return sequence
 
     def _new_sequence(self, request: Request, replica: SimReplica) -> SimSequence:
-        sequence = self._samples.sequence(request, self._trained_steps())
+        sequence = self._samples.sequence(request, self.trained_steps())
         sequence.oldest = replica.version
         return sequence
 
@@ -102,26 +93,26 @@ class Rollouts:
 
     def pause(self, seconds: float) -> None:
         """What is in flight waits while the trainer has the GPUs."""
-        for replica in self._fleet.replicas:
-            self._meter.mark(replica, "training", self._clock.now)
+        for replica in self.fleet.replicas:
+            self.meter.mark(replica, "training", self.clock.now)
             if replica.engine.held:
-                replica.engine.lend(self._clock.now, seconds)
+                replica.engine.lend(self.clock.now, seconds)
                 self.wake(replica)
 
     def resume(self) -> None:
-        for replica in self._fleet.replicas:
+        for replica in self.fleet.replicas:
             self.mark(replica)
 
     # ---------------------------------------------------------------------------------------------------------- turns
 
     def mark(self, replica: SimReplica) -> None:
         """Note what a replica is doing, for the timeline."""
-        self._meter.mark(replica, self._doing(replica), self._clock.now)
+        self.meter.mark(replica, self._doing(replica), self.clock.now)
 
     def _doing(self, replica: SimReplica) -> str:
         if replica.pulling or not replica.alive:
             return "pulling" if replica.alive else "lost"
-        if self._colocated and self._fleet.trainer.training is not None:
+        if self._colocated and self.fleet.trainer.training is not None:
             return "training"
         if replica.engine.batch or replica.engine.waiting:
             return "generating"
@@ -132,12 +123,12 @@ class Rollouts:
         replica.wake += 1
         at = replica.engine.next_change()
         if at != inf:
-            self._clock.at(at, self._woken, replica, replica.wake)
+            self.clock.at(at, self._woken, replica, replica.wake)
 
     def _woken(self, replica: SimReplica, wake: int) -> None:
         if wake != replica.wake:
             return
-        for sequence in replica.engine.ended_turns(self._clock.now):
+        for sequence in replica.engine.ended_turns(self.clock.now):
             self._judge(replica, sequence)
         self.mark(replica)
         self.wake(replica)
@@ -145,15 +136,15 @@ class Rollouts:
     def _judge(self, replica: SimReplica, sequence: SimSequence) -> None:
         """A turn is over: a tool is called, or the whole is scored."""
         turn = JudgedTurn(sequence.trajectory, sequence.epoch, sequence.turn, final=sequence.status != "calling")
-        seconds = self._reward_s if turn.final else sequence.turns[sequence.turn].latency_s
+        seconds = self.config.workload.reward_s if turn.final else sequence.turns[sequence.turn].latency_s
         if turn.final and not seconds:
             self._report(replica, sequence)
             return
         if turn.final:
             replica.scoring[sequence.trajectory] = sequence
         if seconds > SCORING_S:
-            self._clock.after(SCORING_S, self._judged_for_long, replica, sequence, turn)
-        self._clock.after(seconds, self._judged, replica, sequence, turn, seconds > SCORING_S)
+            self.clock.after(SCORING_S, self._judged_for_long, replica, sequence, turn)
+        self.clock.after(seconds, self._judged, replica, sequence, turn, seconds > SCORING_S)
 
     def _is_judged(self, replica: SimReplica, sequence: SimSequence, turn: JudgedTurn) -> bool:
         """It is still where it was when the turn ended."""
@@ -163,7 +154,7 @@ class Rollouts:
 
     def _judged_for_long(self, replica: SimReplica, sequence: SimSequence, turn: JudgedTurn) -> None:
         if self._is_judged(replica, sequence, turn):
-            self._network.send(replica, ScoringStarted(replica.id, replica.incarnation, (turn,)))
+            self.network.send(replica, ScoringStarted(replica.id, replica.incarnation, (turn,)))
 
     def _judged(self, replica: SimReplica, sequence: SimSequence, turn: JudgedTurn, was_long: bool) -> None:
         if not self._is_judged(replica, sequence, turn):
@@ -176,18 +167,18 @@ class Rollouts:
         self.mark(replica)
 
     def _continue(self, replica: SimReplica, sequence: SimSequence, was_long: bool) -> None:
-        replica.engine.finish_call(self._clock.now, sequence)
+        replica.engine.finish_call(self.clock.now, sequence)
         self.wake(replica)
         if was_long:
             turn = JudgedTurn(sequence.trajectory, sequence.epoch, sequence.turn)
-            self._network.send(replica, GenerationResumed(replica.id, replica.incarnation, (turn,)))
+            self.network.send(replica, GenerationResumed(replica.id, replica.incarnation, (turn,)))
 
     def _report(self, replica: SimReplica, sequence: SimSequence) -> None:
         if self._samples.fails(sequence):
             failed = SampleFailed(replica.id, sequence.trajectory, sequence.epoch, "the environment failed")
-            self._network.send(replica, failed)
+            self.network.send(replica, failed)
         else:
-            self._network.send(replica, Finished(replica.id, self._meta(sequence, "stop")))
+            self.network.send(replica, Finished(replica.id, self._meta(sequence, "stop")))
 
     def _meta(self, sequence: SimSequence, finish: str = "") -> TrajectoryMeta:
         return TrajectoryMeta(
@@ -198,11 +189,11 @@ class Rollouts:
         replica = self._reached(command.replica, command.incarnation)
         if replica is None:
             return
-        now = self._clock.now
+        now = self.clock.now
         sequences = replica.engine.withdraw(now)
-        self._meter.mark(replica, "repacked", now)
+        self.meter.mark(replica, "repacked", now)
         self.wake(replica)
-        self._network.send(replica, Parked(replica.id, replica.incarnation, tuple([self._meta(s) for s in sequences])))
+        self.network.send(replica, Parked(replica.id, replica.incarnation, tuple([self._meta(s) for s in sequences])))
 
     def cancel(self, command: Cancel) -> None:
         replica = self._reached(command.replica, command.incarnation)
@@ -218,7 +209,7 @@ class Rollouts:
 
     def _drop(self, replica: SimReplica, trajectory: TrajectoryId) -> None:
         if replica.scoring.pop(trajectory, None) is None:
-            replica.engine.cancel(self._clock.now, trajectory)
+            replica.engine.cancel(self.clock.now, trajectory)
 
     # ------------------------------------------------------------------------------------------------------- weights
 
@@ -226,26 +217,26 @@ class Rollouts:
         replica = self._reached(command.replica, command.incarnation)
         if replica is None:
             return
-        now = self._clock.now
+        now = self.clock.now
         replica.pull += 1
         replica.pulling = True
-        seconds = self._costs.pull(remote=command.relay != replica.host) * replica.engine.slowdown
+        seconds = self.costs.pull(remote=command.relay != replica.host) * replica.engine.slowdown
         replica.pulled_s += seconds
         replica.pulls += 1
         self.mark(replica)
         if replica.engine.held:
             replica.engine.stall(now, seconds)
             self.wake(replica)
-        self._clock.after(seconds, self._loaded, replica, replica.pull, command.version)
+        self.clock.after(seconds, self._loaded, replica, replica.pull, command.version)
 
     def _loaded(self, replica: SimReplica, pull: int, version: Version) -> None:
         if pull != replica.pull:
             return
-        now = self._clock.now
+        now = self.clock.now
         replica.version = version
         replica.pulling = False
         if replica.engine.held:
-            replica.engine.switch_weights(now, version, self._recomputes)
+            replica.engine.switch_weights(now, version, self.config.schedule.in_flight_kv == "recompute")
             self.wake(replica)
         self.mark(replica)
-        self._network.send(replica, WeightsLoaded(replica.id, replica.incarnation, version))
+        self.network.send(replica, WeightsLoaded(replica.id, replica.incarnation, version))

@@ -85,7 +85,7 @@ class Simulation:
         self.fleet = fleet = SimFleet(config, costs)
         self.meter = meter = Meter(config, costs, fleet.replicas, fleet.trainer, timeline)
         self._network = network = Network(config.faults, clock, random)
-        lifecycle = Lifecycle(config, clock, costs, fleet, network, meter)
+        lifecycle = Lifecycle(config.faults, clock, costs, fleet, network, meter)
         observers = [meter.fold.see, *([observer] if observer else [])]
         self._controller = SimController(
             config, clock, network, random, observers, lifecycle.reconnect_all, fleet.heard_at

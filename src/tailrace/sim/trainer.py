@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from tailrace.config.tree import Config
 from tailrace.protocol import Checkpointed, Train, Trained
 from tailrace.sim.clock import VirtualClock
@@ -13,82 +15,75 @@ from tailrace.sim.rollouts import Rollouts
 from tailrace.trainer.pace import BYTES_PER_PARAMETER, CheckpointPace
 
 
+@dataclass
 class TrainerLoop:
-    def __init__(
-        self,
-        config: Config,
-        clock: VirtualClock,
-        costs: CostModel,
-        fleet: SimFleet,
-        network: Network,
-        rollouts: Rollouts,
-        meter: Meter,
-    ) -> None:
-        self._colocated = config.colocated
-        self._clock = clock
-        self._costs = costs
-        self._fleet = fleet
-        self._network = network
-        self._rollouts = rollouts
-        self._meter = meter
-        size = BYTES_PER_PARAMETER * config.model.parameters
+    config: Config
+    clock: VirtualClock
+    costs: CostModel
+    fleet: SimFleet
+    network: Network
+    rollouts: Rollouts
+    meter: Meter
+
+    def __post_init__(self) -> None:
+        every, size = self.config.trainer.checkpoint_every, BYTES_PER_PARAMETER * self.config.model.parameters
+        self._pace = CheckpointPace(every, self.config.schedule.publish_every, size, 0.0)
         self._tokens = 0  # of the part that is being trained
-        self._pace = CheckpointPace(config.trainer.checkpoint_every, config.schedule.publish_every, size, 0.0)
 
     def train(self, command: Train) -> None:
-        trainer = self._fleet.trainer
-        if not trainer.alive or trainer.incarnation != command.incarnation or self._network.is_cut(trainer):
+        trainer = self.fleet.trainer
+        if not trainer.alive or trainer.incarnation != command.incarnation or self.network.is_cut(trainer):
             return
         if (command.step, command.part) < (trainer.step, trainer.part):  # the report has not come through
-            self._network.send(trainer, Trained(trainer.incarnation, command.step, command.part))
+            self.network.send(trainer, Trained(trainer.incarnation, command.step, command.part))
             return
         assert (command.step, command.part) == (trainer.step, trainer.part), "parts are trained in their order"
         if trainer.training is None:  # or else one report answers both orders
             self._begin(command)
 
     def _begin(self, command: Train) -> None:
-        trainer = self._fleet.trainer
-        sequences = [self._rollouts.stored[id] for group in command.groups for id in group.trajectories]
-        lengths = [s.prompt + s.tokens for s in sequences]
+        trainer = self.fleet.trainer
+        sequences = [self.rollouts.stored[id] for group in command.groups for id in group.trajectories]
+        lengths = [one.prompt + one.tokens for one in sequences]
         self._tokens = sum(lengths)
-        seconds = self._costs.train(lengths) * trainer.slowdown
-        if self._colocated:
+        seconds = self.costs.train(lengths) * trainer.slowdown
+        if self.config.colocated:
             seconds += SWITCH_S if command.part == 0 else 0.0
-            self._rollouts.pause(seconds)
+            self.rollouts.pause(seconds)
         trainer.training = command
         trainer.busy_s += seconds
-        trainer.free_at = trainer.part_ends_at = max(trainer.free_at, self._clock.now) + seconds
-        self._clock.at(trainer.free_at, self._part_done, command)
+        trainer.free_at = trainer.part_ends_at = max(trainer.free_at, self.clock.now) + seconds
+        self.clock.at(trainer.free_at, self._part_done, command)
 
     def stretch(self, factor: float) -> None:
         """What is left of the present part will take so many times as long."""
-        trainer = self._fleet.trainer
+        trainer = self.fleet.trainer
         if trainer.training is None:
             return
-        more = (trainer.part_ends_at - self._clock.now) * (factor - 1.0)
+        more = (trainer.part_ends_at - self.clock.now) * (factor - 1.0)
         trainer.part_ends_at += more
         trainer.free_at += more
         trainer.busy_s += more
-        self._clock.at(trainer.part_ends_at, self._part_done, trainer.training)
+        self.clock.at(trainer.part_ends_at, self._part_done, trainer.training)
 
     def _part_done(self, command: Train) -> None:
-        trainer, now = self._fleet.trainer, self._clock.now
+        trainer, now = self.fleet.trainer, self.clock.now
         if trainer.training is not command or now < trainer.part_ends_at:
             return  # lost with its trainer, or it takes longer than it looked at first
         trainer.training = None
         trainer.part += 1
-        if self._colocated:
-            self._rollouts.resume()
+        if self.config.colocated:
+            self.rollouts.resume()
         if command.last:
             trainer.step, trainer.part = trainer.step + 1, 0
-            self._meter.stepped(trainer.step, now)
-        self._network.send(trainer, Trained(trainer.incarnation, command.step, command.part))
+            self.meter.stepped(trainer.step, now)
+        self.network.send(trainer, Trained(trainer.incarnation, command.step, command.part))
         self._pace.trained(sum(len(group.trajectories) for group in command.groups), self._tokens)
         if command.last and self._pace.is_due(trainer.step, now):
             self._save()
 
     def _save(self) -> None:
-        trainer = self._fleet.trainer
-        self._pace.saved(self._clock.now, 0.0)
+        trainer = self.fleet.trainer
+        self._pace.saved(self.clock.now, 0.0)
         trainer.saved = trainer.step
-        self._network.send(trainer, Checkpointed(trainer.incarnation, trainer.step))
+        self.network.send(trainer, Checkpointed(trainer.incarnation, trainer.step))

@@ -43,10 +43,10 @@ def gae(reward: float, values: Floats, gamma: float, lam: float) -> tuple[Floats
     `values` has the sampled tokens only: a tool's output between two of them is part of the world, not a step.
     """
     after = np.append(values[1:], 0.0)
-    surprises = gamma * after - values
-    surprises[-1] += reward
+    td_errors = gamma * after - values
+    td_errors[-1] += reward
     advantages, carried = np.zeros_like(values), 0.0
     for place in reversed(range(len(values))):
-        carried = surprises[place] + gamma * lam * carried
+        carried = td_errors[place] + gamma * lam * carried
         advantages[place] = carried
     return advantages, advantages + values

@@ -1,11 +1,14 @@
-"""What a mini-batch consists of: samples, what they are worth, and how much each counts. No tensors here.
+"""What a mini-batch consists of: samples, what they are worth, how much each counts, and which rank has which. No
+tensors here.
 
-`step.py` calls `mini_batch` with the groups of one part; every rank builds the same one and takes its share of packs.
+A learner plans its mini-batch with `mini_batch` and `rank_share`, from metadata alone: every rank makes the same plan.
+Then each reads and packs its own share (`read_packs`). Samples that no gradient depends on are read by nobody.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -13,7 +16,8 @@ from numpy.typing import NDArray
 
 from tailrace.config.tree import Config, Groups, Trainer
 from tailrace.trainer.advantages import GROUP_ADVANTAGES, gae
-from tailrace.trainer.packing import Pack, Sample, deal, fill, filler, read
+from tailrace.trainer.packing import Pack, SampleArrays, assign, deal, input_tokens, lay_out, read
+from tailrace.trainer.reader import SampleInfo, SampleReader
 from tailrace.types import TOKEN_BYTES, Segment, Trajectory
 
 Floats = NDArray[np.float64]
@@ -23,38 +27,37 @@ DEFAULT_RULES = Groups()
 
 
 class MiniBatch(NamedTuple):
-    """One entry per sample in each."""
+    """One entry per sample in each, and where their tokens are."""
 
-    samples: list[Sample]
+    samples: list[SampleInfo]
     rewards: Floats
     advantages: Floats  # within the group; unused with a critic
+    reader: SampleReader
 
     @property
     def counts(self) -> NDArray[np.int64]:
-        return np.array([len(s.targets) for s in self.samples])
+        return np.array([info.sampled for info in self.samples])
 
 
 def mini_batch(
-    groups: Sequence[Sequence[Trajectory]],
-    settings: Trainer,
-    rules: Groups = DEFAULT_RULES,
-    switch: int | None = None,
+    samples: Sequence[SampleInfo], reader: SampleReader, settings: Trainer, rules: Groups = DEFAULT_RULES
 ) -> MiniBatch:
     """A sample that never got to its first token has a reward for its group's mean, but nothing to train on."""
-    kept = [entry for group in groups for entry in _group(group, settings, rules) if entry[0].sampled_tokens]
+    groups = [list(members) for _, members in groupby(samples, key=lambda info: info.group)]
+    kept = [entry for group in groups for entry in _group(group, settings, rules) if entry[0].sampled]
     if not kept:
         raise ValueError("none of the groups to train on has a sampled token")
-    trajectories, rewards, advantages = zip(*kept, strict=True)
-    return MiniBatch([read(t, switch) for t in trajectories], np.array(rewards), np.array(advantages))
+    infos, rewards, advantages = zip(*kept, strict=True)
+    return MiniBatch(list(infos), np.array(rewards), np.array(advantages), reader)
 
 
-def figures(rewards: Floats, counts: NDArray[np.int64]) -> dict[str, float]:
-    """Of the samples with a sampled token, and how many of those each has."""
+def figures(batch: MiniBatch) -> dict[str, float]:
+    """Of the samples with a sampled token, and how many of those there are."""
     return {
-        "reward": float(rewards.mean()),
-        "reward_std": float(rewards.std()),
-        "tokens": float(counts.sum()),
-        "sequences": float(len(counts)),
+        "reward": float(batch.rewards.mean()),
+        "reward_std": float(batch.rewards.std()),
+        "tokens": float(batch.counts.sum()),
+        "sequences": float(len(batch.samples)),
     }
 
 
@@ -75,19 +78,37 @@ def worth_a_pass(batch: MiniBatch, settings: Trainer) -> list[int]:
     return [i for i, advantage in enumerate(batch.advantages) if everything or advantage]
 
 
-def rank_packs(
-    samples: Sequence[Sample],
-    chosen: Sequence[int],
-    budget: int,
-    rank: int,
-    ranks: int,
-    fold: bool = True,
-    switch: int | None = None,
-) -> list[Pack]:
-    """The packs of one rank's share of the chosen samples; all ranks have the same number of them, at least one."""
-    hands = deal([len(samples[i].inputs) for i in chosen], ranks)
-    packs = [fill(samples, [chosen[i] for i in hand], budget, fold, switch) for hand in hands]
-    return packs[rank] + [filler()] * (max(1, *map(len, packs)) - len(packs[rank]))
+def sample_sizes(batch: MiniBatch, switch: int | None = None) -> list[int]:
+    """Tokens that each sample takes in a pack."""
+    return [input_tokens(info.length, info.prompt, switch) for info in batch.samples]
+
+
+def rank_share(batch: MiniBatch, chosen: Sequence[int], rank: int, ranks: int, switch: int | None = None) -> list[int]:
+    """Which of the chosen samples this rank trains on."""
+    sizes = sample_sizes(batch, switch)
+    return [chosen[i] for i in deal([sizes[i] for i in chosen], ranks)[rank]]
+
+
+def read_packs(
+    batch: MiniBatch, share: Sequence[int], budget: int, fold: bool = True, switch: int | None = None
+) -> Iterator[Pack]:
+    """The samples of a share in packs, which are read and laid out one after the other, as they are asked for."""
+    packs = assign(sample_sizes(batch, switch), share, budget)
+    arriving = iter(batch.reader.read([batch.samples[i].id for members in packs for i in members]))
+    for members in packs:
+        samples = [_read_as_planned(next(arriving), batch.samples[i], switch) for i in members]
+        yield lay_out(samples, members, fold, switch)
+
+
+def _read_as_planned(trajectory: Trajectory, info: SampleInfo, switch: int | None) -> SampleArrays:
+    sample = read(trajectory, switch)
+    found, planned = (trajectory.id, sample.lengths[-1] + 1, len(sample.targets)), (info.id, info.length, info.sampled)
+    if found != planned:
+        raise ValueError(
+            f"t{info.id} was planned with {info.length} tokens, {info.sampled} of them sampled, but what was read is "
+            f"t{found[0]} with {found[1]}, {found[2]} of them sampled"
+        )
+    return sample
 
 
 def token_credits(members: Sequence[int], batch: MiniBatch, values: Floats, settings: Trainer) -> tuple[Floats, Floats]:
@@ -101,8 +122,8 @@ def token_credits(members: Sequence[int], batch: MiniBatch, values: Floats, sett
     return np.concatenate([a for a, _ in credits] or nothing), np.concatenate([r for _, r in credits] or nothing)
 
 
-def _group(group: Sequence[Trajectory], settings: Trainer, rules: Groups) -> Iterator[tuple[Trajectory, float, float]]:
-    rewards = _within_reach(np.array([_reward(t) for t in group]))
+def _group(group: Sequence[SampleInfo], settings: Trainer, rules: Groups) -> Iterator[tuple[SampleInfo, float, float]]:
+    rewards = _within_reach(np.array([_reward(info) for info in group]))
     estimate = GROUP_ADVANTAGES.get(settings.advantage, np.zeros_like)
     advantages = np.zeros_like(rewards) if rules.same(rewards.tolist()) else estimate(rewards)
     yield from zip(group, rewards, advantages, strict=True)
@@ -114,9 +135,7 @@ def _within_reach(rewards: Floats) -> Floats:
     return rewards * (LARGEST / largest) if largest > LARGEST else rewards
 
 
-def _reward(trajectory: Trajectory) -> float:
-    if trajectory.reward is None or not np.isfinite(trajectory.reward):
-        raise ValueError(
-            f"trajectory t{trajectory.id} has no finite reward ({trajectory.reward}): it cannot be trained on"
-        )
-    return trajectory.reward
+def _reward(info: SampleInfo) -> float:
+    if info.reward is None or not np.isfinite(info.reward):
+        raise ValueError(f"trajectory t{info.id} has no finite reward ({info.reward}): it cannot be trained on")
+    return info.reward

@@ -27,7 +27,16 @@ from torch import Tensor
 
 from tailrace.model.load import load_model, model_folder
 from tailrace.store.folder import PRIVATE, PRIVATE_FOLDER
-from tailrace.trainer.manifest import PREFIX, CheckpointError, State, check, described, found_in, read_state, step_of
+from tailrace.trainer.manifest import (
+    PREFIX,
+    CheckpointError,
+    TrainerState,
+    check,
+    described,
+    found_in,
+    read_state,
+    step_of,
+)
 from tailrace.trainer.optim import Optimiser
 from tailrace.trainer.sealed import sealed
 from tailrace.trainer.step import Learner
@@ -144,7 +153,7 @@ def _write(draft: Path, learner: Learner, files: dict[str, dict[str, Tensor]]) -
     for name in files.keys() - {"model"}:
         save_file(files[name], draft / f"{name}.safetensors")
     sums = {file.name: described(file) for file in sorted(draft.iterdir())}
-    state = State(learner.step, learner.optimiser.updates, files=sums)
+    state = TrainerState(learner.step, learner.optimiser.updates, files=sums)
     (draft / "state.json").write_bytes(sealed(state))
 
 
@@ -190,7 +199,11 @@ def _copy(learner: Learner, into: Mapping[str, Tensor], saved: Mapping[str, Tens
 
 
 def _load_moments(
-    learner: Learner, optimiser: Optimiser, state: State, parameters: Mapping[str, Tensor], saved: Mapping[str, Tensor]
+    learner: Learner,
+    optimiser: Optimiser,
+    state: TrainerState,
+    parameters: Mapping[str, Tensor],
+    saved: Mapping[str, Tensor],
 ) -> None:
     def placed(key: str) -> Tensor:
         moment, _, name = key.partition("/")

@@ -41,10 +41,8 @@ class Blocks:
             del block.forward
         reason = (str(why).strip().splitlines() or [""])[0]
         log.warning(
-            "torch could not compile the model's blocks (%s: %s): they run uncompiled, slower; "
-            "trainer.compile = false leaves out the attempt",
-            type(why).__name__,
-            reason[:200],
+            f"torch could not compile the model's blocks ({type(why).__name__}: {reason[:200]}): they run uncompiled, "
+            "slower; trainer.compile = false leaves out the attempt"
         )
 
 

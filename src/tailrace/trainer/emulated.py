@@ -1,6 +1,7 @@
-"""A learner without a model: it takes the time that `[costs]` says and trains nothing.
+"""A learner without a model: it reads and packs its samples, takes the time that `[costs]` says, and trains nothing.
 
-It stands where a real learner would, for fleets larger than this machine and for tests that kill things. Its weights
+It stands where a real learner would, for fleets larger than this machine, for the data path alone, and for tests that
+kill things. Its ranks plan, read and pack as those of a real learner do; what they read is checked. Its weights
 are one small array that names its version, so that relays carry something and a reader can tell what it got; its
 checkpoint is a file `state.json`, beside which the one before it is kept.
 """
@@ -17,15 +18,18 @@ import numpy as np
 
 from tailrace.config.tree import Config
 from tailrace.store.folder import PRIVATE, PRIVATE_FOLDER
-from tailrace.trainer.batch import figures
+from tailrace.trainer.batch import MiniBatch, figures, mini_batch, rank_share, read_packs, worth_a_pass
 from tailrace.trainer.manifest import CheckpointError
+from tailrace.trainer.packing import Pack
+from tailrace.trainer.parallel import Alone, Ranks
+from tailrace.trainer.reader import SampleInfo, SampleReader
 from tailrace.trainer.sealed import Sealed, is_as_written, sealed
-from tailrace.types import MALFORMED, Trajectory
+from tailrace.types import MALFORMED
 
 FILE, EARLIER = "state.json", "state.earlier.json"
 
 
-class State(Sealed):
+class EmulatedState(Sealed):
     """All that it knows."""
 
     step: int = 0  # steps in its weights, the one that it is at counted as done: nobody looks in between
@@ -33,21 +37,38 @@ class State(Sealed):
 
 
 class EmulatedLearner:
-    def __init__(self, config: Config, sleep: Callable[[float], None] = time.sleep) -> None:
-        self.state = State()
-        self._costs = config.costs
-        self._sleep = sleep
+    def __init__(
+        self,
+        config: Config,
+        ranks: Ranks | None = None,
+        sleep: Callable[[float], None] = time.sleep,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.state = EmulatedState()
+        self._config, self._costs = config, config.costs
+        self._ranks = ranks or Alone()
+        self._sleep, self._clock = sleep, clock
 
-    def train_part(self, step: int, part: int, groups: Sequence[Sequence[Trajectory]]) -> dict[str, float]:
+    def train_part(self, step: int, part: int, samples: Sequence[SampleInfo], reader: SampleReader) -> dict[str, float]:
         """Take as long as this part of a step would; returns what a learner with a model can say of it as well."""
-        trajectories = [trajectory for group in groups for trajectory in group]
-        tokens = sum(len(segment) for trajectory in trajectories for segment in trajectory.segments)
+        began = self._clock()
+        batch = mini_batch(samples, reader, self._config.trainer, self._config.groups)
+        self._pack(batch)
+        tokens = sum(info.length for info in samples)
         seconds = self._costs.train_part + self._costs.train_token * tokens
-        self._sleep(seconds)
-        self.state = State(step + 1, self.state.tokens + tokens)
-        trained = [(one.reward or 0.0, one.sampled_tokens) for one in trajectories if one.sampled_tokens]
-        rewards, counts = np.array(trained, dtype=float).reshape(-1, 2).T
-        return figures(rewards, counts.astype(int)) | {"seconds": seconds}
+        self._sleep(max(0.0, seconds - (self._clock() - began)))
+        self.state = EmulatedState(step + 1, self.state.tokens + tokens)
+        return figures(batch) | {"seconds": seconds}
+
+    def _pack(self, batch: MiniBatch) -> None:
+        """Read, check and pack this rank's share, and wait for the others."""
+        settings = self._config.trainer
+        share = rank_share(batch, worth_a_pass(batch, settings), self._ranks.rank, self._ranks.size)
+        packs = 0
+        for pack in read_packs(batch, share, settings.tokens_per_batch):
+            _check(pack, batch)
+            packs += 1
+        self._ranks.most(packs)
 
     def snapshot(self) -> dict[str, np.ndarray]:
         """The weights as they are now, for a publication; takes the time of the trainer's stall."""
@@ -73,14 +94,21 @@ class EmulatedLearner:
         found = next((state for path in files if (state := _read(path)) is not None), None)
         if files and found is None:
             raise CheckpointError(f"{files[0]} is damaged, and there is no earlier one")
-        self.state = found or State()
+        self.state = found or EmulatedState()
         return self.state.step
 
 
-def _read(path: Path) -> State | None:
+def _check(pack: Pack, batch: MiniBatch) -> None:
+    """A model would show log-probs that are none by a loss that is not finite."""
+    if not np.isfinite(pack.behavior_logprobs).all():
+        wrong = pack.sequence[~np.isfinite(pack.behavior_logprobs)][0]
+        raise ValueError(f"trajectory t{batch.samples[wrong].id} has log-probs that are not finite")
+
+
+def _read(path: Path) -> EmulatedState | None:
     """What the file says; None if it is not there, or damaged."""
     try:
-        state = msgspec.json.decode(path.read_bytes(), type=State)
+        state = msgspec.json.decode(path.read_bytes(), type=EmulatedState)
     except (FileNotFoundError, *MALFORMED):
         return None
     return state if is_as_written(state) else None

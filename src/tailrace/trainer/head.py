@@ -1,7 +1,7 @@
 """The model's head on a GPU: logits of a chunk, their loss and their gradient in one go, so that nothing is made twice.
 
-`logprobs.py` calls `graded` for training and `scored` for policies that stand still. The loss is a sum over tokens, so
-a chunk of them can be graded as soon as its logits exist; their gradient then goes into the hidden states and the
+`logprobs.py` calls `fused_loss` for training and `scored` for policies that stand still. The loss is a sum over tokens,
+so that of a chunk is computed as soon as its logits exist; their gradient then goes into the hidden states and the
 head's weights at once, and the logits are forgotten. Products take half precision in and give float32 out.
 """
 
@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tailrace.trainer.losses import Outcome
+from tailrace.trainer.losses import LossOutput
 
-Grade = Callable[[slice, Tensor, Tensor], Outcome]  # of some tokens, from their log-probs and entropies
+TokenLoss = Callable[[slice, Tensor, Tensor], LossOutput]  # of some tokens, from their log-probs and entropies
 ELEMENTS = 2**30  # of a chunk's logits, at most
 
 
@@ -28,7 +28,7 @@ class Head(NamedTuple):
     chunk: int  # tokens whose logits exist at once
 
 
-class Graded(NamedTuple):
+class FusedLoss(NamedTuple):
     loss: Tensor
     logprobs: Tensor
     entropy: Tensor
@@ -40,11 +40,11 @@ def chunk_that_fits(vocabulary: int) -> int:
     return 1 << max(1, ELEMENTS // vocabulary).bit_length() - 1
 
 
-def graded(hidden: Tensor, targets: Tensor, head: Head, grade: Grade) -> Graded:
+def fused_loss(hidden: Tensor, targets: Tensor, head: Head, token_loss: TokenLoss) -> FusedLoss:
     """The loss, with a gradient for the hidden states and the head's weights."""
     stats: dict[str, Tensor] = {}
-    loss, logprobs, entropy = _GradedHead.apply(hidden, head.weight, targets, head, grade, stats)  # type: ignore[misc]
-    return Graded(loss, logprobs, entropy, stats)
+    loss, logprobs, entropy = _FusedLoss.apply(hidden, head.weight, targets, head, token_loss, stats)  # type: ignore[misc]
+    return FusedLoss(loss, logprobs, entropy, stats)
 
 
 @torch.no_grad()
@@ -59,12 +59,18 @@ def scored(hidden: Tensor, targets: Tensor, head: Head) -> tuple[Tensor, Tensor]
     return torch.cat(logprobs), torch.cat(entropy)
 
 
-class _GradedHead(torch.autograd.Function):
+class _FusedLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, head: Head, grade: Grade, stats: dict[str, Tensor]
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        head: Head,
+        token_loss: TokenLoss,
+        stats: dict[str, Tensor],
     ) -> tuple[Tensor, Tensor, Tensor]:
-        work = _Work(hidden, _narrow(weight), targets, head.factor, grade, stats)
+        work = _Work(hidden, _narrow(weight), targets, head.factor, token_loss, stats)
         losses, *scores = zip(*(work.on(part) for part in _parts(len(targets), head.chunk)), strict=True)
         assert work.by_weight is not None
         ctx.save_for_backward(work.by_hidden.to(hidden.dtype), work.by_weight.to(weight.dtype))
@@ -82,10 +88,16 @@ class _Work:
     """What adds up over the chunks. Nothing as large as the logits outlives its chunk."""
 
     def __init__(
-        self, hidden: Tensor, weight: Tensor, targets: Tensor, factor: float, grade: Grade, stats: dict[str, Tensor]
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        factor: float,
+        token_loss: TokenLoss,
+        stats: dict[str, Tensor],
     ):
         self.hidden, self.weight, self.targets = hidden, weight, targets
-        self.factor, self.grade, self.stats = factor, grade, stats
+        self.factor, self.token_loss, self.stats = factor, token_loss, stats
         self.by_hidden = torch.empty_like(hidden, dtype=weight.dtype)
         self.by_weight: Tensor | None = None
 
@@ -94,7 +106,7 @@ class _Work:
         h, targets = self.hidden[part].to(self.weight.dtype), self.targets[part]
         logits = product(h, self.weight)
         logprobs, entropy, total = score(logits, targets, self.factor)
-        outcome, by_logprob, by_entropy = _graded_part(self.grade, part, logprobs, entropy)
+        outcome, by_logprob, by_entropy = _chunk_loss(self.token_loss, part, logprobs, entropy)
         gradient = slope(logits, targets, total, entropy, by_logprob, by_entropy, self.factor, h.dtype)
         self.by_hidden[part] = gradient @ self.weight
         more = product(gradient.t(), h.t())
@@ -104,11 +116,13 @@ class _Work:
         return outcome.loss.detach(), logprobs, entropy
 
 
-def _graded_part(grade: Grade, part: slice, logprobs: Tensor, entropy: Tensor) -> tuple[Outcome, Tensor, Tensor]:
+def _chunk_loss(
+    token_loss: TokenLoss, part: slice, logprobs: Tensor, entropy: Tensor
+) -> tuple[LossOutput, Tensor, Tensor]:
     """The outcome, and what it gains by each log-prob and each entropy."""
     with torch.enable_grad():
         leaves = logprobs.detach().requires_grad_(), entropy.detach().requires_grad_()
-        outcome = grade(part, *leaves)
+        outcome = token_loss(part, *leaves)
         pulls = torch.autograd.grad(outcome.loss, leaves, allow_unused=True)
     by_logprob, by_entropy = (torch.zeros_like(logprobs) if pull is None else pull.contiguous() for pull in pulls)
     return outcome, by_logprob, by_entropy

@@ -2,7 +2,7 @@
 
 `Policy` is the one module that is trained (and sharded): it runs a pack through the model and scores the sampled tokens
 from the hidden states that predict them, `chunk` tokens at a time, and grades them where it is told how. A chunk's
-logits are thrown away and made again in backward, or are graded and thrown away for good (`head.py`), so at any time
+logits are thrown away and made again in backward, or give loss and gradient at once (`head.py`), so at any time
 the logits of one chunk exist, and those of prompts never do.
 
 Log-probs are after the sampling temperature. Top-k and top-p change the distribution that was sampled from in ways that
@@ -20,11 +20,11 @@ from transformers import PreTrainedModel
 
 from tailrace.model.packed import Layout, hidden_states, install
 from tailrace.model.support import check_layers, refuse, trunk_of, trying
-from tailrace.trainer.head import Grade, Head, graded, scored
+from tailrace.trainer.head import Head, TokenLoss, fused_loss, scored
 
 
 class Scores(NamedTuple):
-    """One entry per sampled token in the first three, and what their grade was, if one was asked for."""
+    """One entry per sampled token in the first three, and their loss, if one was asked for."""
 
     logprobs: Tensor
     entropy: Tensor
@@ -48,13 +48,13 @@ class Policy(nn.Module):
         install(model)
 
     def forward(
-        self, tokens: Tensor, where: Layout, places: Tensor, targets: Tensor, grade: Grade | None = None
+        self, tokens: Tensor, where: Layout, positions: Tensor, targets: Tensor, token_loss: TokenLoss | None = None
     ) -> Scores:
-        hidden = hidden_states(self.model, tokens, where).index_select(0, places)
-        if self.at_once and (grade or not torch.is_grad_enabled()):
-            return self._at_once(hidden, targets, grade)
+        hidden = hidden_states(self.model, tokens, where).index_select(0, positions)
+        if self.at_once and (token_loss or not torch.is_grad_enabled()):
+            return self._at_once(hidden, targets, token_loss)
         logprobs, entropy = self.score(hidden, targets)
-        loss, stats = grade(slice(0, len(targets)), logprobs, entropy) if grade else (None, None)
+        loss, stats = token_loss(slice(0, len(targets)), logprobs, entropy) if token_loss else (None, None)
         return Scores(logprobs, entropy, hidden.detach(), loss, stats)
 
     def has_plain_head(self) -> bool:
@@ -63,12 +63,12 @@ class Policy(nn.Module):
         capped = getattr(config, "final_logit_softcapping", None) is not None
         return isinstance(head, nn.Linear) and head.bias is None and not capped
 
-    def _at_once(self, hidden: Tensor, targets: Tensor, grade: Grade | None) -> Scores:
+    def _at_once(self, hidden: Tensor, targets: Tensor, token_loss: TokenLoss | None) -> Scores:
         weight: Any = self.model.get_output_embeddings().weight  # type: ignore[union-attr]
         head = Head(weight, self._factor() / self.temperature, self.chunk)
-        if grade is None:
+        if token_loss is None:
             return Scores(*scored(hidden, targets, head), hidden.detach())
-        found = graded(hidden, targets, head, grade)
+        found = fused_loss(hidden, targets, head, token_loss)
         return Scores(found.logprobs, found.entropy, hidden.detach(), found.loss, found.stats)
 
     def score(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

@@ -4,9 +4,9 @@ Every loss reads the same `TokenBatch`, which holds sampled tokens only, and is 
 come from the whole mini-batch (`WEIGHTS`), so the sum over its forward passes, and over ranks, is the loss of the
 mini-batch, however it was cut. Statistics are sums over tokens for the same reason; `step.py` divides them.
 
-Three policies meet here: the behaviour policy that sampled (perhaps several versions in one sequence), the proximal
+Three policies meet here: the behavior policy that sampled (perhaps several versions in one sequence), the proximal
 policy with the weights at the start of the training step, and the one being trained. Where the clip is around the
-behaviour policy (grpo, dr_grpo, dapo, ppo) no importance weight is put on top of it. Importance weights are detached.
+behavior policy (grpo, dr_grpo, dapo, ppo) no importance weight is put on top of it. Importance weights are detached.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class TokenBatch:
     """One number per sampled token, in any order."""
 
     new: Tensor  # log-prob under the weights being trained; carries the gradient
-    behaviour: Tensor  # under the weights that sampled it
+    behavior_logprobs: Tensor  # under the weights that sampled it
     proximal: Tensor  # under the weights at the start of the training step
     advantages: Tensor
     weight: Tensor  # its share of the mini-batch's mean; 0 leaves it out
@@ -41,38 +41,38 @@ class TokenBatch:
     returns: Tensor | None = None
 
 
-class Outcome(NamedTuple):
+class LossOutput(NamedTuple):
     loss: Tensor
     stats: dict[str, Tensor]  # sums over tokens
 
 
-PolicyLoss = Callable[[TokenBatch, Trainer], Outcome]
+PolicyLoss = Callable[[TokenBatch, Trainer], LossOutput]
 
 
-def reinforce(tokens: TokenBatch, settings: Trainer) -> Outcome:
+def reinforce(tokens: TokenBatch, settings: Trainer) -> LossOutput:
     """No correction: right for fresh samples only."""
-    return Outcome(_total(tokens, -tokens.advantages * tokens.new), {})
+    return LossOutput(_total(tokens, -tokens.advantages * tokens.new), {})
 
 
-def ppo(tokens: TokenBatch, settings: Trainer) -> Outcome:
-    """The clipped ratio to the behaviour policy. GRPO, Dr.GRPO and DAPO differ from it in their weights and limits."""
-    surrogate, clipped = _clipped(tokens.new, tokens.behaviour, tokens.advantages, settings)
-    return Outcome(_total(tokens, -surrogate), clipped)
+def ppo(tokens: TokenBatch, settings: Trainer) -> LossOutput:
+    """The clipped ratio to the behavior policy. GRPO, Dr.GRPO and DAPO differ from it in their weights and limits."""
+    surrogate, clipped = _clipped(tokens.new, tokens.behavior_logprobs, tokens.advantages, settings)
+    return LossOutput(_total(tokens, -surrogate), clipped)
 
 
-def decoupled_ppo(tokens: TokenBatch, settings: Trainer) -> Outcome:
+def decoupled_ppo(tokens: TokenBatch, settings: Trainer) -> LossOutput:
     """The clip is around the proximal policy, so old samples still teach; their age is paid for by a capped weight."""
     surrogate, clipped = _clipped(tokens.new, tokens.proximal, tokens.advantages, settings)
     weight, capped = _importance(tokens.proximal, tokens, settings)
-    return Outcome(_total(tokens, -weight * surrogate), clipped | {"cap_fraction": capped})
+    return LossOutput(_total(tokens, -weight * surrogate), clipped | {"cap_fraction": capped})
 
 
-def aipo(tokens: TokenBatch, settings: Trainer) -> Outcome:
-    """REINFORCE with the ratio to the behaviour policy as weight, capped from above only."""
+def aipo(tokens: TokenBatch, settings: Trainer) -> LossOutput:
+    """REINFORCE with the ratio to the behavior policy as weight, capped from above only."""
     return _importance_weighted(tokens, tokens.new, settings)
 
 
-def tis(tokens: TokenBatch, settings: Trainer) -> Outcome:
+def tis(tokens: TokenBatch, settings: Trainer) -> LossOutput:
     """The same with the proximal policy's ratio: the weight stays while a step's mini-batches move the policy."""
     return _importance_weighted(tokens, tokens.proximal, settings)
 
@@ -90,7 +90,7 @@ LOSSES: dict[str, PolicyLoss] = {
 NEEDS_PROXIMAL = frozenset({"decoupled_ppo", "tis"})
 
 
-def policy_loss(tokens: TokenBatch, settings: Trainer) -> Outcome:
+def policy_loss(tokens: TokenBatch, settings: Trainer) -> LossOutput:
     """The loss that the settings name, with the penalty for leaving the reference and the bonus for entropy."""
     loss, stats = LOSSES[settings.loss](tokens, settings)
     if tokens.reference is not None:
@@ -100,17 +100,17 @@ def policy_loss(tokens: TokenBatch, settings: Trainer) -> Outcome:
         stats = stats | {"entropy": _sum(tokens.entropy)}
         if settings.entropy:  # an entropy without a weight needs no gradient
             loss = loss - settings.entropy * _total(tokens, tokens.entropy)
-    return Outcome(loss, stats | _drift(tokens))
+    return LossOutput(loss, stats | _drift(tokens))
 
 
-def value_loss(tokens: TokenBatch, reach: float) -> Outcome:
+def value_loss(tokens: TokenBatch, reach: float) -> LossOutput:
     """Squared error of the critic; a value that moved further than `reach` in one step gains nothing by it."""
     assert tokens.values is not None
     assert tokens.old_values is not None
     assert tokens.returns is not None
     near = tokens.old_values + (tokens.values - tokens.old_values).clamp(-reach, reach)
     error = 0.5 * torch.maximum((tokens.values - tokens.returns) ** 2, (near - tokens.returns) ** 2)
-    return Outcome(_total(tokens, error), {"value_loss": _sum(error), "value": _sum(tokens.values)})
+    return LossOutput(_total(tokens, error), {"value_loss": _sum(error), "value": _sum(tokens.values)})
 
 
 def k3(new: Tensor, other: Tensor) -> Tensor:
@@ -121,9 +121,9 @@ def k3(new: Tensor, other: Tensor) -> Tensor:
 
 def _drift(tokens: TokenBatch) -> dict[str, Tensor]:
     """How far the weights being trained are from those that sampled, and the size of the advantages."""
-    ratio = _ratio(tokens.new, tokens.behaviour)
+    ratio = _ratio(tokens.new, tokens.behavior_logprobs)
     return {
-        "mismatch_kl": _sum(k3(tokens.behaviour, tokens.new)),
+        "mismatch_kl": _sum(k3(tokens.behavior_logprobs, tokens.new)),
         "ratio": _sum(ratio),
         "ratio_squared": _sum(ratio**2),
         "advantage": _sum(tokens.advantages),
@@ -165,13 +165,13 @@ def _clipped(new: Tensor, old: Tensor, advantages: Tensor, settings: Trainer) ->
     return torch.maximum(surrogate, floor), stats | {"dual_clip_fraction": _count(surrogate < floor)}
 
 
-def _importance_weighted(tokens: TokenBatch, policy: Tensor, settings: Trainer) -> Outcome:
+def _importance_weighted(tokens: TokenBatch, policy: Tensor, settings: Trainer) -> LossOutput:
     weight, capped = _importance(policy, tokens, settings)
-    return Outcome(_total(tokens, -weight * tokens.advantages * tokens.new), {"cap_fraction": capped})
+    return LossOutput(_total(tokens, -weight * tokens.advantages * tokens.new), {"cap_fraction": capped})
 
 
 def _importance(policy: Tensor, tokens: TokenBatch, settings: Trainer) -> tuple[Tensor, Tensor]:
-    ratio = _ratio(policy, tokens.behaviour).detach()
+    ratio = _ratio(policy, tokens.behavior_logprobs).detach()
     return ratio.clamp(max=settings.importance_cap), _count(ratio > settings.importance_cap)
 
 

@@ -28,7 +28,7 @@ class File(msgspec.Struct, frozen=True):
     checksum: str
 
 
-class State(Sealed, forbid_unknown_fields=True):
+class TrainerState(Sealed, forbid_unknown_fields=True):
     """What is not a tensor."""
 
     step: int
@@ -68,10 +68,10 @@ def _check(place: Path, name: str, expected: File) -> None:
         raise ValueError("is not as it was written")
 
 
-def read_state(folder: Path) -> State:
+def read_state(folder: Path) -> TrainerState:
     try:
         with (folder / "state.json").open("rb") as file:
-            state = msgspec.json.decode(file.read(LONGEST_STATE), type=State)
+            state = msgspec.json.decode(file.read(LONGEST_STATE), type=TrainerState)
     except (OSError, *MALFORMED) as error:
         raise CheckpointError(f"{folder} is not a checkpoint that training can go on from ({error})") from None
     if state.layout > LAYOUT:

@@ -49,10 +49,8 @@ class TokenBudget:
             raise DoesNotFitError(f"one sequence of {longest} tokens does not fit into memory: {self._advice()}")
         before, self.tokens = self.tokens, max(longest, self.tokens // 2)
         log.warning(
-            "no memory for %d tokens in one pass: from now on %d (trainer.tokens_per_batch); the part is repeated from "
-            "its start, nothing is lost",
-            before,
-            self.tokens,
+            f"no memory for {before} tokens in one pass: from now on {self.tokens} (trainer.tokens_per_batch); the "
+            "part is repeated from its start, nothing is lost"
         )
 
     def refuse(self) -> None:

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from tailrace.wire.messages import Spec
+
 
 def pick_device(wanted: str, rank: int = 0) -> str:
     """`trainer.device` as torch writes it; nothing wanted: a GPU if there is one."""
@@ -44,9 +46,15 @@ class Ranks(Protocol):
 
     def largest(self, tensor: Tensor) -> Tensor: ...
 
+    def most(self, count: int) -> int:
+        """The largest of the ranks' counts."""
+        ...
+
     def broadcast_bytes(self, data: bytes | None) -> bytes:
         """What rank 0 gives, on every rank."""
         ...
+
+    def leave(self) -> None: ...
 
 
 class Alone:
@@ -70,9 +78,15 @@ class Alone:
     def largest(self, tensor: Tensor) -> Tensor:
         return tensor
 
+    def most(self, count: int) -> int:
+        return count
+
     def broadcast_bytes(self, data: bytes | None) -> bytes:
         assert data is not None
         return data
+
+    def leave(self) -> None:
+        return
 
 
 class Together:
@@ -111,6 +125,9 @@ class Together:
         torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MAX)
         return tensor
 
+    def most(self, count: int) -> int:
+        return int(self.largest(torch.tensor(count)))
+
     def broadcast_bytes(self, data: bytes | None) -> bytes:
         size = torch.tensor([len(data) if data is not None else 0])
         torch.distributed.broadcast(size, 0, group=self._commands)
@@ -123,6 +140,12 @@ class Together:
 
     def leave(self) -> None:
         torch.distributed.destroy_process_group()
+
+
+def ranks_of(spec: Spec, device: str) -> Ranks:
+    """What the rank with this spec is one of."""
+    size = spec.config.trainer.ranks
+    return join(spec.rank, size, spec.meeting, device) if size > 1 else Alone()
 
 
 def join(

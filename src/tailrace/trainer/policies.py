@@ -1,7 +1,8 @@
 """Weights that were once the policy's: those at the start of the training step, and those at the start of the run.
 
-A second model would need a second forward definition and, when sharded, a second set of buffers. A `Snapshot` is one
-copy of the parameters (of this rank's shards) that changes places with the live ones for the length of a `with` block.
+A second model would need a second forward definition and, when sharded, a second set of buffers. A `FrozenPolicy` is
+one copy of the parameters (of this rank's shards) that changes places with the live ones for the length of a `with`
+block.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 
-class Snapshot:
+class FrozenPolicy:
     """A copy of some parameters as they are now."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]):
@@ -45,22 +46,22 @@ class Snapshot:
             kept.copy_(now)
 
 
-class Proximal:
+class ProximalPolicy:
     """The policy at the start of a training step, kept only for steps of several parts."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], needed: bool):
         self._parameters = list(parameters)
         self._needed = needed
-        self._snapshot: Snapshot | None = None
+        self._snapshot: FrozenPolicy | None = None
         self._step = -1
 
-    def at(self, step: int, part: int) -> Snapshot | None:
+    def at(self, step: int, part: int) -> FrozenPolicy | None:
         """The snapshot that a part of a step is to be compared with; None: the weights are still the same."""
         if not self._needed or (part > 0 and self._step == step):
             return self._snapshot
         self._step = step
         if self._snapshot is None:
-            self._snapshot = Snapshot(self._parameters)
+            self._snapshot = FrozenPolicy(self._parameters)
         else:
             self._snapshot.refresh()
         return None

@@ -1,10 +1,11 @@
 """The learner: weights, and what one part of a training step does to them.
 
-`worker.py` makes a `Learner` per rank and calls `train_part` with the groups of every `Train` command; all ranks get
-the same groups. A part is one mini-batch and one optimiser update:
+`rank_group.py` makes a `Learner` per rank and calls `train_part` for every `Train` command, with the metadata of all
+samples of the mini-batch and a reader for those that the rank trains on. A part is one mini-batch and one optimiser
+update:
 
-    groups -> samples and advantages -> packs -> log-probs under frozen policies -> forward, loss, backward per pack
-           -> clip -> update -> metrics
+    metadata -> advantages -> this rank's share -> packs -> log-probs under frozen policies
+             -> forward, loss, backward per pack -> clip -> update -> metrics
 
 Gradients add up over packs and ranks to the gradient of the whole mini-batch, however it was cut. So a part that runs
 out of memory on the way is cut finer and begun again.
@@ -33,37 +34,39 @@ from tailrace.trainer.batch import (
     figures,
     invented_group,
     mini_batch,
-    rank_packs,
+    rank_share,
+    read_packs,
+    sample_sizes,
     token_credits,
     worth_a_pass,
 )
+from tailrace.trainer.bfloat16_copy import Bfloat16Copy
 from tailrace.trainer.compiled import Blocks, padded
 from tailrace.trainer.critic import Critic
-from tailrace.trainer.half import Half
-from tailrace.trainer.head import Grade, chunk_that_fits
+from tailrace.trainer.head import TokenLoss, chunk_that_fits
 from tailrace.trainer.logprobs import Policy, Scores
-from tailrace.trainer.losses import NEEDS_PROXIMAL, Outcome, TokenBatch, policy_loss, token_weights, value_loss
+from tailrace.trainer.losses import NEEDS_PROXIMAL, LossOutput, TokenBatch, policy_loss, token_weights, value_loss
 from tailrace.trainer.memory import TokenBudget
 from tailrace.trainer.optim import Optimiser
-from tailrace.trainer.packing import Pack
+from tailrace.trainer.packing import Pack, filler
 from tailrace.trainer.parallel import Alone, Ranks, pick_device
-from tailrace.trainer.policies import Proximal, Snapshot, local
+from tailrace.trainer.policies import FrozenPolicy, ProximalPolicy, local
+from tailrace.trainer.reader import SampleInfo, SampleReader, in_memory
 from tailrace.trainer.recompute import recompute_layers
-from tailrace.types import Trajectory
 
 Stats = dict[str, Tensor]
 FEW = 512  # tokens: less than where torch's compiler begins to fuse sums over rows with sums over columns
 LOGIT_TOKENS = 1024  # on a CPU, where more are no faster
 
 
-class Placed(NamedTuple):
+class DevicePack(NamedTuple):
     """A pack on the device."""
 
     inputs: Tensor
     where: Layout
-    places: Tensor
+    positions: Tensor
     targets: Tensor
-    behaviour: Tensor
+    behavior_logprobs: Tensor
 
 
 class Credit(NamedTuple):
@@ -74,21 +77,21 @@ class Credit(NamedTuple):
     returns: Tensor | None = None
 
 
-class Before(NamedTuple):
+class OldScores(NamedTuple):
     """What the weights at the start of the step say of a pack's sampled tokens."""
 
     logprobs: Tensor | None = None  # None: the weights being trained are still those
     values: Tensor | None = None  # with a critic
 
 
-class Lesson(NamedTuple):
+class MicroBatch(NamedTuple):
     """A pack and all that is known of its sampled tokens before the weights change."""
 
     pack: Pack
-    placed: Placed
+    placed: DevicePack
     weight: Tensor
     credit: Credit
-    proximal: Tensor | None  # as in `Before`
+    proximal: Tensor | None  # as in `OldScores`
     reference: Tensor | None
 
 
@@ -111,7 +114,7 @@ class Learner:
         updates = config.run.steps * self.settings.mini_batches
         self.optimiser = Optimiser(self.model.named_parameters(), self.settings.learning_rate, self.settings, updates)
         self.critic = self._make_critic(updates)
-        self._reference = Snapshot(self.model.parameters()) if self.settings.kl else None
+        self._reference = FrozenPolicy(self.model.parameters()) if self.settings.kl else None
         self._proximal = self._make_proximal()
 
     def _prepare_passes(self) -> None:
@@ -121,11 +124,11 @@ class Learner:
         with self._autocast(half):
             self._rows = reads_rows(self.model)
         self.ranks.shard(self.policy)
-        self._half = Half(self.model) if half and self.ranks.size == 1 else None
-        if self._half is not None:
-            self.policy.model = self._half.model
-        self._cast = half and self._half is None
-        compiles = self.settings.compile and self._rows and self._half is not None
+        self._bfloat16 = Bfloat16Copy(self.model) if half and self.ranks.size == 1 else None
+        if self._bfloat16 is not None:
+            self.policy.model = self._bfloat16.model
+        self._cast = half and self._bfloat16 is None
+        compiles = self.settings.compile and self._rows and self._bfloat16 is not None
         self._blocks = Blocks(self.policy.model) if compiles else None
 
     def warm_up(self) -> None:
@@ -133,20 +136,20 @@ class Learner:
         if self._blocks is None:
             return
         for budget in (self.budget.tokens, FEW):  # torch compiles a pack of few tokens otherwise than one of many
-            batch = mini_batch([invented_group(self.config, budget)], self.settings)
+            batch = mini_batch(*in_memory([invented_group(self.config, budget)]), self.settings)
             for part in range(min(2, self.settings.mini_batches)):  # the second looks back at the policy of the first
                 self._gradients(-1, part, batch)
                 self._clear_gradients()
         free_memory()  # a replica beside it may be taking its share just now
 
-    def train_part(self, step: int, part: int, groups: Sequence[Sequence[Trajectory]]) -> dict[str, float]:
+    def train_part(self, step: int, part: int, samples: Sequence[SampleInfo], reader: SampleReader) -> dict[str, float]:
         """Train on one mini-batch. Returns what to plot."""
         began = time.perf_counter()
-        batch = mini_batch(groups, self.settings, self.config.groups, self.switch)
-        learn = self._learn_from if worth_a_pass(batch, self.settings) else self._coast
+        batch = mini_batch(samples, reader, self.settings, self.config.groups)
+        learn = self._learn_from if worth_a_pass(batch, self.settings) else self._update_without_passes
         measured = learn(step, part, batch)
         self.step = step + 1
-        return measured | figures(batch.rewards, batch.counts) | {"seconds": time.perf_counter() - began}
+        return measured | figures(batch) | {"seconds": time.perf_counter() - began}
 
     def _learn_from(self, step: int, part: int, batch: MiniBatch) -> dict[str, float]:
         sums, furthest = self._gradients(step, part, batch)
@@ -154,7 +157,7 @@ class Learner:
         update = self._update(sound)
         return _of_tokens(sums) | update | {"ratio_max": float(np.exp(furthest)), "without_advantage": 0.0}
 
-    def _coast(self, step: int, part: int, batch: MiniBatch) -> dict[str, float]:
+    def _update_without_passes(self, step: int, part: int, batch: MiniBatch) -> dict[str, float]:
         """Nobody did better than the rest of its group: nothing goes through the model, so there is nothing to say of
         its loss, entropy or ratios."""
         self._proximal.at(step, part)
@@ -190,7 +193,7 @@ class Learner:
         """None: it did not work out, but may if it is tried again. What failed is let go of on the way out of here."""
         failures = self._blocks.failures if self._blocks is not None else ()
         try:
-            return self._backward(self._lessons(step, part, batch))
+            return self._backward(self._micro_batches(step, part, batch))
         except (torch.OutOfMemoryError, *failures) as error:
             if not ran_out(error):
                 assert self._blocks is not None
@@ -198,116 +201,122 @@ class Learner:
             elif self.ranks.size > 1:
                 self.budget.refuse()
             else:
-                self.budget.shrink(max(len(sample.inputs) for sample in batch.samples))
+                self.budget.shrink(max(sample_sizes(batch, self.switch)))
         return None
 
-    # --------------------------------------------------------------------------------------------------------- lessons
+    # ---------------------------------------------------------------------------------------------------- micro-batches
 
-    def _lessons(self, step: int, part: int, batch: MiniBatch) -> list[Lesson]:
-        chosen, budget = worth_a_pass(batch, self.settings), self.budget.tokens
-        mine = self.ranks.rank, self.ranks.size
-        packs = rank_packs(batch.samples, chosen, budget, *mine, fold=not self._rows, switch=self.switch)
+    def _micro_batches(self, step: int, part: int, batch: MiniBatch) -> list[MicroBatch]:
+        packs = self._packs(batch)
         placed = [self._place(pack) for pack in packs]
         weights = token_weights(self.settings.loss, batch.counts, self.config.workload.max_completion_tokens)
         before, reference = self._before(step, part, placed), self._logprobs_under(self._reference, placed)
         return [
-            Lesson(
+            MicroBatch(
                 pack, spot, self._tensor(weights[pack.sequence]), self._credit(pack, old, batch), old.logprobs, other
             )
             for pack, spot, old, other in zip(packs, placed, before, reference, strict=True)
         ]
 
+    def _packs(self, batch: MiniBatch) -> list[Pack]:
+        """This rank's. All ranks have the same number of packs, at least one: a pass over sharded weights takes all."""
+        share = rank_share(batch, worth_a_pass(batch, self.settings), self.ranks.rank, self.ranks.size, self.switch)
+        packs = list(read_packs(batch, share, self.budget.tokens, fold=not self._rows, switch=self.switch))
+        return packs + [filler()] * (self.ranks.most(max(1, len(packs))) - len(packs))
+
     @torch.no_grad()
-    def _before(self, step: int, part: int, packs: list[Placed]) -> list[Before]:
+    def _before(self, step: int, part: int, packs: list[DevicePack]) -> list[OldScores]:
         snapshot = self._proximal.at(step, part)
         if snapshot is not None:
             with snapshot.in_place():
-                return [Before(scores.logprobs, self._values(scores)) for scores in map(self._forward, packs)]
+                return [OldScores(scores.logprobs, self._values(scores)) for scores in map(self._forward, packs)]
         if self.critic is None:
-            return [Before()] * len(packs)
-        return [Before(None, self._values(scores)) for scores in map(self._forward, packs)]
+            return [OldScores()] * len(packs)
+        return [OldScores(None, self._values(scores)) for scores in map(self._forward, packs)]
 
     def _values(self, scores: Scores) -> Tensor | None:
         return None if self.critic is None else self.critic(scores.hidden)
 
     @torch.no_grad()
-    def _logprobs_under(self, snapshot: Snapshot | None, packs: list[Placed]) -> list[Tensor | None]:
+    def _logprobs_under(self, snapshot: FrozenPolicy | None, packs: list[DevicePack]) -> list[Tensor | None]:
         if snapshot is None:
             return [None] * len(packs)
         with snapshot.in_place():
             return [self._forward(pack).logprobs for pack in packs]
 
-    def _credit(self, pack: Pack, before: Before, batch: MiniBatch) -> Credit:
+    def _credit(self, pack: Pack, before: OldScores, batch: MiniBatch) -> Credit:
         if before.values is None:
             return Credit(self._tensor(batch.advantages[pack.sequence]))
         advantages, returns = token_credits(pack.members, batch, before.values.double().cpu().numpy(), self.settings)
         return Credit(self._tensor(advantages), before.values, self._tensor(returns))
 
-    def _backward(self, lessons: list[Lesson]) -> tuple[dict[str, float], float]:
-        """Gradients of all lessons. Returns the statistics' sums over all tokens, and the largest log-ratio."""
-        stats, furthest = zip(*(self._learn(lesson) for lesson in lessons), strict=True)
+    def _backward(self, micro_batches: list[MicroBatch]) -> tuple[dict[str, float], float]:
+        """Gradients of all micro-batches. Returns the statistics' sums over all tokens, and the largest log-ratio."""
+        stats, furthest = zip(*(self._forward_backward(micro_batch) for micro_batch in micro_batches), strict=True)
         names = sorted(stats[0])
         table = torch.stack([torch.stack([each[name].double() for name in names]) for each in stats])
         sums = self.ranks.add_up(table.sum(0))
         return dict(zip(names, sums.tolist(), strict=True)), float(self.ranks.largest(torch.stack(furthest).max()))
 
-    def _learn(self, lesson: Lesson) -> tuple[Stats, Tensor]:
-        scores = self._forward(lesson.placed, partial(self._grade, lesson))
+    def _forward_backward(self, micro_batch: MicroBatch) -> tuple[Stats, Tensor]:
+        scores = self._forward(micro_batch.placed, partial(self._token_loss, micro_batch))
         assert scores.loss is not None
         assert scores.stats is not None
         (scores.loss * self.ranks.size).backward()  # sharded gradients are averaged over the ranks; this undoes it
-        ratios = (scores.logprobs - lesson.placed.behaviour).detach()
+        ratios = (scores.logprobs - micro_batch.placed.behavior_logprobs).detach()
         furthest = ratios.max() if len(ratios) else ratios.new_tensor(-math.inf)
         counts = {"loss": scores.loss.detach(), "passed_tokens": ratios.new_tensor(len(ratios))}
-        return scores.stats | counts | self._learn_values(lesson, scores), furthest
+        return scores.stats | counts | self._learn_values(micro_batch, scores), furthest
 
-    def _learn_values(self, lesson: Lesson, scores: Scores) -> Stats:
+    def _learn_values(self, micro_batch: MicroBatch, scores: Scores) -> Stats:
         if self.critic is None:
             return {}
-        tokens = self._tokens(lesson, slice(None), scores.logprobs, scores.entropy, self.critic(scores.hidden))
+        tokens = self._tokens(micro_batch, slice(None), scores.logprobs, scores.entropy, self.critic(scores.hidden))
         loss, stats = value_loss(tokens, self.settings.clip_high)
         loss.backward()
         return stats
 
-    def _grade(self, lesson: Lesson, part: slice, logprobs: Tensor, entropy: Tensor) -> Outcome:
-        return policy_loss(self._tokens(lesson, part, logprobs, entropy), self.settings)
+    def _token_loss(self, micro_batch: MicroBatch, part: slice, logprobs: Tensor, entropy: Tensor) -> LossOutput:
+        return policy_loss(self._tokens(micro_batch, part, logprobs, entropy), self.settings)
 
     def _tokens(
-        self, lesson: Lesson, part: slice, logprobs: Tensor, entropy: Tensor, values: Tensor | None = None
+        self, micro_batch: MicroBatch, part: slice, logprobs: Tensor, entropy: Tensor, values: Tensor | None = None
     ) -> TokenBatch:
-        """Some of a lesson's sampled tokens."""
+        """Some of a micro-batch's sampled tokens."""
 
         def some(numbers: Tensor | None) -> Tensor | None:
             return None if numbers is None else numbers[part]
 
         return TokenBatch(
             new=logprobs,
-            behaviour=lesson.placed.behaviour[part],
-            proximal=logprobs.detach() if lesson.proximal is None else lesson.proximal[part],
-            advantages=lesson.credit.advantages[part],
-            weight=lesson.weight[part],
+            behavior_logprobs=micro_batch.placed.behavior_logprobs[part],
+            proximal=logprobs.detach() if micro_batch.proximal is None else micro_batch.proximal[part],
+            advantages=micro_batch.credit.advantages[part],
+            weight=micro_batch.weight[part],
             entropy=entropy,
-            reference=some(lesson.reference),
+            reference=some(micro_batch.reference),
             values=values,
-            old_values=some(lesson.credit.values),
-            returns=some(lesson.credit.returns),
+            old_values=some(micro_batch.credit.values),
+            returns=some(micro_batch.credit.returns),
         )
 
     # ---------------------------------------------------------------------------------------------------------- passes
 
-    def _forward(self, pack: Placed, grade: Grade | None = None) -> Scores:
-        if self._half is not None:
-            self._half.follow(self.optimiser.updates)
+    def _forward(self, pack: DevicePack, token_loss: TokenLoss | None = None) -> Scores:
+        if self._bfloat16 is not None:
+            self._bfloat16.follow(self.optimiser.updates)
         with self._autocast(self._cast):
-            return self.policy(pack.inputs, pack.where, pack.places, pack.targets, grade)
+            return self.policy(pack.inputs, pack.where, pack.positions, pack.targets, token_loss)
 
-    def _place(self, pack: Pack) -> Placed:
+    def _place(self, pack: Pack) -> DevicePack:
         tokens = len(pack.inputs)
         room = self._room(tokens)
         inputs = pack.inputs if room is None else np.pad(pack.inputs, (0, room - tokens))
-        inputs, places, targets = (torch.from_numpy(x).to(self.device) for x in (inputs, pack.places, pack.targets))
-        where = layout(pack.lengths, self.device, room, pack.paths)
-        return Placed(inputs, where, places, targets, self._tensor(pack.behaviour))
+        arrays = (inputs, pack.positions, pack.targets)
+        inputs, positions, targets = (torch.from_numpy(array).to(self.device, torch.int64) for array in arrays)
+        paths = None if pack.paths is None else pack.paths.astype(np.int64)
+        where = layout(pack.lengths, self.device, room, paths)
+        return DevicePack(inputs, where, positions, targets, self._tensor(pack.behavior_logprobs))
 
     def _room(self, tokens: int) -> int | None:
         """The length of a row with so many tokens; None: it is not read as a row."""
@@ -364,11 +373,11 @@ class Learner:
         width = self.model.config.get_text_config().hidden_size
         return Critic(width, self.config.run.seed, self.settings, updates, self.device)
 
-    def _make_proximal(self) -> Proximal:
+    def _make_proximal(self) -> ProximalPolicy:
         """The policy at the start of a step, and the critic, whose values of then its move is measured from."""
         parameters = [*self.model.parameters(), *(self.critic.parameters() if self.critic is not None else ())]
         looks_back = self.settings.loss in NEEDS_PROXIMAL or self.critic is not None
-        return Proximal(parameters, looks_back and self.settings.mini_batches > 1)
+        return ProximalPolicy(parameters, looks_back and self.settings.mini_batches > 1)
 
     def _tensor(self, numbers: np.ndarray) -> Tensor:
         return torch.from_numpy(numbers).to(self.device, torch.float32)

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from tailrace.protocol import Checkpointed, Publish, PublishFailed, Train, Trained, TrainerJoined, TrainFailed
 from tailrace.samples.client import SampleClient, SampleStoreError
-from tailrace.samples.messages import segment_of
+from tailrace.samples.messages import SampleLength
 from tailrace.store.folder import refuse_moved
-from tailrace.trainer.crew import Crew, Groups, build_crew
 from tailrace.trainer.divergence import DivergedError, Divergence, put_aside_after, way_back
 from tailrace.trainer.pace import CheckpointPace
-from tailrace.types import Trajectory, TrajectoryId, Version
+from tailrace.trainer.rank_group import RankGroup, build_rank_group
+from tailrace.trainer.reader import SampleInfo
+from tailrace.types import StoreId, TrajectoryId, Version
 from tailrace.wire.link import Link
 from tailrace.wire.messages import Collapsed, Ended, FromController, Introduce, Ordered, Spec, Stores
 
@@ -29,34 +30,34 @@ PATIENCE_S = 1.0  # orders wake the loop; this only bounds how long it sleeps
 
 
 def run(spec: Spec) -> None:
-    crew = build_crew(spec)
+    rank_group = build_rank_group(spec)
     try:
         if spec.rank:
-            crew.follow()
+            rank_group.follow()
         else:
-            Worker(spec, crew).run()
+            Worker(spec, rank_group).run()
     finally:
-        crew.close()
+        rank_group.close()
 
 
 class Worker:
-    def __init__(self, spec: Spec, crew: Crew) -> None:
+    def __init__(self, spec: Spec, rank_group: RankGroup) -> None:
         self.spec = spec
         self.checkpoints = Path(spec.folder) / "checkpoints"
-        self.crew = crew
+        self.rank_group = rank_group
         self._refuse_moved()
-        self.step = crew.restore(self.checkpoints, spec.step)
+        self.step = rank_group.restore(self.checkpoints, spec.step)
         self.began_at: Version = self.step
         self.saved: Version = self.step
         every, publish_every = spec.config.trainer.checkpoint_every, spec.config.schedule.publish_every
-        self.pace = CheckpointPace(every, publish_every, crew.checkpoint_bytes, time.monotonic())
+        self.pace = CheckpointPace(every, publish_every, rank_group.checkpoint_bytes, time.monotonic())
         self.part = 0
         self.samples = SampleClient(spec.name)
         self.divergence = Divergence()
         self.link = Link(spec)
 
     def run(self) -> None:
-        self.crew.snapshot(self.step)
+        self.rank_group.snapshot(self.step)
         self.samples.open()
         self.link.open()
         self._join()
@@ -103,15 +104,16 @@ class Worker:
     def _train(self, order: Ordered, command: Train) -> None:
         began, cpu = time.monotonic(), time.process_time()
         try:
-            groups = self._read(command, order.rewards)
+            samples = self._describe(command, order.rewards)
+            measured = self.rank_group.train(command.step, command.part, samples, self.samples)
         except SampleStoreError as error:
             self.link.report(TrainFailed(self.link.incarnation, command.step, command.part, str(error)))
             return
-        measured = self.crew.train(command.step, command.part, groups)
+        tokens = sum(info.length for info in samples)
         measured |= {
             "trainer/seconds": time.monotonic() - began,
             "trainer/cpu_s": time.process_time() - cpu,
-            "trainer/tokens": float(_tokens(groups)),
+            "trainer/tokens": float(tokens),
         }
         self.link.measure(command.step, measured)
         self._watch(command, measured)
@@ -120,22 +122,24 @@ class Worker:
         if command.last:
             self._snapshot()
         self.link.report(Trained(self.link.incarnation, command.step, command.part))
-        self.pace.trained(sum(len(group) for group in groups), _tokens(groups))
+        self.pace.trained(len(samples), tokens)
         if command.last and not measured.get("skipped") and self.pace.is_due(self.step, time.monotonic()):
             self._save()
 
-    def _read(self, command: Train, rewards: Mapping[TrajectoryId, float | None]) -> Groups:
-        by_store: dict[int, list[TrajectoryId]] = {}
-        for group in command.groups:
-            for id, store in group.located():
-                by_store.setdefault(store, []).append(id)
-        found = {one.id: one for store, ids in by_store.items() for one in self.samples.read(ids, store)}
+    def _describe(self, command: Train, rewards: Mapping[TrajectoryId, float | None]) -> tuple[SampleInfo, ...]:
+        """All that the plan of a mini-batch needs: lengths from the stores, rewards from the controller."""
+        located = {id: (group.group, store) for group in command.groups for id, store in group.located()}
+        lengths = {one.id: one for one in self._lengths({id: store for id, (_, store) in located.items()})}
+        return tuple(
+            [
+                SampleInfo(id, group, rewards[id], lengths[id].length, lengths[id].sampled, lengths[id].prompt, store)
+                for id, (group, store) in located.items()
+            ]
+        )
 
-        def whole(id: TrajectoryId) -> Trajectory:
-            one = found[id]
-            return Trajectory(id, one.group, one.prompt, tuple(map(segment_of, one.pieces)), "", rewards[id])
-
-        return tuple([tuple([whole(id) for id in group.trajectories]) for group in command.groups])
+    def _lengths(self, stores: Mapping[TrajectoryId, StoreId]) -> Iterator[SampleLength]:
+        for store in sorted(set(stores.values())):
+            yield from self.samples.lengths([id for id, at in stores.items() if at == store], store)
 
     def _watch(self, command: Train, measured: Mapping[str, float]) -> None:
         """Weights that have diverged are neither published nor saved, and training them again would change nothing."""
@@ -151,14 +155,14 @@ class Worker:
     def _snapshot(self) -> None:
         """Keep this version as it is: it may have to be published, now or again, while training goes on."""
         if self.step % self.spec.config.schedule.publish_every == 0:
-            stall = self.crew.snapshot(self.step)
+            stall = self.rank_group.snapshot(self.step)
             self.link.measure(self.step, {"publish/stall_s": stall})
 
     def _publish(self, order: Ordered, command: Publish) -> None:
         def give_up(version: Version, reason: str) -> None:
             self.link.report(PublishFailed(self.link.incarnation, version, command.relay, reason))
 
-        self.crew.publish(command.version, order.addresses[command.relay], give_up)
+        self.rank_group.publish(command.version, order.addresses[command.relay], give_up)
 
     def _refuse_moved(self) -> None:
         """Checkpoints are read and written by name: there may be another run of that name by now."""
@@ -167,14 +171,9 @@ class Worker:
     def _save(self) -> None:
         self._refuse_moved()
         began = time.monotonic()
-        self.crew.save(self.checkpoints, self.step, self.divergence.good)
+        self.rank_group.save(self.checkpoints, self.step, self.divergence.good)
         self.saved = self.step
         ended = time.monotonic()
         self.pace.saved(ended, ended - began)
         self.link.measure(self.step, {"checkpoint/stall_s": ended - began})
         self.link.report(Checkpointed(self.link.incarnation, self.step))
-
-
-def _tokens(groups: Groups) -> int:
-    """All that goes through the model, prompts included."""
-    return sum(len(segment) for group in groups for one in group for segment in one.segments)

@@ -8,10 +8,12 @@ Machines join with the run's token, by which they can prove names that begin wit
 from __future__ import annotations
 
 import hmac
+import re
 from typing import NamedTuple
 
 from tailrace.wire.messages import WireError
 
+RANK = re.compile(r"\.\d+/")  # in the name of a trainer's rank, but for the first
 HOST = "host-"  # what the names of other machines begin with
 
 
@@ -39,8 +41,8 @@ def host_key(token: str, name: str) -> bytes:
 
 def sample_key(store: bytes, name: str) -> bytes:
     """That of a component for a sample store, made from the store's own key. Both the store and the controller can make
-    it, and nobody else."""
-    return hmac.digest(store, b"samples " + name.encode(), "sha256")
+    it, and nobody else. The ranks of a trainer share one."""
+    return hmac.digest(store, b"samples " + RANK.sub("/", name).encode(), "sha256")
 
 
 class JoinKey(NamedTuple):

@@ -3,7 +3,7 @@
 A transformers module spends most of a small decode step between its matrix products: a dozen small operations for every
 norm and rotation, a call for every submodule. Here a layer is four products and a handful of operations, into buffers
 that exist once. It reads the module's own parameters where they lie, so weights that are replaced in place are new here
-too. `lean_decoder` says None for a model that it does not know down to the last operation; that one runs as a module.
+too. `llama_decoder` says None for a model that it does not know down to the last operation; that one runs as a module.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Layer(NamedTuple):
     down: Product
 
 
-class LeanDecoder:
+class LlamaDecoder:
     def __init__(self, model: PreTrainedModel, layers: list[Layer], operations: Operations) -> None:
         decoder: Any = model.get_decoder()
         head: Any = model.get_output_embeddings()
@@ -134,16 +134,16 @@ class LeanDecoder:
 # -------------------------------------------------------------------------------------------------- which models
 
 
-def lean_decoder(
+def llama_decoder(
     model: PreTrainedModel, shapes: Mapping[int, LayerShape], operations: Operations
-) -> LeanDecoder | None:
+) -> LlamaDecoder | None:
     """None unless everything in it is as expected. Its projections must have been joined (`layout.py`)."""
     decoder: Any = model.get_decoder()
     if not is_known(model):
         return None
     layers = [_layer(shapes[place], place, layer) for place, layer in enumerate(decoder.layers)]
     found = [layer for layer in layers if layer is not None]
-    return LeanDecoder(model, found, operations) if len(found) == len(layers) else None
+    return LlamaDecoder(model, found, operations) if len(found) == len(layers) else None
 
 
 def is_known(model: PreTrainedModel) -> bool:

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from tailrace.model.support import trunk_of
 
 
-class Half:
+class Bfloat16Copy:
     """`model` is the copy. Its parameters have no gradients of their own."""
 
     def __init__(self, master: PreTrainedModel):

@@ -1,0 +1,98 @@
+"""What a mini-batch is planned from, and where the tokens of its samples come from.
+
+A mini-batch is planned from metadata alone: one `SampleInfo` per sample. Every rank makes the same plan and then reads
+just the samples of its own share, by id, through a `SampleReader`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+from tailrace.samples.client import SampleClient
+from tailrace.samples.messages import StoredSample, segment_of
+from tailrace.types import GroupId, StoreId, Struct, Trajectory, TrajectoryId
+
+
+class SampleInfo(Struct):
+    """All that the plan has to know of a sample."""
+
+    id: TrajectoryId
+    group: GroupId
+    reward: float | None
+    length: int  # tokens up to the last sampled one, prompt included; 0 where nothing was sampled
+    sampled: int
+    prompt: int = 0
+    store: StoreId = 0  # that has it
+
+
+class SampleLengths(NamedTuple):
+    """In tokens."""
+
+    prompt: int
+    length: int  # up to the last sampled one, prompt included; 0 where nothing was sampled
+    sampled: int
+
+
+class SampleReader(Protocol):
+    def lengths(self, ids: Sequence[TrajectoryId]) -> Sequence[SampleLengths]: ...
+
+    def read(self, ids: Sequence[TrajectoryId]) -> Iterable[Trajectory]:
+        """In the order asked for. They may come one by one: nobody needs all of them at once."""
+        ...
+
+
+class StoreReader:
+    """From the sample stores that have them."""
+
+    def __init__(self, client: SampleClient, samples: Iterable[SampleInfo]) -> None:
+        self._client = client
+        self._samples = {info.id: info for info in samples}
+
+    def lengths(self, ids: Sequence[TrajectoryId]) -> list[SampleLengths]:
+        known = [self._samples[id] for id in ids]
+        return [SampleLengths(info.prompt, info.length, info.sampled) for info in known]
+
+    def read(self, ids: Sequence[TrajectoryId]) -> Iterator[Trajectory]:
+        """Every store streams what was asked of it, in the order asked for."""
+        stores = [self._samples[id].store for id in ids]
+        streams = {
+            store: self._client.read([id for id in ids if self._is_in(id, store)], store) for store in set(stores)
+        }
+        return (self._trajectory(next(streams[store])) for store in stores)
+
+    def _is_in(self, id: TrajectoryId, store: StoreId) -> bool:
+        return self._samples[id].store == store
+
+    def _trajectory(self, stored: StoredSample) -> Trajectory:
+        segments = tuple(map(segment_of, stored.pieces))
+        return Trajectory(stored.id, stored.group, stored.prompt, segments, "", self._samples[stored.id].reward)
+
+
+class InMemoryReader(Struct):
+    """Samples that are here, for trials and tests."""
+
+    trajectories: tuple[Trajectory, ...]
+
+    def lengths(self, ids: Sequence[TrajectoryId]) -> list[SampleLengths]:
+        return [_lengths(trajectory) for trajectory in self.read(ids)]
+
+    def read(self, ids: Sequence[TrajectoryId]) -> Iterator[Trajectory]:
+        by_id = {trajectory.id: trajectory for trajectory in self.trajectories}
+        return (by_id[id] for id in ids)
+
+
+def in_memory(groups: Iterable[Iterable[Trajectory]]) -> tuple[tuple[SampleInfo, ...], InMemoryReader]:
+    """The metadata of a mini-batch, the samples of a group side by side, and a reader for them."""
+    reader = InMemoryReader(tuple([trajectory for group in groups for trajectory in group]))
+    lengths = reader.lengths([one.id for one in reader.trajectories])
+    pairs = zip(reader.trajectories, lengths, strict=True)
+    return tuple([SampleInfo(t.id, t.group, t.reward, n.length, n.sampled, n.prompt) for t, n in pairs]), reader
+
+
+def _lengths(trajectory: Trajectory) -> SampleLengths:
+    length = read = 0
+    for segment in trajectory.segments:
+        read += len(segment)
+        length = read if segment.version is not None and len(segment) else length
+    return SampleLengths(len(trajectory.segments[0]), length, trajectory.sampled_tokens)
