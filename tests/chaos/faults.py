@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import random
+import resource
 import shutil
 import signal
 import socket
@@ -70,6 +71,17 @@ def stopped_for_good(role: str) -> Strike:
         name, ids = _one(run, role, draw)
         run.send(signal.SIGSTOP, ids)
         return name
+
+    return strike
+
+
+def killed_together(*roles: str) -> Strike:
+    """One of each, at the same moment."""
+
+    def strike(run: Victim, draw: random.Random) -> str:
+        found = [_one(run, role, draw) for role in roles]
+        run.send(signal.SIGKILL, [id for _, ids in found for id in ids[:1]])
+        return " and ".join(name for name, _ in found) if all(name for name, _ in found) else ""
 
     return strike
 
@@ -310,6 +322,25 @@ def disk_full(run: Victim, draw: random.Random) -> str:
     return f"for {seconds:.1f} s"
 
 
+def store_disk_full(run: Victim, draw: random.Random) -> str:
+    """There is no room for more samples, while everything else can be written: the store's files may not grow."""
+    name, ids = _one(run, "store", draw)
+    if not ids:
+        return ""
+    seconds = draw.uniform(*FULL_S)
+    with suppress(ProcessLookupError):
+        before = resource.prlimit(ids[0], resource.RLIMIT_FSIZE)
+        resource.prlimit(ids[0], resource.RLIMIT_FSIZE, (0, before[1]))
+        run.later(seconds, lambda: _lift_limit(ids[0], before))
+        return f"{name} for {seconds:.1f} s"
+    return ""
+
+
+def _lift_limit(id: int, before: tuple[int, int]) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        resource.prlimit(id, resource.RLIMIT_FSIZE, before)
+
+
 def _fill(filler: Path) -> None:
     with filler.open("wb", buffering=0) as file:
         for size in (1 << 20, 1 << 12, 1 << 10):
@@ -353,6 +384,12 @@ KINDS: dict[str, Strike] = {
     "trainer stopped briefly": stopped("trainer", SHORT_S),
     "trainer stopped": stopped("trainer", LONG_S),
     "trainer stopped for good": stopped_for_good("trainer"),
+    "store killed": killed("store"),
+    "store stopped briefly": stopped("store", SHORT_S),
+    "store stopped": stopped("store", LONG_S),
+    "store stopped for good": stopped_for_good("store"),
+    "store killed with the controller": killed_together("store", "controller"),
+    "store's disk full": store_disk_full,
     "judge killed": killed("judge"),
     "judge stopped for good": stopped_for_good("judge"),
     "reward stuck": reward("stuck"),
@@ -378,7 +415,8 @@ KINDS: dict[str, Strike] = {
     "disk slow": disk_slow,
 }
 RARE = {  # each costs a start of everybody
-    *("everybody killed", "controller killed", "disk full", "checkpoint cut short", "inputs replaced")
+    *("everybody killed", "controller killed", "disk full", "checkpoint cut short", "inputs replaced"),
+    *("store killed with the controller", "store's disk full"),
 }
 NEEDS_JUDGES = {"judge killed", "judge stopped for good", "inputs replaced"} | {
     kind for kind in KINDS if kind.startswith("reward")

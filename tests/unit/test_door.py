@@ -76,7 +76,7 @@ def test_who_has_the_key_is_heard_and_nobody_else():
 
 
 def test_who_comes_from_another_host_has_to_encrypt(monkeypatch):
-    monkeypatch.setattr("tailrace.wire.hub._is_local", lambda _: False)
+    monkeypatch.setattr("tailrace.wire.listener._is_local", lambda _: False)
 
     async def scene() -> None:
         async with hub() as door:

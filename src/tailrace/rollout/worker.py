@@ -38,13 +38,13 @@ from tailrace.rollout.build import build_runner
 from tailrace.rollout.episode import Episode
 from tailrace.rollout.runner import Key, Outcome
 from tailrace.samples.client import SampleClient
-from tailrace.samples.messages import Refused
+from tailrace.samples.messages import AssignmentLost
 from tailrace.types import Version, label
 from tailrace.weights.fetch import RelayReaders
 from tailrace.weights.pull import Puller
 from tailrace.weights.region import SharedMemoryError
 from tailrace.wire.link import Link
-from tailrace.wire.messages import Ended, Introduce, Ordered, Spec, Stores
+from tailrace.wire.messages import Ended, Introduce, Ordered, Spec
 
 IDLE_S = 0.05  # how long to wait for orders when there is nothing to generate
 JUDGING_S = 0.001  # the same while only judges are at work, or weights are on their way
@@ -60,8 +60,8 @@ class Worker:
         self.config = spec.config
         self.runner = build_runner(spec.config)
         self.load = Load(0, 0, 0)
-        self.link = Link(spec, self._report_load)
         self.samples = SampleClient(spec.name)
+        self.link = Link(spec, self._report_load, self.samples.connect)
         self._fetching: dict[Key, Request] = {}  # whose prompt and prefix are on their way
         self._unstored: set[Key] = set()  # complete, but not durable yet
         self.totals: dict[str, float] = {}
@@ -120,8 +120,6 @@ class Worker:
                 return False
             if isinstance(message, Introduce):
                 self._join()
-            elif isinstance(message, Stores):
-                self.samples.connect(message.addresses)
             elif isinstance(message, Ordered):
                 self._order = message
                 self._actions[type(message.command)](message.command)
@@ -131,7 +129,7 @@ class Worker:
         for found in self.samples.poll():
             key = found.trajectory, found.attempt
             request = self._fetching.pop(key, None)
-            if isinstance(found, Refused):
+            if isinstance(found, AssignmentLost):
                 self._refused(key, found.reason)
             elif request is not None:
                 prefix = found.prefix if request.resume else ()

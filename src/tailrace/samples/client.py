@@ -154,6 +154,11 @@ class SampleClient:
             self._addresses = {address.store: address for address in addresses}
         self._call()
 
+    @property
+    def addresses(self) -> tuple[StoreAddress, ...]:
+        """Of all stores that there are now."""
+        return tuple(self._addresses.values())
+
     def _call(self) -> None:
         """The thread, unless it has been called and has not looked since."""
         if not self._called:

@@ -426,8 +426,8 @@ class SampleReader:
         return found
 
     def is_forgotten(self, trajectory: TrajectoryId) -> bool:
-        """By its row alone: the heads that are in memory are brought up to date a moment after a commit."""
-        return self._query("SELECT payload != 'live' FROM trajectories WHERE id = ?", (trajectory,)) == [(1,)]
+        """Not so a sample that was assigned just now: its row is there a moment before the writer says so."""
+        return bool(self._query(f"{ONE_HEAD} AND payload != 'live'", (trajectory,)))
 
     def _known(self, trajectory: TrajectoryId) -> SampleHead:
         head = self._head_of(trajectory)

@@ -55,14 +55,11 @@ class StoreReader:
 
     def read(self, ids: Sequence[TrajectoryId]) -> Iterator[Trajectory]:
         """Every store streams what was asked of it, in the order asked for."""
-        stores = [self._samples[id].store for id in ids]
-        streams = {
-            store: self._client.read([id for id in ids if self._is_in(id, store)], store) for store in set(stores)
-        }
-        return (self._trajectory(next(streams[store])) for store in stores)
-
-    def _is_in(self, id: TrajectoryId, store: StoreId) -> bool:
-        return self._samples[id].store == store
+        by_store: dict[StoreId, list[TrajectoryId]] = {}
+        for id in ids:
+            by_store.setdefault(self._samples[id].store, []).append(id)
+        streams = {store: self._client.read(mine, store) for store, mine in by_store.items()}
+        return (self._trajectory(next(streams[self._samples[id].store])) for id in ids)
 
     def _trajectory(self, stored: StoredSample) -> Trajectory:
         segments = tuple(map(segment_of, stored.pieces))

@@ -22,7 +22,7 @@ from tailrace.trainer.rank_group import RankGroup, build_rank_group
 from tailrace.trainer.reader import SampleInfo
 from tailrace.types import StoreId, TrajectoryId, Version
 from tailrace.wire.link import Link
-from tailrace.wire.messages import Collapsed, Ended, FromController, Introduce, Ordered, Spec, Stores
+from tailrace.wire.messages import Collapsed, Ended, FromController, Introduce, Ordered, Spec
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class Worker:
         self.part = 0
         self.samples = SampleClient(spec.name)
         self.divergence = Divergence()
-        self.link = Link(spec)
+        self.link = Link(spec, find_stores=self.samples.connect)
 
     def run(self) -> None:
         self.rank_group.snapshot(self.step)
@@ -83,8 +83,6 @@ class Worker:
             self._join()
             return True
         match message:
-            case Stores(addresses):
-                self.samples.connect(addresses)
             case Ordered(Train() as command):
                 self._train(message, command)
             case Ordered(Publish() as command):

@@ -32,7 +32,7 @@ MAGIC = b"tailrace relay 4"
 NONCE = TAG = 32
 LONGEST_MESSAGE = 1 << 14
 CONNECT_S = 5.0
-HANDSHAKE_S = 10.0  # for the handshake and the first request, which bounds how long a stranger holds a thread
+HANDSHAKE_S = 10.0  # for the handshake and the first request, so that an unauthenticated caller holds no thread longer
 STALL_S = 10.0  # without a byte from the peer
 RECORD = 64 << 10  # bytes handed to TLS at once, because its timeout is for the whole call
 TLS_HANDSHAKE = 0x16  # the first byte of every TLS connection

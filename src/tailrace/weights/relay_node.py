@@ -183,10 +183,10 @@ class RelayNode:
 
     def _limit_unauthenticated(self) -> bool:
         """If there are too many, the oldest one is disconnected."""
-        strangers = [channel for channel in self._connections if not channel.authenticated and not channel.aborted]
-        for channel in strangers[: max(0, 1 + len(strangers) - self._max_unauthenticated)]:
+        waiting = [channel for channel in self._connections if not channel.authenticated and not channel.aborted]
+        for channel in waiting[: max(0, 1 + len(waiting) - self._max_unauthenticated)]:
             channel.abort()
-        return len(strangers) >= self._max_unauthenticated
+        return len(waiting) >= self._max_unauthenticated
 
     def _serve(self, channel: Channel) -> None:
         try:

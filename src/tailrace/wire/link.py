@@ -40,6 +40,7 @@ from tailrace.wire.messages import (
     Reconcile,
     Reported,
     Spec,
+    StoreAddress,
     Stores,
     WireError,
     decode_from_controller,
@@ -52,13 +53,20 @@ LINGER_S = 2.0  # how long a closing part tries to get its last words out
 
 class Link:
     """A part's end: `send` and `report` at any time, `receive` what has come. `load` is asked once per heartbeat, in
-    the link's thread; what it gives is reported if it has changed, or if an order has come since."""
+    the link's thread; what it gives is reported if it has changed, or if an order has come since. `find_stores` is told
+    there, at once, where the sample stores are: the part's loop may be waiting for one that has moved."""
 
-    def __init__(self, spec: Spec, load: Callable[[], Event | None] = lambda: None) -> None:
+    def __init__(
+        self,
+        spec: Spec,
+        load: Callable[[], Event | None] = lambda: None,
+        find_stores: Callable[[tuple[StoreAddress, ...]], None] = lambda _: None,
+    ) -> None:
         self.incarnation = spec.incarnation  # grows with every controller that this part meets
         self.waiting_for = ""  # who holds this part up, in a few words, for people to see; set it from any thread
         self._spec = spec
         self._load = load
+        self._find_stores = find_stores
         self._reported: Event | None = None  # the load
         self._beats_here = False  # heartbeats go over the connection too
         self._hello = Hello()
@@ -89,14 +97,14 @@ class Link:
     def measure(self, step: int, values: Mapping[str, float]) -> None:
         self.send(Measured(step, dict(values)))
 
-    def receive(self, timeout_s: float) -> Iterator[Ordered | Assigned | Reconcile | Stores | Introduce | Ended]:
+    def receive(self, timeout_s: float) -> Iterator[Ordered | Assigned | Reconcile | Introduce | Ended]:
         """What has arrived, waiting at most `timeout_s` for the first of it. After `Introduce` the part is expected to
         report that it joins, as the incarnation that it is from then on."""
         for message in self.listen(timeout_s):
             if isinstance(message, Introduce):
                 self.incarnation += 1
                 yield message
-            elif isinstance(message, Ended | Assigned | Reconcile | Stores) or (
+            elif isinstance(message, Ended | Assigned | Reconcile) or (
                 isinstance(message, Ordered)
                 and getattr(message.command, "incarnation", self.incarnation) == self.incarnation
             ):
@@ -208,6 +216,9 @@ class Link:
             return
         if isinstance(message, BeatHere):
             self._beats_here, self._beat_at = message.on, 0.0
+            return
+        if isinstance(message, Stores):
+            self._find_stores(message.addresses)
             return
         if isinstance(message, Introduce):
             self._let_go(message.heard)
