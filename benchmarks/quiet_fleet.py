@@ -31,9 +31,9 @@ from typing import Any
 from msgspec.structs import replace
 from rich.console import Console
 from rich.table import Table
-from tailrace.launch.sources import Blanks
 
 from tailrace.config import Config, load
+from tailrace.envs.sources import Blanks
 from tailrace.protocol import Event, Progressed, RelayJoined, ReplicaJoined, TrainerJoined
 from tailrace.runtime.controller import Controller
 from tailrace.runtime.lag import LoopLag

@@ -14,14 +14,14 @@ from tailrace.samples.client import SampleClient
 from tailrace.samples.file import SampleFile, sample_file
 from tailrace.samples.messages import CompletionLimits, Piece, StoredSample
 from tailrace.samples.server import SampleServer
-from tailrace.types import Row
+from tailrace.types import Row, id_bytes
 from tailrace.wire.keys import sample_key
 from tailrace.wire.messages import Grant, StoreAddress
 from tailrace.wire.tls import Identity
 
 KEY = bytes(range(32))
 DEADLINE_S = 60.0
-PROMPT = Row(3, (5, 6, 7), "one and one?", {"answer": "2"})
+PROMPT = Row(3, id_bytes((5, 6, 7)), "one and one?", {"answer": "2"})
 LIMITS = CompletionLimits(vocabulary=50_000, completion_tokens=20_000)
 
 

@@ -265,11 +265,10 @@ def _taken_over(run: Victim, id: int, at: float) -> tuple[float, float, dict[int
     for entry in entries(run):
         plane.handle(entry.now, entry.event)
         replica = plane.state.fleet.replicas.get(id)
-        if replica is None or entry.now < at:
+        if replica is None or entry.now < at or (replica.live and not known):  # what repack moves meanwhile is not lost
             held = set(replica.holds()) if replica else held
             continue
-        if not known and not replica.live:
-            known = entry.now - at
+        known = known or entry.now - at
         given = [
             r.trajectory for c in entry.commands if isinstance(c, Generate) and c.replica != id for r in c.requests
         ]

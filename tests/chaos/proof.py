@@ -32,6 +32,7 @@ from tailrace.protocol import (
     ReplicaLost,
     Request,
     SampleFailed,
+    SamplesLost,
     StoreJoined,
     StoreLost,
     Train,
@@ -146,6 +147,8 @@ class Accounts:
         self.prompts: dict[int, int] = {}  # and how many tokens each has
         self.forgotten: dict[int, set[int]] = {}  # by store: since it last joined
         self.regenerated = 0
+        self.lost_a_file = False  # or a part of it, of the first store
+        self.doubtful: set[int] = set()  # damaged perhaps, and nobody has read them since
 
     def hear(self, state: State, event: Event) -> None:
         """Before control does: whether it counts depends on what control knew by then."""
@@ -161,6 +164,9 @@ class Accounts:
                 self.prompts |= {prompt.id: prompt.tokens for prompt in prompts}
             case StoreJoined(store):
                 self.forgotten[store] = set()
+            case SamplesLost(store):
+                self.lost_a_file |= store == FIRST
+                self.doubtful |= {id for id, one in self.known.items() if one.step is not None or not one.kept}
             case _:
                 pass
 
@@ -169,6 +175,7 @@ class Accounts:
             match command:
                 case Generate(requests=requests):
                     self.known |= {one.trajectory: Account(one) for one in requests}
+                    self.doubtful -= {one.trajectory for one in requests}
                 case Forget(trajectories=trajectories, reason=reason):
                     for id in trajectories:
                         self._forget(id, reason)
@@ -216,23 +223,30 @@ def _store_agrees(folder: Path, store: int, state: State, accounts: Accounts) ->
         assert database.execute("PRAGMA integrity_check").fetchone() == ("ok",)
         payloads = dict(database.execute("SELECT id, payload FROM trajectories"))
         prompts = {id for (id,) in database.execute("SELECT id FROM prompts")}
-    assert store != FIRST or prompts >= accounts.prompts.keys(), "a prompt is not in the store"
+    assert store != FIRST or prompts >= _needed_prompts(state, accounts), "a prompt is not in the store"
     mine = {id: one for id, one in accounts.known.items() if one.request.store == store}
     live = {id for id, payload in payloads.items() if payload == "live"}
     extra = live - {id for id, one in mine.items() if one.kept}
     late = accounts.forgotten.get(store, set()) if was_killed else set[int]()
     assert extra <= late, f"{path.name} keeps what nobody needs: {sorted(extra - late)[:9]}"
     with closing(SampleReader(path)) as reader:
-        readable = [id for id, payload in payloads.items() if payload in ("live", "archived")]
-        found = {one.id: one for one in reader.read(readable)}
+        kept = {id for id, payload in payloads.items() if payload in ("live", "archived")} - accounts.doubtful
+        found = {one.id: one for one in reader.read(sorted(kept))}
         _prompts_agree(reader, prompts, accounts)
     for id, one in mine.items():
-        whole = one.meta is not None and one.state in ("finished", "trained")
+        whole = one.meta is not None and one.state in ("finished", "trained") and id not in accounts.doubtful
         if whole and (one.kept or payloads.get(id) == "archived"):
             assert id in found, f"t{id} is finished, and {path.name} does not have it"
             _is_whole(found[id], one)
     _prefixes_are_kept(state, store, found)
     return len(found)
+
+
+def _needed_prompts(state: State, accounts: Accounts) -> set[int]:
+    """All that ever came; where a file was lost, those of which anything may still be generated."""
+    opened = [group.prompt for group in state.ledger.groups.values()]
+    still = {prompt.id for prompt in (*state.ledger.pool.contents(), *opened)}
+    return still if accounts.lost_a_file else set(accounts.prompts)
 
 
 def _prompts_agree(reader: SampleReader, prompts: set[int], accounts: Accounts) -> None:

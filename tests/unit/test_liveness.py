@@ -272,9 +272,9 @@ def test_whose_datagrams_do_not_come_is_asked_once_and_let_off_when_they_do(ear:
     assert ear.liveness.without_datagrams == []
 
 
-def config(*words: str) -> Config:
+def config(heartbeat_s: float = 0.1) -> Config:
     emulated = ("--model.preset", "smollm2-135m", "--rollout.engine", "emulated", "--trainer.engine", "emulated")
-    more = ("--costs.decode_step", "0.001", "--rollout.kv_tokens", "4000", "--health.heartbeat_s", "0.1", *words)
+    more = ("--costs.decode_step", "0.001", "--rollout.kv_tokens", "4000", "--health.heartbeat_s", f"{heartbeat_s}")
     return load([], [*emulated, *more])
 
 
@@ -457,7 +457,7 @@ from test_liveness import config
 from tailrace.protocol import GiveUp, SetTimer
 
 async def main():
-    played = Played(Path({folder!r}), config())
+    played = Played(Path({folder!r}), config({heartbeat_s}))
     controller = played.controller
     handle = controller.plane.handle
     def watched(now, event):
@@ -483,7 +483,7 @@ asyncio.run(main())
 def controller_process(folder: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
     """A controller with two replicas, a relay and a trainer, whose heartbeats come from the test."""
     here = Path(__file__).parent
-    program = CONTROLLER.format(paths=[str(here.parent), str(here)], folder=str(folder))
+    program = CONTROLLER.format(paths=[str(here.parent), str(here)], folder=str(folder), heartbeat_s=HEARTBEAT_S)
     child = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     assert child.stdout is not None
     try:
@@ -493,10 +493,14 @@ def controller_process(folder: Path) -> Iterator[tuple[subprocess.Popen[str], in
         child.communicate()
 
 
+HEARTBEAT_S = 0.4  # so silence may last for 1.2 s
+
+
 class Hearts:
-    """Beats for these names ten times as often as they must come, in a thread."""
+    """Beats for these names many times as often as they must come, in a thread; none while it is `suspended`."""
 
     def __init__(self, port: int) -> None:
+        self.suspended = False
         self.names = {"replica-0/1", "replica-1/1", "relay-0/1", "trainer-0/1"}
         self._port = port
         self._over = threading.Event()
@@ -515,19 +519,24 @@ class Hearts:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
             while not self._over.wait(0.01):
                 counter += 1
-                for name in list(self.names):
+                for name in () if self.suspended else list(self.names):
                     sender.sendto(beat(counter, name=name), ("127.0.0.1", self._port))
 
 
 def test_a_stopped_controller_that_wakes_up_declares_nobody_dead_and_a_silent_one_is_found(tmp_path: Path) -> None:
-    """Stopped for many times as long as silence may last; then one heart stops for real."""
+    """First it alone is stopped; then the whole machine is suspended, and the others are back later than the
+    controller: nothing that was said meanwhile tells it that they live. Then one of them is silent for real."""
+    pause = threading.Event()
     with controller_process(tmp_path / "run") as (child, port), Hearts(port) as hearts:
         assert child.stdout is not None
-        for _ in range(3):
+        for whole_machine in (False, True):
+            hearts.suspended = whole_machine
             child.send_signal(signal.SIGSTOP)
-            threading.Event().wait(1.0)
+            pause.wait(2.5)
             child.send_signal(signal.SIGCONT)
-            threading.Event().wait(0.2)
+            pause.wait(0.6)
+            hearts.suspended = False
+            pause.wait(0.6)
         hearts.names.remove("replica-1/1")
         assert child.stdout.readline() == "gave up replica 1\n", "the first to be given up is the silent one"
 
@@ -551,6 +560,8 @@ def test_what_arrives_while_the_database_is_locked_waits_in_the_hub(tmp_path: Pa
             for number in range(many):
                 link.measure(number, {"x" * 100: 0.0})
             await reached(lambda: not hub.reads)
+            await asyncio.sleep(0.3)
+            assert not hub.reads, "and so it stays"
             assert len(controller._arrived) <= 256
             assert hub.liveness.age_s(name) < 1.0
             while count(played) < many:

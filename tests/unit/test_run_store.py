@@ -130,7 +130,7 @@ def test_whoever_finds_a_run_finds_a_whole_one_however_early(tmp_path: Path, con
     thread.start()
     with RunStore.create(path.parent, config):
         thread.join()
-    assert found == [5] * 20
+    assert found == [6] * 20
 
 
 def test_a_run_that_cannot_be_made_leaves_nothing_and_can_be_made_later(tmp_path: Path, config: Config) -> None:

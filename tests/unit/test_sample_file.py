@@ -12,7 +12,7 @@ from tailrace.samples import file as file_module
 from tailrace.samples.file import SampleFile, SampleGoneError, SampleReader, sample_file
 from tailrace.samples.messages import FENCED, GAP, STORED, UNKNOWN, SampleLength
 from tailrace.store.errors import JournalError
-from tailrace.types import Row
+from tailrace.types import Row, id_bytes
 
 
 @pytest.fixture
@@ -176,7 +176,9 @@ def test_reconciling_drops_what_is_not_named_and_says_what_is_missing(path: Path
 
 def test_prompts_come_back_as_they_were_added_first(path: Path) -> None:
     file = begun(path)
-    file.add_prompts([Row(3, (9,), "another"), Row(4, (1,), [{"role": "user", "content": "é"}], {"n": [1]})])
+    file.add_prompts(
+        [Row(3, id_bytes((9,)), "another"), Row(4, id_bytes((1,)), [{"role": "user", "content": "é"}], {"n": [1]})]
+    )
     file.commit()
     reader = SampleReader(path, file)
     assert reader.row(3) == PROMPT

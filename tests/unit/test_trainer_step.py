@@ -21,6 +21,7 @@ from tailrace.trainer.step import Learner
 from tailrace.types import Segment, Trajectory
 from trainer_cases import group, settings, tiny_folder
 
+pytestmark = pytest.mark.filterwarnings("error:The given NumPy array is not writable")  # buffers are read only
 GROUPS = [group(1), group(2), group(3)]
 RECORDED: dict[str, tuple[dict[str, Any], list[float], float]] = {
     "grpo": ({}, [0.0134561732, 0.105481077, 0.0, 0.0105682565], 1824.2772223),

@@ -38,7 +38,7 @@ class Sample(msgspec.Struct, gc=False):
     replica: ReplicaId = NOWHERE
     store: StoreId = 0  # that has its tokens
     epoch: int = 0  # grows with every assignment: what older assignments still send is ignored
-    resumed: bool = False  # this assignment goes on from what its store has
+    began: int = 0  # the newest assignment that began from the prompt: what its store has of earlier ones is void
     turn: int = 0  # the newest that was heard of in this assignment: what is said of earlier ones comes late
     final: bool = False  # scoring: nothing more of it will be generated
     failures: int = 0
@@ -129,9 +129,9 @@ class Ledger(msgspec.Struct):
         sample.replica = replica
         sample.epoch += 1
         sample.turn = 0
-        resume = sample.resumed = sample.oldest != NONE
+        resume = sample.oldest != NONE
         if not resume:
-            sample.oldest, sample.store = version, store
+            sample.oldest, sample.store, sample.began = version, store, sample.epoch
         sample.newest = version
         group = self.groups[sample.group]
         self._note_oldest(group, sample.oldest)

@@ -55,9 +55,14 @@ def samples_lost(desk: Desk, event: SamplesLost) -> None:
     if store is None or event.incarnation != store.incarnation:
         return
     known = [desk.ledger.samples[id] for id in event.trajectories if id in desk.ledger.samples]
-    here = [one for one in known if one.store == store.id and one.state in ("done", "waiting") and one.oldest != NONE]
+    here = [one for one in known if one.store == store.id and _counts_on_store(one)]
     _generate_anew(desk, [one for one in here if desk.ledger.groups[one.group].state != "training"])
     desk.stores.missing |= dict.fromkeys(desk.training.all_picked().intersection(event.trajectories))
+
+
+def _counts_on_store(sample: Sample) -> bool:
+    """Whether it is lost without what its store had. A replica that has begun it from the prompt need not stop."""
+    return sample.oldest != NONE and (sample.state in ("done", "waiting") or sample.began < sample.epoch)
 
 
 def remove_lost(desk: Desk) -> None:

@@ -61,7 +61,7 @@ class Worker:
         self.runner = build_runner(spec.config)
         self.load = Load(0, 0, 0)
         self.samples = SampleClient(spec.name)
-        self.link = Link(spec, self._report_load, self.samples.connect)
+        self.link = Link(spec, self._report_load, self.samples.find)
         self._fetching: dict[Key, Request] = {}  # whose prompt and prefix are on their way
         self._unstored: set[Key] = set()  # complete, but not durable yet
         self.totals: dict[str, float] = {}

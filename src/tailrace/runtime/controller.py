@@ -41,6 +41,7 @@ from tailrace.protocol import (
     Forget,
     Generate,
     GiveUp,
+    HostLeft,
     LoadWeights,
     Publish,
     RelayJoined,
@@ -64,6 +65,7 @@ from tailrace.runtime.local import Process
 from tailrace.runtime.parts import FIRST_STORE, Parts, Tie
 from tailrace.runtime.validation import LONGEST_REASON, Sender, Validation, shortened
 from tailrace.store.folder import PRIVATE, PRIVATE_FOLDER
+from tailrace.store.journal import RUN
 from tailrace.store.run import RunStore
 from tailrace.store.waiting import PAUSE_S, Locked, to_terminal
 from tailrace.trainer.pace import BYTES_PER_PARAMETER
@@ -74,7 +76,6 @@ from tailrace.wire.keys import HOST
 from tailrace.wire.messages import (
     Accused,
     Acknowledged,
-    Assigned,
     BeatHere,
     Collapsed,
     FromPart,
@@ -353,8 +354,10 @@ class Controller:
         """A store that joins hears what is under way, and everybody hears where it is; so does whoever joins later."""
         match event:
             case StoreJoined(store):
-                self.parts.send("store", store, reconciliation(self.state, store))
                 self.parts.tell_stores()
+                self.parts.send("store", store, reconciliation(self.state, self.store.trajectories, store))
+            case HostLeft() | TimerFired():
+                self.parts.tell_departed()
             case ReplicaJoined(replica):
                 self.parts.tell_stores_to("replica", replica)
             case TrainerJoined():
@@ -420,6 +423,10 @@ class Controller:
     def state(self) -> State:
         return self.plane.state
 
+    @property
+    def run_id(self) -> str:
+        return self.store.meta.get(RUN) or ""
+
     def tell(self, event: Event) -> None:
         """Something that control has to hear."""
         self._events.append(Happened(event))
@@ -456,8 +463,7 @@ class Controller:
         """The stores first: a replica has to find its prompts and prefixes there, and may write there."""
         self.store.trajectories.assign(command.requests)
         for store in {request.store for request in command.requests}:
-            mine = [request for request in command.requests if request.store == store]
-            self.parts.send("store", store, Assigned(tuple([granted(command.replica, one) for one in mine])))
+            self.parts.send("store", store, granted(self.state.ledger, command, store))
         self.parts.send("replica", command.replica, Ordered(command))
 
     def _load_weights(self, command: LoadWeights) -> None:

@@ -4,23 +4,41 @@ from __future__ import annotations
 
 from tailrace.control.ledger import NONE, Ledger, Sample
 from tailrace.control.state import State
+from tailrace.control.storage import FIRST
 from tailrace.control.training import Training
-from tailrace.protocol import Request
-from tailrace.types import ReplicaId, StoreId, TrajectoryId
-from tailrace.wire.messages import Grant, Reconcile
+from tailrace.protocol import Generate, Request
+from tailrace.store.trajectories import TrajectoryTable
+from tailrace.types import PromptId, ReplicaId, StoreId, TrajectoryId
+from tailrace.wire.messages import Assigned, Grant, Reconcile
 
 
-def granted(replica: ReplicaId, request: Request) -> Grant:
-    one = request
-    return Grant(replica, one.trajectory, one.epoch, one.group, one.prompt, one.resume)
+def granted(ledger: Ledger, command: Generate, store: StoreId) -> Assigned:
+    """To this store. A sample may have moved on since; what counts is what was ordered."""
+    return Assigned(tuple([_ordered(ledger, command.replica, one) for one in command.requests if one.store == store]))
 
 
-def reconciliation(state: State, store: StoreId) -> Reconcile:
+def _ordered(ledger: Ledger, replica: ReplicaId, request: Request) -> Grant:
+    one, sample = request, ledger.samples.get(request.trajectory)
+    began = sample.began if one.resume and sample is not None else one.epoch
+    return Grant(replica, one.trajectory, one.epoch, one.group, one.prompt, one.resume, began)
+
+
+def reconciliation(state: State, table: TrajectoryTable, store: StoreId) -> Reconcile:
     """All that this store has to know after it was away: who writes what, and what may still be read."""
-    mine = [sample for sample in state.ledger.samples.values() if sample.store == store]
-    running = [_grant(state.ledger, sample) for sample in mine if sample.state in ("running", "scoring")]
-    begun = {sample.id for sample in mine if sample.oldest != NONE}
-    return Reconcile(tuple(running), tuple(sorted(begun | _picked(state.training, store))))
+    mine = [sample for sample in state.ledger.samples.values() if sample.store == store and sample.oldest != NONE]
+    grants = [_grant(state.ledger, sample) for sample in mine if sample.state in ("running", "scoring")]
+    done = {sample.id for sample in mine if sample.state == "done"}
+    keep = tuple(sorted(done | _picked(state.training, store)))
+    prefixes = tuple([sample.id for sample in mine if sample.state == "waiting"])
+    prompts = _needed_prompts(state) if store == FIRST else ()
+    return Reconcile(tuple(grants), keep, table.finished(keep), prefixes, prompts)
+
+
+def _needed_prompts(state: State) -> tuple[PromptId, ...]:
+    """Of what may still be generated, now or after a loss."""
+    picked = [one.prompt for past in state.training.past.values() for one in past.picked.values()]
+    opened = [group.prompt for group in state.ledger.groups.values()]
+    return tuple(sorted({prompt.id for prompt in (*state.ledger.pool.contents(), *opened, *picked)}))
 
 
 def _picked(training: Training, store: StoreId) -> set[TrajectoryId]:
@@ -31,4 +49,5 @@ def _picked(training: Training, store: StoreId) -> set[TrajectoryId]:
 
 def _grant(ledger: Ledger, sample: Sample) -> Grant:
     prompt = ledger.groups[sample.group].prompt.id
-    return Grant(sample.replica, sample.id, sample.epoch, sample.group, prompt, sample.resumed)
+    resume = sample.began < sample.epoch
+    return Grant(sample.replica, sample.id, sample.epoch, sample.group, prompt, resume, sample.began)

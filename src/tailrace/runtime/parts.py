@@ -80,6 +80,9 @@ class Overseer(Protocol):
     @property
     def stopped(self) -> str: ...
 
+    @property
+    def run_id(self) -> str: ...
+
     def tell(self, event: Event) -> None:
         """Something that control has to hear."""
         ...
@@ -110,6 +113,7 @@ class Parts:
         self._folder = folder
         self._hosts = Hosts()
         self._reassure_at = 0.0
+        self._told_departed: tuple[int, ...] = ()  # sample stores that will not come back
         self._dropped: dict[str, str] = {}  # machines, and why
         self._short_since: dict[tuple[str, int], float] = {}  # when a part could first not be started
         self._local = Local(folder, hub.port, self._ended)
@@ -141,14 +145,24 @@ class Parts:
 
     def tell_stores(self) -> None:
         """Everybody who exchanges tokens with them hears where the sample stores are."""
+        self._told_departed = self._departed()
         for process in self._local.processes.values():
-            if process.joined and process.spec.role in ("replica", "trainer"):
+            if process.joined and process.spec.role in ("replica", "store", "trainer"):
                 self.tell_stores_to(process.spec.role, process.spec.id)
+
+    def tell_departed(self) -> None:
+        """Nobody is to wait for a store that does not come back."""
+        if self._departed() != self._told_departed:
+            self.tell_stores()
+
+    def _departed(self) -> tuple[int, ...]:
+        return tuple([store.id for store in self.overseer.state.stores.stores.values() if store.departed])
 
     def tell_stores_to(self, role: str, id: int) -> None:
         process = self.get(role, id)
         if process is not None:
-            self.send(role, id, Stores(tuple([self._address(store, process) for store in self._stores()])))
+            addresses = [self._address(store, process) for store in self._stores()]
+            self.send(role, id, Stores(tuple(addresses), self._departed()))
 
     def _stores(self) -> list[Process]:
         """Those that have joined."""
@@ -230,6 +244,7 @@ class Parts:
             lifeline=self.tie.lifeline,
             host=host.id if host else id % self.config.local.relays,
             listen=away or self.config.relay.listen,
+            run=self.overseer.run_id,
             step=self.overseer.state.training.version,
         )
         return replace(spec, key=self.tie.keys.of(spec.name).hex())
@@ -294,10 +309,11 @@ class Parts:
     def collapsed(self, process: Process, reason: str, expected: bool) -> None:
         """A part says why it cannot go on. If it is at work and would fail again, neither can the run."""
         process.dismissed = True
-        if not process.joined:
-            self._not_up(process, f"cannot start: {reason}")
-        elif expected and self.is_ours(process.spec.role, process.spec.id):
+        at_work = process.joined or process.spec.role == "store"  # what is wrong with its file is so the next time
+        if expected and at_work and self.is_ours(process.spec.role, process.spec.id):
             self.overseer.fail(f"{process.title} cannot go on: {reason}")
+        elif not process.joined:
+            self._not_up(process, f"cannot start: {reason}")
         else:
             self._lost(process, reason)
 

@@ -32,7 +32,9 @@ from tailrace.samples.messages import (
     LengthTable,
     Piece,
     Prefix,
+    PromptRows,
     ReadLengths,
+    ReadPrompts,
     ReadSamples,
     Receipt,
     Refusal,
@@ -51,9 +53,9 @@ from tailrace.samples.messages import (
     segment_of,
 )
 from tailrace.samples.uploads import Action, Key, Uploads
-from tailrace.types import MALFORMED, Segment, TrajectoryId
+from tailrace.types import MALFORMED, PromptId, Row, Segment, TrajectoryId
 from tailrace.wire.connection import Connection
-from tailrace.wire.messages import StoreAddress, WireError
+from tailrace.wire.messages import StoreAddress, Stores, WireError
 
 CREDIT = 8 << 20  # bytes
 UNREAD = 16 << 20  # bytes of answers that wait for who asked; then nothing more is read from that store
@@ -62,6 +64,7 @@ DIAL_S = 10.0  # until a connection is made and proven
 GATHER_S = 0.002  # that what was appended waits for company
 IDLE_S = 1.0
 SILENT_S = 120.0  # without a word of a store that was asked
+ROWS_AT_ONCE = 64  # prompts
 
 Samples = Generator[StoredSample, None, None]
 
@@ -70,25 +73,28 @@ class SampleStoreError(TailraceError):
     """Why samples cannot be had from a store."""
 
 
-class Inquiry:
-    """What a trainer has asked of a store, and the answers that it has not taken yet."""
+Question = ReadLengths | ReadSamples | ReadPrompts
+Answer = LengthTable | SampleSlice | PromptRows
+Answers = Generator[Answer, None, None]
 
-    def __init__(
-        self, number: int, store: int, kind: type[ReadLengths] | type[ReadSamples], ids: Sequence[TrajectoryId]
-    ) -> None:
+
+class Inquiry:
+    """What a trainer, or another store, has asked of a store, and the answers that it has not taken yet."""
+
+    def __init__(self, number: int, store: int, kind: type[Question], ids: Sequence[int]) -> None:
         self.number = number
         self.store = store
         self._kind = kind
         self._missing = list(ids)
-        self.answers: queue.SimpleQueue[LengthTable | SampleSlice | RequestFailed] = queue.SimpleQueue()
+        self.answers: queue.SimpleQueue[Answer | RequestFailed] = queue.SimpleQueue()
         self.unread_bytes = 0
 
     @property
-    def frame(self) -> ReadLengths | ReadSamples:
+    def frame(self) -> Question:
         """To be sent at first, and again on a new connection."""
         return self._kind(self.number, column(self._missing))
 
-    def take_in(self, frame: LengthTable | SampleSlice | RequestFailed) -> None:
+    def take_in(self, frame: Answer | RequestFailed) -> None:
         if isinstance(frame, SampleSlice):
             self._missing = self._missing[samples_of(frame) :]
             self.unread_bytes += len(frame.tokens) + len(frame.logprobs)
@@ -124,6 +130,7 @@ class SampleClient:
         self._credit = credit_bytes
         self._lock = threading.Lock()  # of all that follows
         self._addresses: dict[int, StoreAddress] = {}
+        self._departed: frozenset[int] = frozenset()
         self._stores: dict[int, Store] = {}
         self._uploads = Uploads()
         self._fetches: dict[Key, int] = {}  # and the store of each
@@ -147,6 +154,11 @@ class SampleClient:
         self._close_at = time.monotonic() + within_s
         self._call()
         self._thread.join()
+
+    def find(self, stores: Stores) -> None:
+        """What the controller says of them."""
+        self._departed = frozenset(stores.departed)
+        self.connect(stores.addresses)
 
     def connect(self, addresses: Iterable[StoreAddress]) -> None:
         """To these stores, which are all that there are now."""
@@ -276,9 +288,19 @@ class SampleClient:
                 left -= samples_of(answer)
                 yield from samples_in(answer)
 
+    def rows(self, prompts: Sequence[PromptId], store: int = 0, within_s: float = SILENT_S) -> list[Row]:
+        """For another store, which keeps samples of these prompts. In the order of `prompts`."""
+        rows: list[Row] = []
+        while len(rows) < len(prompts):
+            with closing(self._ask(store, ReadPrompts, prompts[len(rows) :][:ROWS_AT_ONCE], within_s)) as answers:
+                answer = next(answers)
+            assert isinstance(answer, PromptRows)
+            rows.extend(answer.rows)
+        return rows
+
     def _ask(
-        self, store: int, kind: type[ReadLengths] | type[ReadSamples], ids: Sequence[TrajectoryId], within_s: float
-    ) -> Generator[LengthTable | SampleSlice, None, None]:
+        self, store: int, kind: type[Question], ids: Sequence[int], within_s: float
+    ) -> Answers:
         with self._lock:
             self._asked += 1
             inquiry = self._inquiries[self._asked] = Inquiry(self._asked, store, kind, ids)
@@ -290,17 +312,19 @@ class SampleClient:
         finally:
             del self._inquiries[inquiry.number]
 
-    def _answer(self, inquiry: Inquiry, within_s: float) -> LengthTable | SampleSlice:
+    def _answer(self, inquiry: Inquiry, within_s: float) -> Answer:
         until = time.monotonic() + within_s
         while inquiry.answers.empty() and time.monotonic() < until:
             self._refuse_broken()
+            if inquiry.store in self._departed or self._close_at < inf:
+                raise SampleStoreError(f"store {inquiry.store} has left the run")
             with suppress(queue.Empty):
                 return self._taken(inquiry, inquiry.answers.get(timeout=min(within_s, IDLE_S)))
         if inquiry.answers.empty():
             raise SampleStoreError(f"{self._title(inquiry.store)} has not answered for {within_s:g} s; see its log")
         return self._taken(inquiry, inquiry.answers.get())
 
-    def _taken(self, inquiry: Inquiry, answer: LengthTable | SampleSlice | RequestFailed) -> LengthTable | SampleSlice:
+    def _taken(self, inquiry: Inquiry, answer: Answer | RequestFailed) -> Answer:
         if isinstance(answer, RequestFailed):
             raise SampleStoreError(f"{self._title(inquiry.store)} cannot answer: {answer.reason}")
         if isinstance(answer, SampleSlice):
@@ -452,7 +476,7 @@ class SampleClient:
                         )
                 case Refusal(trajectory, attempt, reason):
                     self._refused((trajectory, attempt), reason)
-                case LengthTable(request) | SampleSlice(request) | RequestFailed(request):
+                case LengthTable(request) | SampleSlice(request) | PromptRows(request) | RequestFailed(request):
                     if request in self._inquiries:
                         self._inquiries[request].take_in(frame)
 

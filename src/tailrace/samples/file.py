@@ -55,6 +55,7 @@ HEADS_EVERY = 32 << 20  # bytes of segments between two updates of the table `tr
 LOG = 32 << 20  # bytes in SQLite's log before it is merged into the file
 DELETED_AT_ONCE = 32  # samples per commit: deleting a step's worth at once would keep every replica waiting
 FORMAT = "1"
+RUN = "run"  # in `meta`: whose samples these are
 SCHEMA = f"""
 PRAGMA page_size = {PAGE};
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT);
@@ -88,6 +89,14 @@ AMONG = "IN (SELECT value FROM json_each(?))"  # any number of ids as one value
 
 class SampleGoneError(JournalError):
     """A sample is asked for that is not here, or was forgotten."""
+
+    def __init__(self, trajectory: TrajectoryId, sentence: str) -> None:
+        super().__init__(sentence)
+        self.trajectory = trajectory
+
+
+class SampleDamagedError(SampleGoneError):
+    """What is here of a sample is not what was written."""
 
 
 class SampleHead(NamedTuple):
@@ -151,6 +160,7 @@ class SampleFile:
         self._database = database
         database.execute("PRAGMA synchronous = FULL")  # a commit is on the disk before anybody is told of it
         database.execute("PRAGMA wal_autocheckpoint = 0")
+        self.prompts: set[PromptId] = {id for (id,) in database.execute("SELECT id FROM prompts")}
         self.heads: Heads = {}
         self._deleting: deque[tuple[TrajectoryId, SampleHead]] = deque()
         self._number = self._load()
@@ -165,14 +175,14 @@ class SampleFile:
         return cls(Database.create(path.parent, SCHEMA, values, path.name))
 
     @classmethod
-    def open(cls, path: Path) -> SampleFile:
-        refuse_foreign(path)
+    def open(cls, path: Path, run: str = "") -> SampleFile:
+        refuse_foreign(path, run)
         return cls(Database.reopen(path, check=False))
 
     @classmethod
-    def at(cls, path: Path) -> SampleFile:
-        """The file that is there, or a new one."""
-        return cls.open(path) if path.exists() else cls.create(path)
+    def at(cls, path: Path, run: str = "") -> SampleFile:
+        """The file of this run that is there, or a new one."""
+        return cls.open(path, run) if path.exists() else cls.create(path, {RUN: run})
 
     def _load(self) -> int:
         """Read the heads, and what was added to them since they were noted. Returns the last number in use."""
@@ -204,7 +214,7 @@ class SampleFile:
         head, fresh = self._head(grant.trajectory), SampleHead(grant.attempt, grant.replica, grant.group, grant.prompt)
         if head is None:
             head = self._forgotten(grant.trajectory)
-        if head is not None and not grant.resume:
+        if head is not None and (not grant.resume or head.attempt < grant.began):
             self.heads.pop(grant.trajectory, None)
             self._delete_chain(head)
             head = None
@@ -220,14 +230,26 @@ class SampleFile:
                 if not archive:
                     self._deleting.append((id, head))
 
-    def reconcile(self, grants: Sequence[Grant], keep: Iterable[TrajectoryId], archive: bool) -> list[TrajectoryId]:
-        """Forget what is neither assigned nor to be kept. Returns what should be kept and is not here."""
-        keep = set(keep)
-        wanted = keep | {grant.trajectory for grant in grants}
+    def reconcile(
+        self,
+        grants: Sequence[Grant],
+        keep: Iterable[TrajectoryId],
+        archive: bool,
+        finished: Mapping[TrajectoryId, tuple[int, int]] | None = None,
+        prefixes: Iterable[TrajectoryId] = (),
+    ) -> list[TrajectoryId]:
+        """Forget what is neither assigned nor to be kept. Returns what of `keep` is not here, or not as it was
+        `finished`: by that attempt, with so many tokens. So an older copy of the file is found out."""
+        keep, as_finished = set(keep), finished or {}
+        wanted = {*keep, *prefixes, *[grant.trajectory for grant in grants]}
         self.forget([id for id in {**self.heads, **self._changed} if id not in wanted], archive)
-        missing = sorted(id for id in keep if self._head(id) is None)
+        missing = sorted(id for id in keep if not self._has(id, as_finished.get(id)))
         self.assign(grants)
         return missing
+
+    def _has(self, trajectory: TrajectoryId, finished: tuple[int, int] | None) -> bool:
+        head = self._head(trajectory)
+        return head is not None and finished in (None, (head.attempt, head.tokens))
 
     def _head(self, trajectory: TrajectoryId) -> SampleHead | None:
         """As the next commit will leave it, but for what grows."""
@@ -302,6 +324,8 @@ class SampleFile:
 
     def add_prompts(self, rows: Iterable[Row]) -> None:
         """Remember prompts; one that is there already stays as it is."""
+        rows = list(rows)
+        self.prompts |= {row.id for row in rows}
         to_json = msgspec.json.encode
         values = [(r.id, r.tokens, to_json(r.prompt).decode(), to_json(r.columns).decode()) for r in rows]
         statement = "INSERT OR IGNORE INTO prompts VALUES (?, ?, ?, ?, ?)"
@@ -426,13 +450,13 @@ class SampleReader:
         return found
 
     def is_forgotten(self, trajectory: TrajectoryId) -> bool:
-        """Not so a sample that was assigned just now: its row is there a moment before the writer says so."""
-        return bool(self._query(f"{ONE_HEAD} AND payload != 'live'", (trajectory,)))
+        """By its row alone: the heads that are in memory are brought up to date a moment after a commit."""
+        return self._query("SELECT payload != 'live' FROM trajectories WHERE id = ?", (trajectory,)) == [(1,)]
 
     def _known(self, trajectory: TrajectoryId) -> SampleHead:
         head = self._head_of(trajectory)
         if head is None:
-            raise SampleGoneError(f"{self._path} does not have t{trajectory}, or not any more")
+            raise SampleGoneError(trajectory, f"{self._path} does not have t{trajectory}, or not any more")
         return head
 
     def _pieces(self, trajectory: TrajectoryId, head: SampleHead) -> tuple[Piece, ...]:
@@ -441,10 +465,10 @@ class SampleReader:
         for row in rows:  # the newest first
             start -= len(row[5]) // TOKEN_BYTES
             if row[1] != trajectory or row[2] != start or _segment_crc(row) != row[7]:
-                raise _damaged(self._path, f"what t{trajectory} holds is not as it was written")
+                raise _damaged_sample(self._path, trajectory, f"what t{trajectory} holds is not as it was written")
         if start:
             self._known(trajectory)  # the writer may have deleted it in the meantime
-            raise _damaged(self._path, f"{start:,} tokens of t{trajectory} are missing")
+            raise _damaged_sample(self._path, trajectory, f"{start:,} tokens of t{trajectory} are missing")
         return tuple(_merged(reversed(rows)))
 
     def _find_head(self, trajectory: TrajectoryId) -> SampleHead | None:
@@ -467,17 +491,22 @@ class SampleReader:
             raise _damaged(self._path, reason(error)) from error
 
 
-def refuse_foreign(path: Path) -> None:
-    """`JournalError` if this is no file of samples, or one of another release."""
+def refuse_foreign(path: Path, run: str = "") -> None:
+    """`JournalError` if this is no file of samples, or one of another release, or not of this run."""
     refuse_cut(path)
     try:
         with closing(connect_to_read(path)) as connection:
             refuse_foreign_schema(path, connection)
             found = connection.execute("SELECT value FROM meta WHERE key = 'format'").fetchone()
+            owner = connection.execute("SELECT value FROM meta WHERE key = ?", (RUN,)).fetchone()
     except DAMAGE as error:
         raise _damaged(path, reason(error)) from error
     if found != (FORMAT,):
         raise JournalError(f"{path} is not of this release: its format is {found and found[0]}, not {FORMAT}")
+    if run and owner != (run,):
+        raise JournalError(
+            f"{path} is of another run; move it away, and the samples that are missing are generated again"
+        )
 
 
 # ------------------------------------------------------------------------------------------------- rows and values
@@ -538,6 +567,10 @@ def _crc(*values: object) -> int:
 
 def _damaged(path: Path, how: str) -> JournalError:
     return JournalError(f"{path} is damaged: {how}")
+
+
+def _damaged_sample(path: Path, trajectory: TrajectoryId, how: str) -> SampleDamagedError:
+    return SampleDamagedError(trajectory, str(_damaged(path, how)))
 
 
 def _list(ids: Iterable[int]) -> str:

@@ -6,7 +6,8 @@ of numpy calls, and sliced without a copy.
 
     client  Append, Fetch, Withdraw                        of a replica
             ReadLengths, ReadSamples                       of a trainer rank
-    store   Receipt, Prefix, Refusal, LengthTable, SampleSlice, RequestFailed
+            ReadPrompts                                    of another store
+    store   Receipt, Prefix, Refusal, LengthTable, SampleSlice, PromptRows, RequestFailed
 
 Integers are little-endian int64 in columns, tokens int32, log-probs float32.
 """
@@ -133,6 +134,13 @@ class ReadSamples(Frame):
     ids: memoryview
 
 
+class ReadPrompts(Frame):
+    """-> PromptRows."""
+
+    request: Natural
+    ids: memoryview
+
+
 class Receipt(Frame):
     """Frames up to `number` are durable, or refused: a verdict and the known length of each sample in them."""
 
@@ -181,6 +189,13 @@ class SampleSlice(Frame):
     logprobs: memoryview
 
 
+class PromptRows(Frame):
+    """Answer to `ReadPrompts`, in the order asked for."""
+
+    request: Natural
+    rows: tuple[Row, ...]
+
+
 class RequestFailed(Frame):
     """The store cannot answer a request of a trainer, because of this."""
 
@@ -188,8 +203,8 @@ class RequestFailed(Frame):
     reason: str
 
 
-FromClient = Append | Fetch | Withdraw | ReadLengths | ReadSamples
-FromStore = Receipt | Prefix | Refusal | LengthTable | SampleSlice | RequestFailed
+FromClient = Append | Fetch | Withdraw | ReadLengths | ReadSamples | ReadPrompts
+FromStore = Receipt | Prefix | Refusal | LengthTable | SampleSlice | PromptRows | RequestFailed
 
 encode = msgspec.msgpack.Encoder().encode
 decode_from_client = msgspec.msgpack.Decoder(FromClient).decode

@@ -14,6 +14,7 @@ Who sends what cannot be true is cut off for good, and the controller gets a sen
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,8 +22,7 @@ from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
 
-from tailrace.errors import TailraceError
-from tailrace.samples.file import SampleFile, SampleGoneError, SampleReader
+from tailrace.samples.file import SampleDamagedError, SampleFile, SampleGoneError, SampleReader
 from tailrace.samples.messages import (
     LONGEST_FRAME,
     Append,
@@ -33,7 +33,9 @@ from tailrace.samples.messages import (
     LengthTable,
     PieceColumns,
     Prefix,
+    PromptRows,
     ReadLengths,
+    ReadPrompts,
     ReadSamples,
     Receipt,
     Refusal,
@@ -50,9 +52,11 @@ from tailrace.samples.writer import GroupWriter, Key, ReceivedFrame
 from tailrace.types import MALFORMED, PromptId, Row, TrajectoryId
 from tailrace.wire import descriptors
 from tailrace.wire.listener import Listener, SignedChannel
-from tailrace.wire.messages import LOOPBACK, Grant, WireError
+from tailrace.wire.messages import LOOPBACK, Grant, Reconcile, WireError
 from tailrace.wire.session import StrangerError
 from tailrace.wire.tls import Identity
+
+log = logging.getLogger(__name__)
 
 QUEUED = 32 << 20  # bytes that may wait for the writer
 SLICE = 4 << 20  # bytes of one answer to `ReadSamples`
@@ -63,14 +67,19 @@ MOST_IDS = 1 << 22  # of one request
 START_S = 30.0
 FENCED_OFF = "there is a newer attempt"
 NOT_WANTED = "nobody wants it any more"
-FRAMES: dict[str, tuple[type, ...]] = {"replica": (Append, Fetch, Withdraw), "trainer": (ReadLengths, ReadSamples)}
+FRAMES: dict[str, tuple[type, ...]] = {
+    "replica": (Append, Fetch, Withdraw),
+    "trainer": (ReadLengths, ReadSamples),
+    "store": (ReadPrompts,),
+}
 
 
 class Step(NamedTuple):
-    """A frame of an answer, and how to make the rest."""
+    """A frame of an answer, how to make the rest, and what was found to be lost."""
 
     frame: FromStore | None = None
     rest: Job | None = None
+    lost: TrajectoryId | None = None
 
 
 Job = Callable[[SampleReader], Step]
@@ -95,8 +104,9 @@ class Client:
 
 
 class SampleServer:
-    """`key_of`: the key of each component, by its name. `accuse(component, reason)` and `broken(error)` are called in
-    threads of the server. All other methods may be called from any thread."""
+    """`key_of`: the key of each component, by its name. `accuse(component, reason)`, `broken(error)` and `lost(ids)`,
+    of samples that somebody needs and that are gone or damaged, are called in threads of the server. All other methods
+    may be called from any thread."""
 
     def __init__(
         self,
@@ -108,8 +118,10 @@ class SampleServer:
         identity: Identity | None = None,
         listen: str = LOOPBACK,
         port: int = 0,
+        lost: Callable[[list[TrajectoryId]], None] = lambda _: None,
     ) -> None:
         self._broken = broken
+        self._lost = lost
         self._file = file
         self._key_of = key_of
         self._tell = accuse
@@ -164,13 +176,12 @@ class SampleServer:
     def add_prompts(self, rows: Sequence[Row], then: Callable[[], None]) -> None:
         self._do(lambda file: file.add_prompts(rows), then)
 
-    def reconcile(
-        self,
-        grants: Sequence[Grant],
-        keep: Sequence[TrajectoryId],
-        archive: bool,
-        then: Callable[[list[TrajectoryId]], None],
-    ) -> None:
+    @property
+    def prompts(self) -> set[PromptId]:
+        """That are here."""
+        return self._file.prompts
+
+    def reconcile(self, order: Reconcile, archive: bool, then: Callable[[list[TrajectoryId]], None]) -> None:
         """`then` is told which samples should be kept and are not here."""
         missing: list[TrajectoryId] = []
 
@@ -178,7 +189,10 @@ class SampleServer:
             self._call(self._look_again, None)
             then(missing)
 
-        self._do(lambda file: missing.extend(file.reconcile(grants, keep, archive)), finish)
+        def change(file: SampleFile) -> None:
+            missing.extend(file.reconcile(order.grants, order.keep, archive, order.finished, order.prefixes))
+
+        self._do(change, finish)
 
     def _do(self, change: Callable[[SampleFile], None], then: Callable[[], None]) -> None:
         def action(file: SampleFile) -> Callable[[], None]:
@@ -279,7 +293,7 @@ class SampleServer:
                 self._fetch(client, (frame.trajectory, frame.attempt))
             case Withdraw():
                 self._drop_fetch(client, (frame.trajectory, frame.attempt))
-            case ReadLengths() | ReadSamples():
+            case ReadLengths() | ReadSamples() | ReadPrompts():
                 self._request(client, frame)
 
     def _cut_off(self, client: Client, reason: str) -> None:
@@ -357,11 +371,11 @@ class SampleServer:
 
     # ---------------------------------------------------------------------------------------------------------- answers
 
-    def _request(self, client: Client, frame: ReadLengths | ReadSamples) -> None:
+    def _request(self, client: Client, frame: ReadLengths | ReadSamples | ReadPrompts) -> None:
         if len(frame.ids) % 8 or len(frame.ids) > 8 * MOST_IDS:
             self._cut_off(client, f"a request with {len(frame.ids):,} bytes of ids")
             return
-        answer = _lengths if isinstance(frame, ReadLengths) else _slice
+        answer = {ReadLengths: _lengths, ReadSamples: _slice, ReadPrompts: _rows}[type(frame)]
         client.jobs.put_nowait(partial(answer, frame.request, read_column(frame.ids).tolist()))
 
     async def _answer(self, client: Client) -> None:
@@ -381,7 +395,9 @@ class SampleServer:
     def _make(self, job: Job) -> tuple[bytes, Job | None]:
         """In a reader's thread. Damage that is in nobody's answer ends the store: it must not go unseen."""
         try:
-            frame, rest = job(self._local.reader)
+            frame, rest, lost = job(self._local.reader)
+            if lost is not None:
+                self._lost([lost])
             return encode(frame) if frame is not None else b"", rest
         except Exception as error:
             self._broken(error)
@@ -398,6 +414,9 @@ class SampleServer:
 def _prefix(key: Key, prompt: PromptId, reader: SampleReader) -> Step:
     try:
         pieces = reader.prefix(key[0])
+    except SampleDamagedError as error:  # control takes it back
+        log.warning("%s", error)
+        return Step(lost=error.trajectory)
     except SampleGoneError:
         return Step(Refusal(*key, NOT_WANTED))
     return Step(Prefix(*key, reader.row(prompt), *PieceColumns.of(pieces)))
@@ -406,14 +425,23 @@ def _prefix(key: Key, prompt: PromptId, reader: SampleReader) -> Step:
 def _lengths(request: int, ids: list[TrajectoryId], reader: SampleReader) -> Step:
     try:
         return Step(LengthTable(request, column([value for one in reader.lengths(ids) for value in one[1:]])))
-    except TailraceError as error:
-        return Step(RequestFailed(request, str(error)))
+    except SampleGoneError as error:
+        return _failure(request, error)
 
 
 def _slice(request: int, ids: list[TrajectoryId], reader: SampleReader) -> Step:
     try:
         samples = reader.read(ids, SLICE)
-    except TailraceError as error:
-        return Step(RequestFailed(request, str(error)))
+    except SampleGoneError as error:
+        return _failure(request, error)
     left = ids[len(samples) :]
     return Step(slice_of(request, samples), partial(_slice, request, left) if left else None)
+
+
+def _failure(request: int, error: SampleGoneError) -> Step:
+    log.warning("%s", error)
+    return Step(RequestFailed(request, str(error)), lost=error.trajectory)
+
+
+def _rows(request: int, ids: list[PromptId], reader: SampleReader) -> Step:
+    return Step(PromptRows(request, tuple([reader.row(id) for id in ids])))

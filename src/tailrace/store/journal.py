@@ -14,6 +14,7 @@ a shorter but consistent journal, which reads like any other; only `complete` te
 
 from __future__ import annotations
 
+import secrets
 import zlib
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
@@ -46,6 +47,7 @@ from tailrace.types import MALFORMED
 __all__ = ["FILE", "FORMAT", "Entry", "Journal", "JournalError", "JournalWriter", "refuse_existing"]
 
 FORMAT = 2
+RUN = "run"  # in `meta`: by which the files of its sample stores are known
 BATCH = 2000  # events per transaction
 SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT);
@@ -87,7 +89,7 @@ class Meta:
 def beginning(config: Config, driver: str) -> dict[str, str]:
     """What every run says of itself, in `meta`."""
     values = {"format": str(FORMAT), "tailrace": __version__, "driver": driver, "created": date()}
-    return values | {"config": _frozen(config)}
+    return values | {RUN: secrets.token_hex(8), "config": _frozen(config)}
 
 
 class JournalTable:

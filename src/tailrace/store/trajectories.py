@@ -41,8 +41,8 @@ CREATE INDEX trajectories_of ON trajectories (prompt_id);
 """
 ASSIGN = """
 INSERT INTO trajectories (id, epoch, group_id, prompt_id, store, state) VALUES (?, ?, ?, ?, ?, 'running')
-ON CONFLICT (id) DO UPDATE SET epoch = excluded.epoch, store = excluded.store, state = 'running', finish = '',
-    reward = NULL, reason = '', payload = 'live', crc = NULL
+ON CONFLICT (id) DO UPDATE SET epoch = excluded.epoch, store = excluded.store, state = 'running', tokens = NULL,
+    oldest = NULL, newest = NULL, finish = '', reward = NULL, reason = '', payload = 'live', crc = NULL
 """
 AMONG = "IN (SELECT value FROM json_each(?))"  # any number of ids as one value
 KNOWN = "id, group_id, prompt_id, store, state, tokens, oldest, newest, finish, reward, reason, step, payload"
@@ -113,6 +113,13 @@ class TrajectoryTable:
         if ending != "trained":
             statement = f"UPDATE trajectories SET state = ? WHERE state != 'failed' AND id {AMONG}"
             self._database.execute(statement, (ending, among))
+        if ending == "lost":  # the step that trained it is repeated without it
+            self._database.execute(f"UPDATE trajectories SET step = NULL WHERE id {AMONG}", (among,))
+
+    def finished(self, ids: Sequence[TrajectoryId]) -> dict[TrajectoryId, tuple[int, int]]:
+        """Of those of these that are: the attempt that finished them, and their tokens."""
+        query = f"SELECT id, epoch, tokens FROM trajectories WHERE state IN ('finished', 'trained') AND id {AMONG}"
+        return {id: (epoch, tokens) for id, epoch, tokens in self._database.execute(query, (_list(ids),))}
 
     def rewards(self, ids: Sequence[TrajectoryId]) -> dict[TrajectoryId, float | None]:
         """Of all of these, each checked against its checksum."""

@@ -313,7 +313,7 @@ class Learner:
         room = self._room(tokens)
         inputs = pack.inputs if room is None else np.pad(pack.inputs, (0, room - tokens))
         arrays = (inputs, pack.positions, pack.targets)
-        inputs, positions, targets = (torch.from_numpy(array).to(self.device, torch.int64) for array in arrays)
+        inputs, positions, targets = (torch.tensor(array, dtype=torch.int64, device=self.device) for array in arrays)
         paths = None if pack.paths is None else pack.paths.astype(np.int64)
         where = layout(pack.lengths, self.device, room, paths)
         return DevicePack(inputs, where, positions, targets, self._tensor(pack.behavior_logprobs))
@@ -380,7 +380,7 @@ class Learner:
         return ProximalPolicy(parameters, looks_back and self.settings.mini_batches > 1)
 
     def _tensor(self, numbers: np.ndarray) -> Tensor:
-        return torch.from_numpy(numbers).to(self.device, torch.float32)
+        return torch.tensor(numbers, dtype=torch.float32, device=self.device)
 
 
 def _of_tokens(sums: dict[str, float]) -> dict[str, float]:

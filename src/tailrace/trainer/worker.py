@@ -54,7 +54,7 @@ class Worker:
         self.part = 0
         self.samples = SampleClient(spec.name)
         self.divergence = Divergence()
-        self.link = Link(spec, find_stores=self.samples.connect)
+        self.link = Link(spec, find_stores=self.samples.find)
 
     def run(self) -> None:
         self.rank_group.snapshot(self.step)

@@ -40,7 +40,6 @@ from tailrace.wire.messages import (
     Reconcile,
     Reported,
     Spec,
-    StoreAddress,
     Stores,
     WireError,
     decode_from_controller,
@@ -60,7 +59,7 @@ class Link:
         self,
         spec: Spec,
         load: Callable[[], Event | None] = lambda: None,
-        find_stores: Callable[[tuple[StoreAddress, ...]], None] = lambda _: None,
+        find_stores: Callable[[Stores], None] = lambda _: None,
     ) -> None:
         self.incarnation = spec.incarnation  # grows with every controller that this part meets
         self.waiting_for = ""  # who holds this part up, in a few words, for people to see; set it from any thread
@@ -218,7 +217,7 @@ class Link:
             self._beats_here, self._beat_at = message.on, 0.0
             return
         if isinstance(message, Stores):
-            self._find_stores(message.addresses)
+            self._find_stores(message)
             return
         if isinstance(message, Introduce):
             self._let_go(message.heard)

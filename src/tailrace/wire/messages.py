@@ -37,6 +37,7 @@ class Spec(Struct):
     door: str = ""  # fingerprint of the controller's certificate; empty: the link is plain, within this host
     host: HostId = 0  # of whose relay a replica gets its weights
     listen: str = LOOPBACK  # relay: where it takes weights
+    run: str = ""  # by which the files of its sample stores are known
     rank: int = 0
     step: int = 0  # trainer: the last step that the controller knows to be complete
     meeting: str = ""  # trainer: where its ranks find each other
@@ -122,7 +123,7 @@ class Ordered(Message):
 
 class Grant(Struct):
     """The right to append to a sample: a replica has it until there is a larger attempt. `resume`: what is stored of
-    the sample is continued; else it is deleted."""
+    the sample is continued, unless it is of an attempt before `began`; else it is deleted."""
 
     replica: ReplicaId
     trajectory: TrajectoryId
@@ -130,6 +131,7 @@ class Grant(Struct):
     group: GroupId
     prompt: PromptId
     resume: bool = False
+    began: Natural = 0  # the attempt that began it anew, from its prompt
 
 
 class Assigned(Message):
@@ -142,7 +144,11 @@ class Reconcile(Message):
     """To a sample store that has joined: all assignments that are under way, and what else has to be kept."""
 
     grants: tuple[Grant, ...]
-    keep: tuple[TrajectoryId, ...] = ()
+    keep: tuple[TrajectoryId, ...] = ()  # what is missing of these is lost
+    finished: dict[TrajectoryId, tuple[int, int]] = msgspec.field(default_factory=dict[TrajectoryId, tuple[int, int]])
+    # the attempt that finished each of them, and its tokens
+    prefixes: tuple[TrajectoryId, ...] = ()  # to go on from, as far as they are there
+    prompts: tuple[PromptId, ...] = ()  # for the first store: those that are still needed
 
 
 class StoreAddress(Struct):
@@ -155,9 +161,10 @@ class StoreAddress(Struct):
 
 
 class Stores(Message):
-    """To replicas and trainers: all sample stores that are there now."""
+    """To replicas, trainers and sample stores: all sample stores that are there now, and those that will not return."""
 
     addresses: tuple[StoreAddress, ...]
+    departed: tuple[StoreId, ...] = ()
 
 
 class Introduce(Message):

@@ -1,0 +1,147 @@
+"""Machines that join a run, for tests: `tailrace worker` as somebody would start it, and what becomes of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+from hosts import Network, clear_abandoned, hosts
+from proof import Proof, prove
+
+from runs import EMULATED, Run, nothing_is_left
+from tailrace.protocol import HostJoined, HostLeft
+from tailrace.runtime.local import read_traces
+from tailrace.store.journal import Journal
+
+DEADLINE_S = 60.0
+PORT = 4777  # of a controller in a network of its own
+LISTEN = ("--local.listen", "127.0.0.1", "--local.replicas", "1")
+
+
+class Guest:
+    """`tailrace worker`, as somebody on another machine would start it; its logs are in `folder`."""
+
+    def __init__(self, folder: Path, *options: str, inside: tuple[str, ...] = (), key: str | None = None) -> None:
+        folder.mkdir(exist_ok=True)
+        self.folder = folder.resolve()
+        command = [*inside, sys.executable, "-m", "tailrace", "worker", *options]
+        env = {name: value for name, value in os.environ.items() if name != "TAILRACE_JOIN_KEY"}
+        env |= {"TMPDIR": str(folder)} | ({"TAILRACE_JOIN_KEY": key} if key is not None else {})
+        self.child = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    def parts(self) -> dict[str, int]:
+        """Process ids of the living parts, by the name of their log."""
+        found: dict[str, int] = {}
+        for id in (int(name) for name in os.listdir("/proc") if name.isdecimal()):
+            try:
+                log = os.readlink(f"/proc/{id}/fd/1")
+            except OSError:
+                continue
+            if log.startswith(str(self.folder)):
+                found[Path(log).stem] = id
+        return found
+
+    def wait(self) -> tuple[int, str]:
+        _, err = self.child.communicate(timeout=DEADLINE_S)
+        return self.child.returncode, err
+
+    def interrupt(self) -> tuple[int, str]:
+        self.child.send_signal(signal.SIGINT)
+        return self.wait()
+
+
+@contextmanager
+def a_run(folder: Path, *options: str) -> Iterator[tuple[Run, Callable[..., Guest]]]:
+    """A run that machines may join, and how one does. Everybody is gone at the end."""
+    run, guests = Run(folder, EMULATED, *LISTEN, *options).start(), list[Guest]()
+    try:
+        run.until((run.folder / "join.key").exists, "its key")
+        run.until(lambda: run.events("Trained"), "a step")
+
+        def join(*more: str) -> Guest:
+            where = ("--join", address(run), "--key", str(run.folder / "join.key"))
+            guests.append(Guest(folder / f"guest{len(guests)}", *where, *more))
+            return guests[-1]
+
+        yield run, join
+    finally:
+        _end(run, guests)
+
+
+def _end(run: Run, guests: list[Guest]) -> None:
+    for child in (run.child, *[guest.child for guest in guests]):
+        if child is not None and child.poll() is None:
+            child.kill()
+            child.communicate(timeout=DEADLINE_S)
+
+
+@contextmanager
+def on_two_hosts(folder: Path, *options: str) -> Iterator[tuple[Network, Run, Callable[..., Guest]]]:
+    """A run on the first one, and how the second one joins it."""
+    clear_abandoned()
+    with hosts(2) as network:
+        where, guests = network[0].address, list[Guest]()
+        listen = ("--local.listen", where, "--local.replicas", "1", "--local.port", str(PORT))
+        run = Run(folder, EMULATED, *listen, *options)
+        run.inside = network[0].inside
+
+        def join(*more: str) -> Guest:
+            door = ("--join", f"{where}:{PORT}", "--key", str(run.folder / "join.key"))
+            guests.append(Guest(folder / f"guest{len(guests)}", *door, *more, inside=tuple(network[1].inside)))
+            return guests[-1]
+
+        run.start()
+        try:
+            run.until(lambda: run.events("Trained"), "a step")
+            yield network, run, join
+        finally:
+            _end(run, guests)
+
+
+def address(run: Run) -> str:
+    """Where its controller listens."""
+    return f"127.0.0.1:{read_traces(run.folder).port}"
+
+
+def joined(run: Run) -> list[HostJoined]:
+    return [entry.event for entry in Journal(run.folder).entries() if isinstance(entry.event, HostJoined)]
+
+
+def left(run: Run) -> list[HostLeft]:
+    return [entry.event for entry in Journal(run.folder).entries() if isinstance(entry.event, HostLeft)]
+
+
+def finished(run: Run, replica: int) -> int:
+    """Samples that they have brought to an end."""
+    with closing(sqlite3.connect(f"file:{run.folder / 'run.db'}?mode=ro", uri=True)) as database:
+        query = "SELECT count(*) FROM journal WHERE kind = 'Finished' AND json_extract(event, '$.replica') = ?"
+        return database.execute(query, (replica,)).fetchone()[0]
+
+
+def at_work(run: Run, *replicas: int) -> None:
+    before = [finished(run, id) for id in replicas]
+    run.until(lambda: all(finished(run, id) > n + 3 for id, n in zip(replicas, before, strict=True)), "their work")
+
+
+def ends_well(run: Run, elsewhere: Mapping[int, Path] | None = None) -> Proof:
+    """It is stopped when it has seen enough, and every promise was kept. `elsewhere`: folders of other stores."""
+    status, out, err = run.interrupt()
+    assert status == 130, f"{out}\n{err}\n{run.logs()}"
+    proof = prove(run.folder, elsewhere=elsewhere)
+    assert proof.trained
+    limit = time.monotonic() + DEADLINE_S
+    while not nothing_is_left(run):
+        assert time.monotonic() < limit, "something is left of the run"
+        time.sleep(0.05)
+    return proof
+
+
+def gone(run: Run, guest: Guest) -> None:
+    run.until(lambda: not guest.parts(), "its parts to be gone")
