@@ -2,8 +2,8 @@
 
     python benchmarks/controller_memory.py [--trajectories 100000] [--delete]
 
-The real control plane, the real store with every token, and the live view, as the controller runs them; only the parts
-are modelled, in virtual time, and their share of the memory is in the figures. Writes
+The real control plane, the real store with every token, and the live view, as the controller runs them; only the
+components are modelled, in virtual time, and their share of the memory is in the figures. Writes
 benchmarks/results/controller_memory.json.
 """
 

@@ -200,7 +200,7 @@ async def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def start(spec: Spec) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "tailrace.runtime.part"]
+    command = [sys.executable, "-m", "tailrace.runtime.component"]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=(spec.lifeline,))
     assert process.stdin is not None
     process.stdin.write(msgspec.json.encode(spec) + b"\n")

@@ -51,7 +51,7 @@ def decoders() -> list[Decoder]:
     return [
         Decoder("wire: parts to controller", 0.09, "msgpack", hub, ()),
         Decoder("wire: a stranger's bytes", 0.03, "bytes", hub_stranger, ()),
-        Decoder("wire: lies of parts", 0.015, "msgpack", parts, ()),
+        Decoder("wire: lies of components", 0.015, "msgpack", parts, ()),
         Decoder("wire: lies of machines", 0.005, "msgpack", machines, ()),
         Decoder("wire: controller to parts", 0.12, "msgpack", link, MALFORMED),
         Decoder("judges: answers", 0.06, "bytes", judge_replies, (FrameError,)),

@@ -35,10 +35,10 @@ from rich.table import Table
 from tailrace.config import Config, load
 from tailrace.envs.sources import Blanks
 from tailrace.protocol import Event, Progressed, RelayJoined, ReplicaJoined, TrainerJoined
+from tailrace.runtime.components import Tie
 from tailrace.runtime.controller import Controller
 from tailrace.runtime.lag import LoopLag
 from tailrace.runtime.local import Process
-from tailrace.runtime.parts import Tie
 from tailrace.store.run import RunStore
 from tailrace.wire import descriptors
 from tailrace.wire.connection import Connection
@@ -127,7 +127,7 @@ def fleet(port: int, first: int, count: int, heartbeat_s: float) -> None:
 
 
 class Absent:
-    """In place of a process of a part."""
+    """In place of a process of a component."""
 
     pid = started = 0
     how = "ended"
@@ -164,7 +164,7 @@ async def control(folder: Path, replicas: int, seconds: float, profile: bool) ->
     config, seen = settings(replicas), Unseen()
     store = RunStore.create(folder, config)
     controller = Controller(store, config, Blanks(config), Tie(KEYS, -1), seen)  # type: ignore[arg-type]
-    local: Any = controller.parts._local
+    local: Any = controller.components._local
     local._begin, local._write = _begin, lambda: None  # there are no processes to find again
     running = asyncio.create_task(controller.run())
     while len(local.processes) < replicas + 2 and not running.done():

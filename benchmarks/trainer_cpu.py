@@ -110,7 +110,9 @@ def serve() -> None:
     for line in sys.stdin:
         parts = groups(int(line))
         began = time.process_time()
-        losses = [trainer.train_part(int(line), part, *in_memory(some))["loss"] for part, some in enumerate(parts)]
+        losses = [
+            trainer.train_mini_batch(int(line), part, *in_memory(some))["loss"] for part, some in enumerate(parts)
+        ]
         cpu_s = time.process_time() - began
         print(json.dumps({"cpu_s": cpu_s, "tokens": tokens(parts), "loss": sum(losses)}), flush=True)
 

@@ -72,9 +72,9 @@ def _case(folder: str, longest: int, batch: int, budget: int, chunk: int, recomp
         mini_batches=1, device="cpu", tokens_per_batch=budget, logit_tokens=chunk, recompute=recompute, loss="aipo"
     )
     learner = Learner(Config(model=Model(path=folder), trainer=settings))
-    learner.train_part(0, 0, *in_memory([_group([8, 8])]))  # gradients and moments exist from here on
+    learner.train_mini_batch(0, 0, *in_memory([_group([8, 8])]))  # gradients and moments exist from here on
     before = _resident_mb()
-    metrics = learner.train_part(1, 0, *in_memory([_group(_lengths(longest, batch))]))
+    metrics = learner.train_mini_batch(1, 0, *in_memory([_group(_lengths(longest, batch))]))
     return {"rise_mb": _peak_mb() - before, "before_mb": before, "seconds": metrics["seconds"]}
 
 

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from tailrace.config.tree import Config
 from tailrace.control.plane import ControlPlane
-from tailrace.control.sampling import part_sizes
+from tailrace.control.sampling import mini_batch_sizes
 from tailrace.protocol import (
     Command,
     Event,
@@ -41,7 +41,7 @@ class Audit:
         self.place: dict[int, int] = {}  # the replica that has a trajectory, as far as is known
         self.judged: set[int] = set()  # trajectories that judges have there
         self.failures: Counter[int] = Counter()
-        self.parts: dict[tuple[int, int], Train] = {}  # first order to train (step, part)
+        self.mini_batches: dict[tuple[int, int], Train] = {}  # first order to train (step, mini-batch)
         self.step_of: dict[int, int] = {}  # of a group, once it is trained on
         self.forgotten: set[int] = set()
         self.lost: set[int] = set()  # payloads that went with their store; the sample may be generated anew
@@ -69,8 +69,8 @@ class Audit:
             self._judged(event)
         elif isinstance(event, GenerationResumed):
             self.judged -= {one.trajectory for one in event.samples}
-        elif isinstance(event, Trained) and (event.step, event.part) > self.trained_until:
-            self.trained_until = (event.step, event.part)
+        elif isinstance(event, Trained) and (event.step, event.mini_batch) > self.trained_until:
+            self.trained_until = (event.step, event.mini_batch)
             self.progress_at = now
         for command in commands:
             self._order(command)
@@ -102,7 +102,7 @@ class Audit:
                 self.prompt_of[request.group] = request.prompt
         elif isinstance(command, Train):
             self._train(command)
-        elif isinstance(command, GiveUp) and command.part == "replica":
+        elif isinstance(command, GiveUp) and command.role == "replica":
             self._empties(command.id)
         elif isinstance(command, Forget):
             assert self.forgotten.isdisjoint(command.trajectories), "a payload is freed once"
@@ -117,20 +117,22 @@ class Audit:
         """What was lost with a store leaves the history, and may be generated and trained again."""
         for trajectory in lost:
             self._leaves(trajectory)
-        for at, order in self.parts.items():
+        for at, order in self.mini_batches.items():
             gone = [group for group in order.groups if not lost.isdisjoint(group.trajectories)]
             for group in gone:
                 self.step_of.pop(group.group, None)
-            self.parts[at] = replace(order, groups=tuple(group for group in order.groups if group not in gone))
+            self.mini_batches[at] = replace(order, groups=tuple(group for group in order.groups if group not in gone))
 
     def _train(self, command: Train) -> None:
-        at = command.step, command.part
-        first = self.parts.get(at, command)
+        at = command.step, command.mini_batch
+        first = self.mini_batches.get(at, command)
         kept = command.groups[: len(first.groups)]
         assert (first.groups, first.last) == (kept, command.last), "a repetition is the same as the first time"
-        size = part_sizes(self.config.workload.prompts_per_step, self.config.trainer.mini_batches)[command.part]
+        size = mini_batch_sizes(self.config.workload.prompts_per_step, self.config.trainer.mini_batches)[
+            command.mini_batch
+        ]
         assert len(command.groups) == size, "what was lost is replaced"
-        self.parts[at] = command
+        self.mini_batches[at] = command
         for group in command.groups:
             assert self.step_of.setdefault(group.group, command.step) == command.step, "nothing is trained twice"
             assert len(group.trajectories) >= self.config.groups.min_survivors
@@ -138,13 +140,17 @@ class Audit:
                 assert id not in self.forgotten | self.lost, "payloads are kept until they are trained on"
                 age = command.step - self.oldest[id, self.epoch[id]]
                 assert age <= self.config.schedule.max_staleness, f"trajectory {id} is trained {age} versions late"
-        trained = [group.group for group in command.groups if self.parts[command.step, command.part] is command]
+        trained = [
+            group.group for group in command.groups if self.mini_batches[command.step, command.mini_batch] is command
+        ]
         assert len(trained) == len(set(trained))
 
     def finish(self, plane: ControlPlane) -> None:
         """Every prompt and every payload that ever came up is somewhere."""
         ledger, training = plane.state.ledger, plane.state.training
-        assert len(self.step_of) == sum(len(part.groups) for part in self.parts.values()), "nothing is trained twice"
+        assert len(self.step_of) == sum(len(one.groups) for one in self.mini_batches.values()), (
+            "nothing is trained twice"
+        )
         pooled = [prompt.id for prompt in ledger.pool.contents()]
         live = [group.prompt.id for group in ledger.groups.values()]
         trained = [self.prompt_of[group] for group in self.step_of if group not in ledger.groups]

@@ -71,7 +71,7 @@ class Drive:
     def orders(self, kind: type[C]) -> list[C]:
         return [command for command in self.sent if isinstance(command, kind)]
 
-    # ------------------------------------------------------------------------------------- what honest parts would say
+    # --------------------------------------------------------------------------------- what honest components would say
 
     def join_all(self, version: int = 0) -> Drive:
         """Everybody is there, and version 0 is everywhere."""
@@ -143,7 +143,7 @@ class Drive:
     def train(self) -> list[Command]:
         """The trainer has done what it was told last."""
         order = self.orders(Train)[-1]
-        return self.tell(Trained(order.incarnation, order.step, order.part))
+        return self.tell(Trained(order.incarnation, order.step, order.mini_batch))
 
     def keep_alive(self) -> None:
         """For tests that are not about silence."""

@@ -1,5 +1,5 @@
-"""A real controller whose parts are played by a test: no processes and no sockets, but all else is there, from the
-decoder of the hub to run.db. Honest parts answer every order; then somebody says what it should not."""
+"""A real controller whose components are played by a test: no processes and no sockets, but all else is there, from the
+decoder of the hub to run.db. Honest components answer every order; then somebody says what it should not."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from tailrace.protocol import (
     VersionStored,
     WeightsLoaded,
 )
+from tailrace.runtime.components import Tie
 from tailrace.runtime.controller import Controller
 from tailrace.runtime.local import Process
-from tailrace.runtime.parts import Tie
 from tailrace.store.run import RunStore
 from tailrace.types import Prompt
 from tailrace.wire.hub import Letter
@@ -87,7 +87,7 @@ class Played:
         self.store = RunStore.create(folder, config)
         self.controller = Controller(self.store, config, Tie(KEYS, -1), Unseen())  # type: ignore[arg-type]
         self.controller._log = (folder / "controller.log").open("w")
-        local: Any = self.controller.parts._local
+        local: Any = self.controller.components._local
         local._begin = self._begin
         hub: Any = self.controller.hub
         hub.send = self._sent
@@ -152,7 +152,7 @@ class Played:
             case LoadWeights(replica, incarnation, version):
                 self.report(name, WeightsLoaded(replica, incarnation, version))
             case Publish(incarnation, version, relay):
-                master = self.controller.parts.get("relay", relay)
+                master = self.controller.components.get("relay", relay)
                 if master is None:
                     self.report(name, PublishFailed(incarnation, version, relay, "it is gone"))
                 else:
@@ -171,18 +171,18 @@ class Played:
         """Whoever was dropped is started again, as control would after a while."""
         for process in self.processes("store", "relay", "trainer", "replica"):
             if process.dismissed:
-                self.controller.parts._start(process.spec.role, process.spec.id)
+                self.controller.components._start(process.spec.role, process.spec.id)
                 await self.turn()
                 await self.join(self.process(process.spec.role, process.spec.id))
 
     # -------------------------------------------------------------------------------------------------------- speaking
 
     def processes(self, *roles: str) -> list[Process]:
-        all_ = self.controller.parts._local.processes
+        all_ = self.controller.components._local.processes
         return [process for role in roles for (kind, _), process in sorted(all_.items()) if kind == role]
 
     def process(self, role: str, id: int) -> Process:
-        found = self.controller.parts.get(role, id)
+        found = self.controller.components.get(role, id)
         assert found is not None
         return found
 

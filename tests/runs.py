@@ -43,7 +43,7 @@ checkpoint_every = 1
 [costs]
 decode_step = 0.001
 decode_sequence = 0.0001
-train_part = 0.01
+train_mini_batch = 0.01
 train_token = 0.00002
 [repack]
 every_s = 0.3
@@ -117,8 +117,8 @@ class Run:
         except (OSError, IndexError):
             return 0
 
-    def parts(self) -> dict[str, int]:
-        """Process ids of the living parts, by the name of their log."""
+    def components(self) -> dict[str, int]:
+        """Process ids of the living components, by the name of their log."""
         found: dict[str, int] = {}
         for id in _processes():
             try:
@@ -139,7 +139,7 @@ class Run:
                     prompt_of[request.group] = request.prompt
                 if isinstance(command, Train):
                     prompts = [prompt_of[group.group] for group in command.groups]
-                    assert steps.setdefault((command.step, command.part), prompts) == prompts
+                    assert steps.setdefault((command.step, command.mini_batch), prompts) == prompts
         return [prompts for _, prompts in sorted(steps.items())]
 
     def logs(self) -> str:
@@ -167,4 +167,4 @@ def replayed(run: Run) -> ControlPlane:
 def nothing_is_left(run: Run) -> bool:
     """Neither processes nor shared memory of this very run."""
     mark = xxhash.xxh3_64_hexdigest(str(run.folder.resolve()).encode())[:8]
-    return not run.parts() and not list(default_base().glob(f"tailrace-*{mark}*"))
+    return not run.components() and not list(default_base().glob(f"tailrace-*{mark}*"))

@@ -87,7 +87,7 @@ def answered(run: Path) -> list[tuple[float, float]]:
 
 
 def restarts(run: Path) -> int:
-    """Of parts; a run in which there were any is not one to compare with."""
+    """Of components; a run in which there were any is not one to compare with."""
     from tailrace.protocol import RunStarted, Start
     from tailrace.store.journal import Journal
 

@@ -22,7 +22,7 @@ def tailrace(
     words: Sequence[str], log: Path, deadline: float, enough: Callable[[], bool] = lambda: False
 ) -> int | None:
     """Run it until it ends (its exit code), until it has done enough, or until the deadline (None). What it prints goes
-    to a file: a pipe would be held open by its parts when it is killed."""
+    to a file: a pipe would be held open by its components when it is killed."""
     with log.open("w") as stream:
         process = subprocess.Popen(
             [sys.executable, "-m", "tailrace", *words], stdout=stream, stderr=subprocess.STDOUT, env=_environment()

@@ -3,10 +3,10 @@
     PYTHONPATH=src python benchmarks/gpu/skinny.py [--sweep] [--seed N] [--out FILE]
 
 Needs torch and triton alone. Every product is timed together with the kernel that reads it in a decode step, since that
-one adds up its parts: queries, keys and values with the rotation, the gate with its activation, the two that go onto
-the residual with the norm behind them. There are as many weights as a model has layers, so that no cache helps. Then
-whole steps without attention and draw. `--sweep` also looks for the best division of every product: columns of a tile,
-weights per step, splits, warps, stages. Prints tables, writes benchmarks/results/gpu_skinny.json.
+one adds up its components: queries, keys and values with the rotation, the gate with its activation, the two that go
+onto the residual with the norm behind them. There are as many weights as a model has layers, so that no cache helps.
+Then whole steps without attention and draw. `--sweep` also looks for the best division of every product: columns of a
+tile, weights per step, splits, warps, stages. Prints tables, writes benchmarks/results/gpu_skinny.json.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SHARED_BYTES = 224_000  # of a multiprocessor, for one program
 Tensor = torch.Tensor
 
 
-# ---------------------------------------------------------------- products as a decode step uses them
+# ---------------------------------------------------------------------------------- products as a decode step uses them
 
 
 class Work(NamedTuple):
@@ -102,7 +102,7 @@ def head(shape: Shape) -> Work:
 
 
 def rotation(shape: Shape, kind: torch.dtype = torch.bfloat16) -> tuple[Callable[[Tensor], Tensor], Tensor]:
-    """From the product, or its parts, to the rotated queries as rows; and the pools that keys and values go to."""
+    """From the product, or its components, to the rotated queries as rows; and the pools that keys and values go to."""
     tables, places = angle_tables(512, shape.size), torch.arange(skinny.MOST_ROWS, device="cuda")
     pools = torch.zeros(2, -(-skinny.MOST_ROWS // 16), shape.kv_heads, 16, shape.size, dtype=kind, device="cuda")
     around = *tables, places, places, pools[0], pools[1]
@@ -117,7 +117,7 @@ def width_of(shape: Shape) -> int:
     return (shape.heads + 2 * shape.kv_heads) * shape.size
 
 
-# ---------------------------------------------------------------- checks
+# --------------------------------------------------------------------------------------------------------------- checks
 
 
 def checks(shape: Shape, kind: torch.dtype, rows: int) -> Iterator[tuple[str, float]]:
@@ -145,8 +145,8 @@ def checks_of_parts(shape: Shape, kind: torch.dtype, rows: int) -> Iterator[tupl
     yield "add_rms_norm", error(found, normed(expected, scale))
     parts = normal(5, rows, width_of(shape), kind=torch.float32)
     (rotated, pools), (expected_of, expected_pools) = rotation(shape, kind), rotation(shape, kind)
-    yield "queries of parts", error(rotated(parts), expected_of(parts.sum(0).to(kind)))
-    yield "keys and values of parts", error(pools, expected_pools)
+    yield "queries of components", error(rotated(parts), expected_of(parts.sum(0).to(kind)))
+    yield "keys and values of components", error(pools, expected_pools)
 
 
 def factors(rows: int, columns: int, depth: int, kind: torch.dtype) -> list[Tensor]:
@@ -166,7 +166,7 @@ def report_checks() -> bool:
     return not wrong
 
 
-# ---------------------------------------------------------------- times
+# ---------------------------------------------------------------------------------------------------------------- times
 
 
 def timed(call: Callable[..., Tensor], x: Tensor, weights: list[Tensor], *division: Tiling) -> float:

@@ -3,7 +3,7 @@
 PYTHONPATH=src python benchmarks/gpu/trainer.py   # about two minutes; writes benchmarks/results/gpu_trainer.json
 PYTHONPATH=src python benchmarks/gpu/trainer.py --tiny   # the same with tiny models on any device: is it all there?
 
-A step is `Learner.train_part`: everything from trajectories to changed weights (packing, forward, loss, backward,
+A step is `Learner.train_mini_batch`: everything from trajectories to changed weights (packing, forward, loss, backward,
 clipping, AdamW), timed by the wall clock. Arithmetic is that of the model alone: six times the parameters of the trunk
 for each token, six times those of the head for each sampled token, and causal attention; what is computed again to save
 memory does not count, nor does padding. Needs torch, transformers, numpy and msgspec.
@@ -30,7 +30,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tailrace.config.tree import Config, Model, Run, Trainer, Workload
 from tailrace.model.packed import hidden_states, layout
 from tailrace.model.varlen import attend_row
-from tailrace.trainer.batch import mini_batch, read_packs, sample_sizes
+from tailrace.trainer.batch import plan_mini_batch, read_packs, sample_sizes
 from tailrace.trainer.head import score, slope
 from tailrace.trainer.packing import Pack
 from tailrace.trainer.reader import in_memory
@@ -120,7 +120,7 @@ def _guarded(name: str, work: Any) -> dict[str, Any]:
     return found
 
 
-# --------------------------------------------------------------------------------------------------------------- right
+# ---------------------------------------------------------------------------------------------------------------- right
 
 
 def check_attention() -> dict[str, Any]:
@@ -203,7 +203,7 @@ def check(shape: dict[str, Any]) -> dict[str, Any]:
 def _sampled_by(learner: Learner, groups: list[list[Trajectory]]) -> list[list[Trajectory]]:
     """The same samples, as if these weights had drawn them not long ago."""
     rng = np.random.default_rng(5)
-    batch = mini_batch(*in_memory(groups), learner.settings)
+    batch = plan_mini_batch(*in_memory(groups), learner.settings)
     found: dict[int, Any] = {}
     for pack in read_packs(batch, range(len(batch.samples)), learner.budget.tokens, fold=False):
         logprobs = learner.scores(pack).logprobs.cpu().numpy() + rng.normal(0, 0.05, len(pack.targets))
@@ -219,7 +219,7 @@ def _with(trajectory: Trajectory, logprobs: Any) -> Trajectory:
 
 def _compare_logprobs(learner: Learner, groups: list[list[Trajectory]]) -> dict[str, float]:
     """Of the passes as they train, from the float32 weights in plain float32."""
-    batch = mini_batch(*in_memory(groups), learner.settings)
+    batch = plan_mini_batch(*in_memory(groups), learner.settings)
     pack = next(read_packs(batch, range(len(batch.samples)), min(4096, learner.budget.tokens), fold=False))
     mine, theirs = learner.scores(pack).logprobs, exact_logprobs(learner, pack)
     off = mine - theirs
@@ -246,7 +246,7 @@ def exact_logprobs(learner: Learner, pack: Pack) -> Tensor:
 
 def _compare_gradients(fast: Learner, exact: Learner, groups: list[list[Trajectory]]) -> dict[str, Any]:
     both = fast, exact
-    batches = [mini_batch(*in_memory(groups), each.settings) for each in both]
+    batches = [plan_mini_batch(*in_memory(groups), each.settings) for each in both]
     micro_batches = [each._micro_batches(0, 0, batch) for each, batch in zip(both, batches, strict=True)]
     metrics = [each._backward(some)[0] for each, some in zip(both, micro_batches, strict=True)]
     mine, theirs = ({name: p.grad for name, p in each.model.named_parameters() if p.grad is not None} for each in both)
@@ -263,7 +263,7 @@ def _compare_gradients(fast: Learner, exact: Learner, groups: list[list[Trajecto
     }
 
 
-# ---------------------------------------------------------------------------------------------------------------- fast
+# ----------------------------------------------------------------------------------------------------------------- fast
 
 
 def measure(case: Case, shape: dict[str, Any], profile: bool) -> dict[str, Any]:
@@ -274,18 +274,18 @@ def measure(case: Case, shape: dict[str, Any], profile: bool) -> dict[str, Any]:
     seconds, metrics = [], []
     for step in range(STEPS + 1):
         began = time.perf_counter()
-        metrics.append(learner.train_part(step, 0, *in_memory(groups)))
+        metrics.append(learner.train_mini_batch(step, 0, *in_memory(groups)))
         seconds.append(time.perf_counter() - began)
         print(f"step {step}: {seconds[-1]:.2f} s, loss {metrics[-1]['loss']:.6f}", flush=True)
     if profile:
-        found["profile"] = _profile(lambda: learner.train_part(STEPS + 1, 0, *in_memory(groups)))
+        found["profile"] = _profile(lambda: learner.train_mini_batch(STEPS + 1, 0, *in_memory(groups)))
     return found | _figures(learner, groups, shape, seconds, metrics) | {"tokens_at_the_end": learner.budget.tokens}
 
 
 def _figures(
     learner: Learner, groups: Any, shape: dict[str, Any], seconds: list[float], metrics: list[dict[str, float]]
 ) -> dict[str, Any]:
-    batch = mini_batch(*in_memory(groups), learner.settings)
+    batch = plan_mini_batch(*in_memory(groups), learner.settings)
     packs = list(read_packs(batch, range(len(batch.samples)), learner.budget.tokens, fold=False))
     lengths = np.array(sample_sizes(batch))
     head = shape["vocab_size"] * shape["hidden_size"]
@@ -395,7 +395,7 @@ def _trajectory(rng: np.random.Generator, i: int, length: int, prompt: int, voca
     return Trajectory(i, i // GROUP, i // GROUP, segments, "stop", float(rng.random()))
 
 
-# ---------------------------------------------------------------------------------------------------------- the device
+# ----------------------------------------------------------------------------------------------------------- the device
 
 
 def _device_name() -> str:

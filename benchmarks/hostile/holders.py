@@ -1,4 +1,4 @@
-"""A whole controller, and parts and machines of its run that say anything.
+"""A whole controller, and components and machines of its run that say anything.
 
 Whoever sends has the right key. Beyond not crashing, the controller keeps a promise, and breaking it is a crash here:
 nothing that is said raises out of it or ends the run, its invariants hold, and whoever said it is heard or dropped.
@@ -44,11 +44,11 @@ SETTINGS = {
 
 def parts(folder: Path) -> tuple[list[bytes], Decode]:
     """Of every role, of this machine and of one that has joined."""
-    from tailrace.wire.messages import Collapsed, decode_from_part
+    from tailrace.wire.messages import Collapsed, decode_from_component
 
     def sender(data: bytes) -> tuple[str, int]:
-        try:  # a part that the run itself has started is believed when it says that it cannot go on
-            guests_only = isinstance(decode_from_part(data), Collapsed)
+        try:  # a component that the run itself has started is believed when it says that it cannot go on
+            guests_only = isinstance(decode_from_component(data), Collapsed)
         except Exception:
             guests_only = False
         chosen = GUESTS if guests_only else PARTS + GUESTS
@@ -103,7 +103,7 @@ def _attacked(folder: Path, sender: Callable[[int, bytes], tuple[str, int]], see
             await begin(number)
         played = runs[0]
         role, id = sender(number, data)
-        process = played.controller.parts.get(role, id)
+        process = played.controller.components.get(role, id)
         played.orders.clear()
         played.say_bytes(process.spec.name if process is not None else f"host-{id}/1", data)
         await played.turn()

@@ -13,7 +13,7 @@ from hostile.inputs import Decode
 
 
 def examples() -> tuple[list[Any], list[Any]]:
-    """One of everything that parts and controller say."""
+    """One of everything that components and controller say."""
     from tailrace import protocol
     from tailrace.types import Row, Segment, Trajectory, id_bytes
     from tailrace.wire.messages import Collapsed, Ended, Grown, Growth, Hello, Measured, Offer, Ordered, Reported

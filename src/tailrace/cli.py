@@ -246,7 +246,9 @@ def _add_looking(add: Add) -> None:
     costs = "costs measured in a real run, as settings for simulate and for an emulated engine"
     _of_a_run(add("fit", _fit, costs))
 
-    story = _of_a_run(add("story", _story, "tell the life of one part of a recorded run, event by event"), RECORDED)
+    story = _of_a_run(
+        add("story", _story, "tell the life of one component or sample of a recorded run, event by event"), RECORDED
+    )
     ids = "trajectory t17, group g3, replica r0, relay h0, version v5 or prompt p3"
     story.add_argument("id", metavar="ID", help=ids)
 

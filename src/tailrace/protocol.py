@@ -1,7 +1,7 @@
 """The words between control and everybody else: events (facts, past tense) and commands (imperatives).
 
-An event reports what happened to a part; a command asks a part for something, and every command that takes time is
-answered by exactly one event. Both are tagged structs: the wire, the journal and the tests share this one form.
+An event reports what happened to a component; a command asks a component for something, and every command that takes
+time is answered by exactly one event. Both are tagged structs: the wire, the journal and the tests share this one form.
 
 Late messages are harmless because everything carries the number that was current when it was sent: a replica, relay
 or trainer has an `incarnation` that grows with every start, and every assignment of a sample has an `epoch`. Control
@@ -29,9 +29,9 @@ from tailrace.types import (
     Version,
 )
 
-Part = Literal["replica", "relay", "trainer", "store"]
+Role = Literal["replica", "relay", "trainer", "store"]
 Ending = Literal["trained", "stale", "filtered", "failed", "lost"]  # why the payload of a trajectory is not needed
-TRAINER = 0  # the trainer is one part, whatever its number of ranks
+TRAINER = 0  # the trainer is one component, whatever its number of ranks
 SCORING_S = 0.25  # how long a judge has a turn before that is reported: quick rewards cost no event
 
 
@@ -91,7 +91,7 @@ class TrainGroup(Struct):
         return list(zip(self.trajectories, self.stores or (0,) * len(self.trajectories), strict=True))
 
 
-# ---------------------------------------------------------------------------------------------------------- events
+# --------------------------------------------------------------------------------------------------------------- events
 
 
 class Event(Struct, tag_field="kind", tag=True):
@@ -281,11 +281,11 @@ class SamplesLost(Event):
 
 
 class TrainerJoined(Event):
-    """The trainer is there, with the weights after `step` steps and `part` parts of the next."""
+    """The trainer is there, with the weights after `step` steps and `mini_batch` mini-batches of the next."""
 
     incarnation: Natural
     step: Natural
-    part: Natural = 0
+    mini_batch: Natural = 0
 
 
 class TrainerLost(Event):
@@ -294,11 +294,11 @@ class TrainerLost(Event):
 
 
 class Trained(Event):
-    """Answer to `Train`: this part of this step is in the weights."""
+    """Answer to `Train`: this mini-batch of this step is in the weights."""
 
     incarnation: Natural
     step: Natural
-    part: Natural
+    mini_batch: Natural
 
 
 class TrainFailed(Event):
@@ -306,7 +306,7 @@ class TrainFailed(Event):
 
     incarnation: Natural
     step: Natural
-    part: Natural
+    mini_batch: Natural
     reason: str
 
 
@@ -320,7 +320,7 @@ class Checkpointed(Event):
 class Late(Struct):
     """One who was last heard `age_s` ago, not counting the time in which the controller could not listen."""
 
-    part: Part
+    role: Role
     id: Natural
     incarnation: Natural
     age_s: Annotated[float, Meta(ge=0.0)]
@@ -375,7 +375,7 @@ AnyEvent = (
     | ControllerRestarted
 )
 
-# -------------------------------------------------------------------------------------------------------- commands
+# ------------------------------------------------------------------------------------------------------------- commands
 
 
 class Command(Struct, tag_field="kind", tag=True):
@@ -422,11 +422,11 @@ class LoadWeights(Command):
 
 
 class Train(Command):
-    """-> Trained or TrainFailed. The last part of a step makes version `step + 1`."""
+    """-> Trained or TrainFailed. The last mini-batch of a step makes version `step + 1`."""
 
     incarnation: Natural
     step: Natural
-    part: Natural
+    mini_batch: Natural
     last: bool
     groups: tuple[TrainGroup, ...]
 
@@ -467,16 +467,17 @@ class Forget(Command):
 class GiveUp(Command):
     """It was silent for too long, did not answer in time, or does nothing well: end what is left of it. No answer."""
 
-    part: Part
+    role: Role
     id: Natural
     incarnation: Natural
     reason: str
 
 
 class Start(Command):
-    """Start a part (again) -> ReplicaJoined, RelayJoined, StoreJoined or TrainerJoined, with a larger incarnation."""
+    """Start a component (again) -> ReplicaJoined, RelayJoined, StoreJoined or TrainerJoined, with a larger
+    incarnation."""
 
-    part: Part
+    role: Role
     id: Natural
     attempt: Natural
 

@@ -1,10 +1,10 @@
 """Turns silence into a diagnosis: for a loop that is stuck, from inside; for a process that says nothing, from outside.
 
-A part's heart beats in a thread, so a part whose loop hangs would look alive for ever. The loop therefore tells its
-`Watchdog` what it begins to do and how long that may take (`expect`). When that time is over, the heart stops
-(`guard`), the stacks of all threads go to the part's log, and `on_stuck` gets one sentence: what it was at, since when,
-where in the code, what to do. A process that cannot speak for itself (stopped, or in the kernel) is looked at with
-`look_at`.
+A component's heart beats in a thread, so a component whose loop hangs would look alive for ever. The loop therefore
+tells its `Watchdog` what it begins to do and how long that may take (`expect`). When that time is over, the heart stops
+(`guard`), the stacks of all threads go to the component's log, and `on_stuck` gets one sentence: what it was at, since
+when, where in the code, what to do. A process that cannot speak for itself (stopped, or in the kernel) is looked at
+with `look_at`.
 
 Knows nothing of runs: whoever has a loop may use it. Costs a loop less than a microsecond a turn.
 """
@@ -82,7 +82,7 @@ class Watchdog:
         """A heartbeat that stops while the loop is stuck."""
         return lambda: None if self.stuck else pulse()
 
-    # ----------------------------------------------------------------------------------------------------- watching
+    # --------------------------------------------------------------------------------------------------------- watching
 
     def _watch(self) -> None:
         looked = time.monotonic()
@@ -122,7 +122,7 @@ def _innermost(frame: FrameType | None) -> str:
     return f", in {frame.f_code.co_name} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
 
 
-# ----------------------------------------------------------------------------------------------------- from outside
+# --------------------------------------------------------------------------------------------------------- from outside
 
 
 def show_stacks_when_asked(log: TextIO | None = None) -> None:

@@ -215,7 +215,7 @@ def inputs_replaced(run: Victim, draw: random.Random) -> str:
 
 
 def strangers_talk(run: Victim, draw: random.Random) -> str:
-    """Nonsense to everybody who listens, and greetings in the name of a part, without its key."""
+    """Nonsense to everybody who listens, and greetings in the name of a component, without its key."""
     doors = _doors(run)
     for place in doors:
         with suppress(OSError), socket.create_connection(place, timeout=1.0) as caller:
@@ -266,7 +266,9 @@ def _hang_up(callers: list[socket.socket]) -> None:
 def _doors(run: Victim) -> list[tuple[str, int]]:
     """The controller's, and those of the relays."""
     traces = read_traces(run.folder)
-    addresses = [f"127.0.0.1:{traces.port}"] * bool(traces.port) + [one.address for one in traces.parts if one.address]
+    addresses = [f"127.0.0.1:{traces.port}"] * bool(traces.port) + [
+        one.address for one in traces.components if one.address
+    ]
     parted = [address.partition("#")[0].rpartition(":") for address in addresses]
     return [(host, int(port)) for host, _, port in parted]
 

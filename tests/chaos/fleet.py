@@ -55,7 +55,7 @@ checkpoint_every = 1
 [costs]
 decode_step = 0.005
 decode_sequence = 0.0001
-train_part = 0.3
+train_mini_batch = 0.3
 [schedule]
 max_staleness = 8
 [repack]
@@ -67,7 +67,7 @@ relays = {RELAYS}
 steps = 1000
 """  # the trainer is what limits it, so one replica of four can be missed; heartbeats are the defaults
 # A trainer that waits for generation, and a buffer with room for half a minute of it.
-ROOM = ("--costs.train_part", "0.05", "--schedule.max_staleness", "60", "--costs.decode_step", "0.01")
+ROOM = ("--costs.train_mini_batch", "0.05", "--schedule.max_staleness", "60", "--costs.decode_step", "0.01")
 EVERYBODY = {"trainer0", *(f"replica{id}" for id in range(REPLICAS)), *(f"relay{id}" for id in range(RELAYS))}
 TAPE_S = 0.01
 
@@ -193,7 +193,7 @@ def _steps(run: Victim) -> list[float]:
     """When each step was complete for the first time."""
     done: dict[int, float] = {}
     for entry in entries(run):
-        if isinstance(entry.event, Trained) and entry.event.part == 1:
+        if isinstance(entry.event, Trained) and entry.event.mini_batch == 1:
             done.setdefault(entry.event.step, entry.now)
     return list(done.values())
 
@@ -293,12 +293,12 @@ def master_recovery(run: Victim, tape: Tape, number: signal.Signals) -> Recovery
 
 
 def trainer_recovery(run: Victim, tape: Tape, number: signal.Signals) -> Recovery:
-    """Known; back with its checkpoint; a part is trained."""
+    """Known; back with its checkpoint; a component is trained."""
     at = tape.now
     run.send(number, run.processes()["trainer0"])
     run.wait_until(lambda: until(run, at, is_a(TrainerJoined)), "the trainer to be back")
     again = until(run, at, is_a(TrainerJoined))
-    run.wait_until(lambda: until(run, at + again, is_a(Trained)), "a part to be trained")
+    run.wait_until(lambda: until(run, at + again, is_a(Trained)), "a component to be trained")
     known = until(run, at, is_the_loss(TrainerLost), again)
     return Recovery(f"trainer {_how(number)}", known, again, again + until(run, at + again, is_a(Trained)))
 

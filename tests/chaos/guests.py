@@ -36,8 +36,8 @@ class Guest:
         env |= {"TMPDIR": str(folder)} | ({"TAILRACE_JOIN_KEY": key} if key is not None else {})
         self.child = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
-    def parts(self) -> dict[str, int]:
-        """Process ids of the living parts, by the name of their log."""
+    def components(self) -> dict[str, int]:
+        """Process ids of the living components, by the name of their log."""
         found: dict[str, int] = {}
         for id in (int(name) for name in os.listdir("/proc") if name.isdecimal()):
             try:
@@ -144,4 +144,4 @@ def ends_well(run: Run, elsewhere: Mapping[int, Path] | None = None) -> Proof:
 
 
 def gone(run: Run, guest: Guest) -> None:
-    run.until(lambda: not guest.parts(), "its parts to be gone")
+    run.until(lambda: not guest.components(), "its components to be gone")

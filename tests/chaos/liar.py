@@ -1,7 +1,7 @@
 """A machine that has the key of a run and lies: as itself, and as the relay and the replica that it is asked to start.
 
-It joins as `tailrace worker` does, gets the specifications of its parts, and then says in their names, and in that of
-others as far as it can, what nobody should. Whatever it says, the run has to drop it and go on.
+It joins as `tailrace worker` does, gets the specifications of its components, and then says in their names, and in that
+of others as far as it can, what nobody should. Whatever it says, the run has to drop it and go on.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Liar:
             return f"{self.said} lies" if self.said else ""
         return f"{self.said} lies as a machine and {len(specs)} parts"
 
-    # -------------------------------------------------------------------------------------------------------- speaking
+    # --------------------------------------------------------------------------------------------------------- speaking
 
     def _call(self, name: str, key: bytes) -> Connection:
         return Connection(self.endpoint, name, key, self.key.door, WITHIN_S)
@@ -115,7 +115,7 @@ class Liar:
                 raise AssertionError(f"somebody else may speak as {name}")
 
     def _lie_as(self, spec: Spec) -> None:
-        """Come up as an honest part would, then lie until one is hung up on."""
+        """Come up as an honest component would, then lie until one is hung up on."""
         with suppress(OSError, WireError), self._call(spec.name, bytes.fromhex(spec.key)) as wire:
             honest, lies = (_relay(spec), self._of_a_relay(spec)) if spec.role == "relay" else (_replica(spec), [])
             lies = lies or self._of_a_replica(spec)

@@ -93,7 +93,7 @@ def prove(folder: Path, check_every: int = 50, elsewhere: Mapping[int, Path] | N
         tally.trained,
         tally.dropped_stale,
         tally.failed,
-        orders - len(audit.parts),
+        orders - len(audit.mini_batches),
         +losses,
         accounts.regenerated,
         read,
@@ -101,7 +101,7 @@ def prove(folder: Path, check_every: int = 50, elsewhere: Mapping[int, Path] | N
 
 
 def _nobody_of_ours_was_dropped(journal: Journal, event: Any) -> None:
-    """What the run's own parts say is always something that they may say."""
+    """What the run's own components say is always something that they may say."""
     dropped, local = "it was dropped, because it sent", journal.config.local
     if isinstance(event, ReplicaLost | RelayLost | StoreLost | TrainerLost) and dropped in event.reason:
         guest = (
@@ -109,7 +109,7 @@ def _nobody_of_ours_was_dropped(journal: Journal, event: Any) -> None:
             or (isinstance(event, RelayLost) and event.relay >= local.relays)
             or (isinstance(event, StoreLost) and event.store != FIRST)
         )
-        assert guest, f"an honest part was dropped: {event}"
+        assert guest, f"an honest component was dropped: {event}"
 
 
 class Versions:

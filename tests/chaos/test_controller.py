@@ -46,10 +46,10 @@ def joined(run: Run) -> int:
 
 def kill_controller(run: Run) -> float:
     """Seconds from its death until everybody is back."""
-    parts, before = len(run.parts()), joined(run)
+    parts, before = len(run.components()), joined(run)
     began = time.monotonic()
     os.kill(run.controller(), signal.SIGKILL)
-    run.until(lambda: joined(run) >= before + parts, "all parts to be back")
+    run.until(lambda: joined(run) >= before + parts, "all components to be back")
     return time.monotonic() - began
 
 
@@ -74,12 +74,12 @@ def test_killed_again_and_again_it_makes_the_same_run(tmp_path):
     undisturbed.finish()
     disturbed.start()
     disturbed.until(lambda: disturbed.events("Trained"), "a step")
-    parts, moments, times, kept = disturbed.parts(), random.Random(5), [], 0
+    parts, moments, times, kept = disturbed.components(), random.Random(5), [], 0
     for _ in range(4):
         after(disturbed, moments.randrange(3, 30))
         at_death = running(disturbed)
         times.append(kill_controller(disturbed))
-        assert disturbed.parts() == parts, "the same processes"
+        assert disturbed.components() == parts, "the same processes"
         for id, epoch in at_death.items():
             (now,) = query(disturbed, f"SELECT epoch FROM trajectories WHERE id = {id}")
             assert now[0] == epoch, f"t{id} was given out again"
@@ -103,11 +103,11 @@ def test_without_a_barrier_nothing_is_lost_or_doubled(tmp_path, kind):
     options = ("--schedule.kind", kind, "--local.relays", "2", "--local.replicas", "3", "--run.steps", "40")
     run = Run(tmp_path, EMULATED, *options).start()
     run.until(lambda: run.events("Trained"), "a step")
-    parts, moments = run.parts(), random.Random(kind)
+    parts, moments = run.components(), random.Random(kind)
     for _ in range(4):
         after(run, moments.randrange(5, 80))
         kill_controller(run)
-    assert run.parts() == parts
+    assert run.components() == parts
     ended_well(run)
     assert replayed(run).state.ledger.tally.trained == 40 * 4
     run.until(lambda: nothing_is_left(run), "its processes to be gone")
@@ -116,12 +116,12 @@ def test_without_a_barrier_nothing_is_lost_or_doubled(tmp_path, kind):
 def test_a_part_that_dies_with_the_controller_is_started_again(tmp_path):
     run = Run(tmp_path, EMULATED, "--local.relays", "2", "--run.steps", "30").start()
     run.until(lambda: run.events("Trained") >= 2, "a step")
-    before = run.parts()
+    before = run.components()
     os.kill(run.controller(), signal.SIGKILL)
     for name in ("replica0", "trainer0", "relay1"):
         os.kill(before[name], signal.SIGKILL)
     new: dict[str, int] = {}
-    run.until(lambda: new.update(run.parts().items() - before.items()) or len(new) == 3, "the three that died")
+    run.until(lambda: new.update(run.components().items() - before.items()) or len(new) == 3, "the three that died")
     assert new.keys() == {"replica0", "trainer0", "relay1"}
     ended_well(run)
     assert replayed(run).state.ledger.tally.trained == 30 * 4
@@ -155,10 +155,10 @@ def test_asked_to_stop_and_then_killed_it_stays_down(tmp_path):
     run = Run(tmp_path, EMULATED, "--run.steps", "1000").start()
     run.until(lambda: run.events("Trained"), "a step")
     assert run.child is not None
-    keeper, controller, parts = run.child.pid, run.controller(), run.parts()
+    keeper, controller, parts = run.child.pid, run.controller(), run.components()
     os.kill(parts["trainer0"], signal.SIGSTOP)  # so that the end takes long enough to be disturbed
     os.kill(keeper, signal.SIGINT)
-    run.until(lambda: "replica0" not in run.parts(), "the replicas to leave")
+    run.until(lambda: "replica0" not in run.components(), "the replicas to leave")
     os.kill(controller, signal.SIGKILL)
     status, _, err = run.wait()
     os.kill(parts["trainer0"], signal.SIGCONT)
@@ -169,9 +169,9 @@ def test_asked_to_stop_and_then_killed_it_stays_down(tmp_path):
 def test_a_controller_that_is_stuck_is_replaced(tmp_path):
     run = Run(tmp_path, EMULATED, "--run.steps", "2000").start()
     run.until(lambda: run.events("Trained"), "a step")
-    parts, before = run.parts(), joined(run)
+    parts, before = run.components(), joined(run)
     os.kill(run.controller(), signal.SIGSTOP)
     run.until(lambda: joined(run) >= before + len(parts), "another controller")
-    assert run.parts() == parts
+    assert run.components() == parts
     assert run.interrupt()[0] == 130
     replayed(run)

@@ -20,7 +20,7 @@ def test_a_machine_joins_works_leaves_and_another_one_stays_to_the_end(tmp_path)
         assert (run.folder / "join.key").stat().st_mode & 0o777 == 0o600
         first = join("--replicas", "2")
         at_work(run, 1, 2)
-        assert first.parts().keys() == {"relay1", "replica1", "replica2"}
+        assert first.components().keys() == {"relay1", "replica1", "replica2"}
         status, err = first.interrupt()
         assert (status, "left" in err) == (130, True), err
         gone(run, first)
@@ -33,7 +33,7 @@ def test_a_machine_joins_works_leaves_and_another_one_stays_to_the_end(tmp_path)
         ends_well(run)
         status, err = second.wait()
         assert (status, "the run has stopped" in err) == (0, True), err
-        assert not second.parts()
+        assert not second.components()
         assert not (run.folder / "join.key").exists()
 
 
@@ -66,12 +66,14 @@ def test_its_parts_are_started_again_like_any_other(tmp_path):
     with a_run(tmp_path, "--run.steps", "1000") as (run, join):
         guest = join("--replicas", "2")
         at_work(run, 1, 2)
-        before = guest.parts()
+        before = guest.components()
         os.kill(before["replica1"], signal.SIGKILL)
         os.kill(before["relay1"], signal.SIGKILL)
-        run.until(lambda: guest.parts().keys() == before.keys() and guest.parts() != before, "both to be back")
+        run.until(
+            lambda: guest.components().keys() == before.keys() and guest.components() != before, "both to be back"
+        )
         at_work(run, 1, 2)
-        assert guest.parts()["replica2"] == before["replica2"]
+        assert guest.components()["replica2"] == before["replica2"]
         assert not left(run)
         ends_well(run)
 
@@ -80,13 +82,13 @@ def test_a_new_controller_finds_the_machines_that_had_joined(tmp_path):
     with a_run(tmp_path, "--run.steps", "1000") as (run, join):
         guest = join("--replicas", "2")
         at_work(run, 1, 2)
-        before = guest.parts()
+        before = guest.components()
         for _ in range(2):
             restarts = run.events("ControllerRestarted")
             os.kill(run.controller(), signal.SIGKILL)
             run.until(lambda seen=restarts: run.events("ControllerRestarted") > seen, "another controller")
             at_work(run, 0, 1, 2)
-        assert guest.parts() == before
+        assert guest.components() == before
         assert (len(joined(run)), left(run), run.events("%Lost")) == (1, [], 0)
         ends_well(run)
 
@@ -177,7 +179,7 @@ def test_between_hosts_a_machine_is_cut_off_and_comes_back(tmp_path):
         network.heal()
         run.until(lambda: len(joined(run)) == 2, "its return")
         at_work(run, 2)
-        gone_first = "replica1" not in guest.parts()
+        gone_first = "replica1" not in guest.components()
         ends_well(run)
         assert gone_first
         assert guest.wait()[0] == 0

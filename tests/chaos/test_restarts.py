@@ -28,7 +28,7 @@ def kill_successors(run: Run, gone: dict[str, int]) -> dict[str, int]:
     killed: dict[str, int] = {}
     limit = time.monotonic() + 60.0
     while len(killed) < len(gone) and time.monotonic() < limit:
-        for name, id in run.parts().items():
+        for name, id in run.components().items():
             if name in gone and name not in killed and id != gone[name]:
                 os.kill(id, signal.SIGKILL)
                 killed[name] = id
@@ -38,7 +38,7 @@ def kill_successors(run: Run, gone: dict[str, int]) -> dict[str, int]:
 def test_parts_that_are_killed_while_they_restart_are_started_again(tmp_path):
     run = Run(tmp_path, EMULATED, "--local.relays", "2", "--run.steps", "30").start()
     run.until(lambda: run.events("Trained") >= 2, "a step")
-    killed = {name: id for name, id in run.parts().items() if name in PARTS}
+    killed = {name: id for name, id in run.components().items() if name in PARTS}
     for id in killed.values():
         os.kill(id, signal.SIGKILL)
     assert set(kill_successors(run, killed)) == set(PARTS)
@@ -56,7 +56,7 @@ def test_parts_that_are_killed_while_they_restart_are_started_again(tmp_path):
 def test_a_run_goes_on_from_the_checkpoint_before_the_newest(tmp_path, harm):
     run = Run(tmp_path, EMULATED, "--run.steps", "30").start()
     run.until(lambda: run.events("Checkpointed") >= 4, "some checkpoints")
-    trainer, newest = run.parts()["trainer0"], run.folder / "checkpoints" / FILE
+    trainer, newest = run.components()["trainer0"], run.folder / "checkpoints" / FILE
     os.kill(trainer, signal.SIGSTOP)
     if harm == "cut short":
         os.truncate(newest, newest.stat().st_size // 2)

@@ -14,7 +14,7 @@ from victim import victim
 from runs import EMULATED
 
 OPEN = ("--local.listen", "127.0.0.1")  # to machines that have the key
-FLEET = (EMULATED, "--local.relays", "3", "--local.replicas", "4", "--costs.train_part", "0.1", *OPEN)
+FLEET = (EMULATED, "--local.relays", "3", "--local.replicas", "4", "--costs.train_mini_batch", "0.1", *OPEN)
 WITHOUT_JUDGES = [kind for kind in KINDS if kind not in NEEDS_JUDGES]
 ON_ANY_DISK = [kind for kind in WITHOUT_JUDGES if not kind.startswith("disk")]
 

@@ -90,7 +90,7 @@ def test_a_store_elsewhere_comes_back_alone_and_leaves_with_its_host(tmp_path):
         guest = join("--store", str(tmp_path / "kept"))
         at_work(run, 1)
         trained_on_both(run)
-        os.kill(guest.parts()["store1"], signal.SIGKILL)
+        os.kill(guest.components()["store1"], signal.SIGKILL)
         trained_on_both(run)
         assert not lost(run)
         guest.child.kill()
@@ -119,7 +119,7 @@ def test_a_machine_that_offers_the_samples_of_another_run_is_sent_away_with_a_se
 def interrupted(tmp_path_factory) -> Run:
     """A run that was stopped with samples that are finished and not trained yet, and others half generated."""
     folder = tmp_path_factory.mktemp("interrupted")
-    run = Run(folder, EMULATED, *GROWING, "--costs.train_part", "0.2", "--run.steps", "12").start()
+    run = Run(folder, EMULATED, *GROWING, "--costs.train_mini_batch", "0.2", "--run.steps", "12").start()
     run.until(lambda: run.events("Trained") >= 6, "three steps")
     older = folder / "older.db"
     run.until(lambda: _backed_up(run, older), "a copy of its samples")

@@ -1,7 +1,7 @@
 """A real run that is about to be broken: started as a user would, its processes found from outside, by what they hold.
 
-It makes no assumption about who is whose parent: a part is the process that writes to a log of the run, the controller
-the one that has `run.db` open, a judge the one whose complaints go to a replica's log.
+It makes no assumption about who is whose parent: a component is the process that writes to a log of the run, the
+controller the one that has `run.db` open, a judge the one whose complaints go to a replica's log.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Victim(Run):
         (self.trouble / "sitecustomize.py").write_text(JUMPING)
         self.environment["PYTHONPATH"] = str(self.trouble)
 
-    # --------------------------------------------------------------------------------------------------- its processes
+    # ---------------------------------------------------------------------------------------------------- its processes
 
     def processes(self) -> dict[str, list[int]]:
         """By role and number: `controller`, `keeper`, `replica0`, `judge` ...; ranks of a trainer share a name."""

@@ -64,7 +64,7 @@ def make(folder: Path, task: str = "", kv: int = 512, rows=ROWS, reward: str = "
 def refusal(run: Run, *options: str) -> str:
     status, out, err = run.start(*options).wait()
     assert status == 2, f"{status}\n{out}\n{err}\n{run.logs()}"
-    assert not run.parts()
+    assert not run.components()
     return err
 
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 import trainer_cases
 from tailrace.config.tree import Config
-from tailrace.trainer.batch import mini_batch
+from tailrace.trainer.batch import plan_mini_batch
 from tailrace.trainer.checkpoint import CheckpointError, newest, restore, save
 from tailrace.trainer.emulated import EmulatedLearner
 from tailrace.trainer.parallel import Ranks, join
@@ -38,12 +38,12 @@ def everything(model: Path) -> Config:
 def train(folder: Path, ranks: Ranks | None = None) -> Learner:
     """Two parts of a step; leaves first gradients and metrics in the folder."""
     learner = Learner(everything(folder / "model"), ranks)
-    learner._backward(learner._micro_batches(7, 0, mini_batch(*in_memory(GROUPS), learner.settings)))
+    learner._backward(learner._micro_batches(7, 0, plan_mini_batch(*in_memory(GROUPS), learner.settings)))
     grads = {name: learner.ranks.full(p.grad) for name, p in learner.model.named_parameters() if p.grad is not None}
     learner.model.zero_grad()
     assert learner.critic is not None
     learner.critic.zero_grad()
-    metrics = [learner.train_part(0, part, *in_memory([GROUPS[part]])) for part in range(2)]
+    metrics = [learner.train_mini_batch(0, part, *in_memory([GROUPS[part]])) for part in range(2)]
     if learner.ranks.rank == 0:
         name = f"of_{learner.ranks.size}"
         save_file(grads, folder / f"{name}.safetensors")
@@ -55,7 +55,7 @@ def emulate(folder: Path, ranks: Ranks) -> None:
     """An emulated trainer's part; leaves what this rank has read in the folder."""
     infos, reader = in_memory(GROUPS)
     watched = Watched(reader)
-    measured = EmulatedLearner(settings(folder / "model"), ranks).train_part(0, 0, infos, watched)
+    measured = EmulatedLearner(settings(folder / "model"), ranks).train_mini_batch(0, 0, infos, watched)
     assert measured["sequences"] == len(infos)
     (folder / f"read_by_{ranks.rank}.json").write_text(json.dumps(watched.asked))
 
@@ -73,7 +73,9 @@ def be_a_rank(rank: int, size: int, meeting: str, folder: Path) -> None:
     for (name, mine), (_, theirs) in zip(again.weights(), learner.weights(), strict=True):
         assert torch.equal(mine, theirs), name
     before = [tensor.clone() for _, tensor in learner.weights()]
-    measured = learner.train_part(1, 0, *in_memory([poisoned(4)]))  # one rank alone has the sample that is not finite
+    measured = learner.train_mini_batch(
+        1, 0, *in_memory([poisoned(4)])
+    )  # one rank alone has the sample that is not finite
     assert (measured["skipped"], measured["nonfinite_weights"]) == (1, 0)
     assert all(torch.equal(mine, old) for (_, mine), old in zip(learner.weights(), before, strict=True))
     (folder / "full").touch()  # a file where the next checkpoint's folder should be

@@ -96,7 +96,7 @@ def test_killed_and_interrupted_at_random_moments_it_trains_the_same_prompts_onc
 def test_the_death_of_a_part_does_not_stop_the_run(tmp_path, part, ranks):
     run = Run(tmp_path, EMULATED, "--local.relays", "2", "--trainer.ranks", ranks, "--run.steps", "16").start()
     run.until(lambda: run.events("Trained") >= 4, "two steps")
-    os.kill(run.parts()[part], signal.SIGKILL)
+    os.kill(run.components()[part], signal.SIGKILL)
     status, out, err = run.wait()
     assert status == 0, f"{out}\n{err}"
     tally = replayed(run).state.ledger.tally

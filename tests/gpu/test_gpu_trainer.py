@@ -25,7 +25,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def trained(folder: Path, device: str, precision: str) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     """Weights after one step, and what it measured."""
     learner = Learner(settings(folder, device=device, precision=precision, learning_rate=1e-3, tokens_per_batch=4096))
-    measured = learner.train_part(0, 0, *in_memory(GROUPS))
+    measured = learner.train_mini_batch(0, 0, *in_memory(GROUPS))
     return {name: tensor.float().cpu().clone() for name, tensor in learner.weights()}, measured
 
 
@@ -60,7 +60,7 @@ def test_everything_at_once_in_bfloat16_stays_near_float32(tmp_path):
         learner = Learner(settings(model, device=device, precision=precision, learning_rate=1e-4, **more))
         assert learner.switch == 18
         learner.warm_up()
-        found[device, precision] = [learner.train_part(0, part, *in_memory(GROUPS)) for part in range(2)]
+        found[device, precision] = [learner.train_mini_batch(0, part, *in_memory(GROUPS)) for part in range(2)]
     exact = found["cpu", "float32"]
     for there, close in ((found["cuda", "float32"], 1e-3), (found["cuda", "bfloat16"], 0.2)):
         for mine, theirs in zip(there, exact, strict=True):
@@ -72,6 +72,6 @@ def test_everything_at_once_in_bfloat16_stays_near_float32(tmp_path):
 def test_an_update_that_is_not_finite_is_left_out_on_a_gpu(folder):
     learner = Learner(settings(folder, device="cuda", precision="bfloat16"))
     before = {name: tensor.clone() for name, tensor in learner.weights()}
-    assert learner.train_part(0, 0, *in_memory([poisoned(2)]))["skipped"] == 1
+    assert learner.train_mini_batch(0, 0, *in_memory([poisoned(2)]))["skipped"] == 1
     assert all(torch.equal(tensor, before[name]) for name, tensor in learner.weights())
-    assert learner.train_part(1, 0, *in_memory(GROUPS))["skipped"] == 0
+    assert learner.train_mini_batch(1, 0, *in_memory(GROUPS))["skipped"] == 0

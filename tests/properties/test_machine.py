@@ -1,7 +1,7 @@
 """No order, duplication or loss of messages, and no nonsense, breaks an invariant of the control plane.
 
-`Fleet` is a little honest world: it answers every command as the parts would. Hypothesis decides which answer arrives
-when, twice or never, who dies meanwhile, and which messages nobody should ever have sent.
+`Fleet` is a little honest world: it answers every command as the components would. Hypothesis decides which answer
+arrives when, twice or never, who dies meanwhile, and which messages nobody should ever have sent.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def small(seed: int) -> Config:
 
 
 class Fleet:
-    """Parts that do what they are told, and the answers that are on their way."""
+    """Components that do what they are told, and the answers that are on their way."""
 
     def __init__(self, config: Config) -> None:
         self.plane = ControlPlane(config)
@@ -157,13 +157,13 @@ class Fleet:
                         self.store(target, version)
             case Train():
                 self.train(command)
-            case Start(part=part, id=id):
-                self.start(part, id)
+            case Start(role=role, id=id):
+                self.start(role, id)
             case Stop():
                 self.over = True
 
-    def is_current(self, part: str, id: int, incarnation: int) -> bool:
-        return self.incarnations.get((part, id)) == incarnation
+    def is_current(self, role: str, id: int, incarnation: int) -> bool:
+        return self.incarnations.get((role, id)) == incarnation
 
     def generate(self, command: Generate) -> None:
         id = command.replica
@@ -201,44 +201,44 @@ class Fleet:
         if not self.is_current("trainer", 0, command.incarnation):
             return
         if self.departed and any(GUEST in group.stores for group in command.groups):
-            self.answers.append(TrainFailed(command.incarnation, command.step, command.part, "no such store"))
+            self.answers.append(TrainFailed(command.incarnation, command.step, command.mini_batch, "no such store"))
             return
-        if (command.step, command.part) == self.position:
-            self.position = (command.step + 1, 0) if command.last else (command.step, command.part + 1)
+        if (command.step, command.mini_batch) == self.position:
+            self.position = (command.step + 1, 0) if command.last else (command.step, command.mini_batch + 1)
             if command.last and command.step % 2:
                 self.saved = command.step + 1
                 self.answers.append(Checkpointed(command.incarnation, self.saved))
-        self.answers.append(Trained(command.incarnation, command.step, command.part))
+        self.answers.append(Trained(command.incarnation, command.step, command.mini_batch))
 
-    def start(self, part: str, id: int) -> None:
+    def start(self, role: str, id: int) -> None:
         """It has lost its memory; what it sent before may still arrive."""
-        if part == "replica":
+        if role == "replica":
             self.versions[id], self.held[id] = -1, {}
-        elif part == "relay":
+        elif role == "relay":
             self.stored[id] = {}
-        elif part == "trainer":
+        elif role == "trainer":
             self.position = (self.saved, 0)
-        self.introduce(part, id)
+        self.introduce(role, id)
 
-    def introduce(self, part: str, id: int) -> None:
-        if self.departed and (part, id) in (("replica", REPLICAS), ("relay", GUEST), ("store", GUEST)):
+    def introduce(self, role: str, id: int) -> None:
+        if self.departed and (role, id) in (("replica", REPLICAS), ("relay", GUEST), ("store", GUEST)):
             return
-        self.incarnations[part, id] = incarnation = self.incarnations.get((part, id), 0) + 1
-        if part == "replica":
+        self.incarnations[role, id] = incarnation = self.incarnations.get((role, id), 0) + 1
+        if role == "replica":
             held = tuple(Assignment(meta.id, meta.epoch) for meta in self.held[id].values())
             self.answers.append(
                 ReplicaJoined(
                     id, incarnation, GUEST if id == REPLICAS else id % RELAYS, self.versions[id], 1000, 8, held
                 )
             )
-        elif part == "relay":
+        elif role == "relay":
             self.answers.append(RelayJoined(id, incarnation, tuple(self.stored[id])))
-        elif part == "store":
+        elif role == "store":
             self.answers.append(StoreJoined(id, incarnation))
         else:
             self.answers.append(TrainerJoined(incarnation, *self.position))
 
-    # --------------------------------------------------------------------------------------- what hypothesis chooses
+    # ------------------------------------------------------------------------------------------ what hypothesis chooses
 
     def act(self, choice: int, number: int) -> None:
         if choice < 10 and self.answers:
@@ -252,13 +252,13 @@ class Fleet:
         elif choice == 11:
             self.hear(self.death(number))
         elif choice == 12:
-            parts = list(self.incarnations)
-            self.introduce(*parts[number % len(parts)])
+            components = list(self.incarnations)
+            self.introduce(*components[number % len(components)])
         elif choice == 13:
             self.plane = ControlPlane.restore(self.plane.config, self.plane.snapshot())
             self.hear(ControllerRestarted())
-            for part in list(self.incarnations):
-                self.introduce(*part)
+            for component in list(self.incarnations):
+                self.introduce(*component)
         else:
             self.hear(nonsense(random.Random(number)))
 
@@ -367,7 +367,7 @@ def troubled(seed: int) -> list[tuple[int, int]]:
     return [(draw.choice(choices), draw.randrange(10**6)) for _ in range(1500)]
 
 
-# -------------------------------------------------------------------------------------------------------- purity
+# --------------------------------------------------------------------------------------------------------------- purity
 
 REPLAY = """
 import sys, msgspec

@@ -130,7 +130,7 @@ def run(seed: int) -> Simulation:
     pause_in_trouble(simulation, audit)
     result = simulation.run()
     assert simulation.stopped == "all steps are done"
-    assert len({step for step, _ in audit.parts}) == config.run.steps
+    assert len({step for step, _ in audit.mini_batches}) == config.run.steps
     assert result.staleness.max <= config.schedule.max_staleness, "by what the payloads say, too"
     audit.finish(simulation.plane)
     return simulation

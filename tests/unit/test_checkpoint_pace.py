@@ -88,7 +88,7 @@ def test_a_trainer_that_is_stopped_between_two_steps_saves_first(
     )
     rank_group = EmulatedRankGroup(spec)
     worker = Worker(spec, rank_group)
-    worker.step, worker.part, rank_group.learner.state = step, part, EmulatedState(step)
+    worker.step, worker.mini_batch, rank_group.learner.state = step, part, EmulatedState(step)
     assert not worker._obey(Ended(complete))
     assert (tmp_path / "checkpoints" / "state.json").exists() == kept
     rank_group.close()

@@ -30,7 +30,7 @@ def driven(replicas=2, **sections):
 
 
 def starts(commands):
-    return [(command.part, command.id) for command in commands if isinstance(command, Start)]
+    return [(command.role, command.id) for command in commands if isinstance(command, Start)]
 
 
 def test_who_misses_three_heartbeats_is_lost_and_started_again():
@@ -152,7 +152,7 @@ def test_a_relay_with_a_damaged_copy_is_started_afresh_and_the_replica_is_not():
     relay = drive.plane.state.relays.relays[drive.plane.state.fleet.replicas[0].source]
     commands = drive.tell(PullFailed(0, 2, 0, "its checksum is wrong", damaged=True))
     given_up = [command for command in commands if isinstance(command, GiveUp)]
-    assert [(one.part, one.id) for one in given_up] == [("relay", relay.id)]
+    assert [(one.role, one.id) for one in given_up] == [("relay", relay.id)]
     assert (relay.live, relay.versions) == (False, [])
     assert drive.plane.state.fleet.replicas[0].live
     drive.plane.check()
@@ -228,7 +228,7 @@ def test_a_run_that_could_not_go_on_is_taken_up_again_when_it_is_resumed():
     commands = drive.tell(ControllerRestarted())
     assert not [one for one in commands if isinstance(one, Stop)]
     commands = drive.tick(2.0)
-    assert [one.part for one in commands if isinstance(one, Start)] == ["replica"]
+    assert [one.role for one in commands if isinstance(one, Start)] == ["replica"]
 
 
 # --------------------------------------------------------------------------------------- who dies before it is up

@@ -30,7 +30,7 @@ from tailrace.protocol import (
 
 
 def starts(commands: list[Command]) -> list[tuple[str, int]]:
-    return [(one.part, one.id) for one in commands if isinstance(one, Start)]
+    return [(one.role, one.id) for one in commands if isinstance(one, Start)]
 
 
 def fleet(replicas: int) -> Drive:

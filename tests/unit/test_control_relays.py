@@ -163,7 +163,7 @@ def test_an_only_relay_that_the_trainer_cannot_reach_is_started_again_and_in_the
     while not drive.orders(Stop):
         incarnation += 1
         drive.tell(PublishFailed(1, 1, 0, "no data for 10 s"))
-        assert [one.incarnation for one in drive.orders(GiveUp) if one.part == "relay"][-1] == incarnation
+        assert [one.incarnation for one in drive.orders(GiveUp) if one.role == "relay"][-1] == incarnation
         drive.plane.state.training.last_seen = drive.now + 100.0  # it is well
         drive.tick(100.0)
         if not drive.orders(Stop):

@@ -4,7 +4,7 @@ import pytest
 
 from tailrace.config.tree import Config, Schedule, Workload
 from tailrace.control.ledger import Ledger
-from tailrace.control.sampling import admits, doomed, part_sizes, pick
+from tailrace.control.sampling import admits, doomed, mini_batch_sizes, pick
 from tailrace.protocol import TrajectoryMeta
 from tailrace.types import Prompt
 
@@ -93,4 +93,4 @@ def test_under_wait_old_weights_start_only_what_comes_in_time():
 
 
 def test_parts_are_as_even_as_possible():
-    assert part_sizes(10, 4) == [3, 3, 2, 2]
+    assert mini_batch_sizes(10, 4) == [3, 3, 2, 2]

@@ -45,7 +45,7 @@ def test_a_store_that_dies_is_started_again_and_nothing_is_generated_anew():
     before = {(one.trajectory, one.epoch) for one in drive.running()}
     drive.tell(StoreLost(0, 1, "it was killed"))
     drive.keep_alive()
-    assert [(one.part, one.id) for one in drive.tick(5.0) if isinstance(one, Start)] == [("store", 0)]
+    assert [(one.role, one.id) for one in drive.tick(5.0) if isinstance(one, Start)] == [("store", 0)]
     drive.tell(StoreJoined(0, 2))
     assert {(one.trajectory, one.epoch) for one in drive.running()} == before
 
@@ -93,13 +93,13 @@ def test_what_was_picked_and_cannot_be_fetched_is_generated_anew_and_another_gro
     drive = fleet()
     order = trained_in_two_stores(drive)
     drive.tell(HostLeft(GUEST, "it was switched off"))
-    drive.tell(TrainFailed(1, order.step, order.part, "store 1 is gone"))
+    drive.tell(TrainFailed(1, order.step, order.mini_batch, "store 1 is gone"))
     lost = next(group for group in order.groups if GUEST in group.stores)
     assert drive.plane.state.ledger.groups[lost.group].state == "open"
     for _ in range(3):
         drive.finish_all(0)
     again = drive.orders(Train)[-1]
-    assert (again.step, again.part, len(again.groups)) == (order.step, order.part, 2)
+    assert (again.step, again.mini_batch, len(again.groups)) == (order.step, order.mini_batch, 2)
     assert [one for one in order.groups if one is not lost] == [one for one in again.groups if one in order.groups]
     assert drive.plane.state.ledger.tally.lost == 0
 

@@ -27,14 +27,14 @@ def train_a_step(drive):
         drive.load(0)
 
 
-def test_a_trainer_from_an_older_checkpoint_repeats_the_same_parts():
+def test_a_trainer_from_an_older_checkpoint_repeats_the_same_mini_batches():
     drive = driven(steps=2)
     first, second = drive.orders(Train)[:2]
     drive.tell(TrainerLost(1, "it died"))
     repeated = [only(drive.tell(TrainerJoined(2, 0)), Train)]
     repeated.append(only(drive.train(), Train))
-    assert [(one.step, one.part, one.groups) for one in repeated] == [
-        (one.step, one.part, one.groups) for one in (first, second)
+    assert [(one.step, one.mini_batch, one.groups) for one in repeated] == [
+        (one.step, one.mini_batch, one.groups) for one in (first, second)
     ]
     assert drive.plane.state.training.version == 2
     trained = drive.plane.state.ledger.tally.trained
@@ -76,7 +76,7 @@ def test_a_part_counts_once_and_only_from_the_living_trainer():
     assert drive.plane.state.training.busy
     drive.tell(Trained(1, 0, 0))
     drive.tell(Trained(1, 0, 0))
-    assert (drive.plane.state.training.step, drive.plane.state.training.part) == (0, 1)
+    assert (drive.plane.state.training.step, drive.plane.state.training.mini_batch) == (0, 1)
 
 
 def test_what_the_trainer_did_before_its_report_was_lost_is_caught_up_with():

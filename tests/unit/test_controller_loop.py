@@ -134,18 +134,18 @@ def short_of(played: Played, times: int, number: int = errno.EMFILE) -> list[Pro
             raise OSError(number, os.strerror(number))
         process.children.append(Child())
 
-    local: Any = played.controller.parts._local
+    local: Any = played.controller.components._local
     local._begin = begin
     return tried
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN])
 def test_a_part_that_cannot_be_started_now_is_started_later(tmp_path, monkeypatch, number):
-    monkeypatch.setattr("tailrace.runtime.parts.SHORTAGE_S", 0.01)
+    monkeypatch.setattr("tailrace.runtime.components.SHORTAGE_S", 0.01)
 
     async def scene(played: Played) -> None:
         tried = short_of(played, 3, number)
-        played.controller.parts._start("replica", 1)
+        played.controller.components._start("replica", 1)
         while len(tried) < 4:
             await played.turn()
             await asyncio.sleep(0.01)
@@ -158,13 +158,13 @@ def test_a_part_that_cannot_be_started_now_is_started_later(tmp_path, monkeypatc
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOENT])
 def test_a_part_that_can_never_be_started_again_is_lost_with_the_reason(tmp_path, monkeypatch, number):
-    monkeypatch.setattr("tailrace.runtime.parts.SHORTAGE_S", 0.01)
+    monkeypatch.setattr("tailrace.runtime.components.SHORTAGE_S", 0.01)
 
     async def scene(played: Played) -> None:
         short_of(played, 10**9, number)
-        played.controller.parts.config = quiet("--local.start_s", "0.05")  # the others are up by now
+        played.controller.components.config = quiet("--local.start_s", "0.05")  # the others are up by now
         played.controller.tell(ReplicaLost(1, 1, "it died"))
-        played.controller.parts._start("replica", 1)
+        played.controller.components._start("replica", 1)
         while "could not be started" not in played.controller.state.fleet.replicas[1].reason:
             await played.turn()
             await asyncio.sleep(0.01)
@@ -178,16 +178,16 @@ def test_parts_json_is_written_when_there_is_a_descriptor_for_it(tmp_path, monke
     real, left = os.open, [3]
 
     def short(path: Any, *more: Any, **named: Any) -> int:
-        if str(path).endswith("parts.json.new") and left[0]:
+        if str(path).endswith("components.json.new") and left[0]:
             left[0] -= 1
             raise OSError(errno.EMFILE, "Too many open files")
         return real(path, *more, **named)
 
     async def scene(played: Played) -> None:
-        file = played.store.folder / "parts.json"
+        file = played.store.folder / "components.json"
         file.unlink()
         monkeypatch.setattr(os, "open", short)
-        played.controller.parts.introduced(played.process("relay", 0), "127.0.0.1:1", "/dev/shm/x")
+        played.controller.components.introduced(played.process("relay", 0), "127.0.0.1:1", "/dev/shm/x")
         while not file.exists():
             await asyncio.sleep(0.01)
         assert played.goes_on

@@ -16,10 +16,10 @@ import pytest
 from tailrace.config import Config, load
 from tailrace.protocol import TimerFired
 from tailrace.runtime import controller as module
+from tailrace.runtime.components import Tie
 from tailrace.runtime.controller import Controller, Happened
 from tailrace.runtime.hosts import Host
 from tailrace.runtime.local import HostTrace
-from tailrace.runtime.parts import Tie
 from tailrace.store.errors import JournalError
 from tailrace.store.run import RunStore
 from tailrace.store.waiting import Locked
@@ -61,7 +61,7 @@ def test_while_it_is_held_up_nobody_is_found_silent_and_other_machines_hear_from
 ) -> None:
     async def scene() -> None:
         async with aclosing(Held(tmp_path / "run", config)) as held:
-            controller, parts = held.controller, held.controller.parts
+            controller, parts = held.controller, held.controller.components
             host = Host(HostTrace("host-1/1", 1, (2,)))
             host.place(Spec("replica", 2, 1, "", "", "", config))
             parts._hosts.present["host-1/1"] = host

@@ -1,4 +1,4 @@
-"""Which device a part of a run gets, and the sentence for every reason why it gets none."""
+"""Which device a component of a run gets, and the sentence for every reason why it gets none."""
 
 from __future__ import annotations
 

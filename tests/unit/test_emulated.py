@@ -308,7 +308,7 @@ def test_the_learner_takes_time_by_tokens_and_comes_back_from_its_checkpoint(tmp
     assert learner.restore(tmp_path) == 0
     answer = Segment.of(0, tuple(range(90)), (0.0,) * 90)
     groups = [[Trajectory(id, 0, 0, (Segment.of(None, PROMPT), answer), reward=float(id)) for id in range(2)]]
-    measured = learner.train_part(6, 0, *in_memory(groups))
+    measured = learner.train_mini_batch(6, 0, *in_memory(groups))
     assert time.now - 100.0 == pytest.approx(0.5 + 0.2)
     own = {"reward": 0.5, "reward_std": 0.5, "tokens": 180, "sequences": 2}
     assert measured == own | {"seconds": pytest.approx(0.7)}  # named as by a learner with a model
@@ -316,7 +316,7 @@ def test_the_learner_takes_time_by_tokens_and_comes_back_from_its_checkpoint(tmp
     assert time.now - 100.0 == pytest.approx(0.95)
     learner.save(tmp_path)
     assert EmulatedLearner(config).restore(tmp_path) == 7
-    learner.train_part(7, 0, *in_memory(groups))
+    learner.train_mini_batch(7, 0, *in_memory(groups))
     learner.save(tmp_path)
     newest = tmp_path / "state.json"
     newest.write_bytes(newest.read_bytes().replace(b'"step":8', b'"step":2'))
@@ -334,6 +334,8 @@ def test_the_learner_reads_and_checks_what_it_would_train_on(answer: Segment, re
     learner, prompt = EmulatedLearner(settings(), sleep=lambda _: None), Segment.of(None, PROMPT)
     good = Trajectory(0, 0, 0, (prompt, Segment.of(0, (1,), (-1.0,))), reward=1.0)
     with pytest.raises(ValueError, match=reason):
-        learner.train_part(0, 0, *in_memory([[good, Trajectory(1, 0, 0, (prompt, answer), reward=0.0)]]))
+        learner.train_mini_batch(0, 0, *in_memory([[good, Trajectory(1, 0, 0, (prompt, answer), reward=0.0)]]))
     same = Trajectory(1, 0, 0, (prompt, answer), reward=1.0)
-    assert learner.train_part(0, 0, *in_memory([[good, same]]))["sequences"] == 2, "without advantage it is not read"
+    assert learner.train_mini_batch(0, 0, *in_memory([[good, same]]))["sequences"] == 2, (
+        "without advantage it is not read"
+    )

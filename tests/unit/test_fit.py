@@ -34,7 +34,7 @@ TRUE = Costs(
     decode_sequence=3e-4,
     decode_kv_token=1e-6,
     prefill_token=2e-5,
-    train_part=0.1,
+    train_mini_batch=0.1,
     train_token=5e-4,
     publish=0.02,
     load=0.25,
@@ -89,7 +89,7 @@ class Recorder:
     def train(self, parts: int) -> None:
         for part in range(parts):
             tokens, self.now = 1000.0 + 300 * part, self.now + 1
-            seconds = TRUE.train_part + TRUE.train_token * tokens
+            seconds = TRUE.train_mini_batch + TRUE.train_token * tokens
             values = {"trainer/tokens": tokens, "trainer/seconds": seconds, "trainer/cpu_s": seconds / 2}
             self.store.metrics.measure(self.now, part // 4, "trainer", values)
         self.store.metrics.measure(self.now, 0, "trainer", {"publish/stall_s": 0.01})
@@ -159,7 +159,7 @@ def test_no_cost_is_negative_when_the_kinds_of_work_cannot_be_told_apart(tmp_pat
     found = fit(tmp_path / "run")
     second = 100 * found.decode_step + 400 * found.decode_sequence + 4e4 * found.decode_kv_token
     assert second + 50 * found.prefill_token == pytest.approx(1.0, rel=0.1)
-    assert found.train_token * 500 + found.train_part == pytest.approx(2.0)
+    assert found.train_token * 500 + found.train_mini_batch == pytest.approx(2.0)
     assert min(getattr(found, name) for name in Costs.__struct_fields__) >= 0
 
 
@@ -237,7 +237,7 @@ def test_busy_processes_share_the_cores_there_are() -> None:
 
 def test_two_engines_on_one_core_take_twice_as_long() -> None:
     values = {"schedule__kind": "sync", "workload__lengths__law": "fixed", "workload__lengths__sigma": 0}
-    free = {f"costs__{name}": 0 for name in ("train_part", "train_token", "publish", "load")}
+    free = {f"costs__{name}": 0 for name in ("train_mini_batch", "train_token", "publish", "load")}
     alone, shared = (Simulation(settings(**values, **free, local__cores=cores)).run().virtual_s for cores in (2, 1))
     assert shared == pytest.approx(2 * alone, rel=1e-3)
 
@@ -252,7 +252,7 @@ def test_one_core_does_all_the_work_of_engines_and_trainer_one_second_a_second()
         TRUE.decode_step * engine.decode_steps + TRUE.decode_sequence * engine.generated for engine in engines
     )
     trained = simulation.meter.fold.total
-    training = TRUE.train_part * trained.mini_batches + TRUE.train_token * trained.tokens
+    training = TRUE.train_mini_batch * trained.mini_batches + TRUE.train_token * trained.tokens
     assert decoding + training == pytest.approx(seconds, rel=1e-3)
 
 

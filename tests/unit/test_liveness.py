@@ -464,7 +464,7 @@ async def main():
         commands = handle(now, event)
         for one in commands:
             if isinstance(one, GiveUp):
-                print("gave up", one.part, one.id, flush=True)
+                print("gave up", one.role, one.id, flush=True)
         return commands
     controller.plane.handle = watched
     await played.start()

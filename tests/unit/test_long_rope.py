@@ -20,7 +20,7 @@ from tailrace.config.tree import Config, Rollout, Sampling, Workload
 from tailrace.engines.base import Job
 from tailrace.engines.native import NativeEngine
 from tailrace.model.packed import hidden_states, install, layout
-from tailrace.trainer.batch import mini_batch
+from tailrace.trainer.batch import plan_mini_batch
 from tailrace.trainer.reader import in_memory
 from tailrace.trainer.step import Learner
 from tailrace.types import Segment, Trajectory
@@ -86,7 +86,7 @@ def test_the_trainer_has_the_log_probs_of_every_token_at_the_length_that_its_seq
         trajectory(3, prompt, tokens(LIMIT - 5, 6), 0.7),
     ]
     learner = Learner(settings(tmp_path / "model", tokens_per_batch=10**6, **more))
-    batch = mini_batch(*in_memory([group]), learner.settings)
+    batch = plan_mini_batch(*in_memory([group]), learner.settings)
     (each,) = learner._micro_batches(0, 0, batch)
     found = learner.scores(each.pack).logprobs
     for place, one in enumerate(group):
@@ -94,7 +94,7 @@ def test_the_trainer_has_the_log_probs_of_every_token_at_the_length_that_its_seq
         wanted = alone(model, row)[len(one.segments[0]) - 1 :]
         mine = found[torch.from_numpy(each.pack.sequence == place)]
         torch.testing.assert_close(mine, wanted, atol=1e-4, rtol=1e-4)
-    assert learner.train_part(0, 0, *in_memory([group]))["passed_tokens"] == sum(t.sampled_tokens for t in group)
+    assert learner.train_mini_batch(0, 0, *in_memory([group]))["passed_tokens"] == sum(t.sampled_tokens for t in group)
 
 
 def test_packs_of_any_size_have_the_same_gradient(tmp_path):
@@ -104,7 +104,7 @@ def test_packs_of_any_size_have_the_same_gradient(tmp_path):
     found = []
     for budget in (10**6, 30):
         learner = Learner(settings(tmp_path / "model", tokens_per_batch=budget))
-        learner._backward(learner._micro_batches(0, 0, mini_batch(*in_memory([group]), learner.settings)))
+        learner._backward(learner._micro_batches(0, 0, plan_mini_batch(*in_memory([group]), learner.settings)))
         found.append(torch.cat([p.grad.flatten() for p in learner.model.parameters() if p.grad is not None]))
     torch.testing.assert_close(found[0], found[1], atol=1e-5, rtol=1e-4)
 
@@ -174,7 +174,7 @@ def test_engine_and_trainer_agree_on_log_probs_across_the_limit(family, tmp_path
     found, logprobs = generated(engine(model, temperature=1.0), work)
     learner = Learner(settings(tmp_path / "model", tokens_per_batch=10**6))
     group = [trajectory(job.id, ids_of(job), found[job.id], float(n)) for n, job in enumerate(work)]
-    batch = mini_batch(*in_memory([group]), learner.settings)
+    batch = plan_mini_batch(*in_memory([group]), learner.settings)
     (each,) = learner._micro_batches(0, 0, batch)
     mine = learner.scores(each.pack).logprobs.numpy()
     for place, job in enumerate(work):

@@ -28,8 +28,8 @@ from tailrace.wire.messages import (
     Assigned,
     Collapsed,
     Ended,
+    FromComponent,
     FromController,
-    FromPart,
     Garbled,
     Hello,
     Ordered,
@@ -54,8 +54,8 @@ class StoreProcess:
         self._lifeline, self._held = os.pipe()
         spec = Spec("store", 0, incarnation, hub.endpoint, KEYS.token, str(folder), CONFIG, lifeline=self._lifeline)
         self.spec = msgspec.structs.replace(spec, key=KEYS.of(spec.name).hex())
-        self._messages: list[FromPart | Garbled] = []
-        command = [sys.executable, "-m", "tailrace.runtime.part"]
+        self._messages: list[FromComponent | Garbled] = []
+        command = [sys.executable, "-m", "tailrace.runtime.component"]
         self.child = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=(self._lifeline,))
         assert self.child.stdin is not None
         self.child.stdin.write(msgspec.json.encode(self.spec) + b"\n")
@@ -64,7 +64,7 @@ class StoreProcess:
     async def order(self, message: FromController) -> None:
         await self._hub.send(self.spec.name, message)
 
-    async def says(self, kind: type[FromPart] | type[Event]) -> FromPart | Event:
+    async def says(self, kind: type[FromComponent] | type[Event]) -> FromComponent | Event:
         """The next message or event of this kind."""
         async with asyncio.timeout(DEADLINE_S):
             while True:

@@ -10,7 +10,10 @@ from shape import Shape, words_of
 ROOT = Path(__file__).parents[2]
 # Packages whose class names are told apart and whose identifiers are plain. ("tailrace",) asks it of the whole tree.
 PLAIN = ("tailrace.sim", "tailrace.planner", "tailrace.lengths", "tailrace.config", "tailrace.launch", "tailrace.cli")
-PLAIN_WORDS_BUT = {("tie", "tailrace.launch.train"), ("Tie", "tailrace.launch.train")}  # a class of runtime/parts.py
+PLAIN_WORDS_BUT = {
+    ("tie", "tailrace.launch.train"),
+    ("Tie", "tailrace.launch.train"),
+}  # a class of runtime/components.py
 SHARED = {"Local", "Plan", "Run"}  # with runtime/local.py, engines/scheduler.py and envs/jail/inside.py
 CYCLE_IN_OBS = ["tailrace.obs.plots_run", "tailrace.obs.summary"]
 

@@ -102,8 +102,8 @@ def test_a_trajectory_that_ran_straight_through() -> None:
         "t0 given to r0 (attempt 1, version 0), a sample of g0 (p0)",
         "finished: 4,021 tokens, version 0, stop",
         "a late or second report that attempt 1 finished on r0 was ignored",
-        "picked for step 0, part 0 (staleness 0)",
-        "trained in step 0, part 0 (staleness 0)",
+        "picked for step 0, mini-batch 0 (staleness 0)",
+        "trained in step 0, mini-batch 0 (staleness 0)",
         "freed: a checkpoint covers it",
     ]
 
@@ -130,7 +130,7 @@ def test_what_judges_have() -> None:
 
 def test_a_group() -> None:
     assert told("g0")[:2] == ["g0 opened for p0 (64 tokens)", "t0 to t1 given to r0"]
-    assert told("g0")[-2:] == ["trained in step 0, part 0 (staleness 0)", "freed: a checkpoint covers it"]
+    assert told("g0")[-2:] == ["trained in step 0, mini-batch 0 (staleness 0)", "freed: a checkpoint covers it"]
     assert told("g1")[-2:] == [
         "t2 cancelled on r0",
         "dropped: its oldest token is of version 0, too stale to train on",

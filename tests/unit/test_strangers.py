@@ -1,4 +1,5 @@
-"""Crowds of strangers: whoever listens has few descriptors for them, keeps some for itself, and hears its own parts."""
+"""Crowds of strangers: whoever listens has few descriptors for them, keeps some for itself, and hears its own
+components."""
 
 from __future__ import annotations
 
@@ -101,7 +102,7 @@ HELLO = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(64)  # the begin
 @pytest.mark.parametrize(
     ("tls", "first"),
     [(False, b""), (False, Opening("trainer-0/1").named), (True, b""), (True, HELLO)],
-    ids=["silent", "with the name of a part", "silent, encrypted", "in a handshake"],
+    ids=["silent", "with the name of a component", "silent, encrypted", "in a handshake"],
 )
 def test_thousands_of_strangers_leave_the_hub_its_descriptors_and_its_ears(tls: bool, first: bytes) -> None:
     with listening(tls) as (child, port), crowd(port, first):
@@ -149,7 +150,7 @@ def test_strangers_have_little_time_and_the_oldest_makes_room_first(monkeypatch)
 
 
 def test_what_waits_to_be_handled_is_bounded_and_nothing_of_it_is_lost(monkeypatch) -> None:
-    """A part that has much to say while the controller is busy is not read from for a while."""
+    """A component that has much to say while the controller is busy is not read from for a while."""
     monkeypatch.setattr("tailrace.wire.hub.WAITING_BYTES", 100_000)
     many = 200
 

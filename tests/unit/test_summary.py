@@ -256,7 +256,7 @@ def test_the_fold_agrees_with_the_ledger(kind: str, faults: dict[str, float]) ->
 
 @pytest.mark.parametrize("faults", [{}, FAULTS], ids=["calm", "faults"])
 def test_what_every_replica_has_agrees_with_control(faults: dict[str, float]) -> None:
-    """Unless control knows better of a part that is gone."""
+    """Unless control knows better of a component that is gone."""
     turns = {"workload.turns.mean": 2, "workload.turns.maximum": 4, "workload.turns.latency_s": 2}
     config = simulated({"workload.reward_s": 5} | turns | faults)
     live = LiveRun(config)

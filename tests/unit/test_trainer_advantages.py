@@ -8,7 +8,7 @@ import torch
 
 from tailrace.config.tree import Trainer
 from tailrace.trainer.advantages import GROUP_ADVANTAGES, dr_grpo, gae, grpo, rloo
-from tailrace.trainer.batch import mini_batch
+from tailrace.trainer.batch import plan_mini_batch
 from tailrace.trainer.reader import in_memory
 from tailrace.types import Segment, Trajectory
 
@@ -39,7 +39,7 @@ def test_nothing_is_learned_from_equal_rewards_or_from_a_sample_alone(name):
 def test_rewards_of_any_size_have_finite_advantages(advantage, rewards):
     sampled = (Segment.of(None, (1,)), Segment.of(0, (2,), (-1.0,)))
     group = [Trajectory(id, 0, 0, sampled, "stop", reward) for id, reward in enumerate(rewards)]
-    batch = mini_batch(*in_memory([group]), Trainer(advantage=advantage))
+    batch = plan_mini_batch(*in_memory([group]), Trainer(advantage=advantage))
     assert np.isfinite(np.float32(batch.advantages) ** 2).all()
     assert np.isfinite(np.float32(batch.rewards) ** 2).all()
     if advantage != "gae":

@@ -29,7 +29,7 @@ def with_everything(model: Path) -> Config:
 
 
 def train_step(learner: Learner, step: int) -> list[dict[str, float]]:
-    return [learner.train_part(step, part, *in_memory([group(10 * step + part)])) for part in range(2)]
+    return [learner.train_mini_batch(step, part, *in_memory([group(10 * step + part)])) for part in range(2)]
 
 
 def test_a_restored_learner_goes_on_bit_for_bit(model, tmp_path):
@@ -50,7 +50,7 @@ def test_a_restored_learner_goes_on_bit_for_bit(model, tmp_path):
 
 def test_a_checkpoint_is_a_folder_that_transformers_loads(model, tmp_path):
     learner = Learner(settings(model))
-    learner.train_part(0, 0, *in_memory([group(1)]))
+    learner.train_mini_batch(0, 0, *in_memory([group(1)]))
     place = save(tmp_path, learner)
     loaded = AutoModelForCausalLM.from_pretrained(place)
     assert all(torch.equal(tensor, loaded.get_parameter(name)) for name, tensor in learner.weights())
@@ -85,7 +85,7 @@ def test_the_newest_is_found_and_old_ones_go(model, tmp_path):
 def test_saving_the_same_step_again_replaces_it(model, tmp_path):
     learner = Learner(settings(model))
     save(tmp_path, learner)
-    learner.train_part(0, 0, *in_memory([group(1)]))
+    learner.train_mini_batch(0, 0, *in_memory([group(1)]))
     learner.step = 0
     again = Learner(settings(model))
     restore(again, save(tmp_path, learner))

@@ -54,13 +54,13 @@ def test_three_updates_in_a_row_that_are_not_finite_are_the_end(updates, final, 
 @pytest.mark.parametrize("more", [{}, {"advantage": "gae", "loss": "ppo"}])
 def test_an_update_that_is_not_finite_changes_neither_policy_nor_critic(folder, more):
     learner = Learner(settings(folder, **more))
-    learner.train_part(0, 0, *in_memory([group(1)]))
+    learner.train_mini_batch(0, 0, *in_memory([group(1)]))
     before = everything(learner)
-    measured = learner.train_part(1, 0, *in_memory([poisoned(2)]))
+    measured = learner.train_mini_batch(1, 0, *in_memory([poisoned(2)]))
     assert (measured["skipped"], measured["nonfinite_weights"]) == (1, 0)
     assert all(torch.equal(a, b) for a, b in zip(before, everything(learner), strict=True))
     assert learner.optimiser.updates == 2
-    assert learner.train_part(2, 0, *in_memory([group(2)]))["skipped"] == 0
+    assert learner.train_mini_batch(2, 0, *in_memory([group(2)]))["skipped"] == 0
 
 
 def test_a_critic_that_is_not_finite_holds_the_policy_back_too(folder):
@@ -69,7 +69,7 @@ def test_a_critic_that_is_not_finite_holds_the_policy_back_too(folder):
     with torch.no_grad():
         next(iter(learner.critic.parameters())).fill_(nan)
     before = [p.clone() for p in learner.model.parameters()]
-    measured = learner.train_part(0, 0, *in_memory([group(1)]))
+    measured = learner.train_mini_batch(0, 0, *in_memory([group(1)]))
     assert measured["skipped"] == 1
     assert all(torch.equal(a, b) for a, b in zip(before, learner.model.parameters(), strict=True))
 
@@ -84,9 +84,9 @@ def test_a_loss_that_is_not_finite_is_enough_though_the_gradient_is(folder):
 
 
 def test_weights_that_a_finite_gradient_has_ruined_are_noticed_at_once(folder):
-    measured = Learner(settings(folder, learning_rate=1e30)).train_part(0, 0, *in_memory([group(1)]))
+    measured = Learner(settings(folder, learning_rate=1e30)).train_mini_batch(0, 0, *in_memory([group(1)]))
     assert (measured["skipped"], measured["nonfinite_weights"]) == (0, 0)  # large, but numbers
-    measured = Learner(settings(folder, learning_rate=1e38)).train_part(0, 0, *in_memory([group(1)]))
+    measured = Learner(settings(folder, learning_rate=1e38)).train_mini_batch(0, 0, *in_memory([group(1)]))
     assert (measured["skipped"], measured["nonfinite_weights"]) == (0, 1)
 
 
@@ -163,7 +163,7 @@ def worker(folder: Path, *updates: dict[str, float]) -> Any:
     one.rank_group, one.checkpoints, one.divergence = Scripted(*updates), folder, Divergence()
     one.link = SimpleNamespace(incarnation=1, measure=lambda *_: None, report=said.append)
     one.pace = CheckpointPace(1, 1, 0, 0.0)
-    one.began_at, one.step, one.saved, one.part = 0, 0, 0, 0
+    one.began_at, one.step, one.saved, one.role = 0, 0, 0, 0
     for step in range(len(updates)):
         one._obey(Ordered(Train(1, step, 0, True, ())))
     return one

@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 from tailrace.model.packed import hidden_states, install, layout
 from tailrace.model.varlen import attend_row, attend_row_backward
 from tailrace.trainer import checkpoint
-from tailrace.trainer.batch import mini_batch, read_packs
+from tailrace.trainer.batch import plan_mini_batch, read_packs
 from tailrace.trainer.compiled import Blocks, padded
 from tailrace.trainer.head import chunk_that_fits
 from tailrace.trainer.memory import DoesNotFitError
@@ -75,7 +75,7 @@ def _shares(q: Tensor, k: Tensor, scale: float, window: int) -> Tensor:
 
 
 def gradients(learner: Learner) -> dict[str, Tensor]:
-    learner._backward(learner._micro_batches(0, 0, mini_batch(*in_memory(GROUPS), learner.settings)))
+    learner._backward(learner._micro_batches(0, 0, plan_mini_batch(*in_memory(GROUPS), learner.settings)))
     return {name: p.grad for name, p in learner.model.named_parameters() if p.grad is not None}
 
 
@@ -98,7 +98,7 @@ def test_the_head_in_one_go_gives_the_loss_and_the_gradient_of_autograd(tmp_path
     assert_same(gradients(fast), gradients(plain))
     for learner in (plain, fast):
         learner.model.zero_grad()
-    mine, theirs = (learner.train_part(0, 0, *in_memory(GROUPS)) for learner in (fast, plain))
+    mine, theirs = (learner.train_mini_batch(0, 0, *in_memory(GROUPS)) for learner in (fast, plain))
     assert mine | {"seconds": 0} == pytest.approx(theirs | {"seconds": 0}, rel=1e-4, abs=1e-6)
 
 
@@ -140,7 +140,7 @@ def test_compiled_blocks_serve_packs_of_any_size_with_the_gradients_of_plain_one
     sizes = {fast._room(n) for n in (len(p.inputs) for p in _packs(fast))}
     assert len(sizes) > 1
     assert graphs_compiled() == 1  # all layers and packs share it
-    fast.train_part(0, 0, *in_memory(GROUPS))
+    fast.train_mini_batch(0, 0, *in_memory(GROUPS))
 
 
 def test_after_a_warm_up_nothing_is_compiled_and_nothing_has_changed(folder, rows_on_the_cpu):
@@ -149,7 +149,7 @@ def test_after_a_warm_up_nothing_is_compiled_and_nothing_has_changed(folder, row
     fast.warm_up()
     before = graphs_compiled()
     for step, part in ((0, 0), (0, 1), (1, 0)):
-        mine, theirs = (learner.train_part(step, part, *in_memory(GROUPS)) for learner in (fast, plain))
+        mine, theirs = (learner.train_mini_batch(step, part, *in_memory(GROUPS)) for learner in (fast, plain))
         assert mine | {"seconds": 0} == pytest.approx(theirs | {"seconds": 0}, rel=1e-3, abs=1e-5)
     assert graphs_compiled() == before
 
@@ -166,7 +166,7 @@ def graphs_compiled() -> int:
 
 
 def _packs(learner: Learner) -> list[Any]:
-    batch = mini_batch(*in_memory(GROUPS), learner.settings)
+    batch = plan_mini_batch(*in_memory(GROUPS), learner.settings)
     return list(read_packs(batch, range(len(batch.samples)), learner.budget.tokens, fold=False))
 
 
@@ -183,8 +183,8 @@ def test_blocks_that_cannot_be_compiled_run_plain_and_say_so_once(folder, rows_o
 
     plain, fast = (Learner(settings(folder)) for _ in range(2))
     fast._rows, fast._blocks = True, Blocks(fast.policy.model, backend=broken)  # type: ignore[arg-type]
-    mine, theirs = (learner.train_part(0, 0, *in_memory(GROUPS)) for learner in (fast, plain))
-    fast.train_part(1, 0, *in_memory(GROUPS))
+    mine, theirs = (learner.train_mini_batch(0, 0, *in_memory(GROUPS)) for learner in (fast, plain))
+    fast.train_mini_batch(1, 0, *in_memory(GROUPS))
     assert caplog.text.count("run uncompiled") == 1
     assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-4, abs=1e-6)
     assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
@@ -213,7 +213,7 @@ def test_the_copy_follows_updates_snapshots_and_checkpoints(folder, tmp_path, pl
     pack = _packs(learner)[0]
     start = learner.scores(pack).logprobs
     place = checkpoint.save(tmp_path, learner)
-    learner.train_part(0, 0, *in_memory(GROUPS))
+    learner.train_mini_batch(0, 0, *in_memory(GROUPS))
     moved = learner.scores(pack).logprobs
     assert (moved - start).abs().max() > 1e-2
     assert learner._reference is not None
@@ -244,14 +244,14 @@ def _short_of_memory(learner: Learner, most: int) -> list[int]:
 def test_a_part_that_runs_out_of_memory_is_repeated_with_half_of_the_tokens(folder, caplog):
     short, roomy = (Learner(settings(folder, tokens_per_batch=400, kl=0.1, loss="ppo")) for _ in range(2))
     passes = _short_of_memory(short, most=60)
-    mine, theirs = (learner.train_part(0, 0, *in_memory(GROUPS)) for learner in (short, roomy))
+    mine, theirs = (learner.train_mini_batch(0, 0, *in_memory(GROUPS)) for learner in (short, roomy))
     assert short.budget.tokens == 50
     assert caplog.text.count("nothing is lost") == 3
     assert mine | {"seconds": 0} == pytest.approx(theirs | {"seconds": 0}, rel=1e-3, abs=1e-6)
     for (name, weight), (_, other) in zip(short.weights(), roomy.weights(), strict=True):
         torch.testing.assert_close(weight, other, atol=1e-4, rtol=1e-3, msg=name)
     passes.clear()
-    short.train_part(1, 0, *in_memory(GROUPS))
+    short.train_mini_batch(1, 0, *in_memory(GROUPS))
     assert max(passes) <= 50
 
 
@@ -259,5 +259,5 @@ def test_a_sequence_that_does_not_fit_is_refused_with_what_to_change(folder):
     learner = Learner(settings(folder))
     _short_of_memory(learner, most=10)
     with pytest.raises(DoesNotFitError, match=r"one sequence of \d+ tokens .* trainer.recompute = true"):
-        learner.train_part(0, 0, *in_memory(GROUPS))
+        learner.train_mini_batch(0, 0, *in_memory(GROUPS))
     assert learner.step == 0

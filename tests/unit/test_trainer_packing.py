@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tailrace.config.tree import Trainer
-from tailrace.trainer.batch import MiniBatch, mini_batch, rank_share, read_packs, worth_a_pass
+from tailrace.trainer.batch import MiniBatch, plan_mini_batch, rank_share, read_packs, worth_a_pass
 from tailrace.trainer.packing import Pack, deal, read
 from tailrace.trainer.reader import in_memory
 from tailrace.types import Segment, Trajectory
@@ -37,7 +37,7 @@ def trajectories(draw: st.DrawFn) -> list[Trajectory]:
 
 
 def batch_of(given_trajectories: list[Trajectory]) -> MiniBatch:
-    return mini_batch(*in_memory([given_trajectories]), Trainer())
+    return plan_mini_batch(*in_memory([given_trajectories]), Trainer())
 
 
 def packs_of(batch: MiniBatch, budget: int, rank: int = 0, ranks: int = 1, switch: int | None = None) -> list[Pack]:
@@ -159,7 +159,7 @@ def test_a_rank_reads_the_samples_of_its_own_share_and_none_without_advantage():
     asked = []
     for rank in range(2):
         watched = Watched(reader)
-        batch = mini_batch(infos, watched, Trainer())
+        batch = plan_mini_batch(infos, watched, Trainer())
         chosen = worth_a_pass(batch, Trainer())
         list(read_packs(batch, rank_share(batch, chosen, rank, 2), 100))
         asked.append(watched.asked)
@@ -178,7 +178,7 @@ def test_what_is_read_has_to_be_what_was_planned():
     with pytest.raises(
         ValueError, match="t1 was planned with 4 tokens, 3 of them sampled, but what was read is t1 with 5"
     ):
-        packs_of(mini_batch(infos, other, Trainer()), 100)
+        packs_of(plan_mini_batch(infos, other, Trainer()), 100)
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(1, 5))

@@ -12,7 +12,7 @@ import torch
 
 from tailrace.config.tree import Groups, Trainer
 from tailrace.trainer.advantages import gae
-from tailrace.trainer.batch import mini_batch, worth_a_pass
+from tailrace.trainer.batch import plan_mini_batch, worth_a_pass
 from tailrace.trainer.losses import value_loss
 from tailrace.trainer.optim import Optimiser, rate_factor
 from tailrace.trainer.packing import Pack, assign, lay_out, read
@@ -45,7 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def gradients(learner: Learner) -> dict[str, torch.Tensor]:
     """Of one mini-batch, before clipping and the update."""
-    learner._backward(learner._micro_batches(0, 0, mini_batch(*in_memory(GROUPS), learner.settings)))
+    learner._backward(learner._micro_batches(0, 0, plan_mini_batch(*in_memory(GROUPS), learner.settings)))
     return {name: p.grad for name, p in learner.model.named_parameters() if p.grad is not None}
 
 
@@ -79,7 +79,9 @@ def test_losses_and_weights_after_some_steps_are_those_recorded(folder, changes,
     same = [Trajectory(t.id, 9, 9, t.segments, "stop", 0.1) for t in group(9)]
     parts = [[group(1), group(2)], [group(3), same], [same], [group(4, size=7), group(5)]]
     learner = Learner(settings(folder, **changes))
-    found = [learner.train_part(n // 2, n % 2, *in_memory(groups)).get("loss", 0.0) for n, groups in enumerate(parts)]
+    found = [
+        learner.train_mini_batch(n // 2, n % 2, *in_memory(groups)).get("loss", 0.0) for n, groups in enumerate(parts)
+    ]
     assert found == pytest.approx(losses, rel=1e-4)
     assert sum(float((w.double() ** 2).sum()) for _, w in learner.weights()) == pytest.approx(size, rel=1e-6)
 
@@ -93,7 +95,7 @@ def test_recomputed_activations_do_not_change_the_gradient(folder):
 def test_samples_without_advantage_cost_no_pass_and_still_count_in_the_mean(folder):
     same = [Trajectory(t.id, 9, 9, t.segments, "stop", 0.1) for t in group(9)]
     learner = Learner(settings(folder, loss="grpo"))
-    mixed, alone = (learner.train_part(0, 0, *in_memory(groups)) for groups in ([GROUPS[0], same], [same]))
+    mixed, alone = (learner.train_mini_batch(0, 0, *in_memory(groups)) for groups in ([GROUPS[0], same], [same]))
     assert mixed["passed_tokens"] == sum(t.sampled_tokens for t in GROUPS[0])
     assert mixed["sequences"] == 8
     assert mixed["without_advantage"] == 0
@@ -102,7 +104,7 @@ def test_samples_without_advantage_cost_no_pass_and_still_count_in_the_mean(fold
         *("passed_tokens", "without_advantage", "nonfinite_weights"),
     }  # what was not computed is not said to be 0
     assert (alone["passed_tokens"], alone["without_advantage"], alone["sequences"]) == (0, 1, 4)
-    batches = [mini_batch(*in_memory(groups), learner.settings) for groups in ([GROUPS[0], same], [GROUPS[0]])]
+    batches = [plan_mini_batch(*in_memory(groups), learner.settings) for groups in ([GROUPS[0], same], [GROUPS[0]])]
     half, whole = (learner._micro_batches(1, 0, batch)[0] for batch in batches)
     torch.testing.assert_close(half.weight * 2, whole.weight)
 
@@ -110,7 +112,7 @@ def test_samples_without_advantage_cost_no_pass_and_still_count_in_the_mean(fold
 def test_an_update_without_advantage_is_that_of_a_gradient_of_zero(folder):
     same = [Trajectory(t.id, 9, 9, t.segments, "stop", 0.1) for t in group(9)]
     learner = Learner(settings(folder, loss="grpo", mini_batches=2))
-    learner.train_part(0, 0, *in_memory(GROUPS))
+    learner.train_mini_batch(0, 0, *in_memory(GROUPS))
     names = [name for name, _ in learner.model.named_parameters()]
     copies = {name: torch.nn.Parameter(p.detach().clone()) for name, p in learner.model.named_parameters()}
     optimiser = Optimiser(copies.items(), learner.settings.learning_rate, learner.settings, 8)
@@ -118,7 +120,7 @@ def test_an_update_without_advantage_is_that_of_a_gradient_of_zero(folder):
     for parameter in copies.values():
         parameter.grad = torch.zeros_like(parameter)
     optimiser.update()
-    learner.train_part(0, 1, *in_memory([same]))
+    learner.train_mini_batch(0, 1, *in_memory([same]))
     assert all(torch.equal(learner.model.get_parameter(name), copies[name]) for name in names)
     assert learner.optimiser.updates == 2
 
@@ -129,7 +131,7 @@ def test_rewards_that_differ_by_rounding_give_no_advantage(tolerance, passes):
     shaped = [Trajectory(t.id, 9, 9, t.segments, "stop", r) for t, r in zip(group(9), rewards, strict=True)]
     for advantage in ("grpo", "dr_grpo", "rloo"):
         chosen = Trainer(advantage=advantage)
-        batch = mini_batch(*in_memory([shaped]), chosen, Groups(reward_tolerance=tolerance))
+        batch = plan_mini_batch(*in_memory([shaped]), chosen, Groups(reward_tolerance=tolerance))
         assert bool(worth_a_pass(batch, chosen)) == bool(batch.advantages.any()) == passes
 
 
@@ -139,7 +141,7 @@ def test_a_likely_answer_becomes_likelier_when_it_is_rewarded(folder):
     pair = [Trajectory(0, 0, 0, good, "stop", 1.0), Trajectory(1, 0, 0, bad, "stop", 0.0)]
     samples = one_pack([pair])
     before = learner.scores(samples).logprobs
-    metrics = [learner.train_part(step, 0, *in_memory([pair])) for step in range(3)]
+    metrics = [learner.train_mini_batch(step, 0, *in_memory([pair])) for step in range(3)]
     change = learner.scores(samples).logprobs - before
     assert change[:4].mean() > 0.1
     assert change[4:].mean() < -0.1
@@ -151,9 +153,9 @@ def test_a_likely_answer_becomes_likelier_when_it_is_rewarded(folder):
 def test_the_proximal_policy_is_that_of_the_start_of_the_step(folder):
     learner = Learner(settings(folder, loss="decoupled_ppo", mini_batches=2))
     start = all_logprobs(learner)
-    batch = mini_batch(*in_memory(GROUPS), learner.settings)
+    batch = plan_mini_batch(*in_memory(GROUPS), learner.settings)
     assert all(each.proximal is None for each in learner._micro_batches(0, 0, batch))
-    learner.train_part(0, 0, *in_memory(GROUPS))
+    learner.train_mini_batch(0, 0, *in_memory(GROUPS))
     kept = {(int(s), i): p for x in learner._micro_batches(0, 1, batch) for s, i, p in _by_token(x)}
     wanted = torch.stack([kept[key] for key in _keys(one_pack(GROUPS).sequence)])
     torch.testing.assert_close(wanted, start, atol=1e-5, rtol=1e-5)
@@ -178,7 +180,7 @@ def _by_token(each):
 def test_the_reference_holds_the_policy_back(folder):
     far, near = (Learner(settings(folder, kl=kl, learning_rate=1e-2)) for kl in (1e-9, 30.0))
     given = in_memory(GROUPS)
-    free, held = ([learner.train_part(step, 0, *given)["kl"] for step in range(4)] for learner in (far, near))
+    free, held = ([learner.train_mini_batch(step, 0, *given)["kl"] for step in range(4)] for learner in (far, near))
     assert free[-1] > 2 * held[-1] > 0
 
 
@@ -188,7 +190,7 @@ def test_a_critic_learns_the_reward_and_leaves_the_trunk_alone(folder):
     assert learner.critic is not None
     rewarded = [[Trajectory(t.id, 0, 0, t.segments, "stop", 1.0) for t in g] for g in GROUPS]
     before = weights(learner)
-    metrics = [learner.train_part(step, 0, *in_memory(rewarded)) for step in range(12)]
+    metrics = [learner.train_mini_batch(step, 0, *in_memory(rewarded)) for step in range(12)]
     assert metrics[0]["value"] == 0
     assert metrics[0]["advantage"] == pytest.approx(1.0)
     assert metrics[-1]["value"] == pytest.approx(1.0, abs=0.2)
@@ -198,8 +200,8 @@ def test_a_critic_learns_the_reward_and_leaves_the_trunk_alone(folder):
 @pytest.mark.parametrize("loss", ["ppo", "decoupled_ppo"])
 def test_old_values_are_those_of_the_start_of_the_step_so_that_clipping_them_acts(folder, loss):
     learner = Learner(settings(folder, loss=loss, advantage="gae", mini_batches=2, critic_learning_rate=0.3))
-    batch = mini_batch(*in_memory(GROUPS), learner.settings)
-    learner.train_part(0, 0, *in_memory(GROUPS))
+    batch = plan_mini_batch(*in_memory(GROUPS), learner.settings)
+    learner.train_mini_batch(0, 0, *in_memory(GROUPS))
     micro_batches = learner._micro_batches(0, 1, batch)
     now = torch.cat([_values(learner, each) for each in micro_batches])
     assert now.abs().max() > learner.settings.clip_high  # one update has moved them further than they may
@@ -233,7 +235,7 @@ def _values(learner: Learner, each) -> torch.Tensor:
 def test_bfloat16_arithmetic_keeps_float32_weights(folder):
     learner = Learner(settings(folder, precision="bfloat16"))
     with torch.backends.mkldnn.flags(enabled=False):  # its kernels end the process where AMX is announced but forbidden
-        metrics = learner.train_part(0, 0, *in_memory(GROUPS))
+        metrics = learner.train_mini_batch(0, 0, *in_memory(GROUPS))
     assert metrics["skipped"] == 0
     assert {tensor.dtype for _, tensor in learner.weights()} == {torch.float32}
 
@@ -249,7 +251,7 @@ def test_tied_weights_are_given_out_once(tmp_path):
 def test_mismatch_is_zero_when_the_trainer_agrees_with_the_engine(folder):
     learner = Learner(settings(folder))
     exact = [[_as_sampled_by(learner, t) for t in g] for g in GROUPS]
-    metrics = learner.train_part(0, 0, *in_memory(exact))
+    metrics = learner.train_mini_batch(0, 0, *in_memory(exact))
     assert metrics["mismatch_kl"] == pytest.approx(0, abs=1e-9)
     assert metrics["ratio"] == pytest.approx(1, abs=1e-5)
     assert metrics["ratio_max"] == pytest.approx(1, abs=1e-4)
@@ -295,5 +297,5 @@ def test_a_group_that_cannot_be_trained_on_is_refused_before_anything_changes(fo
     learner = Learner(settings(folder))
     parts = (Segment.of(None, (1,)), Segment.of(0, (2,), (-1.0,)))[:segments]
     with pytest.raises(ValueError, match=r"no finite reward|has a sampled token"):
-        learner.train_part(0, 0, *in_memory([[Trajectory(0, 0, 0, parts, "stop", reward)]]))
+        learner.train_mini_batch(0, 0, *in_memory([[Trajectory(0, 0, 0, parts, "stop", reward)]]))
     assert learner.step == 0

@@ -49,7 +49,7 @@ from tailrace.protocol import (
 from tailrace.runtime.validation import MESSAGES
 from tailrace.store.journal import Journal
 from tailrace.types import Prompt, id_bytes
-from tailrace.wire.messages import Accused, Beat, Collapsed, Dismissed, FromPart, Hello, Measured, Offer, Reported
+from tailrace.wire.messages import Accused, Beat, Collapsed, Dismissed, FromComponent, Hello, Measured, Offer, Reported
 
 LONGEST = 64  # tokens of a completion
 LOST = {"replica": ReplicaLost, "relay": RelayLost, "store": StoreLost, "trainer": TrainerLost}
@@ -313,12 +313,12 @@ def test_for_every_event_it_is_said_who_may_report_it(tmp_path: Path) -> None:
         assert reported | noticed_here == {each.cls for each in msgspec.inspect.type_info(AnyEvent).types}  # type: ignore[attr-defined]
         assert not reported & noticed_here
         heard = {kind for kinds in MESSAGES.values() for kind in kinds}
-        assert heard == set(FromPart.__args__) - {Beat}, "heartbeats go no further than to the hub"
+        assert heard == set(FromComponent.__args__) - {Beat}, "heartbeats go no further than to the hub"
 
     play(tmp_path / "run", scene)
 
 
-# ---------------------------------------------------------------------------------------------------------- machines
+# ------------------------------------------------------------------------------------------------------------- machines
 
 
 def dismissals(played: Played) -> dict[str, str]:
@@ -345,7 +345,7 @@ def test_many_machines_with_many_replicas_are_taken_up_to_a_number(tmp_path: Pat
 
 
 def test_machines_that_come_and_go_do_not_make_the_run_remember_without_end(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("tailrace.runtime.parts.EVER", 50)
+    monkeypatch.setattr("tailrace.runtime.components.EVER", 50)
 
     async def scene(played: Played) -> None:
         for number in range(20):
@@ -369,10 +369,10 @@ def test_a_machine_that_says_what_it_must_not_is_sent_away_with_its_parts(tmp_pa
         speak(played, "host-5/1", lie)
         await played.turn()
         assert "because it sent" in dismissals(played)["host-5/1"]
-        assert not played.controller.parts._hosts.present
+        assert not played.controller.components._hosts.present
         played.say("host-5/1", Offer(__version__, 1))
         await played.turn()
-        assert not played.controller.parts._hosts.present, "it stays away"
+        assert not played.controller.components._hosts.present, "it stays away"
         assert played.goes_on
 
     play(tmp_path / "run", scene)
@@ -387,7 +387,7 @@ def test_an_offer_beyond_reason_is_refused_before_anything_is_made_of_it(tmp_pat
                 {"release": __version__, "replicas": 10**6},
                 {"release": __version__, "replicas": -1},
                 {"release": "x" * 1000, "replicas": 1},
-                {"release": __version__, "replicas": 1, "parts": {str(one): "" for one in range(5000)}},
+                {"release": __version__, "replicas": 1, "components": {str(one): "" for one in range(5000)}},
             ]
         ):
             name = f"host-{number}/1"
@@ -400,7 +400,7 @@ def test_an_offer_beyond_reason_is_refused_before_anything_is_made_of_it(tmp_pat
     play(tmp_path / "run", scene)
 
 
-# --------------------------------------------------------------------------------------------------------- anything
+# ------------------------------------------------------------------------------------------------------------- anything
 
 NUMBERS = st.one_of(
     st.integers(0, 6), st.integers(-2, 100), st.sampled_from([2**31 - 1, 2**31, 2**40, 2**53, 2**63 - 1, 2**64 - 1])
@@ -445,7 +445,7 @@ def anything(kind: Any) -> st.SearchStrategy[Any]:
             raise AssertionError(kind)
 
 
-MESSAGE = anything(msgspec.inspect.type_info(FromPart))
+MESSAGE = anything(msgspec.inspect.type_info(FromComponent))
 SENDERS = ["store 0", "replica 0", "replica 1", "replica 2", "relay 0", "relay 1", "relay 2", "trainer 0", "host"]
 QUICK = settings(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
@@ -455,8 +455,8 @@ QUICK = settings(
 @given(st.lists(st.tuples(st.sampled_from(SENDERS), MESSAGE), min_size=10, max_size=60))
 @QUICK
 def test_nothing_that_anybody_says_raises_or_ends_the_run(tmp_path_factory: Any, said: list[tuple[str, Any]]) -> None:
-    """Of all roles, here and on a machine that has joined. Only that a part which this run itself has started cannot go
-    on, and why, is believed."""
+    """Of all roles, here and on a machine that has joined. Only that a component which this run itself has started
+    cannot go on, and why, is believed."""
 
     async def scene(played: Played) -> None:
         await played.welcome("host-5/1")
@@ -464,7 +464,7 @@ def test_nothing_that_anybody_says_raises_or_ends_the_run(tmp_path_factory: Any,
             role, _, number = who.partition(" ")
             if tree["kind"] == "Collapsed" and who not in ("replica 2", "relay 2", "host"):
                 tree["expected"] = False
-            process = played.controller.parts.get(role, int(number)) if number else None
+            process = played.controller.components.get(role, int(number)) if number else None
             name = process.spec.name if process is not None else "host-5/1"
             played.say_bytes(name, msgspec.msgpack.encode(tree))
             await played.turn()

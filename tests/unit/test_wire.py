@@ -1,4 +1,4 @@
-"""What a part reports counts once, whichever controllers come and go."""
+"""What a component reports counts once, whichever controllers come and go."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def say(wire: Connection, message: object, number: int = 0) -> None:
 @pytest.mark.parametrize(
     ("name", "key"),
     [
-        (NAME, KEYS.of("trainer-0/2")),  # an earlier start of the same part
+        (NAME, KEYS.of("trainer-0/2")),  # an earlier start of the same component
         (NAME, KEYS.of("replica-0/1")),  # another part
         (NAME, host_key(KEYS.token, NAME)),  # a machine that joined
         (NAME, bytes(32)),
@@ -250,7 +250,7 @@ def test_a_frame_that_was_tampered_with_ends_the_connection(harm):
         elif harm == "turned around":
             frame[: HEAD.size] = Session("controller", KEYS.of(NAME), (bytes(32), bytes(32))).head(1, content)
         elif harm == "of another connection":
-            frame[: HEAD.size] = Session("part", KEYS.of(NAME), (bytes(32), bytes(32))).head(1, content)
+            frame[: HEAD.size] = Session("component", KEYS.of(NAME), (bytes(32), bytes(32))).head(1, content)
         wire._socket.setblocking(True)
         wire._socket.sendall(frame * (2 if harm == "repeated" else 1))
         assert await asyncio.to_thread(is_hung_up_on, wire)
@@ -283,7 +283,7 @@ def test_what_cannot_be_read_is_told_with_the_name_of_its_sender():
 
 
 def test_the_port_of_a_controller_that_is_gone_is_of_no_use_without_the_keys():
-    """Somebody else listens there: the part tells it nothing but its name, and waits for its controller."""
+    """Somebody else listens there: the component tells it nothing but its name, and waits for its controller."""
     with socket.create_server(("127.0.0.1", 0)) as usurper:
         usurper.settimeout(DEADLINE_S)
         link = Link(spec(f"tcp://127.0.0.1:{usurper.getsockname()[1]}"))

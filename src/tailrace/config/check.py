@@ -104,9 +104,9 @@ def _trainer_divides(config: Config) -> Iterator[str]:
 
 
 def _batch_divides(config: Config) -> Iterator[str]:
-    parts, prompts = config.trainer.mini_batches, config.workload.prompts_per_step
-    if parts > prompts:
-        yield f"trainer.mini_batches is {parts}, more than workload.prompts_per_step; write {prompts} or less"
+    mini_batches, prompts = config.trainer.mini_batches, config.workload.prompts_per_step
+    if mini_batches > prompts:
+        yield f"trainer.mini_batches is {mini_batches}, more than workload.prompts_per_step; write {prompts} or less"
     survivors, size = config.groups.min_survivors, config.workload.group_size
     if survivors > size:
         yield f"groups.min_survivors is {survivors}, more than workload.group_size; write {size} or less"

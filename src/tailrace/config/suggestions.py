@@ -13,11 +13,14 @@ from tailrace.config.other_frameworks import FRAMEWORK_NAMES, FrameworkName
 from tailrace.config.spelling import near
 
 TELLING = 9  # letters of a last word that says enough without its section
+RENAMED = {"costs.train_part": "costs.train_mini_batch"}
 
 
 def unknown(key: str, dashes: str = "") -> str:
     """A sentence about a key that is not ours: whose name it is, or the one it looks like. Options get `dashes`."""
     written, kind = dashes + key, "an option" if dashes else "a setting"
+    if key in RENAMED:
+        return f"{written} is called {dashes}{RENAMED[key]} now; write that"
     found = _framework_name(key)
     if found and not found.key:
         return f"{written} is {found.framework}'s name, and there is nothing like it here: {found.note}"
@@ -30,7 +33,7 @@ def unknown(key: str, dashes: str = "") -> str:
 
 
 def nearest(key: str) -> str | None:
-    """Our key that this one is for certain: a part of it, its last word in another section, or a typo."""
+    """Our key that this one is for certain: without its section, its last word in another section, or a typo."""
     for found in (_without_section(key), _in_another_section(key)):
         if len(found) == 1:
             return found[0]

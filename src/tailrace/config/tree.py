@@ -221,15 +221,17 @@ class RelaySettings(Section):
 
 
 class Health(Section):
-    """When silence counts as death, and how often a part is started again."""
+    """When silence counts as death, and how often a component is started again."""
 
     heartbeat_s: Pause = 0.8  # with `strikes`: the silent are noticed, and replaced, within 3 s
-    strikes: Count = 3  # missed heartbeats until a part counts as lost
+    strikes: Count = 3  # missed heartbeats until a component counts as lost
     backoff_s: Amount = 2.0  # wait before the first restart; doubles each time
     backoff_max_s: Amount = 60.0
     max_restarts: Natural = 5  # then it is quarantined; healthy work resets the count
     pull_deadline_s: Annotated[float, Meta(gt=0)] = 120.0
-    stuck_s: Annotated[float, Meta(gt=0)] = 600.0  # the longest that a part may be at one thing, such as a mini-batch
+    stuck_s: Annotated[float, Meta(gt=0)] = (
+        600.0  # the longest that a component may be at one thing, such as a mini-batch
+    )
 
 
 class Trainer(Section):
@@ -300,7 +302,7 @@ class Costs(Section):
     decode_sequence: Amount = 0.0  # more for each running sequence
     decode_kv_token: Amount = 0.0  # more for each token in the KV cache
     prefill_token: Amount = 0.0
-    train_part: Amount = 0.0
+    train_mini_batch: Amount = 0.0
     train_token: Amount = 0.0
     publish: Amount = 0.0
     load: Amount = 0.0
@@ -330,7 +332,7 @@ class Faults(Section):
     sample_failure: Share = 0.0  # share of samples whose environment or reward fails
     delay_s: Amount = 0.0  # mean extra delay of a message (exponential: messages overtake each other)
     duplicate: Share = 0.0  # share of messages that arrive twice
-    restart_s: Amount = 60.0  # until a lost part runs again
+    restart_s: Amount = 60.0  # until a lost component runs again
 
 
 class Local(Section):

@@ -92,10 +92,10 @@ def _history_agrees(config: Config, ledger: Ledger, training: Training) -> None:
     assert training.durable <= training.saved <= training.step, "a step is in its checkpoint once it is trained"
     assert set(training.past) <= set(range(training.durable, training.version + 1)), "what is durable is not kept"
     now = training.past.get(training.version)
-    parts = now.parts if now else []
-    assert training.taken == sum(len(groups) for groups in parts), "groups of the current step are counted"
-    assert len(parts) <= config.trainer.mini_batches, "a step has no more parts than it should"
-    picked = {one.group for past in training.past.values() for groups in past.parts for one in groups}
+    mini_batches = now.mini_batches if now else []
+    assert training.taken == sum(len(groups) for groups in mini_batches), "groups of the current step are counted"
+    assert len(mini_batches) <= config.trainer.mini_batches, "a step has no more mini_batches than it should"
+    picked = {one.group for past in training.past.values() for groups in past.mini_batches for one in groups}
     under_way = {group.id for group in ledger.groups.values() if group.state == "training"}
     assert under_way <= picked, "what is being trained belongs to a step that may have to be repeated"
 

@@ -32,7 +32,6 @@ from tailrace.protocol import (
     HostLeft,
     LinkFailed,
     Parked,
-    Part,
     Progressed,
     PromptsAdded,
     PublishFailed,
@@ -41,6 +40,7 @@ from tailrace.protocol import (
     RelayLost,
     ReplicaJoined,
     ReplicaLost,
+    Role,
     RunStarted,
     SampleFailed,
     SamplesLost,
@@ -139,7 +139,7 @@ class ControlPlane:
         for replica in desk.touched.values():
             work.settle(desk, replica)
 
-    def heartbeats(self, age_s: Callable[[Part, int], float]) -> Heartbeats:
+    def heartbeats(self, age_s: Callable[[Role, int], float]) -> Heartbeats:
         """What a driver has to tell just before each timer `health`, from how long ago it last heard whom."""
         return watch.find_late(self.config, self.state, age_s)
 

@@ -106,6 +106,8 @@ def doomed(config: Config, ledger: Ledger, version: Version) -> list[Group]:
     return [ledger.groups[id] for oldest in late for id in ledger.open_by_oldest[oldest]]
 
 
-def part_sizes(groups: int, parts: int) -> list[int]:
+def mini_batch_sizes(groups: int, mini_batches: int) -> list[int]:
     """How many groups each mini-batch of a step gets: as even as possible."""
-    return [groups // parts + (1 if part < groups % parts else 0) for part in range(parts)]
+    return [
+        groups // mini_batches + (1 if mini_batch < groups % mini_batches else 0) for mini_batch in range(mini_batches)
+    ]

@@ -54,7 +54,7 @@ class Desk:
     def __init__(self, config: Config, state: State) -> None:
         self.config = config
         self.traits = traits(config)
-        self.part_sizes = sampling.part_sizes(config.workload.prompts_per_step, config.trainer.mini_batches)
+        self.mini_batch_sizes = sampling.mini_batch_sizes(config.workload.prompts_per_step, config.trainer.mini_batches)
         self.ledger = state.ledger
         self.fleet = state.fleet
         self.relays = state.relays

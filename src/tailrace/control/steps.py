@@ -1,4 +1,4 @@
-"""The trainer's side: which part it trains next, what it must repeat after a restart, and when a version is made."""
+"""The trainer's side: which mini-batch is next, what a restart repeats, and when a version is made."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from tailrace.protocol import Checkpointed, Forget, Stop, Trained, TrainerJoined
 
 
 def train(desk: Desk) -> None:
-    """Give the trainer its next part: one that it must repeat, or a newly picked one. What was lost of one that it must
-    repeat is picked anew."""
+    """Give the trainer its next mini-batch: one that it must repeat, or a newly picked one. What was lost of one that
+    it must repeat is picked anew."""
     training = desk.training
     if not training.live or training.busy:
         return
     stores.remove_lost(desk)
-    wanted = desk.part_sizes[training.part] - len(training.picked)
+    wanted = desk.mini_batch_sizes[training.mini_batch] - len(training.picked)
     if not wanted:
-        desk.send(training.order(len(desk.part_sizes)))
+        desk.send(training.order(len(desk.mini_batch_sizes)))
         return
     left = desk.config.workload.prompts_per_step - training.taken if training.step == training.version else wanted
     if len(desk.ledger.ready) >= (wanted if desk.traits.streams else left):
@@ -53,7 +53,7 @@ def _train_on_picked(desk: Desk, wanted: int, left: int) -> None:
     if picked.groups:
         taken = tuple([ledger.take(group) for group in picked.groups])
         training.add(taken, {group.id: PickedGroup(group.prompt, group.samples) for group in picked.groups})
-        desk.send(training.order(len(desk.part_sizes)))
+        desk.send(training.order(len(desk.mini_batch_sizes)))
 
 
 def joined(desk: Desk, event: TrainerJoined) -> None:
@@ -66,19 +66,23 @@ def joined(desk: Desk, event: TrainerJoined) -> None:
         return
     if not _catch_up(desk, event):
         stop(
-            desk, f"the trainer came with step {event.step}, part {event.part}, which it was never told to train", True
+            desk,
+            f"the trainer came with step {event.step}, mini-batch {event.mini_batch}, which it was never told to train",
+            True,
         )
     elif not desk.state.stopped:
-        training.join(desk.now, event.incarnation, event.step, event.part)
+        training.join(desk.now, event.incarnation, event.step, event.mini_batch)
         desk.state.pushing = NONE
 
 
 def _catch_up(desk: Desk, event: TrainerJoined) -> bool:
-    """Record the parts that are in its weights though the report was lost; False if it has more than was ordered."""
+    """Record the mini-batches that are in its weights though the report was lost; False if it has more than was
+    ordered."""
     training = desk.training
-    while (training.step, training.part) < (event.step, event.part) and training.picked:
-        _part_trained(desk)
-    return (training.step, training.part) >= (event.step, event.part) and event.part < len(desk.part_sizes)
+    while (training.step, training.mini_batch) < (event.step, event.mini_batch) and training.picked:
+        _mini_batch_trained(desk)
+    has_no_more = (training.step, training.mini_batch) >= (event.step, event.mini_batch)
+    return has_no_more and event.mini_batch < len(desk.mini_batch_sizes)
 
 
 def lost(desk: Desk, event: TrainerLost) -> None:
@@ -97,25 +101,25 @@ def lose(desk: Desk, reason: str) -> None:
 
 def trained(desk: Desk, event: Trained) -> None:
     training = desk.training
-    if not training.awaits(event.incarnation, event.step, event.part):
+    if not training.awaits(event.incarnation, event.step, event.mini_batch):
         return
     training.restarts = 0
-    _part_trained(desk)
+    _mini_batch_trained(desk)
 
 
 def train_failed(desk: Desk, event: TrainFailed) -> None:
     """What its store has is ordered again; what was lost with a store is replaced."""
-    if desk.training.awaits(event.incarnation, event.step, event.part):
+    if desk.training.awaits(event.incarnation, event.step, event.mini_batch):
         desk.training.last_seen = desk.now
         desk.training.busy = False
 
 
-def _part_trained(desk: Desk) -> None:
+def _mini_batch_trained(desk: Desk) -> None:
     training = desk.training
-    for one in training.past[training.step].parts[training.part]:
-        if one.group in desk.ledger.groups:  # not there if this part is a repetition
+    for one in training.past[training.step].mini_batches[training.mini_batch]:
+        if one.group in desk.ledger.groups:  # not there if this mini-batch is a repetition
             desk.ledger.retire(one.group)
-    if training.advance(desk.now, len(desk.part_sizes)):
+    if training.advance(desk.now, len(desk.mini_batch_sizes)):
         _version_made(desk)
 
 

@@ -66,7 +66,7 @@ def _counts_on_store(sample: Sample) -> bool:
 
 
 def remove_lost(desk: Desk) -> None:
-    """Take out of the part to train next what cannot be fetched any more. A group that is not trained yet is open
+    """Take out of the mini-batch to train next what cannot be fetched any more. A group that is not trained yet is open
     again; the place of one that was trained in a history that is gone is free."""
     gone = [one for one in desk.training.picked if not desk.stores.has_group(one)]
     for one in gone:

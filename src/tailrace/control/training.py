@@ -1,11 +1,11 @@
-"""The trainer as control sees it: which step and part it is at, and what it must repeat after a restart.
+"""The trainer as control sees it: which step and mini-batch it is at, and what it must repeat after a restart.
 
     trainer:  lost -> idle <-> training
 
-A step is `mini_batches` parts; its last part makes the next version. What each part was trained on is remembered until
-two checkpoints cover it, so that a trainer that comes back from an older checkpoint, also because the newest one is
-damaged, repeats exactly the same parts: versions never go back, and in the history that survives every group is trained
-once.
+A step is `mini_batches` mini-batches; its last mini-batch makes the next version. What each mini-batch was trained on
+is remembered until two checkpoints cover it, so that a trainer that comes back from an older checkpoint, also because
+the newest one is damaged, repeats exactly the same mini-batches: versions never go back, and in the history that
+survives every group is trained once.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class PickedGroup(msgspec.Struct):
 
 
 class PastStep(msgspec.Struct):
-    """The parts of a step that is trained or under way."""
+    """The mini-batches of a step that is trained or under way."""
 
-    parts: list[tuple[TrainGroup, ...]] = []
+    mini_batches: list[tuple[TrainGroup, ...]] = []
     picked: dict[GroupId, PickedGroup] = {}
 
 
@@ -35,7 +35,7 @@ class Training(msgspec.Struct):
     live: bool = False
     busy: bool = False  # a Train command is unanswered
     step: int = 0  # the step that the trainer is at; behind `version` while it repeats
-    part: int = 0  # the part of that step to train next, or being trained
+    mini_batch: int = 0  # the mini-batch of that step to train next, or being trained
     version: Version = 0  # complete steps in the surviving history
     made_at: float = 0.0  # when that was
     pace_s: float = 0.0  # between the last two versions
@@ -48,56 +48,66 @@ class Training(msgspec.Struct):
     restart_at: float = 0.0
     reason: str = ""
 
-    def join(self, now: float, incarnation: int, step: int, part: int) -> None:
+    def join(self, now: float, incarnation: int, step: int, mini_batch: int) -> None:
         self.incarnation = incarnation
         self.live = True
         self.busy = False
         self.step = step
-        self.part = part
+        self.mini_batch = mini_batch
         self.saved = min(self.saved, step)  # if it comes from an older one, the newest was of no use
         self.last_seen = now
         self.reason = ""
 
     @property
     def picked(self) -> tuple[TrainGroup, ...]:
-        """What is known of the part to train next: all of it, if it is a repetition and nothing was lost."""
+        """What is known of the mini-batch to train next: all of it, if it is a repetition and nothing was lost."""
         past = self.past.get(self.step)
-        return past.parts[self.part] if past is not None and self.part < len(past.parts) else ()
+        return (
+            past.mini_batches[self.mini_batch] if past is not None and self.mini_batch < len(past.mini_batches) else ()
+        )
 
     def all_picked(self) -> set[TrajectoryId]:
         """All that was trained on or is to be, and may have to be trained on again."""
-        return {id for past in self.past.values() for part in past.parts for group in part for id in group.trajectories}
+        return {
+            id
+            for past in self.past.values()
+            for mini_batch in past.mini_batches
+            for group in mini_batch
+            for id in group.trajectories
+        }
 
-    def awaits(self, incarnation: int, step: int, part: int) -> bool:
+    def awaits(self, incarnation: int, step: int, mini_batch: int) -> bool:
         """Whether this is the answer to the unanswered order."""
-        return self.busy and (incarnation, step, part) == (self.incarnation, self.step, self.part)
+        return self.busy and (incarnation, step, mini_batch) == (self.incarnation, self.step, self.mini_batch)
 
     def add(self, groups: tuple[TrainGroup, ...], picked: dict[GroupId, PickedGroup]) -> None:
-        """Freshly picked groups for the part to train next."""
+        """Freshly picked groups for the mini-batch to train next."""
         past = self.past.setdefault(self.step, PastStep())
         past.picked |= picked
-        past.parts[self.part :] = [(*self.picked, *groups), *past.parts[self.part + 1 :]]
+        past.mini_batches[self.mini_batch :] = [(*self.picked, *groups), *past.mini_batches[self.mini_batch + 1 :]]
         self.taken += len(groups) if self.step == self.version else 0
 
     def remove(self, group: TrainGroup) -> PickedGroup:
-        """It cannot be trained on any more: another one has to take its place in the part to train next."""
+        """It cannot be trained on any more: another one has to take its place in the mini-batch to train next."""
         past = self.past[self.step]
-        past.parts[self.part] = tuple([one for one in self.picked if one is not group])
+        past.mini_batches[self.mini_batch] = tuple([one for one in self.picked if one is not group])
         self.taken -= self.step == self.version
         return past.picked.pop(group.group)
 
-    def order(self, parts_per_step: int) -> Train:
+    def order(self, mini_batches_per_step: int) -> Train:
         self.busy = True
-        return Train(self.incarnation, self.step, self.part, self.part + 1 == parts_per_step, self.picked)
+        return Train(
+            self.incarnation, self.step, self.mini_batch, self.mini_batch + 1 == mini_batches_per_step, self.picked
+        )
 
-    def advance(self, now: float, parts_per_step: int) -> bool:
-        """The current part is trained; True if that completed a step for the first time."""
+    def advance(self, now: float, mini_batches_per_step: int) -> bool:
+        """The current mini-batch is trained; True if that completed a step for the first time."""
         self.busy = False
-        self.part += 1
-        if self.part < parts_per_step:
+        self.mini_batch += 1
+        if self.mini_batch < mini_batches_per_step:
             return False
         self.step += 1
-        self.part = 0
+        self.mini_batch = 0
         if self.step <= self.version:
             return False
         self.version = self.step

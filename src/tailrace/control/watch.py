@@ -20,7 +20,7 @@ from tailrace.protocol import (
     HostJoined,
     HostLeft,
     Late,
-    Part,
+    Role,
     RunStarted,
     SetTimer,
     Start,
@@ -51,8 +51,8 @@ def host_joined(desk: Desk, event: HostJoined) -> None:
 
 
 def host_left(desk: Desk, event: HostLeft) -> None:
-    """Nobody is there to start its parts again. What its replicas had goes on elsewhere, from its store, unless that
-    has left with it."""
+    """Nobody is there to start its components again. What its replicas had goes on elsewhere, from its store, unless
+    that has left with it."""
     for id in desk.fleet.on_host.get(event.host, ()):
         replica = desk.fleet.replicas[id]
         if replica.live:
@@ -81,7 +81,7 @@ def _look_again(desk: Desk) -> None:
     _set_timer(desk, "health", health.next_look(desk.config.health, desk.now, living))
 
 
-def _everybody(state: State) -> Iterator[tuple[Part, int, Replica | Relay | Store | Training]]:
+def _everybody(state: State) -> Iterator[tuple[Role, int, Replica | Relay | Store | Training]]:
     for replica in state.fleet.replicas.values():
         yield "replica", replica.id, replica
     for relay in state.relays.relays.values():
@@ -110,20 +110,20 @@ def timer_fired(desk: Desk, event: TimerFired) -> None:
         _look_again(desk)
 
 
-def find_late(config: Config, state: State, age_s: Callable[[Part, int], float]) -> Heartbeats:
+def find_late(config: Config, state: State, age_s: Callable[[Role, int], float]) -> Heartbeats:
     """For the drivers, each time that the timer `health` fires. `age_s`: how long ago somebody was last heard."""
     patience = health.late_after(config.health)
-    ages: list[tuple[Part, int, int, float]] = [
-        (part, id, one.incarnation, age_s(part, id)) for part, id, one in _everybody(state) if one.live
+    ages: list[tuple[Role, int, int, float]] = [
+        (role, id, one.incarnation, age_s(role, id)) for role, id, one in _everybody(state) if one.live
     ]
     return Heartbeats(tuple([Late(*one) for one in ages if one[-1] >= patience]))
 
 
 def heartbeats(desk: Desk, event: Heartbeats) -> None:
-    ages = {(one.part, one.id, one.incarnation): one.age_s for one in event.late}
-    for part, id, record in _everybody(desk.state):
+    ages = {(one.role, one.id, one.incarnation): one.age_s for one in event.late}
+    for role, id, record in _everybody(desk.state):
         if record.live:
-            record.last_seen = desk.now - ages.get((part, id, record.incarnation), 0.0)
+            record.last_seen = desk.now - ages.get((role, id, record.incarnation), 0.0)
 
 
 def _find_lost(desk: Desk) -> None:
@@ -151,8 +151,8 @@ def _find_lost(desk: Desk) -> None:
         steps.lose(desk, _silence(desk, training))
 
 
-def _silence(desk: Desk, part: Replica | Relay | Store | Training) -> str:
-    return f"no heartbeat for {desk.now - part.last_seen:.1f} s"
+def _silence(desk: Desk, component: Replica | Relay | Store | Training) -> str:
+    return f"no heartbeat for {desk.now - component.last_seen:.1f} s"
 
 
 def _restart_due(desk: Desk) -> None:
@@ -208,8 +208,8 @@ def _restart_trainer(desk: Desk) -> None:
     steps.stop(desk, f"the trainer is lost, and {starts}; the last one because: {desk.training.reason}", failed=True)
 
 
-def _start(desk: Desk, part: Part, id: int, record: Replica | Relay | Store | Training) -> None:
-    desk.send(Start(part, id, health.note_start(desk.config.health, desk.now, record)))
+def _start(desk: Desk, role: Role, id: int, record: Replica | Relay | Store | Training) -> None:
+    desk.send(Start(role, id, health.note_start(desk.config.health, desk.now, record)))
 
 
 def controller_restarted(desk: Desk, _: ControllerRestarted) -> None:
@@ -227,7 +227,7 @@ def controller_restarted(desk: Desk, _: ControllerRestarted) -> None:
     for restarted in (desk.training, *desk.stores.stores.values()):
         if health.hopeless(desk.config.health, restarted):
             restarted.restarts = 0
-    for _part, _id, record in _everybody(desk.state):
+    for _role, _id, record in _everybody(desk.state):
         record.last_seen = desk.now
         if record.restart_at > desk.now:
             health.plan_restart(desk.config.health, desk.now, record)

@@ -156,7 +156,7 @@ def _training(config: Config) -> Iterator[Section]:
             ("model", "none: engines and trainer are emulated" if emulated else _model(config)),
             ("task", "none: prompts are numbers" if emulated else _task(config)),
             ("processes", f"{counted(local.replicas, 'replica')}, {counted(local.relays, 'relay')} and {ranks}"),
-            ("a step", f"{work.prompts_per_step:,} prompts x {work.group_size} samples, {_parts(config)}"),
+            ("a step", f"{work.prompts_per_step:,} prompts x {work.group_size} samples, {_mini_batches(config)}"),
             ("KV of a replica", f"{pool}; a sequence may take {longest:,} (max_completion_tokens with the prompt)"),
             *_checkpoint_facts(config),
         ],
@@ -286,7 +286,7 @@ def _training_facts(config: Config) -> list[tuple[str, str]]:
     from tailrace.sim.cost_model import TRAINING_BYTES
     from tailrace.sim.measured_costs import cost_model_of
 
-    step = ("a step", _parts(config))
+    step = ("a step", _mini_batches(config))
     if config.costs.measured:
         return [step]
     per_gpu = TRAINING_BYTES * config.model.parameters / config.trainer_gpus
@@ -294,9 +294,9 @@ def _training_facts(config: Config) -> list[tuple[str, str]]:
     return [("memory", f"{per_gpu / 1e9:,.1f} of {of / 1e9:,.0f} GB a GPU for weights, gradients and optimiser"), step]
 
 
-def _parts(config: Config) -> str:
-    parts = config.trainer.mini_batches
-    return f"{counted(parts, 'part')} of {config.workload.prompts_per_step / parts:,.4g} groups"
+def _mini_batches(config: Config) -> str:
+    mini_batches = config.trainer.mini_batches
+    return f"{counted(mini_batches, 'mini-batch')} of {config.workload.prompts_per_step / mini_batches:,.4g} groups"
 
 
 def _weights_facts(config: Config) -> list[tuple[str, str]]:

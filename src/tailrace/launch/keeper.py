@@ -39,7 +39,7 @@ class Keeper:
 
     def __init__(self) -> None:
         self.token = os.urandom(32).hex()
-        self.secret = os.urandom(32)  # the controller's, which no part has
+        self.secret = os.urandom(32)  # the controller's, which no component has
         self.lifeline, self._held = os.pipe()
         self._board = memoryview(mmap.mmap(-1, 16)).cast("Q")  # memory that both processes see
 

@@ -14,8 +14,8 @@ EACH = 4  # for every process that it starts or talks to
 
 def needed_files(config: Config) -> int:
     """Open files that a process of such a run may come to have."""
-    parts = config.trainer.ranks + config.local.relays + config.local.replicas
-    return BASE + EACH * (parts + config.task.reward_workers) + (STRANGERS if config.local.listen else 0)
+    components = config.trainer.ranks + config.local.relays + config.local.replicas
+    return BASE + EACH * (components + config.task.reward_workers) + (STRANGERS if config.local.listen else 0)
 
 
 def allow_files(needed: int = BASE) -> None:

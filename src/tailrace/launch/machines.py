@@ -30,7 +30,7 @@ VARIABLE = "TAILRACE_JOIN_KEY"
 
 def invite(controller: Controller, folder: RunFolder) -> str:
     """Write the key, and say how to join; nothing if nobody may."""
-    key = controller.parts.join_key
+    key = controller.components.join_key
     if key is None:
         return ""
     folder.refuse_moved()

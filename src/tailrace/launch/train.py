@@ -26,9 +26,9 @@ from tailrace.model.advice import advice
 from tailrace.model.device import check_devices
 from tailrace.obs.progress import Progress
 from tailrace.obs.summary import write_summary
+from tailrace.runtime.components import Tie
 from tailrace.runtime.controller import INTERRUPTED, Controller, RunError
 from tailrace.runtime.local import read_traces
-from tailrace.runtime.parts import Tie
 from tailrace.store.database import has_log
 from tailrace.store.journal import Journal
 from tailrace.store.run import RunStore

@@ -1,4 +1,4 @@
-"""Selects the device that a part of a run computes on, or says in one sentence why it cannot.
+"""Selects the device that rollouts or the trainer compute on, or says in one sentence why it cannot.
 
 `tailrace train` checks before anything starts, in a process of its own: a CUDA context holds GPU memory from then on,
 and a driver that hangs or crashes must not take the command with it. The workers check again where they run, and
@@ -32,7 +32,7 @@ SURVEY, BFLOAT16 = "survey", "bfloat16"
 NARROWER = "ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16"
 OTHER_PRECISION = {"rollout": "float16", "trainer": "float32"}  # for a card without bfloat16
 
-Part = Literal["rollout", "trainer"]
+ComputeRole = Literal["rollout", "trainer"]
 
 
 class Card(Struct):
@@ -61,30 +61,30 @@ class Survey(Struct):
 
 def check_devices(config: Config) -> str:
     """Refuse devices that this machine does not have. Returns a notice about the others, or nothing."""
-    parts = _native_parts(config)
-    wanted = [_section(config, part).device for part in parts]
+    roles = _native_roles(config)
+    wanted = [_section(config, role).device for role in roles]
     seen = None
     if any(name.startswith("cuda") or (not name and has_device_files()) for name in wanted):
         seen = survey_apart()
-    for part in parts:
-        if usable_device(part, config, seen or Survey("")) == "cpu":
-            _refuse_false_bfloat16(part, config)
+    for role in roles:
+        if usable_device(role, config, seen or Survey("")) == "cpu":
+            _refuse_false_bfloat16(role, config)
     if seen is None or seen.cards or "" not in wanted:
         return ""
     return f"this run computes on the CPU: {_why_no_cards(seen)}"
 
 
-def usable_device(part: Part, config: Config, seen: Survey | None = None) -> str:
-    """The part's device as torch writes it. `seen`: a survey that was made before; None: make one if needed."""
-    wanted = _section(config, part).device
+def usable_device(role: ComputeRole, config: Config, seen: Survey | None = None) -> str:
+    """The role's device as torch writes it. `seen`: a survey that was made before; None: make one if needed."""
+    wanted = _section(config, role).device
     if wanted == "cpu":
         return wanted
     seen = seen or survey()
     if not seen.cards and not wanted:
         return "cpu"
-    problem = next(_problems(part, config, seen), None)
+    problem = next(_problems(role, config, seen), None)
     if problem is not None:
-        raise ConfigError(f'{problem}, or write {part}.device = "cpu"')
+        raise ConfigError(f'{problem}, or write {role}.device = "cpu"')
     return wanted or "cuda"
 
 
@@ -92,37 +92,37 @@ def has_device_files() -> bool:
     return any(True for pattern in DEVICE_FILES for _ in Path("/dev").glob(pattern))
 
 
-def _native_parts(config: Config) -> list[Part]:
-    parts: list[Part] = ["rollout", "trainer"]
-    return [part for part in parts if _section(config, part).engine == "native"]
+def _native_roles(config: Config) -> list[ComputeRole]:
+    roles: list[ComputeRole] = ["rollout", "trainer"]
+    return [role for role in roles if _section(config, role).engine == "native"]
 
 
-def _section(config: Config, part: Part) -> Any:
-    return getattr(config, part)
+def _section(config: Config, role: ComputeRole) -> Any:
+    return getattr(config, role)
 
 
 def _dotted(capability: tuple[int, int]) -> str:
     return ".".join(map(str, capability))
 
 
-# ------------------------------------------------------------------------------------------ refusals
+# ------------------------------------------------------------------------------------------------------------- refusals
 
 
-def _problems(part: Part, config: Config, seen: Survey) -> Iterator[str]:
-    section = _section(config, part)
+def _problems(role: ComputeRole, config: Config, seen: Survey) -> Iterator[str]:
+    section = _section(config, role)
     wanted: str = section.device
     if not seen.cards:
-        yield f'{part}.device is "{wanted}", but {_why_no_cards(seen)}'
+        yield f'{role}.device is "{wanted}", but {_why_no_cards(seen)}'
         return
     number = int(wanted.partition(":")[2] or 0)
     if number >= len(seen.cards):
-        yield f'{part}.device is "{wanted}", but the last GPU here is "cuda:{len(seen.cards) - 1}"; write that'
+        yield f'{role}.device is "{wanted}", but the last GPU here is "cuda:{len(seen.cards) - 1}"; write that'
         return
-    if part == "trainer":
+    if role == "trainer":
         yield from _too_few_gpus(config, seen)
     mine = [seen.cards[number]] if ":" in wanted else seen.cards
     for card in mine:
-        yield from _too_old(part, section.precision, card, seen)
+        yield from _too_old(role, section.precision, card, seen)
 
 
 def _why_no_cards(seen: Survey) -> str:
@@ -148,17 +148,17 @@ def _too_few_gpus(config: Config, seen: Survey) -> Iterator[str]:
         yield f"trainer.ranks is {ranks}, but there are only {cards} GPUs here, and each rank needs one; write {cards}"
 
 
-def _too_old(part: Part, precision: str, card: Card, seen: Survey) -> Iterator[str]:
+def _too_old(role: ComputeRole, precision: str, card: Card, seen: Survey) -> Iterator[str]:
     if not _has_code_for(card, seen.architectures):
         have = ", ".join(seen.architectures)
         yield (
-            f"{part}.device: torch {seen.torch} has no code for {card.name} ({card.age}), only for {have}; install "
+            f"{role}.device: torch {seen.torch} has no code for {card.name} ({card.age}), only for {have}; install "
             "a torch build that has it"
         )
     elif card.capability < AMPERE and precision_on("cuda", precision) == "bfloat16":
         yield (
-            f"{part}.device: {card.name} ({card.age}) is too old for bfloat16, which needs {_dotted(AMPERE)}; write "
-            f'{part}.precision = "{OTHER_PRECISION[part]}", which runs there without the fused kernels'
+            f"{role}.device: {card.name} ({card.age}) is too old for bfloat16, which needs {_dotted(AMPERE)}; write "
+            f'{role}.precision = "{OTHER_PRECISION[role]}", which runs there without the fused kernels'
         )
 
 
@@ -174,7 +174,7 @@ def _has_code_for(card: Card, architectures: tuple[str, ...]) -> bool:
     return False
 
 
-# ------------------------------------------------------------------------------------------ survey
+# --------------------------------------------------------------------------------------------------------------- survey
 
 
 def survey() -> Survey:
@@ -218,14 +218,14 @@ def _apart(question: str) -> subprocess.CompletedProcess[str]:
         ) from None
 
 
-# ------------------------------------------------------------------------------------------ bfloat16 on a CPU
+# ---------------------------------------------------------------------------------------------------- bfloat16 on a CPU
 
 
-def _refuse_false_bfloat16(part: Part, config: Config) -> None:
-    if _section(config, part).precision == "bfloat16" and bfloat16_kills():
+def _refuse_false_bfloat16(role: ComputeRole, config: Config) -> None:
+    if _section(config, role).precision == "bfloat16" and bfloat16_kills():
         raise ConfigError(
-            f'{part}.precision is "bfloat16", but this CPU announces AMX without having it, so torch would crash; '
-            f'export {NARROWER}, or write {part}.precision = "float32"'
+            f'{role}.precision is "bfloat16", but this CPU announces AMX without having it, so torch would crash; '
+            f'export {NARROWER}, or write {role}.precision = "float32"'
         )
 
 

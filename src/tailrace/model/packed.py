@@ -186,7 +186,7 @@ def _try_out(model: PreTrainedModel, implementation: str, *, packed: bool, room:
         if packed:
             row = pad(tokens, (0, (room or len(tokens)) - len(tokens)))
             return hidden_states(model, row, layout(lengths, device, room))[: len(tokens)].float()
-        rows = [trunk_of(model)(input_ids=part[None], use_cache=False) for part in tokens.split(lengths)]
+        rows = [trunk_of(model)(input_ids=piece[None], use_cache=False) for piece in tokens.split(lengths)]
     return torch.cat([row.last_hidden_state[0] for row in rows]).float()
 
 
@@ -211,7 +211,7 @@ def _spread(row: Tensor, packed: Layout) -> Iterator[Tensor]:
     """(tokens, heads, width) -> (sequences, heads, longest, width) for each batch."""
     padded = row if packed.spread is None else row.index_select(0, packed.spread)
     parts = padded.split([sequences * longest for sequences, longest in packed.batches])
-    return (part.unflatten(0, shape).transpose(1, 2) for part, shape in zip(parts, packed.batches, strict=True))
+    return (piece.unflatten(0, shape).transpose(1, 2) for piece, shape in zip(parts, packed.batches, strict=True))
 
 
 def _flatten(batches: list[Tensor], packed: Layout) -> Tensor:
@@ -256,8 +256,8 @@ def _softcapped(q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | N
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     starts = range(0, q.shape[2], QUERY_BLOCK)
     pieces = [
-        checkpoint(_capped_block, part, k, v, start, scaling, window, softcap, use_reentrant=False)
-        for start, part in zip(starts, q.split(QUERY_BLOCK, dim=2), strict=True)
+        checkpoint(_capped_block, piece, k, v, start, scaling, window, softcap, use_reentrant=False)
+        for start, piece in zip(starts, q.split(QUERY_BLOCK, dim=2), strict=True)
     ]
     return torch.cat(pieces, dim=2)  # type: ignore[arg-type]
 

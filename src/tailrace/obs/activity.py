@@ -177,9 +177,9 @@ class Activity:
 
     def _gone(self, now: float, command: GiveUp | Start, changed: set[ReplicaId]) -> None:
         """A process that is to be started is not running."""
-        if command.part == "trainer":
+        if command.role == "trainer":
             self.trainer.alive = False
-        elif command.part == "replica":
+        elif command.role == "replica":
             self._replica(command.id, now).alive = False
             changed.add(command.id)
 

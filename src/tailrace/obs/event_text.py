@@ -244,7 +244,7 @@ class EventText:
             ages = {id: command.step - samples[id].oldest for id in one.trajectories if id in samples}
             members = self.fold.members(one.group)
             again = " once more, after the trainer's loss" if _is_trained(members) else ""
-            text = f"{verb} step {command.step}, part {command.part}{again}"
+            text = f"{verb} step {command.step}, mini-batch {command.mini_batch}{again}"
             absent = len(members) - len(ages)
             without = f", without {counted(absent, 'sample')}" if absent else ""
             oldest = f"{text} (staleness {max(ages.values(), default=0)})"
@@ -308,16 +308,16 @@ class EventText:
         yield from ()
 
     def _give_up(self, command: GiveUp) -> Sentences:
-        if command.part != "trainer":
-            yield (command.part, command.id), f"given up (incarnation {command.incarnation}): {command.reason}"
-        if command.part == "replica":
+        if command.role != "trainer":
+            yield (command.role, command.id), f"given up (incarnation {command.incarnation}): {command.reason}"
+        if command.role == "replica":
             yield from self._left_behind(command.id, command.reason)
 
     def _start(self, command: Start) -> Sentences:
-        if command.part != "trainer":
+        if command.role != "trainer":
             yield (
-                (command.part, command.id),
-                f"{label(command.part, command.id)} to be started, attempt {command.attempt}",
+                (command.role, command.id),
+                f"{label(command.role, command.id)} to be started, attempt {command.attempt}",
             )
 
     def _controller_restarted(self, _: ControllerRestarted) -> Sentences:

@@ -45,7 +45,7 @@ from tailrace.protocol import (
 from tailrace.protocol import Ending as GroupEnd
 from tailrace.types import GroupId, HostId, PromptId, ReplicaId, TrajectoryId, Version
 
-MiniBatchId = tuple[int, int]  # step and part
+MiniBatchId = tuple[int, int]  # step and its mini-batch
 LARGEST_REWARD = 1e100  # a larger one counts as this in the means that are shown: their sums stay finite
 ASSIGNED = ("running", "scoring")  # states in which a replica has a sample
 
@@ -323,9 +323,9 @@ class Fold:
 
     def _give_up(self, command: GiveUp) -> None:
         """Control counts it as lost from here on, whatever it may still report."""
-        if command.part == "replica":
+        if command.role == "replica":
             self._keep_only(command.id, ())
-        elif command.part == "trainer":
+        elif command.role == "trainer":
             self.training = None
 
     def _host_left(self, event: HostLeft) -> None:
@@ -351,15 +351,15 @@ class Fold:
 
     def is_pending(self, command: Train) -> bool:
         """The trainer was given this mini-batch before and has not reported it."""
-        return (command.step, command.part) in self._given
+        return (command.step, command.mini_batch) in self._given
 
     def answers(self, event: Trained) -> bool:
         order = self.training
-        asked = (order.incarnation, order.step, order.part) if order is not None else None
-        return asked == (event.incarnation, event.step, event.part)
+        asked = (order.incarnation, order.step, order.mini_batch) if order is not None else None
+        return asked == (event.incarnation, event.step, event.mini_batch)
 
     def _train(self, command: Train) -> None:
-        id = (command.step, command.part)
+        id = (command.step, command.mini_batch)
         self.training = command
         if id > self._last_trained and id not in self._given:  # else the trainer repeats it
             self._given[id] = command, self._totals(command)
@@ -384,7 +384,7 @@ class Fold:
             self.ignored = True
             return
         self.training = None
-        self._complete((event.step, event.part))
+        self._complete((event.step, event.mini_batch))
         if order.last:
             self._end_step(event.step)
 
@@ -396,7 +396,7 @@ class Fold:
         self.trainer_incarnation = event.incarnation
         self.training = None
         for id in sorted(self._given):
-            if id < (event.step, event.part):
+            if id < (event.step, event.mini_batch):
                 self._complete(id)
         if event.step > 0:
             self._end_step(event.step - 1)

@@ -299,7 +299,7 @@ def _notices(event: Event, commands: Sequence[Command]) -> Noticed:
         yield from _moves(event, commands)
     for command in commands:
         if isinstance(command, GiveUp):
-            name = "the trainer" if command.part == "trainer" else label(command.part, command.id)
+            name = "the trainer" if command.role == "trainer" else label(command.role, command.id)
             yield f"{name} lost: {command.reason}", "warning"
     yield from _endings(commands)
 

@@ -1,7 +1,7 @@
-"""A machine that works for a run elsewhere: `tailrace worker`. It starts the parts that the controller wants here.
+"""A machine that works for a run elsewhere: `tailrace worker`. It starts the components that the controller wants here.
 
-    agent       Offer(so many replicas; these parts are here, those ended)      twice a second
-    controller  Wanted(these parts)
+    agent       Offer(so many replicas; these components are here, those ended)      twice a second
+    controller  Wanted(these components)
 
 What is wanted and not here is started, what is here and not wanted is ended, as processes of this machine (`local`)
 that hold the agent's lifeline: when it is gone, by whatever signal, so are they. A controller that was replaced is told
@@ -35,7 +35,7 @@ from tailrace.wire.messages import OFFER_S, Dismissed, Ended, FromController, He
 
 KNOCK_S = 10.0  # until the run must have let us in
 SILENCE_S = 60.0  # without a word of the controller, which may have to be replaced
-ENDING_S = 10.0  # for the parts to leave
+ENDING_S = 10.0  # for the components to leave
 FAREWELL_S = 3.0  # for the controller to say that it has heard of our leaving
 
 
@@ -57,12 +57,12 @@ class Agent:
         self._own, self._held = os.pipe()
         self._folder = Path(tempfile.mkdtemp(prefix="tailrace-worker-"))
         self._local = Local(RunFolder(self._folder), 0, self._ended)
-        self._parts: dict[str, str] = {}  # by name; of those that ended, how
+        self._components: dict[str, str] = {}  # by name; of those that ended, how
         self._link = Link(self._spec)
         self._heard_at = time.monotonic()
         self._leaving = False
         self._over = ""
-        self._ended_with_the_run = False  # then the parts have been told
+        self._ended_with_the_run = False  # then the components have been told
 
     def interrupt(self) -> None:
         """Leave; the second time: at once."""
@@ -105,12 +105,14 @@ class Agent:
 
     def _offer(self, replicas: int) -> None:
         self._link.send(Hello())
-        self._link.send(Offer(__version__, replicas, self._store is not None, self._parts))
+        self._link.send(Offer(__version__, replicas, self._store is not None, self._components))
 
     async def _listen(self, until: float) -> None:
         """Between two offers. Something that changes here is worth one at once."""
-        leaving, parts = self._leaving, dict(self._parts)
-        while time.monotonic() < until and not self._over and (leaving, parts) == (self._leaving, self._parts):
+        leaving, components = self._leaving, dict(self._components)
+        while (
+            time.monotonic() < until and not self._over and (leaving, components) == (self._leaving, self._components)
+        ):
             for message in self._link.listen(0):
                 self._heard_at = time.monotonic()
                 self._obey(message)
@@ -133,9 +135,9 @@ class Agent:
             if process.spec.name not in names:
                 process.kill()
                 del self._local.processes[process.spec.role, process.spec.id]
-        self._parts = {name: how for name, how in self._parts.items() if name in names}
+        self._components = {name: how for name, how in self._components.items() if name in names}
         for spec in wanted.specs:
-            if spec.name not in self._parts:
+            if spec.name not in self._components:
                 _refuse_missing_model(spec.config)
                 self._start(self._at_home(spec))
 
@@ -144,12 +146,12 @@ class Agent:
         try:
             self._local.start(spec)
             self._welcomed(spec)
-            self._parts[spec.name] = ""
+            self._components[spec.name] = ""
         except OSError as error:
             self._say(f"{spec.role} {spec.id} cannot be started ({error.strerror}); it is tried again")
 
     def _welcomed(self, spec: Spec) -> None:
-        if not self._parts:
+        if not self._components:
             where = self._spec.endpoint.removeprefix("tcp://")
             self._say(f"joined the run at {where} as host {spec.host}; logs are in {self._folder / 'logs'}")
 
@@ -161,7 +163,7 @@ class Agent:
 
     def _ended(self, process: Process, how: str) -> None:
         self._say(f"{process.spec.role} {process.spec.id} {how}; see {process.log}")
-        self._parts[process.spec.name] = f"{how}; its log ends with: {last_lines(process.log, 2)}"[:LONGEST]
+        self._components[process.spec.name] = f"{how}; its log ends with: {last_lines(process.log, 2)}"[:LONGEST]
 
 
 def _refuse_missing_model(config: Config) -> None:

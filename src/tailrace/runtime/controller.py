@@ -7,10 +7,10 @@ locked, what arrives waits, so much and no more: then the hub stops reading. Hea
 their own (`wire.liveness`), so nobody looks dead because this loop is late. No token passes through here: replicas and
 trainers exchange them with the sample stores, which are told who may write what.
 
-Parts outlive a controller that is killed. The next one, started by the same keeper, adopts them and asks each to join
-again; what they report is counted exactly once (see `wire`), so they go on with the work that they have in hand.
+Components outlive a controller that is killed. The next one, started by the same keeper, adopts them and asks each to
+join again; what they report is counted exactly once (see `wire`), so they go on with the work that they have in hand.
 
-Who the parts are, and what becomes of them, is known to `parts`.
+Who the components are, and what becomes of them, is known to `components`.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ from tailrace.protocol import (
     Trained,
     TrainerJoined,
 )
+from tailrace.runtime.components import FIRST_STORE, Components, Tie
 from tailrace.runtime.grants import granted, reconciliation
 from tailrace.runtime.lag import LoopLag
 from tailrace.runtime.local import Process
-from tailrace.runtime.parts import FIRST_STORE, Parts, Tie
 from tailrace.runtime.validation import LONGEST_REASON, Sender, Validation, shortened
 from tailrace.store.folder import PRIVATE, PRIVATE_FOLDER
 from tailrace.store.journal import RUN
@@ -78,7 +78,7 @@ from tailrace.wire.messages import (
     Acknowledged,
     BeatHere,
     Collapsed,
-    FromPart,
+    FromComponent,
     Garbled,
     Hello,
     Measured,
@@ -91,7 +91,7 @@ from tailrace.wire.tls import Identity
 SNAPSHOT_EVERY = 5000  # events; what a resumed run has to go through again at most
 ENDING_S = 60.0  # for everybody to leave; and for the trainer's last checkpoint
 SLOW_DISK = 100e6  # bytes per second
-ACKNOWLEDGE_S = 0.5  # how often parts are told what is committed
+ACKNOWLEDGE_S = 0.5  # how often components are told what is committed
 LATE_BEATS = 1.5  # heartbeats without a datagram until frames are asked for
 LOOP_LAG, LAG_EVERY = "controller/loop_lag_p99_s", 100  # samples between two figures: ten seconds
 INTERRUPTED = "interrupted"
@@ -111,7 +111,7 @@ class Observer(Protocol):
 
 
 class Happened(NamedTuple):
-    """An event for control. If a part reported it: which, and what was known of it then."""
+    """An event for control. If a component reported it: which, and what was known of it then."""
 
     event: Event
     process: Process | None = None
@@ -127,12 +127,12 @@ class Controller:
         if tie.left is None:
             store.hear_anew()
         self.hub = self._hub(store.heard)
-        self.parts = Parts(config, tie, store.place, self.hub, self)
+        self.components = Components(config, tie, store.place, self.hub, self)
         self.plane, self.resumed = _restored(store, config)
         self.stopped = ""
         self.error: RunError | None = None
         self._began = time.monotonic() - store.last_now
-        self.waiting: dict[str, str] = {}  # parts that are held up (r0, h0, trainer), and by what
+        self.waiting: dict[str, str] = {}  # components that are held up (r0, h0, trainer), and by what
         self.lag = LoopLag(self._sampled)
         self._arrived: deque[Callable[[], None]] = deque()  # what is to be taken in with the next transaction
         self._taken_in = asyncio.Event()  # there is nothing in it
@@ -142,24 +142,24 @@ class Controller:
         self._outbox: list[Coroutine[Any, Any, None]] = []
         self._wake = asyncio.Event()
         self._since_snapshot = 0
-        self._unacknowledged: dict[str, int] = {}  # the last committed report of each part
+        self._unacknowledged: dict[str, int] = {}  # the last committed report of each component
         self._acknowledge_at = 0.0
         self._crash: BaseException | None = None
         self._log: TextIO = sys.stderr
         self._told_of_datagrams = False  # that they do not get through
         self._failures = 0  # samples in a row that could not be judged
         self._actions: dict[type[Command], Callable[[Any], None]] = {
-            FetchPrompts: lambda command: self.parts.send("store", FIRST_STORE, Ordered(command)),
+            FetchPrompts: lambda command: self.components.send("store", FIRST_STORE, Ordered(command)),
             Generate: self._generate,
             Release: self._to_replica,
             LoadWeights: self._load_weights,
             Train: self._train,
             Publish: self._publish,
             Route: self._route,
-            Drop: lambda command: self.parts.send("relay", command.relay, Ordered(command)),
+            Drop: lambda command: self.components.send("relay", command.relay, Ordered(command)),
             Forget: self._forget,
-            GiveUp: self.parts.give_up,
-            Start: self.parts.start,
+            GiveUp: self.components.give_up,
+            Start: self.components.start,
             SetTimer: self._set_timer,
             Stop: self._stop,
         }
@@ -180,7 +180,7 @@ class Controller:
         """Seconds that this run has been running, resumptions included, pauses left out."""
         return time.monotonic() - self._began
 
-    # ------------------------------------------------------------------------------------------------------ running
+    # ---------------------------------------------------------------------------------------------------------- running
 
     async def run(self) -> str:
         """Until control stops the run, or somebody calls `interrupt`. Returns the reason."""
@@ -189,7 +189,7 @@ class Controller:
         listening.add_done_callback(self._deaf)
         try:
             if self.resumed and self.tie.left is None:
-                self.parts.start_everybody()
+                self.components.start_everybody()
             await self._until_stopped()
             if self.store.begin():  # else whoever resumes goes through more of the journal
                 self.store.snapshot(self.store.last_seq, self.plane.snapshot())
@@ -197,7 +197,7 @@ class Controller:
         finally:
             listening.cancel()
             self.lag.close()
-            await self.parts.end(self.complete, 2.0 if self.error else self._ending_s)
+            await self.components.end(self.complete, 2.0 if self.error else self._ending_s)
             await self.hub.close()
         if self.error:
             raise self.error
@@ -210,13 +210,13 @@ class Controller:
     @property
     def _beginning(self) -> list[Event]:
         if self.resumed:
-            return [ControllerRestarted(), *self.parts.missing(self.tie.left)]
+            return [ControllerRestarted(), *self.components.missing(self.tie.left)]
         return [RunStarted(self.config.local.replicas, self.config.local.relays, stores=1)]
 
     def interrupt(self) -> None:
         """Stop as soon as what is under way is written down; the run can be resumed. The second time: at once."""
         if self.stopped:
-            self.parts.kill()
+            self.components.kill()
         self.stopped = self.stopped or INTERRUPTED
         self._wake.set()
 
@@ -244,7 +244,7 @@ class Controller:
             self._handle_events()
             self._unacknowledged |= self.store.commit()
             outbox, self._outbox = self._outbox, []
-            watchdog.expect("sending orders and starting parts", STUCK_S)
+            watchdog.expect("sending orders and starting components", STUCK_S)
             for sending in outbox:
                 await sending
             await self._acknowledge()
@@ -267,7 +267,7 @@ class Controller:
             locked = locked or Locked(self.store.file, self._report)
             locked.still()
             watchdog.expect("waiting for run.db, which another program has locked", STUCK_S)
-            await self.parts.reassure_hosts()
+            await self.components.reassure_hosts()
             await asyncio.sleep(PAUSE_S)
         return False
 
@@ -293,12 +293,12 @@ class Controller:
             self._wake.set()
             await self._taken_in.wait()
 
-    def _receive(self, sender: str, number: int, message: FromPart | Garbled) -> None:
+    def _receive(self, sender: str, number: int, message: FromComponent | Garbled) -> None:
         self.store.hear(sender, number)
         self._hear(sender, message)
 
     async def _acknowledge(self) -> None:
-        """Parts keep their reports until they are known to be safe."""
+        """Components keep their reports until they are known to be safe."""
         if self.now < self._acknowledge_at:
             return
         self._acknowledge_at = self.now + ACKNOWLEDGE_S
@@ -332,7 +332,7 @@ class Controller:
             complaint = self._validation.complaint_about_event(sender, event)
             if complaint:
                 process.incarnation = sender.incarnation  # whatever it has called itself since
-                self.parts.refuse(process, complaint)
+                self.components.refuse(process, complaint)
         return process.refused
 
     def _keep(self, event: Event) -> None:
@@ -343,9 +343,9 @@ class Controller:
                 self._failures = 0
                 trajectories.finish(meta)
             case SampleFailed(replica, trajectory, epoch, reason):
-                if trajectories.fail(trajectory, epoch, reason) and self.parts.is_ours("replica", replica):
+                if trajectories.fail(trajectory, epoch, reason) and self.components.is_ours("replica", replica):
                     self._count_failure(reason)
-            case Trained(incarnation, step, part) if self.state.training.awaits(incarnation, step, part):
+            case Trained(incarnation, step, mini_batch) if self.state.training.awaits(incarnation, step, mini_batch):
                 trajectories.trained([id for group in self.state.training.picked for id in group.trajectories], step)
             case _:
                 pass
@@ -354,14 +354,14 @@ class Controller:
         """A store that joins hears what is under way, and everybody hears where it is; so does whoever joins later."""
         match event:
             case StoreJoined(store):
-                self.parts.tell_stores()
-                self.parts.send("store", store, reconciliation(self.state, self.store.trajectories, store))
+                self.components.tell_stores()
+                self.components.send("store", store, reconciliation(self.state, self.store.trajectories, store))
             case HostLeft() | TimerFired():
-                self.parts.tell_departed()
+                self.components.tell_departed()
             case ReplicaJoined(replica):
-                self.parts.tell_stores_to("replica", replica)
+                self.components.tell_stores_to("replica", replica)
             case TrainerJoined():
-                self.parts.tell_stores_to("trainer", TRAINER)
+                self.components.tell_stores_to("trainer", TRAINER)
             case _:
                 pass
 
@@ -372,52 +372,52 @@ class Controller:
         if self._failures >= 2 * self.config.workload.group_size * self.config.groups.attempts:
             self.fail(f"{self._failures} samples in a row could not be judged; the last one because {reason}")
 
-    # ------------------------------------------------------------------------------------------------------ hearing
+    # ---------------------------------------------------------------------------------------------------------- hearing
 
-    def _hear(self, name: str, message: FromPart | Garbled) -> None:
+    def _hear(self, name: str, message: FromComponent | Garbled) -> None:
         if name.startswith(HOST):
             self._hear_host(name, message)
             return
-        process = self.parts.named(name)
+        process = self.components.named(name)
         if process is None:
             if isinstance(message, Hello):
-                self.parts.turn_away(name)
+                self.components.turn_away(name)
             return
         complaint = "" if process.refused else self._validation.complaint_about(_sender(process), message)
         if complaint:
-            self.parts.refuse(process, complaint)
+            self.components.refuse(process, complaint)
         if not process.refused:
             self._take_in(process, message)
 
-    def _hear_host(self, name: str, message: FromPart | Garbled) -> None:
+    def _hear_host(self, name: str, message: FromComponent | Garbled) -> None:
         complaint = self._validation.complaint_about(Sender("host", 0, 0, 0, joined=True), message)
         if complaint:
-            self.parts.refuse_host(name, complaint)
+            self.components.refuse_host(name, complaint)
         elif isinstance(message, Offer):
-            self.parts.offered(name, message)
+            self.components.offered(name, message)
 
-    def _take_in(self, process: Process, message: FromPart | Garbled) -> None:
+    def _take_in(self, process: Process, message: FromComponent | Garbled) -> None:
         match message:
             case Hello(address, arena):
-                self.parts.introduced(process, address, arena)
+                self.components.introduced(process, address, arena)
             case Reported(event):
                 self._events.append(Happened(shortened(event), process, _sender(process)))
                 if isinstance(event, ReplicaJoined | RelayJoined | StoreJoined | TrainerJoined):
                     process.joined, process.incarnation = True, max(process.incarnation, event.incarnation)
             case Accused(component, reason):
-                accused = self.parts.named(component)
+                accused = self.components.named(component)
                 if accused is not None:
-                    self.parts.refuse(accused, reason)
+                    self.components.refuse(accused, reason)
             case Measured(step, values):
                 self._measure(step, process.label, values)
             case Collapsed(reason, expected):
-                self.parts.collapsed(process, reason[:LONGEST_REASON], expected)
+                self.components.collapsed(process, reason[:LONGEST_REASON], expected)
 
     def _measure(self, step: int, source: str, values: Mapping[str, float]) -> None:
         self.store.metrics.measure(self.now, step, source, values)
         self.observer.measure(self.now, step, source, values)
 
-    # ---------------------------------------------------------------------------------------------- what the parts need
+    # ----------------------------------------------------------------------------------------- what the components need
 
     @property
     def state(self) -> State:
@@ -457,56 +457,58 @@ class Controller:
         self.error = self.error or RunError(reason)
         self._wake.set()
 
-    # ----------------------------------------------------------------------------------------------------- commands
+    # --------------------------------------------------------------------------------------------------------- commands
 
     def _generate(self, command: Generate) -> None:
         """The stores first: a replica has to find its prompts and prefixes there, and may write there."""
         self.store.trajectories.assign(command.requests)
         for store in {request.store for request in command.requests}:
-            self.parts.send("store", store, granted(self.state.ledger, command, store))
-        self.parts.send("replica", command.replica, Ordered(command))
+            self.components.send("store", store, granted(self.state.ledger, command, store))
+        self.components.send("replica", command.replica, Ordered(command))
 
     def _load_weights(self, command: LoadWeights) -> None:
-        relay = self.parts.get("relay", command.relay)
+        relay = self.components.get("relay", command.relay)
         if relay is not None:  # else control is about to hear that it is gone
-            self.parts.send(
+            self.components.send(
                 "replica",
                 command.replica,
-                Ordered(command, addresses=self.parts.addresses((command.relay,)), arena=relay.arena),
+                Ordered(command, addresses=self.components.addresses((command.relay,)), arena=relay.arena),
             )
 
     def _to_replica(self, command: Any) -> None:
-        self.parts.send("replica", command.replica, Ordered(command))
+        self.components.send("replica", command.replica, Ordered(command))
 
     def _train(self, command: Train) -> None:
         rewards = self.store.trajectories.rewards([id for group in command.groups for id in group.trajectories])
-        self.parts.send("trainer", TRAINER, Ordered(command, rewards=rewards))
+        self.components.send("trainer", TRAINER, Ordered(command, rewards=rewards))
 
     def _publish(self, command: Publish) -> None:
-        addresses = self.parts.addresses((command.relay,))
+        addresses = self.components.addresses((command.relay,))
         if addresses:
-            self.parts.send("trainer", TRAINER, Ordered(command, addresses=addresses))
+            self.components.send("trainer", TRAINER, Ordered(command, addresses=addresses))
 
     def _route(self, command: Route) -> None:
-        self.parts.send("relay", command.relay, Ordered(command, addresses=self.parts.addresses(command.targets)))
+        self.components.send(
+            "relay", command.relay, Ordered(command, addresses=self.components.addresses(command.targets))
+        )
 
     def _forget(self, command: Forget) -> None:
         self.store.trajectories.forget(command.trajectories, self.config.run.archive, command.reason)
         for store in self.state.stores.stores:
-            self.parts.send("store", store, Ordered(command))
+            self.components.send("store", store, Ordered(command))
 
     def _set_timer(self, command: SetTimer) -> None:
         self.later(max(0.0, command.at - self.now), partial(self._fire, command.timer))
 
     def _fire(self, timer: str) -> None:
         if timer == "health":
-            self.parts.find_silent_hosts()
+            self.components.find_silent_hosts()
             self._ask_for_frames()
             self._note_waiting()
-            self.tell(self.plane.heartbeats(self.parts.age_s))
+            self.tell(self.plane.heartbeats(self.components.age_s))
         self.tell(TimerFired(timer))
 
-    # ------------------------------------------------------------------------------------------------- signs of life
+    # ---------------------------------------------------------------------------------------------------- signs of life
 
     def _ask_for_frames(self) -> None:
         """Of those whose heartbeats do not get through as datagrams, though they are connected."""
@@ -523,16 +525,16 @@ class Controller:
 
     def _note_waiting(self) -> None:
         """Who is held up is named when that begins and when it ends."""
-        found = [(self.parts.named(name), what) for name, what in dict(self.hub.liveness.waiting).items()]
+        found = [(self.components.named(name), what) for name, what in dict(self.hub.liveness.waiting).items()]
         before, self.waiting = self.waiting, {process.label: what for process, what in found if process is not None}
-        for part in sorted(self.waiting.keys() - before.keys()):
-            self._waits(part, f"waits for {self.waiting[part]}", 1.0)
-        for part in sorted(before.keys() - self.waiting.keys()):
-            self._waits(part, f"no longer waits for {before[part]}", 0.0)
+        for component in sorted(self.waiting.keys() - before.keys()):
+            self._waits(component, f"waits for {self.waiting[component]}", 1.0)
+        for component in sorted(before.keys() - self.waiting.keys()):
+            self._waits(component, f"no longer waits for {before[component]}", 0.0)
 
-    def _waits(self, part: str, what: str, figure: float) -> None:
-        self.note(f"{part} {what}")
-        self._arrived.append(partial(self._measure, -1, part, {"waiting": figure}))
+    def _waits(self, component: str, what: str, figure: float) -> None:
+        self.note(f"{component} {what}")
+        self._arrived.append(partial(self._measure, -1, component, {"waiting": figure}))
 
     def _sampled(self) -> None:
         """Several times a second, whatever else there is to do."""

@@ -43,7 +43,7 @@ def _needed_prompts(state: State) -> tuple[PromptId, ...]:
 
 def _picked(training: Training, store: StoreId) -> set[TrajectoryId]:
     """What the trainer may have to repeat."""
-    groups = [group for past in training.past.values() for part in past.parts for group in part]
+    groups = [group for past in training.past.values() for mini_batch in past.mini_batches for group in mini_batch]
     return {id for group in groups for id, where in group.located() if where == store}
 
 

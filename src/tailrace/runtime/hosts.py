@@ -1,9 +1,9 @@
-"""The other machines of a run, as the controller sees them: who has joined, and which parts are to run there.
+"""The other machines of a run, as the controller sees them: who has joined, and which components are to run there.
 
-A machine joins by an `Offer` (see `agent`), gets a number, and is answered which parts are `Wanted` there. Both are
-said again and again, so that neither side has to remember what the other one did: after a restart of the controller,
-or a message that was lost, the next exchange puts everything right. To the rest of the controller a process over there
-is a child like any other (`Distant`): it ends, or is told to.
+A machine joins by an `Offer` (see `agent`), gets a number, and is answered which components are `Wanted` there. Both
+are said again and again, so that neither side has to remember what the other one did: after a restart of the
+controller, or a message that was lost, the next exchange puts everything right. To the rest of the controller a process
+over there is a child like any other (`Distant`): it ends, or is told to.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Host:
 
     def __init__(self, trace: HostTrace) -> None:
         self.trace = trace
-        self.distant: dict[str, Distant] = {}  # by the names of the parts
+        self.distant: dict[str, Distant] = {}  # by the names of the components
 
     @property
     def name(self) -> str:
@@ -55,7 +55,7 @@ class Host:
         return self.trace.id
 
     @property
-    def parts(self) -> list[tuple[str, int]]:
+    def components(self) -> list[tuple[str, int]]:
         """Role and number of all that are to run there."""
         store = [("store", self.id)] if self.trace.store else []
         return [("relay", self.id), *store, *[("replica", id) for id in self.trace.replicas]]
@@ -64,18 +64,18 @@ class Host:
         """A process that is to be there."""
         return self.distant.setdefault(spec.name, Distant(spec))
 
-    def hear(self, parts: Mapping[str, str]) -> Wanted:
+    def hear(self, components: Mapping[str, str]) -> Wanted:
         """Take in what is there, and say what should be."""
         for name, distant in list(self.distant.items()):
-            if parts.get(name) or (name not in parts and not distant.wanted):
-                distant.end(parts.get(name, "ended")[:LONGEST])
+            if components.get(name) or (name not in components and not distant.wanted):
+                distant.end(components.get(name, "ended")[:LONGEST])
                 del self.distant[name]
-        missing = tuple([self.distant[name].spec for name in self.wanted if name not in parts])
+        missing = tuple([self.distant[name].spec for name in self.wanted if name not in components])
         return Wanted(self.wanted, missing)
 
     @property
     def wanted(self) -> tuple[str, ...]:
-        """The names of the parts that are to be there."""
+        """The names of the components that are to be there."""
         return tuple([name for name, distant in self.distant.items() if distant.wanted])
 
     def leave(self, reason: str) -> None:
@@ -87,22 +87,22 @@ class Host:
 class Hosts:
     def __init__(self) -> None:
         self.present: dict[str, Host] = {}
-        self._of_part: dict[tuple[str, int], Host] = {}
+        self._of_component: dict[tuple[str, int], Host] = {}
 
     @property
     def traces(self) -> tuple[HostTrace, ...]:
         return tuple([host.trace for host in self.present.values()])
 
     def find(self, role: str, id: int) -> Host | None:
-        """The one on which this part runs."""
-        return self._of_part.get((role, id))
+        """The one on which this component runs."""
+        return self._of_component.get((role, id))
 
     def add(self, trace: HostTrace) -> Host:
         host = self.present[trace.name] = Host(trace)
-        self._of_part |= dict.fromkeys(host.parts, host)
+        self._of_component |= dict.fromkeys(host.components, host)
         return host
 
     def remove(self, host: Host) -> None:
         del self.present[host.name]
-        for place in host.parts:
-            del self._of_part[place]
+        for place in host.components:
+            del self._of_component[place]

@@ -1,9 +1,9 @@
 """The processes of a run on this machine: started, watched, ended, and taken over. No orphans, a log file each.
 
-`Local.start` begins a process for a part (several for a trainer with ranks); `on_exit` is told when one ends by
-itself. A part that is asked for again is ended first: there is never more than one of it. Who is there is written to
-`parts.json` in the run's folder, so that the next controller can `adopt` the parts that outlive this one. A part may be
-on another machine: then it has a stand-in here (see `hosts`).
+`Local.start` begins a process for a component (several for a trainer with ranks); `on_exit` is told when one ends by
+itself. A component that is asked for again is ended first: there is never more than one of it. Who is there is written
+to `components.json` in the run's folder, so that the next controller can `adopt` the components that outlive this one.
+A component may be on another machine: then it has a stand-in here (see `hosts`).
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from tailrace.store.folder import PRIVATE, PRIVATE_FOLDER, RunFolder
 from tailrace.types import HostId, ReplicaId, Struct, label
 from tailrace.wire.messages import LOOPBACK, Spec, WireError
 
-FILE = "parts.json"
+FILE = "components.json"
 SHORTAGE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)  # of what others may give back soon
 SHORTAGE_S = 1.0  # before the next try
 TERM_S = 5.0  # between asking a process to go and killing it
 
 
 class Trace(Struct):
-    """What is written down of a part: enough to find its processes again and to talk to it."""
+    """What is written down of a component: enough to find its processes again and to talk to it."""
 
     role: str
     id: int
@@ -55,12 +55,12 @@ class HostTrace(Struct):
 
 class Traces(Struct):
     port: int = 0  # where the controller listened
-    parts: tuple[Trace, ...] = ()
+    components: tuple[Trace, ...] = ()
     hosts: tuple[HostTrace, ...] = ()
 
 
 class Child(Protocol):
-    """A process of a part, here or elsewhere. `ended` says when, `how` then says why."""
+    """A process of a component, here or elsewhere. `ended` says when, `how` then says why."""
 
     pid: int
     started: int
@@ -98,7 +98,7 @@ class LocalChild:
 
 
 class Process:
-    """One part's processes (a trainer has one per rank), which live and end together."""
+    """One component's processes (a trainer has one per rank), which live and end together."""
 
     def __init__(self, spec: Spec, log: Path) -> None:
         self.spec = spec
@@ -146,8 +146,8 @@ class Local:
         self._watchers: set[asyncio.Task[None]] = set()
 
     def start(self, spec: Spec, elsewhere: Child | None = None) -> Process:
-        """Start the part's processes, unless it is elsewhere; an earlier incarnation of it is killed first. `OSError`:
-        the system cannot start any now."""
+        """Start the component's processes, unless it is elsewhere; an earlier incarnation of it is killed first.
+        `OSError`: the system cannot start any now."""
         earlier = self.processes.get((spec.role, spec.id))
         if earlier is not None:
             earlier.kill()
@@ -181,7 +181,7 @@ class Local:
             raise
 
     def adopt(self, spec: Spec, trace: Trace, elsewhere: Child | None = None) -> Process:
-        """Take over a part that an earlier controller started, or what is left of it."""
+        """Take over a component that an earlier controller started, or what is left of it."""
         process = self._enter(spec)
         process.address, process.arena = trace.address, trace.arena
         found = [elsewhere] if elsewhere else [_find(pid, started) for pid, started in trace.processes]
@@ -259,7 +259,7 @@ def _spawn(spec: Spec, log: Path) -> LocalChild:
     threads = spec.config.trainer.threads if spec.role == "trainer" else spec.config.rollout.threads
     with log.open("ab") as output:
         started = subprocess.Popen(
-            [sys.executable, "-m", "tailrace.runtime.part"],
+            [sys.executable, "-m", "tailrace.runtime.component"],
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=output,

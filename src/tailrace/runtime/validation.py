@@ -1,4 +1,4 @@
-"""What each part may send: only what is its own to say, and only what can be true.
+"""What each component may send: only what is its own to say, and only what can be true.
 
 Whoever has proven its name is still checked, because a run takes machines that nobody knows well, and because one wrong
 figure would spread: into the journal and every later controller. Numbers are bounded by the types of
@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 from msgspec.structs import replace
 
 from tailrace.config.tree import Config
-from tailrace.control.sampling import part_sizes
+from tailrace.control.sampling import mini_batch_sizes
 from tailrace.control.state import State
 from tailrace.control.storage import FIRST
 from tailrace.protocol import (
@@ -58,9 +58,9 @@ from tailrace.protocol import (
     WeightsLoaded,
 )
 from tailrace.types import TrajectoryId
-from tailrace.wire.messages import Accused, Collapsed, FromPart, Garbled, Hello, Measured, Offer, Reported
+from tailrace.wire.messages import Accused, Collapsed, FromComponent, Garbled, Hello, Measured, Offer, Reported
 
-LEAP = 1000  # incarnations that a part may be ahead of what is known: one for each controller that it met
+LEAP = 1000  # incarnations that a component may be ahead of what is known: one for each controller that it met
 LONGEST_FINISH = 32
 LONGEST_REASON = 4000  # characters; a reward may raise with a whole page
 PLACE = re.compile(r"(?P<host>[^\s#]+):(?P<port>[0-9]{1,5})(#[0-9a-f]{64})?")
@@ -95,7 +95,9 @@ class Validation:
     def __init__(self, config: Config, state: Callable[[], State]) -> None:
         self._state = state
         self._most_tokens = config.workload.max_completion_tokens
-        self._parts_per_step = len(part_sizes(config.workload.prompts_per_step, config.trainer.mini_batches))
+        self._mini_batches_per_step = len(
+            mini_batch_sizes(config.workload.prompts_per_step, config.trainer.mini_batches)
+        )
         self._events: dict[str, dict[type[Event], Callable[[Sender, Any], str]]] = {
             "replica": {
                 ReplicaJoined: self._replica_joined,
@@ -129,7 +131,7 @@ class Validation:
 
     # ------------------------------------------------------------------------------------------------------- messages
 
-    def complaint_about(self, sender: Sender, message: FromPart | Garbled) -> str:
+    def complaint_about(self, sender: Sender, message: FromComponent | Garbled) -> str:
         if isinstance(message, Garbled):
             return message.what
         if not isinstance(message, MESSAGES[sender.role]):
@@ -205,17 +207,21 @@ class Validation:
         training = self._state().training
         if not sender.joined or event.incarnation <= training.incarnation:
             return ""
-        now, next_ = (training.step, training.part), (training.step, training.part + 1)
-        if training.part + 1 == self._parts_per_step:
+        now, next_ = (training.step, training.mini_batch), (training.step, training.mini_batch + 1)
+        if training.mini_batch + 1 == self._mini_batches_per_step:
             next_ = (training.step + 1, 0)
-        at = (event.step, event.part)
+        at = (event.step, event.mini_batch)
         told = at == now or (at == next_ and bool(training.picked))
-        return "" if told else f"it joins at step {event.step}, part {event.part}, and was at {now[0]}, {now[1]}"
+        return (
+            ""
+            if told
+            else f"it joins at step {event.step}, mini-batch {event.mini_batch}, and was at {now[0]}, {now[1]}"
+        )
 
     def _trained(self, sender: Sender, event: Trained | TrainFailed) -> str:
         training = self._state().training
-        ahead = (event.step, event.part) > (training.step, training.part)
-        return f"step {event.step}, part {event.part}, which it was not told to train" if ahead else ""
+        ahead = (event.step, event.mini_batch) > (training.step, training.mini_batch)
+        return f"step {event.step}, mini-batch {event.mini_batch}, which it was not told to train" if ahead else ""
 
     def _checkpointed(self, sender: Sender, event: Checkpointed) -> str:
         made = self._state().training.step + 1  # it may overtake `Trained`

@@ -298,9 +298,7 @@ class SampleClient:
             rows.extend(answer.rows)
         return rows
 
-    def _ask(
-        self, store: int, kind: type[Question], ids: Sequence[int], within_s: float
-    ) -> Answers:
+    def _ask(self, store: int, kind: type[Question], ids: Sequence[int], within_s: float) -> Answers:
         with self._lock:
             self._asked += 1
             inquiry = self._inquiries[self._asked] = Inquiry(self._asked, store, kind, ids)

@@ -65,9 +65,9 @@ class SimController:
             self.network.inbox.append(self.plane.heartbeats(self._silence))
         self.network.inbox.append(TimerFired(timer))
 
-    def _silence(self, part: str, id: int) -> float:
+    def _silence(self, role: str, id: int) -> float:
         """How long nothing was heard of somebody, while there was a controller to hear it."""
-        return self.clock.now - max(self.heard_at(part, id), self._listening_since)
+        return self.clock.now - max(self.heard_at(role, id), self._listening_since)
 
     def _journal(self, now: float, event: Event) -> None:
         self._tail.append((now, event))

@@ -1,16 +1,17 @@
 """From a recorded real run to settings with which a simulation predicts the machine that it ran on.
 
-Reads what the parts of a run measured of themselves (the metrics of `run.db`) and what the journal has of the work:
+Reads what the components of a run measured of themselves (the metrics of `run.db`) and what the journal has of the
+work:
 
 - replicas, with every heartbeat, sums since their start: `engine/busy_s` (seconds in steps), `engine/cpu_s` (processor
   seconds of the process), `engine/steps`, `engine/decoded` (running sequences over all decode steps),
   `engine/kv_read` (KV tokens over all decode steps), `engine/prefilled` (tokens), `engine/load_s`, `engine/loads`;
-- the trainer, for every part: `trainer/seconds`, `trainer/cpu_s`, `trainer/tokens`; and its stalls,
+- the trainer, for every mini-batch: `trainer/seconds`, `trainer/cpu_s`, `trainer/tokens`; and its stalls,
   `publish/stall_s` and `checkpoint/stall_s`.
 
-Costs are least squares over heartbeats and over parts. Where processors did the work, they are fitted in processor
-seconds: the clock of a crowded machine would count the same work twice, and `local.cores` lets the simulation crowd it
-again. An engine that waits for a GPU, or an emulated one, is fitted by the clock.
+Costs are least squares over heartbeats and over mini-batches. Where processors did the work, they are fitted in
+processor seconds: the clock of a crowded machine would count the same work twice, and `local.cores` lets the simulation
+crowd it again. An engine that waits for a GPU, or an emulated one, is fitted by the clock.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-# --------------------------------------------------------------------------------------------------- what was measured
+# ---------------------------------------------------------------------------------------------------- what was measured
 
 
 class _Measured:
@@ -93,7 +94,7 @@ class _Measured:
     def __init__(self, run: Path) -> None:
         self.emulated = Journal(run).config.rollout.engine == "emulated"
         heartbeats: dict[str, dict[float, Counters]] = {}
-        parts: dict[tuple[int, float], Counters] = {}
+        mini_batches: dict[tuple[int, float], Counters] = {}
         self.stalls: dict[str, list[float]] = {"publish": [], "checkpoint": []}
         for one in measurements(run):
             kind, _, name = one.name.partition("/")
@@ -102,11 +103,11 @@ class _Measured:
             if kind == "engine":
                 heartbeats.setdefault(one.source, {}).setdefault(one.now, {})[name] = one.value
             elif kind == "trainer":
-                parts.setdefault((one.step, one.now), {})[name] = one.value
+                mini_batches.setdefault((one.step, one.now), {})[name] = one.value
             elif name == "stall_s" and kind in self.stalls:
                 self.stalls[kind].append(one.value)
         self.lives = [life for samples in heartbeats.values() for life in _lives(samples.values())]
-        self.parts = [part for part in parts.values() if {"seconds", "tokens"} <= part.keys()]
+        self.mini_batches = [one for one in mini_batches.values() if {"seconds", "tokens"} <= one.keys()]
 
     @property
     def by_processor(self) -> bool:
@@ -166,15 +167,15 @@ def _row(sample: Counters, *names: str) -> list[float]:
 
 
 def _trainer_costs(run: Path, measured: _Measured) -> dict[str, float]:
-    parts, stalls = measured.parts, measured.stalls
-    if not parts:
+    mini_batches, stalls = measured.mini_batches, measured.stalls
+    if not mini_batches:
         raise FitError(f"{run} has trained nothing, so training has no cost yet; name a run with at least one step")
-    seconds = "cpu_s" if measured.by_processor and all("cpu_s" in part for part in parts) else "seconds"
-    solved = _least_squares([[part["tokens"], 1.0] for part in parts], [part[seconds] for part in parts])
+    seconds = "cpu_s" if measured.by_processor and all("cpu_s" in one for one in mini_batches) else "seconds"
+    solved = _least_squares([[one["tokens"], 1.0] for one in mini_batches], [one[seconds] for one in mini_batches])
     stalled = sum(map(sum, stalls.values()))  # a simulated trainer stands still once for each version
     return {
         "train_token": solved[0],
-        "train_part": solved[1],
+        "train_mini_batch": solved[1],
         "publish": stalled / len(stalls["publish"]) if stalls["publish"] else 0.0,
     }
 

@@ -23,7 +23,7 @@ class Lifecycle:
     meter: Meter
 
     def start(self, command: Start) -> None:
-        process = self.fleet.process(command.part, command.id)
+        process = self.fleet.process(command.role, command.id)
         if process.restarting:
             return
         if process.alive:
@@ -39,7 +39,7 @@ class Lifecycle:
         process.alive = True
         process.outbox.clear()
         if isinstance(process, SimTrainer):
-            process.step, process.part = process.saved, 0
+            process.step, process.mini_batch = process.saved, 0
             process.free_at = self.clock.now
         self._join(process)
 
@@ -61,7 +61,7 @@ class Lifecycle:
                 process.id, process.incarnation, process.host, process.version, capacity, roofline, held
             )
         trainer = self.fleet.trainer
-        return TrainerJoined(trainer.incarnation, trainer.step, trainer.part)
+        return TrainerJoined(trainer.incarnation, trainer.step, trainer.mini_batch)
 
     def kill(self, process: SimProcess) -> None:
         """What it had in memory is gone; what was stored of its samples stays."""

@@ -34,7 +34,7 @@ class MeasuredCostModel(CostModel):
         return rollout.roofline_batch or self.figures.flat_batch or rollout.max_running
 
     def train(self, lengths: list[int]) -> float:
-        return self.figures.train_part + self.figures.train_token * sum(lengths)
+        return self.figures.train_mini_batch + self.figures.train_token * sum(lengths)
 
     def push(self) -> float:
         return self.figures.publish

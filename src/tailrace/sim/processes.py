@@ -78,10 +78,10 @@ class SimTrainer(SimProcess):
         super().__init__(-1)
         self.id = 0
         self.step = 0
-        self.part = 0
+        self.mini_batch = 0
         self.saved = 0  # steps in the newest checkpoint
         self.free_at = 0.0
-        self.part_ends_at = 0.0
+        self.mini_batch_ends_at = 0.0
         self.training: Train | None = None  # what it is at
         self.slowdown = 1.0  # seconds on the clock for each second of work (`cpu_sharing.py`)
         self.busy_s = 0.0
@@ -102,12 +102,12 @@ class SimFleet:
         self.replicas = [SimReplica(id, config.host_of(id), engine) for id, engine in enumerate(engines)]
         self.trainer = SimTrainer()
 
-    def process(self, part: str, id: int) -> SimProcess:
-        return self.trainer if part == "trainer" else self.relays[id] if part == "relay" else self.replicas[id]
+    def process(self, role: str, id: int) -> SimProcess:
+        return self.trainer if role == "trainer" else self.relays[id] if role == "relay" else self.replicas[id]
 
-    def heard_at(self, part: str, id: int) -> float:
+    def heard_at(self, role: str, id: int) -> float:
         """When the controller last heard something of it."""
-        return self.process(part, id).heard_at
+        return self.process(role, id).heard_at
 
     def on_host(self, host: HostId) -> list[SimProcess]:
         return [self.relays[host], *[replica for replica in self.replicas if replica.host == host]]

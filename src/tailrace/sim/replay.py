@@ -1,8 +1,8 @@
 """The journal through a fresh control plane: the same events must give the same commands.
 
 This is how a run proves that control is pure, how a bug report is reproduced, and how a change of the control plane
-shows what it changed. It needs only the journal's entries and settings: no clock, no parts, no cost model. A controller
-that died and was restored in the run is an event like any other.
+shows what it changed. It needs only the journal's entries and settings: no clock, no components, no cost model. A
+controller that died and was restored in the run is an event like any other.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The trainer in virtual time: one part after the other, a checkpoint now and then."""
+"""The trainer in virtual time: one mini-batch after the other, a checkpoint now and then."""
 
 from __future__ import annotations
 
@@ -28,16 +28,18 @@ class TrainerLoop:
     def __post_init__(self) -> None:
         every, size = self.config.trainer.checkpoint_every, BYTES_PER_PARAMETER * self.config.model.parameters
         self._pace = CheckpointPace(every, self.config.schedule.publish_every, size, 0.0)
-        self._tokens = 0  # of the part that is being trained
+        self._tokens = 0  # of the mini-batch that is being trained
 
     def train(self, command: Train) -> None:
         trainer = self.fleet.trainer
         if not trainer.alive or trainer.incarnation != command.incarnation or self.network.is_cut(trainer):
             return
-        if (command.step, command.part) < (trainer.step, trainer.part):  # the report has not come through
-            self.network.send(trainer, Trained(trainer.incarnation, command.step, command.part))
+        if (command.step, command.mini_batch) < (trainer.step, trainer.mini_batch):  # the report has not come through
+            self.network.send(trainer, Trained(trainer.incarnation, command.step, command.mini_batch))
             return
-        assert (command.step, command.part) == (trainer.step, trainer.part), "parts are trained in their order"
+        assert (command.step, command.mini_batch) == (trainer.step, trainer.mini_batch), (
+            "mini_batches are trained in their order"
+        )
         if trainer.training is None:  # or else one report answers both orders
             self._begin(command)
 
@@ -48,36 +50,36 @@ class TrainerLoop:
         self._tokens = sum(lengths)
         seconds = self.costs.train(lengths) * trainer.slowdown
         if self.config.colocated:
-            seconds += SWITCH_S if command.part == 0 else 0.0
+            seconds += SWITCH_S if command.mini_batch == 0 else 0.0
             self.rollouts.pause(seconds)
         trainer.training = command
         trainer.busy_s += seconds
-        trainer.free_at = trainer.part_ends_at = max(trainer.free_at, self.clock.now) + seconds
-        self.clock.at(trainer.free_at, self._part_done, command)
+        trainer.free_at = trainer.mini_batch_ends_at = max(trainer.free_at, self.clock.now) + seconds
+        self.clock.at(trainer.free_at, self._mini_batch_done, command)
 
     def stretch(self, factor: float) -> None:
-        """What is left of the present part will take so many times as long."""
+        """What is left of the present mini-batch will take so many times as long."""
         trainer = self.fleet.trainer
         if trainer.training is None:
             return
-        more = (trainer.part_ends_at - self.clock.now) * (factor - 1.0)
-        trainer.part_ends_at += more
+        more = (trainer.mini_batch_ends_at - self.clock.now) * (factor - 1.0)
+        trainer.mini_batch_ends_at += more
         trainer.free_at += more
         trainer.busy_s += more
-        self.clock.at(trainer.part_ends_at, self._part_done, trainer.training)
+        self.clock.at(trainer.mini_batch_ends_at, self._mini_batch_done, trainer.training)
 
-    def _part_done(self, command: Train) -> None:
+    def _mini_batch_done(self, command: Train) -> None:
         trainer, now = self.fleet.trainer, self.clock.now
-        if trainer.training is not command or now < trainer.part_ends_at:
+        if trainer.training is not command or now < trainer.mini_batch_ends_at:
             return  # lost with its trainer, or it takes longer than it looked at first
         trainer.training = None
-        trainer.part += 1
+        trainer.mini_batch += 1
         if self.config.colocated:
             self.rollouts.resume()
         if command.last:
-            trainer.step, trainer.part = trainer.step + 1, 0
+            trainer.step, trainer.mini_batch = trainer.step + 1, 0
             self.meter.stepped(trainer.step, now)
-        self.network.send(trainer, Trained(trainer.incarnation, command.step, command.part))
+        self.network.send(trainer, Trained(trainer.incarnation, command.step, command.mini_batch))
         self._pace.trained(sum(len(group.trajectories) for group in command.groups), self._tokens)
         if command.last and self._pace.is_due(trainer.step, now):
             self._save()

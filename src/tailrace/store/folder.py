@@ -93,7 +93,8 @@ def identity_of(path: Path) -> Identity | None:
 
 
 def refuse_moved(path: Path, identity: Identity) -> None:
-    """JournalError unless this is still the directory that it was; for parts of a run that write there by its name."""
+    """JournalError unless this is still the directory that it was; for components of a run that write there by its
+    name."""
     if identity_of(path) != identity:
         raise JournalError(_moved(path))
 

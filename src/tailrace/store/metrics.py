@@ -1,4 +1,4 @@
-"""Numbers that the parts of a run measure of themselves, over time: metrics(now, step, source, name, value).
+"""Numbers that the components of a run measure of themselves, over time: metrics(now, step, source, name, value).
 
 `source` is who measured (`trainer`, `r0`), `name` has a slash where there are many of a kind (`publish/stall_s`). The
 controller writes them as they come and commits them with the journal; `measurements` reads those of any run.

@@ -5,7 +5,7 @@ The controller owns it. It calls `record` for every event, notes in `trajectorie
 may be acted on. After a crash `reopen` gives the state back: `newest_snapshot`, then `entries` after it.
 
     snapshots(seq, state, crc)   the control plane after event seq, msgpack; the newest two are kept
-    heard(name, number)          the last report of every part that is in all this; it need not be sent again
+    heard(name, number)          the last report of every component that is in all this; it need not be sent again
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class RunStore:
         self.heard.clear()
 
     def hear(self, name: str, number: int) -> None:
-        """A part's report is being taken in; it counts as heard with the next commit. 0: it has no number."""
+        """A component's report is being taken in; it counts as heard with the next commit. 0: it has no number."""
         if number:
             self._hearing[name] = number
 

@@ -39,7 +39,7 @@ class MiniBatch(NamedTuple):
         return np.array([info.sampled for info in self.samples])
 
 
-def mini_batch(
+def plan_mini_batch(
     samples: Sequence[SampleInfo], reader: SampleReader, settings: Trainer, rules: Groups = DEFAULT_RULES
 ) -> MiniBatch:
     """A sample that never got to its first token has a reward for its group's mean, but nothing to train on."""

@@ -18,7 +18,7 @@ import numpy as np
 
 from tailrace.config.tree import Config
 from tailrace.store.folder import PRIVATE, PRIVATE_FOLDER
-from tailrace.trainer.batch import MiniBatch, figures, mini_batch, rank_share, read_packs, worth_a_pass
+from tailrace.trainer.batch import MiniBatch, figures, plan_mini_batch, rank_share, read_packs, worth_a_pass
 from tailrace.trainer.manifest import CheckpointError
 from tailrace.trainer.packing import Pack
 from tailrace.trainer.parallel import Alone, Ranks
@@ -49,13 +49,16 @@ class EmulatedLearner:
         self._ranks = ranks or Alone()
         self._sleep, self._clock = sleep, clock
 
-    def train_part(self, step: int, part: int, samples: Sequence[SampleInfo], reader: SampleReader) -> dict[str, float]:
-        """Take as long as this part of a step would; returns what a learner with a model can say of it as well."""
+    def train_mini_batch(
+        self, step: int, mini_batch: int, samples: Sequence[SampleInfo], reader: SampleReader
+    ) -> dict[str, float]:
+        """Take as long as this mini-batch of a step would; returns what a learner with a model can say of it as
+        well."""
         began = self._clock()
-        batch = mini_batch(samples, reader, self._config.trainer, self._config.groups)
+        batch = plan_mini_batch(samples, reader, self._config.trainer, self._config.groups)
         self._pack(batch)
         tokens = sum(info.length for info in samples)
-        seconds = self._costs.train_part + self._costs.train_token * tokens
+        seconds = self._costs.train_mini_batch + self._costs.train_token * tokens
         self._sleep(max(0.0, seconds - (self._clock() - began)))
         self.state = EmulatedState(step + 1, self.state.tokens + tokens)
         return figures(batch) | {"seconds": seconds}

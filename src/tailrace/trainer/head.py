@@ -52,8 +52,8 @@ def scored(hidden: Tensor, targets: Tensor, head: Head) -> tuple[Tensor, Tensor]
     """Log-probs and entropies alone."""
     weight = _narrow(head.weight)
     pieces = [
-        score(product(hidden[part].to(weight.dtype), weight), targets[part], head.factor)
-        for part in _parts(len(targets), head.chunk)
+        score(product(hidden[chunk_rows].to(weight.dtype), weight), targets[chunk_rows], head.factor)
+        for chunk_rows in _chunks(len(targets), head.chunk)
     ]
     logprobs, entropy, _ = zip(*pieces, strict=True)
     return torch.cat(logprobs), torch.cat(entropy)
@@ -71,7 +71,7 @@ class _FusedLoss(torch.autograd.Function):
         stats: dict[str, Tensor],
     ) -> tuple[Tensor, Tensor, Tensor]:
         work = _Work(hidden, _narrow(weight), targets, head.factor, token_loss, stats)
-        losses, *scores = zip(*(work.on(part) for part in _parts(len(targets), head.chunk)), strict=True)
+        losses, *scores = zip(*(work.on(chunk_rows) for chunk_rows in _chunks(len(targets), head.chunk)), strict=True)
         assert work.by_weight is not None
         ctx.save_for_backward(work.by_hidden.to(hidden.dtype), work.by_weight.to(weight.dtype))
         logprobs, entropy = (torch.cat(each) for each in scores)
@@ -101,14 +101,14 @@ class _Work:
         self.by_hidden = torch.empty_like(hidden, dtype=weight.dtype)
         self.by_weight: Tensor | None = None
 
-    def on(self, part: slice) -> tuple[Tensor, Tensor, Tensor]:
+    def on(self, chunk_rows: slice) -> tuple[Tensor, Tensor, Tensor]:
         """Loss, log-probs and entropies of a chunk; its gradients are added."""
-        h, targets = self.hidden[part].to(self.weight.dtype), self.targets[part]
+        h, targets = self.hidden[chunk_rows].to(self.weight.dtype), self.targets[chunk_rows]
         logits = product(h, self.weight)
         logprobs, entropy, total = score(logits, targets, self.factor)
-        outcome, by_logprob, by_entropy = _chunk_loss(self.token_loss, part, logprobs, entropy)
+        outcome, by_logprob, by_entropy = _chunk_loss(self.token_loss, chunk_rows, logprobs, entropy)
         gradient = slope(logits, targets, total, entropy, by_logprob, by_entropy, self.factor, h.dtype)
-        self.by_hidden[part] = gradient @ self.weight
+        self.by_hidden[chunk_rows] = gradient @ self.weight
         more = product(gradient.t(), h.t())
         self.by_weight = more if self.by_weight is None else self.by_weight.add_(more)
         for name, value in outcome.stats.items():
@@ -117,18 +117,18 @@ class _Work:
 
 
 def _chunk_loss(
-    token_loss: TokenLoss, part: slice, logprobs: Tensor, entropy: Tensor
+    token_loss: TokenLoss, chunk_rows: slice, logprobs: Tensor, entropy: Tensor
 ) -> tuple[LossOutput, Tensor, Tensor]:
     """The outcome, and what it gains by each log-prob and each entropy."""
     with torch.enable_grad():
         leaves = logprobs.detach().requires_grad_(), entropy.detach().requires_grad_()
-        outcome = token_loss(part, *leaves)
+        outcome = token_loss(chunk_rows, *leaves)
         pulls = torch.autograd.grad(outcome.loss, leaves, allow_unused=True)
     by_logprob, by_entropy = (torch.zeros_like(logprobs) if pull is None else pull.contiguous() for pull in pulls)
     return outcome, by_logprob, by_entropy
 
 
-def _parts(count: int, chunk: int) -> Iterator[slice]:
+def _chunks(count: int, chunk: int) -> Iterator[slice]:
     """At least one, if need be of nothing."""
     for start in range(0, max(1, count), chunk):
         yield slice(start, min(start + chunk, count))
@@ -139,7 +139,7 @@ def _narrow(weight: Tensor) -> Tensor:
     return weight.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else weight
 
 
-# ------------------------------------------------------------------------------------------------------ on each device
+# ------------------------------------------------------------------------------------------------------- on each device
 
 
 def product(rows: Tensor, columns: Tensor) -> Tensor:

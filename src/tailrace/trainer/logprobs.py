@@ -74,8 +74,8 @@ class Policy(nn.Module):
     def score(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probs of the targets and entropies, chunk by chunk."""
         pieces = [
-            checkpoint(self._score_chunk, *part, use_reentrant=False, preserve_rng_state=False)
-            for part in zip(hidden.split(self.chunk), targets.split(self.chunk), strict=True)
+            checkpoint(self._score_chunk, *piece, use_reentrant=False, preserve_rng_state=False)
+            for piece in zip(hidden.split(self.chunk), targets.split(self.chunk), strict=True)
         ]
         logprobs, entropy = zip(*pieces, strict=True)
         return torch.cat(logprobs), torch.cat(entropy)

@@ -1,7 +1,7 @@
 """How many tokens go through the model at once, and what happens when memory runs out.
 
 `step.py` asks for `tokens` when it packs, and calls `shrink` when a pass found no memory. Gradients do not depend on
-the budget, so the part is repeated with half of it and nothing is lost; half of it stays the budget from then on.
+the budget, so the mini-batch is repeated with half of it and nothing is lost; half of it stays the budget from then on.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class TokenBudget:
         before, self.tokens = self.tokens, max(longest, self.tokens // 2)
         log.warning(
             f"no memory for {before} tokens in one pass: from now on {self.tokens} (trainer.tokens_per_batch); the "
-            "part is repeated from its start, nothing is lost"
+            "mini_batch is repeated from its start, nothing is lost"
         )
 
     def refuse(self) -> None:

@@ -39,7 +39,7 @@ class Ranks(Protocol):
         ...
 
     def shard_like(self, full: Tensor, model: Tensor) -> Tensor:
-        """This rank's part of `full`, laid out like `model`."""
+        """This rank's piece of `full`, laid out like `model`."""
         ...
 
     def add_up(self, tensor: Tensor) -> Tensor: ...
@@ -103,8 +103,8 @@ class Together:
 
         mesh = init_device_mesh(torch.device(self._device).type, (self.size,))
         layers = [m for m in module.modules() if isinstance(m, GradientCheckpointingLayer)]
-        for part in (*layers, module):
-            fully_shard(part, mesh=mesh, reshard_after_forward=True)
+        for piece in (*layers, module):
+            fully_shard(piece, mesh=mesh, reshard_after_forward=True)
 
     def full(self, tensor: Tensor) -> Tensor:
         whole = getattr(tensor, "full_tensor", None)

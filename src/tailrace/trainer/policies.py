@@ -47,7 +47,7 @@ class FrozenPolicy:
 
 
 class ProximalPolicy:
-    """The policy at the start of a training step, kept only for steps of several parts."""
+    """The policy at the start of a training step, kept only for steps of several mini-batches."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], needed: bool):
         self._parameters = list(parameters)
@@ -55,9 +55,9 @@ class ProximalPolicy:
         self._snapshot: FrozenPolicy | None = None
         self._step = -1
 
-    def at(self, step: int, part: int) -> FrozenPolicy | None:
-        """The snapshot that a part of a step is to be compared with; None: the weights are still the same."""
-        if not self._needed or (part > 0 and self._step == step):
+    def at(self, step: int, mini_batch: int) -> FrozenPolicy | None:
+        """The snapshot that a mini-batch of a step is to be compared with; None: the weights are still the same."""
+        if not self._needed or (mini_batch > 0 and self._step == step):
             return self._snapshot
         self._step = step
         if self._snapshot is None:

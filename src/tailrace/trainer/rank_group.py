@@ -40,7 +40,9 @@ class RankGroup(Protocol):
         """Take up the newest checkpoint of that step or an earlier one; returns its step, 0 if there is none."""
         ...
 
-    def train(self, step: int, part: int, samples: tuple[SampleInfo, ...], client: SampleClient) -> dict[str, float]:
+    def train(
+        self, step: int, mini_batch: int, samples: tuple[SampleInfo, ...], client: SampleClient
+    ) -> dict[str, float]:
         """Train on one mini-batch, of which each rank reads its share from the sample stores."""
         ...
 
@@ -123,7 +125,7 @@ class RankCommand(Struct, tag_field="kind", tag=True):
 
 class TrainCommand(RankCommand):
     step: int
-    part: int
+    mini_batch: int
     samples: tuple[SampleInfo, ...]
     stores: tuple[StoreAddress, ...]
 
@@ -160,9 +162,11 @@ class _Group(Generic[AnyLearner]):
         self.name = spec.name
         self.ranks = ranks
 
-    def train(self, step: int, part: int, samples: tuple[SampleInfo, ...], client: SampleClient) -> dict[str, float]:
-        self._tell(TrainCommand(step, part, samples, client.addresses))
-        return self.learner.train_part(step, part, samples, StoreReader(client, samples))
+    def train(
+        self, step: int, mini_batch: int, samples: tuple[SampleInfo, ...], client: SampleClient
+    ) -> dict[str, float]:
+        self._tell(TrainCommand(step, mini_batch, samples, client.addresses))
+        return self.learner.train_mini_batch(step, mini_batch, samples, StoreReader(client, samples))
 
     def publish(self, version: Version, address: str, give_up: GiveUp) -> None:
         assert self.sender is not None, "only the first rank publishes"
@@ -180,7 +184,9 @@ class _Group(Generic[AnyLearner]):
     def _obey(self, command: RankCommand, client: SampleClient) -> None:
         assert isinstance(command, TrainCommand), command
         client.connect(command.stores)
-        self.learner.train_part(command.step, command.part, command.samples, StoreReader(client, command.samples))
+        self.learner.train_mini_batch(
+            command.step, command.mini_batch, command.samples, StoreReader(client, command.samples)
+        )
 
     def _tell(self, command: RankCommand) -> None:
         if self.ranks.size > 1:

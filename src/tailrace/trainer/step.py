@@ -1,14 +1,14 @@
-"""The learner: weights, and what one part of a training step does to them.
+"""The learner: weights, and what one mini-batch of a training step does to them.
 
-`rank_group.py` makes a `Learner` per rank and calls `train_part` for every `Train` command, with the metadata of all
-samples of the mini-batch and a reader for those that the rank trains on. A part is one mini-batch and one optimiser
-update:
+`rank_group.py` makes a `Learner` per rank and calls `train_mini_batch` for every `Train` command, with the metadata of
+all samples of the mini-batch and a reader for those that the rank trains on. Each is one
+optimiser update:
 
     metadata -> advantages -> this rank's share -> packs -> log-probs under frozen policies
              -> forward, loss, backward per pack -> clip -> update -> metrics
 
-Gradients add up over packs and ranks to the gradient of the whole mini-batch, however it was cut. So a part that runs
-out of memory on the way is cut finer and begun again.
+Gradients add up over packs and ranks to the gradient of the whole mini-batch, however it was cut. So a mini-batch that
+runs out of memory on the way is cut finer and begun again.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tailrace.trainer.batch import (
     MiniBatch,
     figures,
     invented_group,
-    mini_batch,
+    plan_mini_batch,
     rank_share,
     read_packs,
     sample_sizes,
@@ -136,31 +136,33 @@ class Learner:
         if self._blocks is None:
             return
         for budget in (self.budget.tokens, FEW):  # torch compiles a pack of few tokens otherwise than one of many
-            batch = mini_batch(*in_memory([invented_group(self.config, budget)]), self.settings)
-            for part in range(min(2, self.settings.mini_batches)):  # the second looks back at the policy of the first
-                self._gradients(-1, part, batch)
+            batch = plan_mini_batch(*in_memory([invented_group(self.config, budget)]), self.settings)
+            for number in range(min(2, self.settings.mini_batches)):  # the second looks back at the policy of the first
+                self._gradients(-1, number, batch)
                 self._clear_gradients()
         free_memory()  # a replica beside it may be taking its share just now
 
-    def train_part(self, step: int, part: int, samples: Sequence[SampleInfo], reader: SampleReader) -> dict[str, float]:
+    def train_mini_batch(
+        self, step: int, mini_batch: int, samples: Sequence[SampleInfo], reader: SampleReader
+    ) -> dict[str, float]:
         """Train on one mini-batch. Returns what to plot."""
         began = time.perf_counter()
-        batch = mini_batch(samples, reader, self.settings, self.config.groups)
+        batch = plan_mini_batch(samples, reader, self.settings, self.config.groups)
         learn = self._learn_from if worth_a_pass(batch, self.settings) else self._update_without_passes
-        measured = learn(step, part, batch)
+        measured = learn(step, mini_batch, batch)
         self.step = step + 1
         return measured | figures(batch) | {"seconds": time.perf_counter() - began}
 
-    def _learn_from(self, step: int, part: int, batch: MiniBatch) -> dict[str, float]:
-        sums, furthest = self._gradients(step, part, batch)
+    def _learn_from(self, step: int, mini_batch: int, batch: MiniBatch) -> dict[str, float]:
+        sums, furthest = self._gradients(step, mini_batch, batch)
         sound = all(math.isfinite(sums[name]) for name in ("loss", "value_loss") if name in sums)
         update = self._update(sound)
         return _of_tokens(sums) | update | {"ratio_max": float(np.exp(furthest)), "without_advantage": 0.0}
 
-    def _update_without_passes(self, step: int, part: int, batch: MiniBatch) -> dict[str, float]:
+    def _update_without_passes(self, step: int, mini_batch: int, batch: MiniBatch) -> dict[str, float]:
         """Nobody did better than the rest of its group: nothing goes through the model, so there is nothing to say of
         its loss, entropy or ratios."""
-        self._proximal.at(step, part)
+        self._proximal.at(step, mini_batch)
         self.optimiser.set_zero_gradients()
         update = self._update(sound=True)
         kept = {name: update[name] for name in ("lr", "nonfinite_weights")}
@@ -178,8 +180,8 @@ class Learner:
 
     # ----------------------------------------------------------------------------------------------------- trying again
 
-    def _gradients(self, step: int, part: int, batch: MiniBatch) -> tuple[dict[str, float], float]:
-        while (found := self._attempt(step, part, batch)) is None:
+    def _gradients(self, step: int, mini_batch: int, batch: MiniBatch) -> tuple[dict[str, float], float]:
+        while (found := self._attempt(step, mini_batch, batch)) is None:
             self._clear_gradients()
             free_memory()
         return found
@@ -189,11 +191,11 @@ class Learner:
         if self.critic is not None:
             self.critic.zero_grad(set_to_none=True)
 
-    def _attempt(self, step: int, part: int, batch: MiniBatch) -> tuple[dict[str, float], float] | None:
+    def _attempt(self, step: int, mini_batch: int, batch: MiniBatch) -> tuple[dict[str, float], float] | None:
         """None: it did not work out, but may if it is tried again. What failed is let go of on the way out of here."""
         failures = self._blocks.failures if self._blocks is not None else ()
         try:
-            return self._backward(self._micro_batches(step, part, batch))
+            return self._backward(self._micro_batches(step, mini_batch, batch))
         except (torch.OutOfMemoryError, *failures) as error:
             if not ran_out(error):
                 assert self._blocks is not None
@@ -206,11 +208,11 @@ class Learner:
 
     # ---------------------------------------------------------------------------------------------------- micro-batches
 
-    def _micro_batches(self, step: int, part: int, batch: MiniBatch) -> list[MicroBatch]:
+    def _micro_batches(self, step: int, mini_batch: int, batch: MiniBatch) -> list[MicroBatch]:
         packs = self._packs(batch)
         placed = [self._place(pack) for pack in packs]
         weights = token_weights(self.settings.loss, batch.counts, self.config.workload.max_completion_tokens)
-        before, reference = self._before(step, part, placed), self._logprobs_under(self._reference, placed)
+        before, reference = self._before(step, mini_batch, placed), self._logprobs_under(self._reference, placed)
         return [
             MicroBatch(
                 pack, spot, self._tensor(weights[pack.sequence]), self._credit(pack, old, batch), old.logprobs, other
@@ -225,8 +227,8 @@ class Learner:
         return packs + [filler()] * (self.ranks.most(max(1, len(packs))) - len(packs))
 
     @torch.no_grad()
-    def _before(self, step: int, part: int, packs: list[DevicePack]) -> list[OldScores]:
-        snapshot = self._proximal.at(step, part)
+    def _before(self, step: int, mini_batch: int, packs: list[DevicePack]) -> list[OldScores]:
+        snapshot = self._proximal.at(step, mini_batch)
         if snapshot is not None:
             with snapshot.in_place():
                 return [OldScores(scores.logprobs, self._values(scores)) for scores in map(self._forward, packs)]
@@ -276,23 +278,23 @@ class Learner:
         loss.backward()
         return stats
 
-    def _token_loss(self, micro_batch: MicroBatch, part: slice, logprobs: Tensor, entropy: Tensor) -> LossOutput:
-        return policy_loss(self._tokens(micro_batch, part, logprobs, entropy), self.settings)
+    def _token_loss(self, micro_batch: MicroBatch, chunk: slice, logprobs: Tensor, entropy: Tensor) -> LossOutput:
+        return policy_loss(self._tokens(micro_batch, chunk, logprobs, entropy), self.settings)
 
     def _tokens(
-        self, micro_batch: MicroBatch, part: slice, logprobs: Tensor, entropy: Tensor, values: Tensor | None = None
+        self, micro_batch: MicroBatch, chunk: slice, logprobs: Tensor, entropy: Tensor, values: Tensor | None = None
     ) -> TokenBatch:
         """Some of a micro-batch's sampled tokens."""
 
         def some(numbers: Tensor | None) -> Tensor | None:
-            return None if numbers is None else numbers[part]
+            return None if numbers is None else numbers[chunk]
 
         return TokenBatch(
             new=logprobs,
-            behavior_logprobs=micro_batch.placed.behavior_logprobs[part],
-            proximal=logprobs.detach() if micro_batch.proximal is None else micro_batch.proximal[part],
-            advantages=micro_batch.credit.advantages[part],
-            weight=micro_batch.weight[part],
+            behavior_logprobs=micro_batch.placed.behavior_logprobs[chunk],
+            proximal=logprobs.detach() if micro_batch.proximal is None else micro_batch.proximal[chunk],
+            advantages=micro_batch.credit.advantages[chunk],
+            weight=micro_batch.weight[chunk],
             entropy=entropy,
             reference=some(micro_batch.reference),
             values=values,
@@ -300,7 +302,7 @@ class Learner:
             returns=some(micro_batch.credit.returns),
         )
 
-    # ---------------------------------------------------------------------------------------------------------- passes
+    # ----------------------------------------------------------------------------------------------------------- passes
 
     def _forward(self, pack: DevicePack, token_loss: TokenLoss | None = None) -> Scores:
         if self._bfloat16 is not None:
@@ -333,7 +335,7 @@ class Learner:
             return self.settings.logit_tokens or LOGIT_TOKENS
         return chunk_that_fits(self.model.config.get_text_config().vocab_size)
 
-    # --------------------------------------------------------------------------------------------------------- updates
+    # ---------------------------------------------------------------------------------------------------------- updates
 
     def _update(self, sound: bool) -> dict[str, float]:
         if self.optimiser.updates == 0:

@@ -51,7 +51,7 @@ class Worker:
         self.saved: Version = self.step
         every, publish_every = spec.config.trainer.checkpoint_every, spec.config.schedule.publish_every
         self.pace = CheckpointPace(every, publish_every, rank_group.checkpoint_bytes, time.monotonic())
-        self.part = 0
+        self.mini_batch = 0
         self.samples = SampleClient(spec.name)
         self.divergence = Divergence()
         self.link = Link(spec, find_stores=self.samples.find)
@@ -73,7 +73,7 @@ class Worker:
 
     def _join(self) -> None:
         """Say what is in the weights, at the beginning and whenever there is a new controller."""
-        self.link.report(TrainerJoined(self.link.incarnation, self.step, self.part))
+        self.link.report(TrainerJoined(self.link.incarnation, self.step, self.mini_batch))
 
     def _obey(self, message: FromController) -> bool:
         if isinstance(message, Ended):
@@ -96,16 +96,16 @@ class Worker:
         if self.divergence.in_a_row:
             if complete:
                 put_aside_after(self.checkpoints, self.divergence.good)
-        elif self.part == 0 and self.step > self.saved and (complete or self.pace.may_save(self.step)):
+        elif self.mini_batch == 0 and self.step > self.saved and (complete or self.pace.may_save(self.step)):
             self._save()
 
     def _train(self, order: Ordered, command: Train) -> None:
         began, cpu = time.monotonic(), time.process_time()
         try:
             samples = self._describe(command, order.rewards)
-            measured = self.rank_group.train(command.step, command.part, samples, self.samples)
+            measured = self.rank_group.train(command.step, command.mini_batch, samples, self.samples)
         except SampleStoreError as error:
-            self.link.report(TrainFailed(self.link.incarnation, command.step, command.part, str(error)))
+            self.link.report(TrainFailed(self.link.incarnation, command.step, command.mini_batch, str(error)))
             return
         tokens = sum(info.length for info in samples)
         measured |= {
@@ -115,11 +115,11 @@ class Worker:
         }
         self.link.measure(command.step, measured)
         self._watch(command, measured)
-        self.part = 0 if command.last else command.part + 1
+        self.mini_batch = 0 if command.last else command.mini_batch + 1
         self.step = command.step + 1 if command.last else command.step
         if command.last:
             self._snapshot()
-        self.link.report(Trained(self.link.incarnation, command.step, command.part))
+        self.link.report(Trained(self.link.incarnation, command.step, command.mini_batch))
         self.pace.trained(len(samples), tokens)
         if command.last and not measured.get("skipped") and self.pace.is_due(self.step, time.monotonic()):
             self._save()

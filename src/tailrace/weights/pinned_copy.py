@@ -76,8 +76,8 @@ class PinnedCopier:
         for target, source in pairs:
             target_bytes, source_bytes = as_bytes(target), as_bytes(source)
             for start in range(0, len(source_bytes), self._buffer_bytes):
-                part = slice(start, start + self._buffer_bytes)
-                yield CopyTask(target_bytes[part], source_bytes[part])
+                piece = slice(start, start + self._buffer_bytes)
+                yield CopyTask(target_bytes[piece], source_bytes[piece])
 
     def _copy_to_device(self, task: CopyTask) -> int:
         buffer = self._buffer()

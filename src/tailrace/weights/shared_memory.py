@@ -1,6 +1,6 @@
 """The weight versions of one host, as files in shared memory: written once, sealed, mapped by every replica.
 
-    <base>/tailrace-<run>-<part>/
+    <base>/tailrace-<run>-<component>/
         lock                                        held by the process that writes here, as long as it lives
         v6.partial                                  being written
         v5.<checksum>.<bytes>.safetensors           sealed by a rename: the name has its checksum and its size
@@ -46,9 +46,9 @@ class SealedFile(NamedTuple):
     path: Path
 
 
-def shared_memory_path(run: str, part: str, base: Path | None = None) -> Path:
-    """The folder of a part (`h0`: relay 0) of a run; `run` must be unique on this host."""
-    name = re.sub(r"[^\w.-]+", "-", f"tailrace-{run}-{part}")
+def shared_memory_path(run: str, component: str, base: Path | None = None) -> Path:
+    """The folder of a component (`h0`: relay 0) of a run; `run` must be unique on this host."""
+    name = re.sub(r"[^\w.-]+", "-", f"tailrace-{run}-{component}")
     return (base or default_base()) / name
 
 

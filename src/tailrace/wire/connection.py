@@ -1,4 +1,4 @@
-"""A part's connection to the controller: made, greeted and proven by the time that it exists.
+"""A component's connection to the controller: made, greeted and proven by the time that it exists.
 
 It belongs to one thread, which polls it. Whatever ends it is an `OSError`, or a `StrangerError` if the other end is not
 our controller.
@@ -83,7 +83,7 @@ class Connection:
         opening = Opening(name)
         self._socket.sendall(opening.named)
         nonces = opening.nonce, read_nameless(self._exactly(NAMELESS.size))
-        session = Session("part", key, nonces, door)
+        session = Session("component", key, nonces, door)
         self._socket.sendall(session.proof)
         session.check_proof(self._exactly(PROOF))
         return session

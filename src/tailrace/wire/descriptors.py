@@ -2,7 +2,7 @@
 
 Whoever listens can be called by anybody. So strangers, those that have not proven who they are, get a small share of
 the descriptors, those that have get the rest, and some are for neither: a run that cannot open a file, a pipe or a
-process any more cannot start a part again.
+process any more cannot start a component again.
 """
 
 from __future__ import annotations

@@ -21,13 +21,13 @@ from tailrace.wire.messages import (
     LOOPBACK,
     UNNUMBERED,
     Beat,
+    FromComponent,
     FromController,
-    FromPart,
     Garbled,
     Hello,
     Introduce,
     WireError,
-    decode_from_part,
+    decode_from_component,
     encode,
 )
 from tailrace.wire.session import StrangerError
@@ -38,7 +38,7 @@ WAITING, WAITING_BYTES = 4096, 256 << 20  # what waits to be handled; then nobod
 LONGEST_REPORT = 64 << 20  # bytes of one frame; a thousand samples streamed at once take 1 MB
 LONGEST_OFFER = 4 << 20
 UNREAD_BY_HOST = 64 << 20  # bytes that a machine has not taken yet; then it is hung up on
-UNREAD_BY_PART = 8 << 30
+UNREAD_BY_COMPONENT = 8 << 30
 MACHINES = 256  # whoever has the run's token can call as many as it likes
 SILENT_S = 30.0  # they offer themselves twice a second
 LINGER_S = 2.0  # how long a closing hub tries to get its last words out
@@ -49,7 +49,7 @@ class Letter(NamedTuple):
 
     sender: str
     number: int
-    message: FromPart | Garbled
+    message: FromComponent | Garbled
 
 
 class Peer:
@@ -61,7 +61,7 @@ class Peer:
         self.introduced = False  # on this very connection
         self.asked = False  # to introduce itself
         self.is_host = self.name.startswith(HOST)
-        self._most = UNREAD_BY_HOST if self.is_host else UNREAD_BY_PART
+        self._most = UNREAD_BY_HOST if self.is_host else UNREAD_BY_COMPONENT
 
     @property
     def beat_key(self) -> bytes:
@@ -76,8 +76,8 @@ class Peer:
 
 
 class Hub:
-    """`heard`: how far an earlier controller has written down what each part had reported. Machines may join if there
-    is an `identity`; without one it listens on the loopback and nowhere else."""
+    """`heard`: how far an earlier controller has written down what each component had reported. Machines may join if
+    there is an `identity`; without one it listens on the loopback and nowhere else."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class Hub:
     # ----------------------------------------------------------------------------------------------------- the contract
 
     async def receive(self) -> list[Letter]:
-        """What parts of ours have sent: waits for the first message, takes what has arrived with it."""
+        """What components of ours have sent: waits for the first message, takes what has arrived with it."""
         while not self._letters:
             if self._listener.accepting.done():
                 await self._listener.accepting  # nobody would ever be heard again: better to end with the error
@@ -129,7 +129,7 @@ class Hub:
         return [self._letters.popleft() for _ in range(count)]
 
     async def send(self, name: str, message: FromController) -> None:
-        """Hand a message over; one for a part that is gone is dropped."""
+        """Hand a message over; one for a component that is gone is dropped."""
         peer = self._peers.get(name)
         if peer is not None:
             peer.send(message)
@@ -197,7 +197,7 @@ class Hub:
 
     def _hear(self, peer: Peer, number: int, content: bytes) -> None:
         try:
-            message = decode_from_part(content)
+            message = decode_from_component(content)
         except MALFORMED as error:
             message = Garbled(f"a message that nobody knows ({error})")
         if isinstance(message, Hello):

@@ -1,8 +1,9 @@
-"""Who may say what in whose name: a key for every part, and one by which other machines join.
+"""Who may say what in whose name: a key for every component, and one by which other machines join.
 
-The controller's secret never leaves it and its keeper. Each part is told one key, made from that secret and the part's
-own name, so nobody can speak for another part: not a stranger, not a machine that joined, not another part of the run.
-Machines join with the run's token, by which they can prove names that begin with `HOST`, and no others.
+The controller's secret never leaves it and its keeper. Each component is told one key, made from that secret and the
+component's own name, so nobody can speak for another component: not a stranger, not a machine that joined, not another
+part of the run. Machines join with the run's token, by which they can prove names that begin with `HOST`, and no
+others.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class Keyring(NamedTuple):
     def of(self, name: str) -> bytes:
         if name.startswith(HOST):
             return host_key(self.token, name)
-        return hmac.digest(self.secret, b"part " + name.encode(), "sha256")
+        return hmac.digest(self.secret, b"component " + name.encode(), "sha256")
 
     @property
     def identity(self) -> bytes:

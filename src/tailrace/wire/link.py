@@ -1,8 +1,8 @@
-"""A part's end of the wire.
+"""A component's end of the wire.
 
-It has a thread of its own, so that heartbeats go out while the part computes; `send` may be called from any thread.
-Heartbeats are datagrams (`liveness`), and frames as well where the controller asks for that. They stop while the part's
-loop is stuck.
+It has a thread of its own, so that heartbeats go out while the component computes; `send` may be called from any
+thread. Heartbeats are datagrams (`liveness`), and frames as well where the controller asks for that. They stop while
+the component's loop is stuck.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from tailrace.wire.messages import (
     BeatHere,
     Collapsed,
     Ended,
+    FromComponent,
     FromController,
-    FromPart,
     Hello,
     Introduce,
     Measured,
@@ -47,13 +47,13 @@ from tailrace.wire.messages import (
 )
 
 LATE_S = 30.0  # beyond the time for which a loop meant to wait
-LINGER_S = 2.0  # how long a closing part tries to get its last words out
+LINGER_S = 2.0  # how long a closing component tries to get its last words out
 
 
 class Link:
-    """A part's end: `send` and `report` at any time, `receive` what has come. `load` is asked once per heartbeat, in
-    the link's thread; what it gives is reported if it has changed, or if an order has come since. `find_stores` is told
-    there, at once, where the sample stores are: the part's loop may be waiting for one that has moved."""
+    """A component's end: `send` and `report` at any time, `receive` what has come. `load` is asked once per heartbeat,
+    in the link's thread; what it gives is reported if it has changed, or if an order has come since. `find_stores` is
+    told there, at once, where the sample stores are: the component's loop may be waiting for one that has moved."""
 
     def __init__(
         self,
@@ -61,8 +61,8 @@ class Link:
         load: Callable[[], Event | None] = lambda: None,
         find_stores: Callable[[Stores], None] = lambda _: None,
     ) -> None:
-        self.incarnation = spec.incarnation  # grows with every controller that this part meets
-        self.waiting_for = ""  # who holds this part up, in a few words, for people to see; set it from any thread
+        self.incarnation = spec.incarnation  # grows with every controller that this component meets
+        self.waiting_for = ""  # who holds this component up, in a few words, for people to see; set it from any thread
         self._spec = spec
         self._load = load
         self._find_stores = find_stores
@@ -73,7 +73,7 @@ class Link:
         self._kept: deque[tuple[int, bytes]] = deque()  # reports that are not known to be committed
         self._beat_at = 0.0
         self._inbox: queue.SimpleQueue[FromController] = queue.SimpleQueue()
-        self._outbox: queue.SimpleQueue[FromPart | None] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[FromComponent | None] = queue.SimpleQueue()
         self._give_up_at = inf  # if nobody listens then, the last words are lost
         self._wake, self._woken = socket.socketpair()
         self._wake.setblocking(False)
@@ -81,13 +81,13 @@ class Link:
         self._watchdog = Watchdog(spec.name, lambda sentence: self.send(Collapsed(sentence)))
 
     def open(self, address: str = "", arena: str = "") -> None:
-        """Introduce this part; from here on it sends heartbeats."""
+        """Introduce this component; from here on it sends heartbeats."""
         self._hello = Hello(address, arena)
         self.send(self._hello)
         self._thread.start()
         self._watchdog.start()
 
-    def send(self, message: FromPart) -> None:
+    def send(self, message: FromComponent) -> None:
         self._put(message)
 
     def report(self, event: Event) -> None:
@@ -97,8 +97,8 @@ class Link:
         self.send(Measured(step, dict(values)))
 
     def receive(self, timeout_s: float) -> Iterator[Ordered | Assigned | Reconcile | Introduce | Ended]:
-        """What has arrived, waiting at most `timeout_s` for the first of it. After `Introduce` the part is expected to
-        report that it joins, as the incarnation that it is from then on."""
+        """What has arrived, waiting at most `timeout_s` for the first of it. After `Introduce` the component is
+        expected to report that it joins, as the incarnation that it is from then on."""
         for message in self.listen(timeout_s):
             if isinstance(message, Introduce):
                 self.incarnation += 1
@@ -130,16 +130,16 @@ class Link:
         self._put(None)
         self._thread.join(LINGER_S + 1)
 
-    def _put(self, message: FromPart | None) -> None:
+    def _put(self, message: FromComponent | None) -> None:
         """Never waits: the thread that would have to make room may be the one that sends."""
         self._outbox.put(message)
         with suppress(BlockingIOError):  # full of calls that were not heard yet: the thread will wake up anyway
             self._wake.send(b"!")
 
-    # ---------------------------------------------------------------------------------------------- the link's thread
+    # ------------------------------------------------------------------------------------------------ the link's thread
 
     def _carry(self) -> None:
-        """Connect, and connect again whenever that breaks off, until the part hangs up."""
+        """Connect, and connect again whenever that breaks off, until the component hangs up."""
         over = False
         while not over:
             wire = self._connect()
@@ -164,7 +164,7 @@ class Link:
             return None
 
     def _converse(self, wire: Connection, beats: BeatSender) -> bool:
-        """Until the connection breaks off (an error), or the part has hung up (True)."""
+        """Until the connection breaks off (an error), or the component has hung up (True)."""
         poller = select.poll()
         poller.register(self._woken, select.POLLIN)
         self._beat_at, self._beats_here, self._reported = 0.0, False, None
@@ -182,7 +182,8 @@ class Link:
         return True
 
     def _beat(self, wire: Connection, beats: BeatSender) -> None:
-        """The first of a connection is a frame as well: a controller that does not know this part asks who it is."""
+        """The first of a connection is a frame as well: a controller that does not know this component asks who it
+        is."""
         as_frame = self._beats_here or not self._beat_at
         self._beat_at = time.monotonic() + self._spec.config.health.heartbeat_s
         if self._watchdog.stuck or self._spec.role == "host":  # a host is heard by its offers
@@ -196,7 +197,7 @@ class Link:
         self._reported = load
 
     def _empty_outbox(self, wire: Connection) -> bool:
-        """Send what is there; False once the part has hung up."""
+        """Send what is there; False once the component has hung up."""
         while not self._outbox.empty():
             message = self._outbox.get()
             if message is None:

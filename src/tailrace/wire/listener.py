@@ -269,7 +269,7 @@ async def _first_byte(connection: socket.socket) -> int:
 
 
 def _readable(name: bytes) -> str:
-    """Names are those of parts and machines: letters, digits and a few signs."""
+    """Names are those of components and machines: letters, digits and a few signs."""
     if not name.isascii() or not name.decode("ascii").isprintable():
         raise StrangerError("its name is none that we give")
     return name.decode("ascii")

@@ -22,18 +22,18 @@ class WireError(TailraceError):
 
 
 class Spec(Struct):
-    """What a part is told when it is started: who it is and where the controller listens."""
+    """What a component is told when it is started: who it is and where the controller listens."""
 
     role: str  # replica, relay or trainer
     id: int
     incarnation: int
     endpoint: str
-    token: str  # of the run, by which its parts know each other
+    token: str  # of the run, by which its components know each other
     folder: str  # of the run
     config: Config
     folder_id: tuple[int, int] = (0, 0)  # by which it is known, whatever is called so later
-    key: str = ""  # of this very part, by which the controller knows it
-    lifeline: int = -1  # a descriptor at whose end the part has to go
+    key: str = ""  # of this very component, by which the controller knows it
+    lifeline: int = -1  # a descriptor at whose end the component has to go
     door: str = ""  # fingerprint of the controller's certificate; empty: the link is plain, within this host
     host: HostId = 0  # of whose relay a replica gets its weights
     listen: str = LOOPBACK  # relay: where it takes weights
@@ -44,12 +44,13 @@ class Spec(Struct):
 
     @property
     def name(self) -> str:
-        """Unique for every start, so that a message never reaches the successor of the part that it was meant for."""
+        """Unique for every start, so that a message never reaches the successor of the component that it was meant
+        for."""
         rank = f".{self.rank}" if self.rank else ""
         return f"{self.role}-{self.id}{rank}/{self.incarnation}"
 
 
-# ---------------------------------------------------------------------------------------------------- from the parts
+# -------------------------------------------------------------------------------------------------- from the components
 
 
 class Message(Struct, tag_field="kind", tag=True):
@@ -63,7 +64,7 @@ class Beat(Message):
 
 
 class Hello(Message):
-    """A part is up, or has been asked who it is. `address` is where a relay takes weights, `arena` where it keeps
+    """A component is up, or has been asked who it is. `address` is where a relay takes weights, `arena` where it keeps
     them."""
 
     address: Annotated[str, Meta(max_length=400)] = ""
@@ -84,13 +85,15 @@ class Measured(Message):
 
 
 class Offer(Message):
-    """A host has room for so many replicas, 0: no longer. Said again and again, with the names of the parts that were
-    started there and, of those that ended, how; so nothing has to be remembered of it, and none need arrive."""
+    """A host has room for so many replicas, 0: no longer. Said again and again, with the names of the components that
+    were started there and, of those that ended, how; so nothing has to be remembered of it, and none need arrive."""
 
     release: Annotated[str, Meta(max_length=64)]  # of Tailrace
     replicas: Annotated[int, Meta(ge=0, le=MOST_REPLICAS)]
     store: bool = False  # it has room for a sample store too
-    parts: Annotated[dict[str, str], Meta(max_length=2 * MOST_REPLICAS)] = msgspec.field(default_factory=dict[str, str])
+    components: Annotated[dict[str, str], Meta(max_length=2 * MOST_REPLICAS)] = msgspec.field(
+        default_factory=dict[str, str]
+    )
 
 
 class Accused(Message):
@@ -101,13 +104,13 @@ class Accused(Message):
 
 
 class Collapsed(Message):
-    """A part gives up. `expected`: the reason is a sentence for the person who started the run, not a bug."""
+    """A component gives up. `expected`: the reason is a sentence for the person who started the run, not a bug."""
 
     reason: str
     expected: bool = False
 
 
-# ----------------------------------------------------------------------------------------------- from the controller
+# -------------------------------------------------------------------------------------------------- from the controller
 
 
 class Ordered(Message):
@@ -186,7 +189,8 @@ class BeatHere(Message):
 
 
 class Wanted(Message):
-    """Answer to `Offer`: these parts are to be there and no others; the specs of those that were not named in it."""
+    """Answer to `Offer`: these components are to be there and no others; the specs of those that were not named in
+    it."""
 
     names: tuple[str, ...]
     specs: tuple[Spec, ...] = ()
@@ -210,12 +214,12 @@ class Garbled(Struct):
     what: str
 
 
-FromPart = Beat | Hello | Reported | Measured | Offer | Accused | Collapsed
+FromComponent = Beat | Hello | Reported | Measured | Offer | Accused | Collapsed
 FromController = (
     Ordered | Assigned | Reconcile | Stores | Introduce | Acknowledged | BeatHere | Wanted | Dismissed | Ended
 )
 UNNUMBERED = 0  # of what need not arrive: heartbeats, loads, introductions, offers, last words
 
 encode = msgspec.msgpack.Encoder().encode
-decode_from_part = msgspec.msgpack.Decoder(FromPart).decode
+decode_from_component = msgspec.msgpack.Decoder(FromComponent).decode
 decode_from_controller = msgspec.msgpack.Decoder(FromController).decode

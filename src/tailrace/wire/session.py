@@ -1,8 +1,8 @@
 """What makes a connection one of the run's: both ends prove who they are; then every frame is signed and counted.
 
-    part         MAGIC, a nonce, its name
+    component         MAGIC, a nonce, its name
     controller   MAGIC, a nonce
-    part         proof that it has the key of that name
+    component         proof that it has the key of that name
     controller   proof that it has it too
     both         frames: length, number, signature, content
 
@@ -28,7 +28,7 @@ NAMED = struct.Struct(f">{len(MAGIC)}s{NONCE}sB")  # the last: the length of the
 NAMELESS = struct.Struct(f">{len(MAGIC)}s{NONCE}s")
 HEAD = struct.Struct(f">QQ{PROOF}s")
 
-Side = Literal["part", "controller"]
+Side = Literal["component", "controller"]
 
 
 class StrangerError(WireError):
@@ -70,9 +70,9 @@ class Session:
     """One end of a connection, after both openings. `certificate`: the fingerprint of the one that encrypts it."""
 
     def __init__(self, side: Side, key: bytes, nonces: tuple[bytes, bytes], certificate: str = "") -> None:
-        """The part's nonce is the first."""
+        """The component's nonce is the first."""
         self._key = hmac.digest(key, b"".join(nonces) + certificate.encode(), "sha256")
-        self._own, self._other = (b"p", b"c") if side == "part" else (b"c", b"p")
+        self._own, self._other = (b"p", b"c") if side == "component" else (b"c", b"p")
         self._sent = self._received = 0
 
     @property

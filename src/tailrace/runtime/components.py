@@ -1,9 +1,9 @@
-"""The parts of a run, wherever they are: started when control says so, watched until they have joined, given up when
-it says so, found again after a controller that died.
+"""The components of a run, wherever they are: started when control says so, watched until they have joined, given up
+when it says so, found again after a controller that died.
 
-Here it is known which process is which part, on this machine (`local`) or on another one that has joined (`hosts`).
-What goes wrong with a part becomes an event for control, or the end of the run if it cannot go on without; what goes
-wrong on another machine is that machine's loss, never the end of the run.
+Here it is known which process is which component, on this machine (`local`) or on another one that has joined
+(`hosts`). What goes wrong with a component becomes an event for control, or the end of the run if it cannot go on
+without; what goes wrong on another machine is that machine's loss, never the end of the run.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ from tailrace.wire.messages import (
 FIRST_STORE = 0
 EVER = 16_384  # replicas that a run remembers: a number is never used again
 DROPPED = 1024  # machines that are remembered for having lied
-STACKS_S = 0.25  # for a part that is given up to write down where it is
+STACKS_S = 0.25  # for a component that is given up to write down where it is
 
 
 class Tie(NamedTuple):
-    """What binds a run together: parts know each other by the token, the controller knows them by their keys, and they
-    leave when the lifeline ends."""
+    """What binds a run together: components know each other by the token, the controller knows them by their keys, and
+    they leave when the lifeline ends."""
 
     keys: Keyring
     lifeline: int
@@ -69,7 +69,7 @@ class Tie(NamedTuple):
 
 
 class Overseer(Protocol):
-    """Whom the parts report to."""
+    """Whom the components report to."""
 
     @property
     def now(self) -> float: ...
@@ -104,7 +104,7 @@ class Overseer(Protocol):
         ...
 
 
-class Parts:
+class Components:
     def __init__(self, config: Config, tie: Tie, folder: RunFolder, hub: Hub, overseer: Overseer) -> None:
         self.config = config
         self.tie = tie
@@ -115,7 +115,7 @@ class Parts:
         self._reassure_at = 0.0
         self._told_departed: tuple[int, ...] = ()  # sample stores that will not come back
         self._dropped: dict[str, str] = {}  # machines, and why
-        self._short_since: dict[tuple[str, int], float] = {}  # when a part could first not be started
+        self._short_since: dict[tuple[str, int], float] = {}  # when a component could first not be started
         self._local = Local(folder, hub.port, self._ended)
 
     @property
@@ -175,7 +175,8 @@ class Parts:
         return StoreAddress(store.spec.id, f"tcp://{endpoint}", fingerprint, key.hex())
 
     def send(self, role: str, id: int, message: FromController) -> None:
-        """To be sent once the books are closed. A part that is gone gets nothing: control will hear of its loss."""
+        """To be sent once the books are closed. A component that is gone gets nothing: control will hear of its
+        loss."""
         process = self.get(role, id)
         if process is not None and process.joined:
             self._post(process.spec.name, message)
@@ -183,7 +184,7 @@ class Parts:
     def _post(self, name: str, message: FromController) -> None:
         self.overseer.then(self.hub.send(name, message))
 
-    # ----------------------------------------------------------------------------------------------------- starting
+    # --------------------------------------------------------------------------------------------------------- starting
 
     def start_everybody(self) -> None:
         """A resumed run: whoever was there is gone with the keeper of then."""
@@ -195,9 +196,9 @@ class Parts:
             self._start("replica", id)
 
     def start(self, command: Start) -> None:
-        process = self.get(command.part, command.id)
+        process = self.get(command.role, command.id)
         if process is None or process.joined or not process.alive:  # else it is on its way
-            self._start(command.part, command.id)
+            self._start(command.role, command.id)
 
     def _start(self, role: str, id: int) -> None:
         """Once the books are closed: nobody may be there that the journal does not know."""
@@ -250,7 +251,7 @@ class Parts:
         return replace(spec, key=self.tie.keys.of(spec.name).hex())
 
     def is_ours(self, role: str, id: int) -> bool:
-        """A part of this machine."""
+        """A component of this machine."""
         own = {"relay": self.config.local.relays, "replica": self.config.local.replicas}
         return id < own.get(role, 1)
 
@@ -266,7 +267,7 @@ class Parts:
         known = records[role].get(id)
         return known.incarnation if known else 0
 
-    # ------------------------------------------------------------------------------------------- until it has joined
+    # ---------------------------------------------------------------------------------------------- until it has joined
 
     def _expect(self, process: Process) -> None:
         """It has to join in time."""
@@ -304,10 +305,10 @@ class Parts:
         if not name.startswith(HOST):
             self._post(name, Ended(complete=False))
 
-    # -------------------------------------------------------------------------------------------------------- losses
+    # ----------------------------------------------------------------------------------------------------------- losses
 
     def collapsed(self, process: Process, reason: str, expected: bool) -> None:
-        """A part says why it cannot go on. If it is at work and would fail again, neither can the run."""
+        """A component says why it cannot go on. If it is at work and would fail again, neither can the run."""
         process.dismissed = True
         at_work = process.joined or process.spec.role == "store"  # what is wrong with its file is so the next time
         if expected and at_work and self.is_ours(process.spec.role, process.spec.id):
@@ -327,8 +328,8 @@ class Parts:
             self._not_up(process, f"{how} before it was up; the end of {process.log} says:\n{tail}")
 
     def _not_up(self, process: Process, how: str) -> None:
-        """Who has been up before in this run is tried again, by control's rules. Without a part of its own that never
-        was, a run cannot go on; without another machine it can."""
+        """Who has been up before in this run is tried again, by control's rules. Without a component of its own that
+        never was, a run cannot go on; without another machine it can."""
         spec = process.spec
         sentence = f"{process.title} {how}"
         host = self._hosts.find(spec.role, spec.id)
@@ -351,7 +352,7 @@ class Parts:
                 self.overseer.tell(TrainerLost(process.incarnation, reason))
 
     def give_up(self, command: GiveUp) -> None:
-        process = self.get(command.part, command.id)
+        process = self.get(command.role, command.id)
         if process is not None and process.incarnation == command.incarnation:
             process.dismissed = True
             self._diagnose(process, command.reason)
@@ -367,7 +368,7 @@ class Parts:
                 to_stream(log).warning("%s is given up (%s): %s", process.title, reason, look_at(child.pid))
                 ask_for_stacks(child.pid)
 
-    # ------------------------------------------------------------------------------------- from an earlier controller
+    # --------------------------------------------------------------------------------------- from an earlier controller
 
     def missing(self, left: Traces | None) -> list[Event]:
         """Who outlived the last controller is adopted; of the others control has to be told."""
@@ -376,7 +377,7 @@ class Parts:
         if left is not None:
             gone = "it ended while the controller was away"
             self._find_hosts(left)
-            here = {(one.role, one.id) for one in left.parts if self._adopt(one)}
+            here = {(one.role, one.id) for one in left.components if self._adopt(one)}
         relays = [one for one in state.relays.relays.values() if one.live and ("relay", one.id) not in here]
         replicas = [one for one in state.fleet.replicas.values() if one.live and ("replica", one.id) not in here]
         stores = [one for one in state.stores.stores.values() if one.live and ("store", one.id) not in here]
@@ -387,7 +388,7 @@ class Parts:
         return events if ("trainer", TRAINER) in here else [*events, TrainerLost(state.training.incarnation, gone)]
 
     def _adopt(self, trace: Trace) -> bool:
-        """True if the part lives and control has heard of it, or soon will."""
+        """True if the component lives and control has heard of it, or soon will."""
         spec, host = self._spec(trace.role, trace.id, trace.incarnation), self._hosts.find(trace.role, trace.id)
         if host is None and not self.is_ours(trace.role, trace.id):
             return False
@@ -419,7 +420,7 @@ class Parts:
             self.hub.hang_up(process.spec.name)
             self._lost(process, f"it was dropped, because it sent {what}")
 
-    # ------------------------------------------------------------------------------------------------ other machines
+    # --------------------------------------------------------------------------------------------------- other machines
 
     def offered(self, name: str, offer: Offer) -> None:
         host = self._hosts.present.get(name)
@@ -438,7 +439,7 @@ class Parts:
 
     def _answer(self, host: Host, offer: Offer) -> None:
         """What is wanted there."""
-        wanted = host.hear(offer.parts)
+        wanted = host.hear(offer.components)
         with suppress(OSError):  # no descriptor for that now: the next offer comes soon
             self._local.note_those_elsewhere()
             self._post(host.name, wanted)
@@ -500,7 +501,7 @@ class Parts:
 
     def _host_left(self, host: Host, reason: str) -> None:
         self._hosts.remove(host)
-        for place in host.parts:
+        for place in host.components:
             process = self._local.processes.pop(place, None)
             if process is not None:
                 if process.joined and not process.dismissed:
@@ -512,7 +513,7 @@ class Parts:
         self._local.hosts = self._hosts.traces
         self._local.write()
 
-    # --------------------------------------------------------------------------------------------------------- the end
+    # ---------------------------------------------------------------------------------------------------------- the end
 
     def kill(self) -> None:
         for process in self._local.processes.values():

@@ -1,8 +1,8 @@
-"""What a started process runs: `python -m tailrace.runtime.part`, with its `Spec` as one line of JSON on stdin.
+"""What a started process runs: `python -m tailrace.runtime.component`, with its `Spec` as one line of JSON on stdin.
 
-Secrets and settings come over the pipe, never on the command line. Beside it a part inherits the lifeline of the run:
-when that ends, however the run's keeper did, the part ends too, so nothing is left behind. A controller that dies alone
-is waited for (see `wire`): the part goes on with what it has.
+Secrets and settings come over the pipe, never on the command line. Beside it a component inherits the lifeline of the
+run: when that ends, however the run's keeper did, the component ends too, so nothing is left behind. A controller that
+dies alone is waited for (see `wire`): the component goes on with what it has.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tailrace.watchdog import show_stacks_when_asked
 from tailrace.wire.link import Link
 from tailrace.wire.messages import Collapsed, Spec
 
-log = logging.getLogger("tailrace.runtime.part")  # __name__ is __main__ here
+log = logging.getLogger("tailrace.runtime.component")  # __name__ is __main__ here
 ROLES = {
     "replica": "tailrace.rollout.worker",
     "relay": "tailrace.weights.relay_worker",
@@ -32,7 +32,7 @@ ROLES = {
     "trainer": "tailrace.trainer.worker",
 }
 STDIN = 0
-ORPHANED = 3  # exit status of a part whose run is gone
+ORPHANED = 3  # exit status of a component whose run is gone
 GRACE_S = 5.0  # for it to put things in order
 
 
@@ -69,7 +69,7 @@ def _first_line() -> bytes:
     while not line.endswith(b"\n"):
         piece = os.read(STDIN, 1 << 16)
         if not piece:
-            sys.exit("started without a specification; parts of a run are started by 'tailrace train'")
+            sys.exit("started without a specification; components of a run are started by 'tailrace train'")
         line += piece
     return line
 
