@@ -106,8 +106,9 @@ class Audit:
             self._empties(command.id)
         elif isinstance(command, Forget):
             assert self.forgotten.isdisjoint(command.trajectories), "a payload is freed once"
-            (self.lost if command.reason == "lost" else self.forgotten).update(command.trajectories)
-            if command.reason == "lost":
+            gone = command.reason in ("lost", "regenerate")
+            (self.lost if gone else self.forgotten).update(command.trajectories)
+            if gone:
                 self._drop(set(command.trajectories))
         elif isinstance(command, Publish):
             assert command.version >= self.published, "published versions never go back"

@@ -30,7 +30,7 @@ from tailrace.types import (
 )
 
 Role = Literal["replica", "relay", "trainer", "store"]
-Ending = Literal["trained", "stale", "filtered", "failed", "lost"]  # why the payload of a trajectory is not needed
+Ending = Literal["trained", "stale", "filtered", "failed", "lost", "regenerate"]  # why a payload is not needed
 TRAINER = 0  # the trainer is one component, whatever its number of ranks
 SCORING_S = 0.25  # how long a judge has a turn before that is reported: quick rewards cost no event
 
@@ -457,8 +457,9 @@ class Drop(Command):
 
 
 class Forget(Command):
-    """The payloads of these trajectories are not needed any more: free or archive them. `lost`: they were lost with
-    their store, and their samples are generated anew. No answer."""
+    """The payloads of these trajectories are not needed any more: free or archive them. Two reasons say that a
+    store has lost them: `regenerate`, their samples are generated anew, and `lost`, a step that was trained on this
+    group is repeated with another one. No answer."""
 
     trajectories: tuple[TrajectoryId, ...]
     reason: Ending = "trained"

@@ -190,7 +190,7 @@ class Accounts:
         self.forgotten.setdefault(account.request.store, set()).add(id)
         if reason != "trained" and account.state != "failed":
             account.state = reason
-        if reason == "lost":
+        if reason in ("lost", "regenerate"):
             account.step, account.meta = None, None
             self.regenerated += 1
 

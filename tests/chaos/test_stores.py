@@ -38,7 +38,7 @@ def query(run: Run, statement: str) -> list[tuple]:
 def lost(run: Run) -> set[int]:
     """Samples that the journal says were lost with their tokens."""
     forgets = [one for entry in Journal(run.folder).entries() for one in entry.commands if isinstance(one, Forget)]
-    return {id for forget in forgets if forget.reason == "lost" for id in forget.trajectories}
+    return {id for forget in forgets if forget.reason in ("lost", "regenerate") for id in forget.trajectories}
 
 
 @pytest.mark.parametrize("kind", ["store killed", "store stopped for good", "store killed with the controller"])

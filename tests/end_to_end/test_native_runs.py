@@ -127,7 +127,7 @@ def test_an_asynchronous_run_trains_every_sample_within_the_bound_and_its_weight
     run.finish()
     summary = json.loads((run.folder / "summary.json").read_text())
     ledger = summary["ledger"]
-    ended = ledger["trained"] + ledger["dropped_stale"] + ledger["filtered"] + ledger["failed"]
+    ended = ledger["trained"] + ledger["dropped_stale"] + ledger["filtered"] + ledger["failed"] + ledger["lost"]
     assert ledger["started"] == ended + ledger["in_flight"]
     assert (summary["steps"], summary["trained_samples"]) == (4, 64)
     assert summary["staleness"]["max"] <= 4

@@ -63,7 +63,7 @@ def test_what_a_lost_store_had_is_generated_anew_wherever_it_was():
     had = [finished, *drive.running(1)]
     drive.tell(HostLeft(GUEST, "it was switched off"))
     lost = only(drive.sent, Forget)
-    assert (set(lost.trajectories), lost.reason) == ({one.trajectory for one in had}, "lost")
+    assert (set(lost.trajectories), lost.reason) == ({one.trajectory for one in had}, "regenerate")
     for _ in range(3):
         drive.finish_all(0)
     again = drive.orders_of(had)

@@ -333,7 +333,7 @@ else:
             tokens, logprobs = draw(logits, temperature, 2**63 + 11, trajectories, positions)
             wanted = Sampling(temperature=temperature)
             expected = sample(logits, 2**63 + 11, trajectories.tolist(), positions.tolist(), wanted)
-            assert tokens.tolist() == expected[0]
+            assert tokens.tolist() == expected[0].tolist()
             torch.testing.assert_close(logprobs, torch.tensor(expected[1]), atol=1e-5, rtol=1e-5)
 
     def test_the_random_number_is_the_cpu_engines() -> None:

@@ -468,7 +468,7 @@ async def main():
         return commands
     controller.plane.handle = watched
     await played.start()
-    for process in played.processes("replica", "relay", "trainer"):
+    for process in played.processes("replica", "relay", "trainer", "store"):
         controller.hub.liveness.admit(process.spec.name, b"k" * 32)
     print(controller.hub.port, flush=True)
     while True:
@@ -501,7 +501,7 @@ class Hearts:
 
     def __init__(self, port: int) -> None:
         self.suspended = False
-        self.names = {"replica-0/1", "replica-1/1", "relay-0/1", "trainer-0/1"}
+        self.names = {"replica-0/1", "replica-1/1", "relay-0/1", "trainer-0/1", "store-0/1"}
         self._port = port
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)

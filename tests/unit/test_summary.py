@@ -138,7 +138,15 @@ def test_a_small_run_by_hand(tmp_path: Path) -> None:
         "rollout_scoring": 0.0,
         "failed_samples": 0,
         "failed_attempts": 1,
-        "ledger": {"started": 3, "trained": 2, "dropped_stale": 1, "filtered": 0, "failed": 0, "in_flight": 0},
+        "ledger": {
+            "started": 3,
+            "trained": 2,
+            "dropped_stale": 1,
+            "filtered": 0,
+            "failed": 0,
+            "lost": 0,
+            "in_flight": 0,
+        },
     }
     assert (run / "summary.png").read_bytes().startswith(b"\x89PNG")
     assert "held-out accuracy         0.400 before, - after (share of rewards above 0.5)" in table.getvalue()

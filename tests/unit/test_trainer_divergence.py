@@ -163,7 +163,8 @@ def worker(folder: Path, *updates: dict[str, float]) -> Any:
     one.rank_group, one.checkpoints, one.divergence = Scripted(*updates), folder, Divergence()
     one.link = SimpleNamespace(incarnation=1, measure=lambda *_: None, report=said.append)
     one.pace = CheckpointPace(1, 1, 0, 0.0)
-    one.began_at, one.step, one.saved, one.role = 0, 0, 0, 0
+    one.samples = None
+    one.began_at, one.step, one.saved, one.mini_batch = 0, 0, 0, 0
     for step in range(len(updates)):
         one._obey(Ordered(Train(1, step, 0, True, ())))
     return one

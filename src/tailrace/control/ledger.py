@@ -10,7 +10,7 @@
 
 The prompt pool, the partial pool (samples with a prefix) and the experience buffer (ready groups) are views of this.
 Owned by the plane; nothing outside `control` writes to it. It promises that a group is trained at most once, and that
-`started == trained + dropped_stale + filtered + failed + in flight`.
+`started == trained + dropped_stale + filtered + failed + lost + in flight`.
 """
 
 from __future__ import annotations

@@ -88,5 +88,5 @@ def _generate_anew(desk: Desk, samples: list[Sample]) -> None:
     for sample in samples:
         desk.ledger.regenerate(sample)
     desk.stores.found_missing([sample.id for sample in samples])
-    desk.send(Forget(tuple([one.id for one in samples]), "lost"))
+    desk.send(Forget(tuple([one.id for one in samples]), "regenerate"))
     desk.more_work = True

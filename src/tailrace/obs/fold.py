@@ -35,6 +35,7 @@ from tailrace.protocol import (
     Request,
     SampleFailed,
     ScoringStarted,
+    Stop,
     Train,
     Trained,
     TrainerJoined,
@@ -112,6 +113,7 @@ class GroupCounts(msgspec.Struct, frozen=True):
     dropped_stale: int
     filtered: int
     failed: int
+    lost: int  # with their store, when a step that had trained them was to be repeated
     in_flight: int
 
 
@@ -158,6 +160,7 @@ class Fold:
         self._given: dict[MiniBatchId, tuple[Train, BatchTotals]] = {}  # to the trainer, which has not reported them
         self._last_trained: MiniBatchId = (-1, 0)
         self._step = BatchTotals(mini_batches=0)  # what is trained of the present step
+        self._stopped = False
         self._now = 0.0
         self._handlers: dict[type[Event | Command], Callable[[Any], None]] = {
             ReplicaJoined: self._replica_joined,
@@ -178,13 +181,15 @@ class Fold:
             TrainerJoined: self._trainer_joined,
             TrainerLost: self._trainer_lost,
             Forget: self._forget,
+            Stop: self._stop,
         }
 
     def see(self, now: float, event: Event, commands: Sequence[Command]) -> None:
         self._now = now
-        self.ignored = False
+        self.ignored = self._stopped
         self.changed.clear()
-        self._take_in(event)
+        if not self._stopped:
+            self._take_in(event)
         for command in commands:
             self._take_in(command)
         if commands and any(type(command) is Release for command in commands):
@@ -201,9 +206,8 @@ class Fold:
     def groups(self) -> GroupCounts:
         ended = self.groups_ended
         in_flight = self.groups_started - ended.total()
-        return GroupCounts(
-            self.groups_started, ended["trained"], ended["stale"], ended["filtered"], ended["failed"], in_flight
-        )
+        ends = (ended["trained"], ended["stale"], ended["filtered"], ended["failed"], ended["lost"])
+        return GroupCounts(self.groups_started, *ends, in_flight)
 
     # ------------------------------------------------------------------------------------------------------ samples
 
@@ -436,8 +440,14 @@ class Fold:
         self._remove(command.trajectories)
         if command.trajectories:  # its group may have gone before any sample of it was given to a replica
             self._note_started(max(command.trajectories) // self.group_size)
-        if command.reason != "trained":  # those were counted when they were trained
+        if command.reason == "lost":
+            self.groups_ended["trained"] -= 1
+        if command.reason not in ("trained", "regenerate"):  # counted when it was trained; still in flight
             self.groups_ended[command.reason] += 1
+
+    def _stop(self, command: Stop) -> None:
+        """Control ignores whatever comes after it."""
+        self._stopped = True
 
     def _remove(self, ids: Sequence[TrajectoryId]) -> None:
         for id in ids:

@@ -182,6 +182,7 @@ def _summary(live: LiveRun, ended: RunEnding, accuracy: HeldOut, reward: HeldOut
 def summary_rows(summary: Summary) -> list[tuple[str, str]]:
     ages, ledger, accuracy = summary.staleness, summary.ledger, summary.accuracy
     ends = f"{ledger.trained:,} trained + {ledger.dropped_stale:,} stale + {ledger.filtered:,} filtered"
+    ends += f" + {ledger.failed:,} failed" + (f" + {ledger.lost:,} lost" if ledger.lost else "")
     rows = [
         ("ended", str(summary.ended)),
         ("held-out accuracy", f"{_before_and_after(accuracy)} (share of rewards above {RIGHT_ABOVE:g})"),
@@ -194,7 +195,7 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
         ("stall per weight publish", f"{summary.publish_stall_s:.3f} s"),
         ("idle", _idle(summary)),
         ("failed samples", f"{summary.failed_samples:,}; {summary.failed_attempts:,} attempts failed in all"),
-        ("groups", f"{ledger.started:,} started = {ends} + {ledger.failed:,} failed + {ledger.in_flight:,} in flight"),
+        ("groups", f"{ledger.started:,} started = {ends} + {ledger.in_flight:,} in flight"),
     ]
     return [row for row in rows if UNMEASURED not in row[1]]
 

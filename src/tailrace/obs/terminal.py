@@ -295,7 +295,7 @@ def _groups(view: RunView, width: int) -> Text:
     """Where the line is too short for all of them, those of which there are none are left out."""
     groups = view.ledger
     ends = [(groups.trained, "trained"), (groups.dropped_stale, "stale"), (groups.filtered, "filtered")]
-    ends += [(groups.failed, "failed"), (groups.in_flight, "in flight")]
+    ends += [(groups.failed, "failed"), *[(groups.lost, "lost")] * bool(groups.lost), (groups.in_flight, "in flight")]
     begin = f"groups   {groups.started:,} started = "
     for kept in (ends, [end for end in ends if end[0]]):
         text = " + ".join(f"{count:,} {what}" for count, what in kept)

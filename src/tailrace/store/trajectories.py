@@ -46,6 +46,7 @@ ON CONFLICT (id) DO UPDATE SET epoch = excluded.epoch, store = excluded.store, s
 """
 AMONG = "IN (SELECT value FROM json_each(?))"  # any number of ids as one value
 KNOWN = "id, group_id, prompt_id, store, state, tokens, oldest, newest, finish, reward, reason, step, payload"
+GONE = ("lost", "regenerate")  # a store has lost the tokens
 COLUMN_OF = {"trajectory": "id", "group": "group_id", "prompt": "prompt_id"}
 
 
@@ -108,12 +109,13 @@ class TrajectoryTable:
         """Nobody will train on these any more."""
         for id in ids:
             self._running.pop(id, None)
-        among, payload = _list(ids), "archived" if archived and ending != "lost" else "deleted"
+        among, payload = _list(ids), "archived" if archived and ending not in GONE else "deleted"
         self._database.execute(f"UPDATE trajectories SET payload = ? WHERE id {AMONG}", (payload, among))
         if ending != "trained":
+            state = "lost" if ending in GONE else ending
             statement = f"UPDATE trajectories SET state = ? WHERE state != 'failed' AND id {AMONG}"
-            self._database.execute(statement, (ending, among))
-        if ending == "lost":  # the step that trained it is repeated without it
+            self._database.execute(statement, (state, among))
+        if ending in GONE:  # the step that trained it is repeated without it
             self._database.execute(f"UPDATE trajectories SET step = NULL WHERE id {AMONG}", (among,))
 
     def finished(self, ids: Sequence[TrajectoryId]) -> dict[TrajectoryId, tuple[int, int]]:

@@ -2,7 +2,8 @@
 "use strict";
 
 const LOOK_MS = 1000, HIDDEN_MS = 5000, SLOWEST_MS = 10000;
-const GROUP_ENDS = [["trained", "trained"], ["dropped_stale", "stale"], ["filtered", "filtered"], ["failed", "failed"], ["in_flight", "flight"]];
+const GROUP_ENDS = [["trained", "trained"], ["dropped_stale", "stale"], ["filtered", "filtered"], ["failed", "failed"],
+  ["lost", "lost"], ["in_flight", "flight"]];
 const GROUP_WORDS = { flight: "in flight" };
 
 const say = (id, text) => { const it = byId(id); if (it.textContent !== text) it.textContent = text; };
@@ -71,7 +72,7 @@ function replicaRow(replica) {
 function ledger(data) {
   const counts = data.run.ledger, started = element("b", "", `${whole(counts.started)} started`);
   const bar = [], words = [started, "="];
-  GROUP_ENDS.forEach(([key, kind], i) => {
+  GROUP_ENDS.filter(([key]) => key !== "lost" || counts.lost).forEach(([key, kind], i) => {
     const piece = element("div", kind);
     piece.style.flexGrow = String(counts[key]);
     if (counts[key]) bar.push(piece);
