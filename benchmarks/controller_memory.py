@@ -53,7 +53,7 @@ class Controller:
         elif isinstance(event, Finished):
             self._finish(event)
         elif isinstance(event, SampleFailed):
-            vault.fail(event.trajectory, event.epoch, event.reason)
+            vault.fail(event.trajectory, event.attempt, event.reason)
         seq = store.record(now, event, commands)
         self.live.see(now, event, commands)
         for command in commands:
@@ -67,8 +67,8 @@ class Controller:
         meta, vault = event.meta, self.store.vault
         for start in range(0, meta.tokens, PIECE):
             tokens = range(start, min(start + PIECE, meta.tokens))
-            vault.append(meta.id, meta.epoch, [Segment.of(meta.oldest, tokens, (-0.5,) * len(tokens))])
-        vault.finish(meta.id, meta.epoch, meta.finish, 1.0)
+            vault.append(meta.id, meta.attempt, [Segment.of(meta.oldest, tokens, (-0.5,) * len(tokens))])
+        vault.finish(meta.id, meta.attempt, meta.finish, 1.0)
         self.finished += 1
         if self.finished % EVERY == 0:
             self.looks.append({"finished": self.finished, "rss_mb": rss_mb()})
@@ -77,7 +77,7 @@ class Controller:
         vault = self.store.vault
         if isinstance(command, Generate):
             for one in command.requests:
-                vault.assign(one.trajectory, one.epoch, one.group, one.prompt, one.resume)
+                vault.assign(one.trajectory, one.attempt, one.group, one.prompt, one.resume)
         elif isinstance(command, Train):
             ids = [id for group in command.groups for id in group.trajectories]
             vault.read(ids)

@@ -98,7 +98,7 @@ def relay(id: int, run: str, token: str) -> None:
             node.drop(order["drop"])
             say("dropped")
         else:
-            node.route(order["epoch"], {int(other): Address(*place) for other, place in order["targets"].items()})
+            node.route(order["attempt"], {int(other): Address(*place) for other, place in order["targets"].items()})
     node.close()
     shared.remove()
 
@@ -128,7 +128,7 @@ def fleet(count: int, topology: str) -> list[tuple[Child, Address, str]]:
     for place, (child, _, _) in enumerate(rows):
         first, last = (place + 1, place + 2) if topology == "chain" else (2 * place + 1, 2 * place + 3)
         targets = {other: rows[other][1] for other in range(first, min(last, count))}
-        child.tell({"epoch": 1, "targets": targets})
+        child.tell({"attempt": 1, "targets": targets})
     return rows
 
 

@@ -36,8 +36,8 @@ class Audit:
         self.config = config
         self.received: dict[int, None] = {}
         self.prompt_of: dict[int, int] = {}  # of a group
-        self.epoch: dict[int, int] = {}  # newest assignment of a trajectory
-        self.oldest: dict[tuple[int, int], int] = {}  # as reported for a trajectory under an epoch
+        self.attempt: dict[int, int] = {}  # newest assignment of a trajectory
+        self.oldest: dict[tuple[int, int], int] = {}  # as reported for a trajectory under an attempt
         self.place: dict[int, int] = {}  # the replica that has a trajectory, as far as is known
         self.judged: set[int] = set()  # trajectories that judges have there
         self.failures: Counter[int] = Counter()
@@ -53,12 +53,12 @@ class Audit:
         if isinstance(event, PromptsAdded) and event.start == len(self.received):
             self.received.update({prompt.id: None for prompt in event.prompts})
         elif isinstance(event, Finished):
-            if event.meta.epoch == self.epoch.get(event.meta.id):
-                self.oldest.setdefault((event.meta.id, event.meta.epoch), event.meta.oldest)
+            if event.meta.attempt == self.attempt.get(event.meta.id):
+                self.oldest.setdefault((event.meta.id, event.meta.attempt), event.meta.oldest)
                 self._leaves(event.meta.id)
         elif isinstance(event, SampleFailed):
             self.failures[event.trajectory] += 1
-            if event.epoch == self.epoch.get(event.trajectory):
+            if event.attempt == self.attempt.get(event.trajectory):
                 self._leaves(event.trajectory)
         elif isinstance(event, Parked):
             for meta in event.samples:
@@ -86,19 +86,19 @@ class Audit:
     def _judged(self, event: ScoringStarted) -> None:
         for one in event.samples:
             known = self.place.get(one.trajectory) == event.replica
-            if known and self.epoch[one.trajectory] == one.epoch:
+            if known and self.attempt[one.trajectory] == one.attempt:
                 self.judged.add(one.trajectory)
 
     def _order(self, command: Command) -> None:
         if isinstance(command, Generate):
             for request in command.requests:
-                assert request.epoch > self.epoch.get(request.trajectory, 0), "epochs only grow"
+                assert request.attempt > self.attempt.get(request.trajectory, 0), "attempts only grow"
                 assert request.trajectory not in self.forgotten, "what is forgotten does not start again"
                 assert request.trajectory not in self.judged, "what a judge has is given to nobody else"
                 assert not (request.resume and request.trajectory in self.lost), "nothing is left to resume from"
                 self.lost.discard(request.trajectory)
                 self.place[request.trajectory] = command.replica
-                self.epoch[request.trajectory] = request.epoch
+                self.attempt[request.trajectory] = request.attempt
                 self.prompt_of[request.group] = request.prompt
         elif isinstance(command, Train):
             self._train(command)
@@ -139,7 +139,7 @@ class Audit:
             assert len(group.trajectories) >= self.config.groups.min_survivors
             for id in group.trajectories:
                 assert id not in self.forgotten | self.lost, "payloads are kept until they are trained on"
-                age = command.step - self.oldest[id, self.epoch[id]]
+                age = command.step - self.oldest[id, self.attempt[id]]
                 assert age <= self.config.schedule.max_staleness, f"trajectory {id} is trained {age} versions late"
         trained = [
             group.group for group in command.groups if self.mini_batches[command.step, command.mini_batch] is command
@@ -167,5 +167,5 @@ class Audit:
         kept = {id for step in training.past.values() for one in step.picked.values() for id in one.samples} | set(
             ledger.samples
         )
-        assert set(self.epoch) <= self.forgotten | self.lost | kept, "every payload is freed in the end"
+        assert set(self.attempt) <= self.forgotten | self.lost | kept, "every payload is freed in the end"
         assert self.forgotten.isdisjoint(kept)

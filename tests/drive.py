@@ -134,7 +134,7 @@ class Drive:
         return replica, self.plane.state.fleet.replicas[replica].incarnation
 
     def meta(self, request: Request, oldest: int = 0, tokens: int = 50) -> TrajectoryMeta:
-        return TrajectoryMeta(request.trajectory, request.epoch, tokens, oldest, oldest, "stop")
+        return TrajectoryMeta(request.trajectory, request.attempt, tokens, oldest, oldest, "stop")
 
     def finish_all(self, replica: int | None = None) -> None:
         for request in self.running(replica):
@@ -157,7 +157,7 @@ class Drive:
 
 
 def _turns(requests: tuple[Request, ...], turn: int, final: bool) -> tuple[JudgedTurn, ...]:
-    return tuple(JudgedTurn(one.trajectory, one.epoch, turn, final) for one in requests)
+    return tuple(JudgedTurn(one.trajectory, one.attempt, turn, final) for one in requests)
 
 
 def routes(commands: list[Command]) -> dict[int, tuple[int, ...]]:

@@ -236,13 +236,13 @@ class Played:
             self.controller._hear(sender, message)
 
     def running(self, replica: int) -> list[tuple[int, int]]:
-        """Trajectory and epoch of all that a replica has."""
+        """Trajectory and attempt of all that a replica has."""
         samples = [s for s in self.controller.state.ledger.samples.values() if s.replica == replica]
-        return [(s.id, s.epoch) for s in samples]
+        return [(s.id, s.attempt) for s in samples]
 
-    def finish(self, replica: int, trajectory: int, epoch: int, tokens: int) -> None:
+    def finish(self, replica: int, trajectory: int, attempt: int, tokens: int) -> None:
         version = self.controller.state.fleet.replicas[replica].version
-        meta = TrajectoryMeta(trajectory, epoch, tokens, version, version, "stop", 1.0)
+        meta = TrajectoryMeta(trajectory, attempt, tokens, version, version, "stop", 1.0)
         self.report(self.process("replica", replica).spec.name, Finished(replica, meta))
 
     # ------------------------------------------------------------------------------------------------------------- end

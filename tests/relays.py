@@ -128,8 +128,8 @@ class RelayProcess:
         self.address = Address(*json.loads(self._line()))
         Thread(target=self._listen, daemon=True).start()
 
-    def route(self, epoch: int, targets: Sequence[RelayProcess]) -> None:
-        self._order(route=[epoch, {other.id: other.address for other in targets}])
+    def route(self, revision: int, targets: Sequence[RelayProcess]) -> None:
+        self._order(route=[revision, {other.id: other.address for other in targets}])
 
     def publish(self, version: int, size: int, target: RelayProcess) -> None:
         """As the trainer: send `made_up(version, size)` until it is there."""
@@ -235,8 +235,8 @@ def _serve(id: int, folder: Path, listen: str, stall_s: float) -> None:
     print(json.dumps(node.address), flush=True)
     for line in sys.stdin:
         match json.loads(line):
-            case {"route": [epoch, targets]}:
-                node.route(epoch, {int(other): Address(*address) for other, address in targets.items()})
+            case {"route": [revision, targets]}:
+                node.route(revision, {int(other): Address(*address) for other, address in targets.items()})
             case {"publish": [version, size, address]}:
                 weights = Weights(version, made_up(version, size))
                 Thread(target=_persist, args=(weights, Address(*address), stall_s), daemon=True).start()

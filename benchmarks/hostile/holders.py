@@ -37,7 +37,7 @@ SETTINGS = {
     "workload.max_completion_tokens": "64",
     "local.listen": "127.0.0.1",
     "local.relays": "2",
-    "groups.attempts": "1000",
+    "groups.max_failures": "1000",
     "run.steps": "100000",
 }
 

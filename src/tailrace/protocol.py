@@ -4,7 +4,7 @@ An event reports what happened to a component; a command asks a component for so
 time is answered by exactly one event. Both are tagged structs: the wire, the journal and the tests share this one form.
 
 Late messages are harmless because everything carries the number that was current when it was sent: a replica, relay
-or trainer has an `incarnation` that grows with every start, and every assignment of a sample has an `epoch`. Control
+or trainer has an `incarnation` that grows with every start, and every assignment of a sample has an `attempt`. Control
 ignores what does not match.
 """
 
@@ -36,17 +36,17 @@ SCORING_S = 0.25  # how long a judge has a turn before that is reported: quick r
 
 
 class Assignment(Struct):
-    """A sample, as given to a replica for the `epoch`-th time."""
+    """A sample, as given to a replica for the `attempt`-th time."""
 
     trajectory: TrajectoryId
-    epoch: Natural
+    attempt: Natural
 
 
 class JudgedTurn(Struct):
-    """A turn of a sample, as given to a replica for the `epoch`-th time. `turn` counts the observations before it."""
+    """A turn of a sample, as given to a replica for the `attempt`-th time. `turn` counts the observations before it."""
 
     trajectory: TrajectoryId
-    epoch: Natural
+    attempt: Natural
     turn: Natural
     final: bool = False  # the judge's answer ends the episode: nothing more of it will be generated
 
@@ -55,7 +55,7 @@ class TrajectoryMeta(Struct):
     """All that control ever sees of a trajectory: ids, counts and versions, never its tokens."""
 
     id: TrajectoryId
-    epoch: Natural
+    attempt: Natural
     tokens: Natural  # sampled or inserted after the prompt
     oldest: Version
     newest: Version
@@ -69,7 +69,7 @@ class Request(Struct):
     store that its tokens go to."""
 
     trajectory: TrajectoryId
-    epoch: Natural
+    attempt: Natural
     group: GroupId
     prompt: PromptId
     prompt_tokens: Natural
@@ -189,7 +189,7 @@ class SampleFailed(Event):
 
     replica: ReplicaId
     trajectory: TrajectoryId
-    epoch: Natural
+    attempt: Natural
     reason: str
 
 
@@ -440,11 +440,11 @@ class Publish(Command):
 
 
 class Route(Command):
-    """From now on forward to these relays whatever they lack; an older epoch is ignored. No answer."""
+    """From now on forward to these relays whatever they lack; an older revision is ignored. No answer."""
 
     relay: RelayId
     incarnation: Natural
-    epoch: Natural
+    revision: Natural
     targets: tuple[RelayId, ...]
 
 
@@ -480,7 +480,7 @@ class Start(Command):
 
     role: Role
     id: Natural
-    attempt: Natural
+    restart: Natural
 
 
 class SetTimer(Command):

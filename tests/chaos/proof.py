@@ -153,9 +153,9 @@ class Accounts:
     def hear(self, state: State, event: Event) -> None:
         """Before control does: whether it counts depends on what control knew by then."""
         match event:
-            case Finished(_, meta) if state.ledger.current(meta.id, meta.epoch):
+            case Finished(_, meta) if state.ledger.current(meta.id, meta.attempt):
                 self.known[meta.id].state, self.known[meta.id].meta = "finished", meta
-            case SampleFailed(_, trajectory, epoch) if state.ledger.current(trajectory, epoch):
+            case SampleFailed(_, trajectory, attempt) if state.ledger.current(trajectory, attempt):
                 self.known[trajectory].state = "failed"
             case Trained(incarnation, step, part) if state.training.awaits(incarnation, step, part):
                 for id in [id for group in state.training.picked for id in group.trajectories]:
@@ -197,15 +197,17 @@ class Accounts:
 
 def _run_db_agrees(folder: Path, accounts: Accounts, audit: Audit) -> None:
     """Every trajectory is there at its newest attempt, as the journal says; what is trained is marked with its step."""
-    columns = "id, epoch, group_id, prompt_id, store, state, step, tokens, oldest, newest, finish, reward, payload"
+    columns = "id, attempt, group_id, prompt_id, store, state, step, tokens, oldest, newest, finish, reward, payload"
     with closing(sqlite3.connect(f"file:{folder / 'run.db'}?mode=ro", uri=True)) as database:
         assert database.execute("PRAGMA integrity_check").fetchone() == ("ok",)
         rows = database.execute(f"SELECT {columns} FROM trajectories").fetchall()
     assert {row[0] for row in rows} == set(accounts.known), "run.db has other trajectories than were ordered"
-    for id, epoch, group, prompt, store, state, step, *told, payload in rows:
+    for id, attempt, group, prompt, store, state, step, *told, payload in rows:
         account = accounts.known[id]
         request, meta = account.request, account.meta
-        assert epoch == request.epoch == audit.epoch[id], f"t{id} is at attempt {epoch} in run.db, not {request.epoch}"
+        assert attempt == request.attempt == audit.attempt[id], (
+            f"t{id} is at attempt {attempt} in run.db, not {request.attempt}"
+        )
         assert (group, prompt, store) == (request.group, request.prompt, request.store), f"t{id} is misplaced"
         assert state == account.state, f"t{id} is {account.state} by the journal; run.db says {state}"
         assert step == account.step, f"t{id} was trained in step {account.step}; run.db says {step}"

@@ -28,7 +28,8 @@ def running(run: Run) -> dict[int, int]:
     """The assignments of which the vault has some tokens already."""
     return dict(
         query(
-            run, "SELECT DISTINCT id, epoch FROM trajectories JOIN segments ON trajectory_id = id AND state = 'running'"
+            run,
+            "SELECT DISTINCT id, attempt FROM trajectories JOIN segments ON trajectory_id = id AND state = 'running'",
         )
     )
 
@@ -80,9 +81,9 @@ def test_killed_again_and_again_it_makes_the_same_run(tmp_path):
         at_death = running(disturbed)
         times.append(kill_controller(disturbed))
         assert disturbed.components() == parts, "the same processes"
-        for id, epoch in at_death.items():
-            (now,) = query(disturbed, f"SELECT epoch FROM trajectories WHERE id = {id}")
-            assert now[0] == epoch, f"t{id} was given out again"
+        for id, attempt in at_death.items():
+            (now,) = query(disturbed, f"SELECT attempt FROM trajectories WHERE id = {id}")
+            assert now[0] == attempt, f"t{id} was given out again"
         kept += len(at_death)
     ended_well(disturbed)
     assert kept, "no kill found a running trajectory"

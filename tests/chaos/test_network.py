@@ -35,7 +35,7 @@ def relays_on_hosts(
     with hosts(count + 1) as network, ending() as made:
         made += [start(network, id, folder, stall_s) for id in range(count + 1)]
         *chain, trainer = made
-        link_up(chain, epoch=1)
+        link_up(chain, attempt=1)
         yield network, chain, trainer
 
 
@@ -43,9 +43,9 @@ def start(network: Network, id: int, folder: Path, stall_s: float = STALL_S) -> 
     return RelayProcess(id, folder, network[id].inside, "10.77.0.0/24", stall_s)
 
 
-def link_up(chain: list[RelayProcess], epoch: int) -> None:
+def link_up(chain: list[RelayProcess], attempt: int) -> None:
     for relay, following in zip(chain, [*chain[1:], None], strict=True):
-        relay.route(epoch, [following] if following else [])
+        relay.route(attempt, [following] if following else [])
 
 
 def delivered(version: int, relays: list[RelayProcess], size: int = SIZE) -> None:
@@ -145,9 +145,9 @@ def test_three_minutes_of_random_faults_leave_every_relay_with_the_newest_versio
     """Hosts are cut off, stopped and started anew, links change; whoever is away is routed around."""
     draw = random.Random(5)
     with relays_on_hosts(5, tmp_path) as (network, chain, trainer):
-        epoch, version, ends = 1, 0, time.monotonic() + 180
+        attempt, version, ends = 1, 0, time.monotonic() + 180
         while time.monotonic() < ends:
-            version, epoch = version + 1, epoch + 2
+            version, attempt = version + 1, attempt + 2
             network.set(draw.choice([20, 50, 100]), draw.choice([0, 0.02, 0.1]), draw.choice([0, 0.01, 0.05]))
             trainer.publish(version, SIZE, chain[0])
             away = draw.randrange(1, len(chain))
@@ -155,11 +155,11 @@ def test_three_minutes_of_random_faults_leave_every_relay_with_the_newest_versio
             until(lambda: chain[-1].arriving_bytes(version) or version in chain[-1].versions(), "the begin")  # noqa: B023
             strike(network, chain, away, fault, tmp_path)
             there = [relay for relay in chain if relay is not chain[away] or fault in ("none", "kill")]
-            link_up(there, epoch)
+            link_up(there, attempt)
             delivered(version, there)
             network.heal()
             chain[away].wake()
-            link_up(chain, epoch + 1)
+            link_up(chain, attempt + 1)
             until(lambda: all(version in relay.versions() for relay in chain), "the newest everywhere")  # noqa: B023
         assert version >= 5
         assert all(relay.read(version) == made_up(version, SIZE) for relay in chain)

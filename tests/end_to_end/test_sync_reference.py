@@ -57,7 +57,7 @@ def test_every_word_of_the_task_is_one_token_and_comes_back(tokenizer: Any):
 
 def test_prompts_come_in_the_order_of_a_run(program: ModuleType, tokenizer: Any):
     recipe = load([EXAMPLES / "running_total" / "running_total.toml"], ["--run.seed", "3"])
-    rows = Prompts(build_task(recipe), tokenizer, recipe).rows(9_998, 4)  # over the end of an epoch
+    rows = Prompts(build_task(recipe), tokenizer, recipe).rows(9_998, 4)  # over the end of an attempt
     ours = [program.row_at(place, RunningTotal({}, 3), tokenizer, 3) for place in range(9_998, 10_002)]
     assert [(row.id, row.tokens, row.columns["answer"]) for row in rows] == [
         (row.id, row.tokens, row.columns["answer"]) for row in ours

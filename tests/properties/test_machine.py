@@ -98,7 +98,7 @@ def small(seed: int) -> Config:
             steps_ahead=draw.choice([None, 1]),
         ),
         relay=RelaySettings(topology=draw.choice(["chain", "tree"])),
-        groups=Groups(deadline_s=draw.choice([20.0, 1e9]), min_survivors=1, attempts=2),
+        groups=Groups(deadline_s=draw.choice([20.0, 1e9]), min_survivors=1, max_failures=2),
         health=Health(max_restarts=50, backoff_s=0.5, backoff_max_s=2.0, pull_deadline_s=10.0),
         trainer=Trainer(mini_batches=draw.choice([1, 2]), checkpoint_every=2),
         run=Run(steps=50),
@@ -118,7 +118,7 @@ class Fleet:
         self.stored: dict[int, dict[int, None]] = {id: {} for id in range(RELAYS + 1)}
         self.held: dict[int, dict[int, TrajectoryMeta]] = {id: {} for id in range(REPLICAS + 1)}
         self.departed = False  # the machine that joined
-        self.scored: set[tuple[int, int]] = set()  # complete, and with a judge: trajectory and epoch
+        self.scored: set[tuple[int, int]] = set()  # complete, and with a judge: trajectory and attempt
         self.oldest: dict[int, int] = {}
         self.position = (0, 0)
         self.saved = 0
@@ -142,7 +142,7 @@ class Fleet:
                 self.generate(command)
             case Release(replica=id, incarnation=incarnation):
                 if self.is_current("replica", id, incarnation):
-                    leaving = {t: meta for t, meta in self.held[id].items() if (t, meta.epoch) not in self.scored}
+                    leaving = {t: meta for t, meta in self.held[id].items() if (t, meta.attempt) not in self.scored}
                     answers.append(Parked(id, incarnation, tuple(leaving.values())))
                     self.held[id] = {t: meta for t, meta in self.held[id].items() if t not in leaving}
             case LoadWeights(replica=id, incarnation=incarnation, version=version):
@@ -173,24 +173,24 @@ class Fleet:
             version = self.versions[id]
             oldest = self.oldest.get(request.trajectory, version) if request.resume else version
             self.oldest[request.trajectory] = oldest
-            meta = TrajectoryMeta(request.trajectory, request.epoch, 50, oldest, version)
+            meta = TrajectoryMeta(request.trajectory, request.attempt, 50, oldest, version)
             self.held[id][request.trajectory] = meta
             self.judge(command, meta)
-            if request.trajectory % 11 == 5 and request.epoch % 2:
-                self.answers.append(SampleFailed(id, request.trajectory, request.epoch, "the tool hung"))
+            if request.trajectory % 11 == 5 and request.attempt % 2:
+                self.answers.append(SampleFailed(id, request.trajectory, request.attempt, "the tool hung"))
             else:
                 self.answers.append(Finished(id, meta))
 
     def judge(self, command: Generate, meta: TrajectoryMeta) -> None:
         """Some samples are with judges for long, once or after several turns. The reports may come in any order."""
-        who, turns = (command.replica, command.incarnation), (meta.id + meta.epoch) % 4
+        who, turns = (command.replica, command.incarnation), (meta.id + meta.attempt) % 4
         for turn in range(turns):
             final = turn + 1 == turns and meta.id % 2 == 0
-            self.answers.append(ScoringStarted(*who, (JudgedTurn(meta.id, meta.epoch, turn, final),)))
+            self.answers.append(ScoringStarted(*who, (JudgedTurn(meta.id, meta.attempt, turn, final),)))
             if final:
-                self.scored.add((meta.id, meta.epoch))
+                self.scored.add((meta.id, meta.attempt))
             else:
-                self.answers.append(GenerationResumed(*who, (JudgedTurn(meta.id, meta.epoch, turn + 1),)))
+                self.answers.append(GenerationResumed(*who, (JudgedTurn(meta.id, meta.attempt, turn + 1),)))
 
     def store(self, relay: int, version: int) -> None:
         if relay in self.stored:
@@ -225,7 +225,7 @@ class Fleet:
             return
         self.incarnations[role, id] = incarnation = self.incarnations.get((role, id), 0) + 1
         if role == "replica":
-            held = tuple(Assignment(meta.id, meta.epoch) for meta in self.held[id].values())
+            held = tuple(Assignment(meta.id, meta.attempt) for meta in self.held[id].values())
             self.answers.append(
                 ReplicaJoined(
                     id, incarnation, GUEST if id == REPLICAS else id % RELAYS, self.versions[id], 1000, 8, held

@@ -58,7 +58,7 @@ def test_a_controller_that_died_replays_too(tmp_path: Path) -> None:
     ("statement", "words"),
     [
         (
-            "UPDATE journal SET event = json_set(event, '$.meta.epoch', 9) WHERE seq = "
+            "UPDATE journal SET event = json_set(event, '$.meta.attempt', 9) WHERE seq = "
             "(SELECT min(seq) FROM journal WHERE kind = 'Finished' AND commands != '[]')",
             "now      (no command)",
         ),

@@ -415,7 +415,7 @@ def test_a_name_from_elsewhere_leads_to_the_right_setting(words: str, expected: 
 
 
 UNSURE = [
-    *("--beta3 1", "--trainer.bet 1", "--data.path x", "--kv_tokens 8", "--name x", "--mean 3", "--trainer.epoch 1"),
+    *("--beta3 1", "--trainer.bet 1", "--data.path x", "--kv_tokens 8", "--name x", "--mean 3", "--trainer.attempt 1"),
     *("--trainer.loss gspo", "--trainer.loss dpo", "--schedule.kind asyn", "--model.preset qwen2-7b"),
     *("--cluster.gpu H900", "--trainer.lrr 1", "--sampling.top 4", "--trainer.kll 1"),
 ]

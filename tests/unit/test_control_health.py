@@ -198,7 +198,7 @@ def test_after_a_restart_nobody_counts_as_silent_and_work_goes_on_where_it_is():
     assert {command.timer for command in commands if isinstance(command, SetTimer)} == {"health", "repack"}
     assert all(replica.live for replica in drive.plane.state.fleet.replicas.values())
     running = drive.running(0)
-    drive.join(0, incarnation=2, held=tuple(Assignment(r.trajectory, r.epoch) for r in running))
+    drive.join(0, incarnation=2, held=tuple(Assignment(r.trajectory, r.attempt) for r in running))
     assert drive.running(0) == running
 
 

@@ -172,7 +172,7 @@ def test_a_slow_replica_is_given_less():
 
 def fail_all(drive: Drive, replica: int) -> None:
     for request in drive.running(replica):
-        drive.tell(SampleFailed(replica, request.trajectory, request.epoch, "no compiler here"))
+        drive.tell(SampleFailed(replica, request.trajectory, request.attempt, "no compiler here"))
 
 
 def test_a_replica_on_which_everything_fails_is_quarantined_while_others_do_well():
@@ -196,7 +196,7 @@ def test_where_everything_fails_everywhere_it_is_not_the_replica():
     for _ in range(20):
         for request in drive.running():
             at = drive.plane.state.ledger.samples[request.trajectory].replica
-            drive.tell(SampleFailed(at, request.trajectory, request.epoch, "the reward is broken"))
+            drive.tell(SampleFailed(at, request.trajectory, request.attempt, "the reward is broken"))
     assert all(one.live for one in drive.plane.state.fleet.replicas.values())
 
 

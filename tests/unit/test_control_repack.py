@@ -63,7 +63,7 @@ def test_a_release_is_followed_by_generation_elsewhere_from_the_prefix():
     commands = drive.tell(Parked(release.replica, 1, (drive.meta(request),)))
     order = next(c for c in commands if isinstance(c, Generate) and c.replica != release.replica)
     (moved,) = order.requests
-    assert (moved.trajectory, moved.resume, moved.epoch) == (request.trajectory, True, request.epoch + 1)
+    assert (moved.trajectory, moved.resume, moved.attempt) == (request.trajectory, True, request.attempt + 1)
 
 
 def test_the_fit_is_checked_again_when_the_work_has_been_handed_back():

@@ -75,8 +75,8 @@ def test_partial_pulls_at_once_and_its_work_goes_on_under_the_new_weights():
     assert sorted(pulls(drive)[-2:]) == [(0, 1), (1, 1)]
     drive.load(0)
     drive.load(1)
-    kept = {request.trajectory: request.epoch for request in drive.running()}
-    assert all(kept[request.trajectory] == request.epoch for request in running)
+    kept = {request.trajectory: request.attempt for request in drive.running()}
+    assert all(kept[request.trajectory] == request.attempt for request in running)
 
 
 def test_under_partial_a_replica_whose_relay_comes_back_pulls_again():

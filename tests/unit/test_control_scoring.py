@@ -107,12 +107,12 @@ def test_reports_that_come_late_twice_or_out_of_order_change_nothing():
     drive.go_on(one, turn=2)
     assert (state_of(drive, one), drive.plane.state.ledger.final) == ("scoring", 1)
     drive.finish(one)
-    drive.tell(ScoringStarted(0, 1, (JudgedTurn(one.trajectory, one.epoch, 3),)))
-    drive.tell(GenerationResumed(0, 1, (JudgedTurn(one.trajectory, one.epoch, 4),)))
+    drive.tell(ScoringStarted(0, 1, (JudgedTurn(one.trajectory, one.attempt, 3),)))
+    drive.tell(GenerationResumed(0, 1, (JudgedTurn(one.trajectory, one.attempt, 4),)))
     assert state_of(drive, one) == "done"
     other = drive.running(0)[0]
-    turn = JudgedTurn(other.trajectory, other.epoch, 0)
-    for replica, incarnation, judged in ((0, 9, turn), (1, 1, turn), (0, 1, msgspec.structs.replace(turn, epoch=7))):
+    turn = JudgedTurn(other.trajectory, other.attempt, 0)
+    for replica, incarnation, judged in ((0, 9, turn), (1, 1, turn), (0, 1, msgspec.structs.replace(turn, attempt=7))):
         drive.tell(ScoringStarted(replica, incarnation, (judged,)))
     assert state_of(drive, other) == "running", "of another life, another replica, another assignment"
 
@@ -158,7 +158,7 @@ def test_when_a_replica_is_lost_another_one_asks_its_own_judge():
     assert all(one.trajectory in moved or one.trajectory in waiting for one in first)
     for request in list(drive.running(1)):
         drive.finish(request)
-    later = {one.trajectory: one for one in given(drive.sent) if one.epoch == 2}
+    later = {one.trajectory: one for one in given(drive.sent) if one.attempt == 2}
     assert all(later[one.trajectory].resume for one in first), "from the prefix in the vault"
 
 
@@ -193,13 +193,15 @@ def test_whoever_outlived_the_controller_keeps_what_its_judges_have(held):
     drive.plane = ControlPlane.restore(drive.plane.config, drive.plane.snapshot())
     drive.tell(ControllerRestarted())
     commands = drive.join(
-        0, incarnation=2, held=tuple(Assignment(one.trajectory, one.epoch) for one in first if held or one is first[0])
+        0,
+        incarnation=2,
+        held=tuple(Assignment(one.trajectory, one.attempt) for one in first if held or one is first[0]),
     )
     assert state_of(drive, first[0]) == "scoring"
     assert state_of(drive, first[1]) == "scoring" if held else state_of(drive, first[1]) in ("waiting", "running")
     assert not [command for command in commands if isinstance(command, Cancel)]
     drive.finish(first[0])
-    drive.join(0, incarnation=3, held=(Assignment(first[0].trajectory, first[0].epoch),))
+    drive.join(0, incarnation=3, held=(Assignment(first[0].trajectory, first[0].attempt),))
     assert [one.trajectory for one in only(drive.sent[-3:], Cancel).samples] == [first[0].trajectory]
 
 
@@ -263,7 +265,7 @@ def test_a_round_goes_on_when_what_was_being_scored_is_lost_or_fails(kind):
     drive.score(first[-1])
     drive.tell(ReplicaLost(drive.plane.state.ledger.samples[first[-1].trajectory].replica, 1, "it died"))
     (again,) = [one for one in drive.running() if one.trajectory == first[-1].trajectory]
-    assert (again.epoch, again.resume) == (2, True)
+    assert (again.attempt, again.resume) == (2, True)
     drive.finish(again)
     assert {group.group for group in only(drive.sent, Train).groups} == {0, 1}
 

@@ -42,12 +42,12 @@ def test_a_replica_writes_to_the_store_of_its_own_machine():
 
 def test_a_store_that_dies_is_started_again_and_nothing_is_generated_anew():
     drive = fleet()
-    before = {(one.trajectory, one.epoch) for one in drive.running()}
+    before = {(one.trajectory, one.attempt) for one in drive.running()}
     drive.tell(StoreLost(0, 1, "it was killed"))
     drive.keep_alive()
     assert [(one.role, one.id) for one in drive.tick(5.0) if isinstance(one, Start)] == [("store", 0)]
     drive.tell(StoreJoined(0, 2))
-    assert {(one.trajectory, one.epoch) for one in drive.running()} == before
+    assert {(one.trajectory, one.attempt) for one in drive.running()} == before
 
 
 def test_a_store_that_is_back_is_asked_again_for_the_prompts_that_were_on_their_way():
@@ -67,7 +67,7 @@ def test_what_a_lost_store_had_is_generated_anew_wherever_it_was():
     for _ in range(3):
         drive.finish_all(0)
     again = drive.orders_of(had)
-    assert all(new.epoch > old.epoch and not new.resume for new, old in zip(again, had, strict=True))
+    assert all(new.attempt > old.attempt and not new.resume for new, old in zip(again, had, strict=True))
 
 
 def test_a_sample_that_moved_away_is_cancelled_when_its_store_is_lost():

@@ -109,8 +109,8 @@ def prompts(size: int = 5, completion: int = 10, context: int | None = None, see
 
 
 @given(st.integers(0, 2**40), st.integers(0, 100), st.integers(1, 200))
-def test_an_epoch_shows_every_row_once(seed: int, epoch: int, size: int) -> None:
-    assert sorted(order(seed, epoch, size)) == list(range(size))
+def test_an_epoch_shows_every_row_once(seed: int, attempt: int, size: int) -> None:
+    assert sorted(order(seed, attempt, size)) == list(range(size))
 
 
 @given(st.integers(0, 40), st.integers(1, 40))
@@ -122,7 +122,7 @@ def test_a_row_depends_on_its_place_alone(start: int, count: int) -> None:
 
 
 def test_epochs_and_seeds_have_orders_of_their_own() -> None:
-    assert len({order(seed, epoch, 50) for seed in range(4) for epoch in range(4)}) == 16
+    assert len({order(seed, attempt, 50) for seed in range(4) for attempt in range(4)}) == 16
     in_order = prompts(shuffle=False).rows(3, 4)
     assert [row.columns["answer"] for row in in_order] == ["3", "4", "0", "1"]
 

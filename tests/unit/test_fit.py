@@ -103,7 +103,7 @@ class Recorder:
             for place, tokens in enumerate(law.group(group, GROUP)):
                 meta = TrajectoryMeta(group * GROUP + place, 1, tokens, 0, 0, "stop")
                 if scored_s and place % 2:  # the others were scored too quickly to be in the journal
-                    turn = JudgedTurn(meta.id, meta.epoch, 0, final=True)
+                    turn = JudgedTurn(meta.id, meta.attempt, 0, final=True)
                     self.store.record(1.0, ScoringStarted(0, 1, (turn,)), [])
                 self.store.record(1.0 + scored_s, Finished(0, meta), [])
         self.store.close(complete=True)

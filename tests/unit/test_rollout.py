@@ -121,8 +121,8 @@ class Slow:
         pass
 
 
-def episode(prefix: tuple[Segment, ...] = (), trajectory: int = 8, epoch: int = 1) -> Episode:
-    return Episode(Request(trajectory, epoch, 2, ROW.id, 3, resume=bool(prefix)), ROW, prefix, version=3)
+def episode(prefix: tuple[Segment, ...] = (), trajectory: int = 8, attempt: int = 1) -> Episode:
+    return Episode(Request(trajectory, attempt, 2, ROW.id, 3, resume=bool(prefix)), ROW, prefix, version=3)
 
 
 def play(runner: Runner, limit: int = 50):
@@ -188,10 +188,10 @@ def test_versions_in_the_middle_of_a_turn_are_kept_apart():
 def test_an_answer_to_an_assignment_that_is_gone_is_ignored():
     judge = Slow()
     runner = Runner(Scripted((END,), (END,)), judge, LANGUAGE, 20)
-    runner.add(episode(epoch=1))
+    runner.add(episode(attempt=1))
     runner.step()
     assert [one.key for one in runner.withdraw([8])] == [(8, 1)]
-    runner.add(episode(epoch=2))
+    runner.add(episode(attempt=2))
     runner.step()
     judge.answer(Scored(1.0))
     judge.answer(Scored(0.0))
@@ -299,7 +299,7 @@ def test_what_leaves_while_its_judge_takes_long_is_told_no_more():
     assert len(runner.take_started(0.0)) == 1
     runner.withdraw([8])
     judge.answer(Observed("70"))
-    runner.add(episode(epoch=2))
+    runner.add(episode(attempt=2))
     runner.step()
     assert (runner.take_resumed(), runner.take_started(0.0)) == ((), (JudgedTurn(8, 2, 0),))
 

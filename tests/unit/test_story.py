@@ -47,12 +47,12 @@ from tailrace.store.journal import Entry
 from tailrace.types import Prompt
 
 
-def request(trajectory: int, epoch: int = 1, group: int = 0, resume: bool = False) -> Request:
-    return Request(trajectory, epoch, group, group, 64, resume)
+def request(trajectory: int, attempt: int = 1, group: int = 0, resume: bool = False) -> Request:
+    return Request(trajectory, attempt, group, group, 64, resume)
 
 
-def meta(trajectory: int, epoch: int = 1, tokens: int = 0, finish: str = "") -> TrajectoryMeta:
-    return TrajectoryMeta(trajectory, epoch, tokens, 0, 0, finish)
+def meta(trajectory: int, attempt: int = 1, tokens: int = 0, finish: str = "") -> TrajectoryMeta:
+    return TrajectoryMeta(trajectory, attempt, tokens, 0, 0, finish)
 
 
 EVENTS: list[tuple[float, Event, Sequence[Command]]] = [

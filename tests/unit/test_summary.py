@@ -56,13 +56,13 @@ FAULTS = {
 }
 
 
-def requests(*ids: int, epoch: int = 1) -> tuple[Request, ...]:
+def requests(*ids: int, attempt: int = 1) -> tuple[Request, ...]:
     """Two samples to a group, prompts of ten tokens."""
-    return tuple([Request(id, epoch, id // 2, id // 2, 10) for id in ids])
+    return tuple([Request(id, attempt, id // 2, id // 2, 10) for id in ids])
 
 
-def finished(id: int, tokens: int, oldest: int, reward: float | None, epoch: int = 1) -> Finished:
-    return Finished(0, TrajectoryMeta(id, epoch, tokens, oldest, oldest, "stop", reward))
+def finished(id: int, tokens: int, oldest: int, reward: float | None, attempt: int = 1) -> Finished:
+    return Finished(0, TrajectoryMeta(id, attempt, tokens, oldest, oldest, "stop", reward))
 
 
 def train(step: int, *groups: int, incarnation: int = 1) -> Train:
@@ -76,14 +76,14 @@ RUN: list[tuple[float, Event, list[Command]]] = [
     (7.0, finished(0, 100, 0, 1.0), []),
     (7.0, finished(0, 100, 0, 1.0), []),  # a second report
     (9.0, finished(1, 200, 0, 0.0), [train(0, 0)]),
-    (9.5, SampleFailed(0, 4, 1, "the reward raised"), [Generate(0, 1, requests(4, epoch=2))]),
+    (9.5, SampleFailed(0, 4, 1, "the reward raised"), [Generate(0, 1, requests(4, attempt=2))]),
     (11.0, Trained(1, 0, 0), []),
     (12.0, finished(2, 300, 0, 1.0), []),
     (14.0, ControllerRestarted(), []),
     (14.0, ReplicaJoined(0, 2, 0, 0, 100, 8), [LoadWeights(0, 2, 1, 0)]),
     (14.0, TrainerJoined(2, 1), []),
-    (15.0, WeightsLoaded(0, 2, 1), [Generate(0, 2, requests(3, epoch=2))]),
-    (17.0, finished(3, 400, 0, 1.0, epoch=2), [train(1, 1, incarnation=2)]),
+    (15.0, WeightsLoaded(0, 2, 1), [Generate(0, 2, requests(3, attempt=2))]),
+    (17.0, finished(3, 400, 0, 1.0, attempt=2), [train(1, 1, incarnation=2)]),
     (18.0, Trained(2, 1, 0), [Forget((4, 5), "stale")]),
 ]
 
@@ -103,9 +103,9 @@ def record(folder: Path, run: list[tuple[float, Event, list[Command]]]) -> Path:
 def test_failed_samples_and_failed_attempts_are_counted_apart(tmp_path: Path) -> None:
     """One sample fails at its last attempt too, another one only once; late reports count for nothing."""
 
-    def failed(id: int, epoch: int, failures: int) -> tuple[float, Event, list[Command]]:
-        again = [Request(id, epoch + 1, id // 2, id // 2, 10, failures=failures + 1)] if failures < 2 else []
-        return 6.0, SampleFailed(0, id, epoch, "the reward raised"), [Generate(0, 1, tuple(again))] if again else []
+    def failed(id: int, attempt: int, failures: int) -> tuple[float, Event, list[Command]]:
+        again = [Request(id, attempt + 1, id // 2, id // 2, 10, failures=failures + 1)] if failures < 2 else []
+        return 6.0, SampleFailed(0, id, attempt, "the reward raised"), [Generate(0, 1, tuple(again))] if again else []
 
     run = [*RUN[:2], failed(4, 1, 0), failed(4, 1, 0), failed(4, 2, 1), failed(5, 1, 0), failed(4, 3, 2)]
     table = StringIO()

@@ -27,12 +27,12 @@ def table(store: RunStore) -> TrajectoryTable:
     return store.trajectories
 
 
-def begin(table: TrajectoryTable, trajectory: int = 3, epoch: int = 1, store: int = 0) -> None:
-    table.assign([Request(trajectory, epoch, 1, 0, 10, epoch > 1, 0, store)])
+def begin(table: TrajectoryTable, trajectory: int = 3, attempt: int = 1, store: int = 0) -> None:
+    table.assign([Request(trajectory, attempt, 1, 0, 10, attempt > 1, 0, store)])
 
 
-def finish(table: TrajectoryTable, trajectory: int = 3, epoch: int = 1, reward: float | None = 0.5) -> bool:
-    return table.finish(TrajectoryMeta(trajectory, epoch, 5, 2, 3, "stop", reward))
+def finish(table: TrajectoryTable, trajectory: int = 3, attempt: int = 1, reward: float | None = 0.5) -> bool:
+    return table.finish(TrajectoryMeta(trajectory, attempt, 5, 2, 3, "stop", reward))
 
 
 @pytest.mark.parametrize("reward", [-0.0, 1e308, -1e308, 5e-324, -5e-324, True, 3, np.float32(0.1), np.float64(-0.0)])
@@ -68,21 +68,21 @@ def test_what_is_missing_is_refused(table: TrajectoryTable) -> None:
 def test_late_reports_are_ignored(table: TrajectoryTable) -> None:
     assert not finish(table, 9)  # never heard of
     begin(table)
-    begin(table, epoch=2)
-    assert not finish(table, epoch=1)
+    begin(table, attempt=2)
+    assert not finish(table, attempt=1)
     assert not table.fail(3, 1, "too late")
-    assert finish(table, epoch=2, reward=0.5)
-    assert not finish(table, epoch=2, reward=1.0)
+    assert finish(table, attempt=2, reward=0.5)
+    assert not finish(table, attempt=2, reward=1.0)
     assert table.rewards([3]) == {3: 0.5}
 
 
 def test_after_a_crash_only_the_newest_attempt_counts(store: RunStore) -> None:
     begin(store.trajectories)
-    begin(store.trajectories, epoch=2)
+    begin(store.trajectories, attempt=2)
     store.close(complete=False)
     with RunStore.reopen(store.folder) as again:
-        assert not finish(again.trajectories, epoch=1)
-        assert finish(again.trajectories, epoch=2)
+        assert not finish(again.trajectories, attempt=1)
+        assert finish(again.trajectories, attempt=2)
 
 
 def test_one_that_is_dropped_does_not_finish_any_more(table: TrajectoryTable) -> None:
@@ -96,8 +96,8 @@ def test_one_that_was_lost_with_its_store_may_begin_anew_in_another(store: RunSt
     begin(table, store=1)
     finish(table)
     table.forget([3], archived=True, ending="lost")
-    begin(table, epoch=2)
-    assert finish(table, epoch=2, reward=0.25)
+    begin(table, attempt=2)
+    assert finish(table, attempt=2, reward=0.25)
     store.commit()
     (known,) = known_trajectories(store.folder, "trajectory", 3)
     assert (known.state, known.store, known.payload, known.reward) == ("finished", 0, "live", 0.25)

@@ -68,7 +68,7 @@ def config(*more: str) -> Config:
         "workload.max_completion_tokens": str(LONGEST),
         "local.listen": "127.0.0.1",
         "local.relays": "2",
-        "groups.attempts": "50",
+        "groups.max_failures": "50",
         "run.steps": "100000",
     }
     return load([], [*[word for name, value in words.items() for word in (f"--{name}", value)], *more])
@@ -86,8 +86,8 @@ def play(folder: Path, scene: Callable[[Played], Awaitable[None]], chosen: Confi
     asyncio.run(whole())
 
 
-def meta(trajectory: int, epoch: int = 1, tokens: int = 0, **fields: Any) -> TrajectoryMeta:
-    return TrajectoryMeta(trajectory, epoch, tokens, **{"oldest": 0, "newest": 0, "reward": 1.0, **fields})
+def meta(trajectory: int, attempt: int = 1, tokens: int = 0, **fields: Any) -> TrajectoryMeta:
+    return TrajectoryMeta(trajectory, attempt, tokens, **{"oldest": 0, "newest": 0, "reward": 1.0, **fields})
 
 
 ADDED = Reported(PromptsAdded(8, (Prompt(8, 10),)))
@@ -226,7 +226,7 @@ TRUTHS: dict[str, list[Any]] = {
         Hello(),
         Reported(Progressed(0, 1, 10, 2, 0)),
         Reported(Progressed(0, 2, 10, 2, 0)),  # its load is reported before it has joined anew
-        Reported(Finished(0, meta(0, epoch=9))),
+        Reported(Finished(0, meta(0, attempt=9))),
         Reported(SampleFailed(0, 0, 1, "x" * 100_000)),
         Measured(-1, {"engine/steps": 1.0}),
     ],
@@ -259,9 +259,9 @@ def test_what_honest_parts_say_is_heard(tmp_path: Path, role: str) -> None:
 
 def test_what_is_not_its_own_does_not_reach_the_journal(tmp_path: Path) -> None:
     async def scene(played: Played) -> None:
-        (own, epoch), _ = played.running(1)
+        (own, attempt), _ = played.running(1)
         name = played.process("replica", 0).spec.name
-        played.report(name, Finished(0, meta(own, epoch, tokens=5)))
+        played.report(name, Finished(0, meta(own, attempt, tokens=5)))
         played.report(name, Progressed(0, 1, 1, 1, 1))
         await played.turn()
         assert played.controller.state.ledger.samples[own].state == "running"
@@ -281,13 +281,13 @@ def test_failures_that_another_machine_reports_do_not_end_the_run(tmp_path: Path
             guest = played.process("replica", 2)
             running = [s for s in played.controller.state.ledger.samples.values() if s.replica == 2]
             for sample in running:
-                played.report(guest.spec.name, SampleFailed(2, sample.id, sample.epoch, "I say so"))
+                played.report(guest.spec.name, SampleFailed(2, sample.id, sample.attempt, "I say so"))
             for trajectory in range(5):
                 played.report(guest.spec.name, SampleFailed(2, trajectory, 99, "I say so"))
             await played.settle(2)
         assert played.goes_on, played.controller.error
 
-    play(tmp_path / "run", scene, config("--groups.attempts", "2"))
+    play(tmp_path / "run", scene, config("--groups.max_failures", "2"))
 
 
 def test_a_part_of_another_machine_cannot_end_the_run_by_giving_up(tmp_path: Path) -> None:
@@ -473,8 +473,8 @@ def test_nothing_that_anybody_says_raises_or_ends_the_run(tmp_path_factory: Any,
             await played.revive()
         await played.settle()
         for replica in (0, 1):
-            for trajectory, epoch in played.running(replica):
-                played.finish(replica, trajectory, epoch, 5)
+            for trajectory, attempt in played.running(replica):
+                played.finish(replica, trajectory, attempt, 5)
         await played.settle()
         assert played.goes_on
 

@@ -13,7 +13,7 @@ from tailrace.config.other_frameworks import FRAMEWORK_NAMES, FrameworkName
 from tailrace.config.spelling import near
 
 TELLING = 9  # letters of a last word that says enough without its section
-RENAMED = {"costs.train_part": "costs.train_mini_batch"}
+RENAMED = {"costs.train_part": "costs.train_mini_batch", "groups.attempts": "groups.max_failures"}
 
 
 def unknown(key: str, dashes: str = "") -> str:

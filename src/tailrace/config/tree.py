@@ -195,7 +195,7 @@ class Groups(Section):
 
     deadline_s: Amount = 3600.0  # after this the group goes on with the samples that are done
     min_survivors: Count = 2
-    attempts: Count = 3  # tries per sample before it counts as failed
+    max_failures: Count = 3  # of a sample until it counts as failed for good
     filter: Literal["none", "zero_advantage"] = "none"  # leave out groups whose samples all got the same reward
     # rewards of a group that differ by no more than this (where some are above 1: by no more than this share of the
     # largest) are the same reward, with rounding

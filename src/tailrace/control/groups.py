@@ -60,7 +60,7 @@ def cancel(desk: Desk, samples: Iterable[Sample]) -> None:
     by_replica: dict[ReplicaId, list[Assignment]] = {}
     for sample in samples:
         if sample.replica != NOWHERE:
-            by_replica.setdefault(sample.replica, []).append(Assignment(sample.id, sample.epoch))
+            by_replica.setdefault(sample.replica, []).append(Assignment(sample.id, sample.attempt))
     for id, assignments in by_replica.items():
         replica = desk.fleet.replicas[id]
         for one in assignments:

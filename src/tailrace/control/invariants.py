@@ -48,7 +48,7 @@ def _samples_balance(ledger: Ledger) -> None:
     assert all(sample.final <= (sample.state == "scoring") for sample in ledger.samples.values()), (
         "while they have them"
     )
-    assert all(sample.began <= sample.epoch for sample in ledger.samples.values()), "what was begun was assigned"
+    assert all(sample.began <= sample.attempt for sample in ledger.samples.values()), "what was begun was assigned"
     for group in ledger.groups.values():
         _check_group(ledger, group)
 

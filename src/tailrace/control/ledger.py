@@ -37,7 +37,7 @@ class Sample(msgspec.Struct, gc=False):
     state: Literal["waiting", "running", "scoring", "done", "failed"] = "waiting"
     replica: ReplicaId = NOWHERE
     store: StoreId = 0  # that has its tokens
-    epoch: int = 0  # grows with every assignment: what older assignments still send is ignored
+    attempt: int = 0  # grows with every assignment: what older assignments still send is ignored
     began: int = 0  # the newest assignment that began from the prompt: what its store has of earlier ones is void
     turn: int = 0  # the newest that was heard of in this assignment: what is said of earlier ones comes late
     final: bool = False  # scoring: nothing more of it will be generated
@@ -127,16 +127,16 @@ class Ledger(msgspec.Struct):
         del self.waiting[id]
         sample.state = "running"
         sample.replica = replica
-        sample.epoch += 1
+        sample.attempt += 1
         sample.turn = 0
         resume = sample.oldest != NONE
         if not resume:
-            sample.oldest, sample.store, sample.began = version, store, sample.epoch
+            sample.oldest, sample.store, sample.began = version, store, sample.attempt
         sample.newest = version
         group = self.groups[sample.group]
         self._note_oldest(group, sample.oldest)
         prompt = group.prompt
-        return Request(id, sample.epoch, group.id, prompt.id, prompt.tokens, resume, sample.failures, sample.store)
+        return Request(id, sample.attempt, group.id, prompt.id, prompt.tokens, resume, sample.failures, sample.store)
 
     def _note_oldest(self, group: Group, version: Version) -> None:
         """Keep the index of open groups by their oldest version: staleness bounds are read off it."""
@@ -154,10 +154,10 @@ class Ledger(msgspec.Struct):
         if not same:
             del self.open_by_oldest[group.oldest]
 
-    def current(self, id: TrajectoryId, epoch: int) -> Sample | None:
+    def current(self, id: TrajectoryId, attempt: int) -> Sample | None:
         """The sample, if a replica has it under this very assignment; None for anything late or doubled."""
         sample = self.samples.get(id)
-        if sample is None or sample.epoch != epoch or sample.state not in ("running", "scoring"):
+        if sample is None or sample.attempt != attempt or sample.state not in ("running", "scoring"):
             return None
         return sample
 
@@ -219,12 +219,12 @@ class Ledger(msgspec.Struct):
         """Mean length of what has been finished so far; 0 while nothing has."""
         return self.finished_tokens / self.finished_samples if self.finished_samples else 0.0
 
-    def fail(self, sample: Sample, attempts: int) -> None:
+    def fail(self, sample: Sample, max_failures: int) -> None:
         """Try again from the start, or give the sample up after its last attempt."""
         sample.failures += 1
         sample.tokens = 0
         sample.oldest = sample.newest = NONE
-        if sample.failures < attempts:
+        if sample.failures < max_failures:
             self.unassign(sample)
         else:
             self._end_sample(sample, "failed")

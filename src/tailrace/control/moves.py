@@ -41,7 +41,7 @@ def parked(desk: Desk, event: Parked) -> None:
         replica.kv_tokens = replica.pledged = replica.waiting = 0
     samples: list[TrajectoryId] = []
     for meta in event.samples:
-        sample = desk.ledger.current(meta.id, meta.epoch)
+        sample = desk.ledger.current(meta.id, meta.attempt)
         if sample is not None and sample.replica == replica.id:
             replica.drop(sample.id)
             desk.ledger.keep_prefix(sample, meta)

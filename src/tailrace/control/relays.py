@@ -51,7 +51,7 @@ class Relays(msgspec.Struct):
     before: dict[RelayId, RelayId] = {}  # chain: its predecessor
     holders: dict[Version, int] = {}  # how many live relays hold a version
     live: int = 0
-    epoch: int = 0
+    revision: int = 0
     master: RelayId = NONE
     tail: RelayId = NONE
     newest_everywhere: Version = NONE
@@ -162,8 +162,8 @@ class Relays(msgspec.Struct):
         return tuple(self.order[first : first + config.fan_out])
 
     def _route(self, relay: Relay, targets: tuple[RelayId, ...]) -> Command:
-        self.epoch += 1
-        return Route(relay.id, relay.incarnation, self.epoch, targets)
+        self.revision += 1
+        return Route(relay.id, relay.incarnation, self.revision, targets)
 
     # -------------------------------------------------------------------------------------------------- versions
 

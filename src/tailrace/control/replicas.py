@@ -51,7 +51,7 @@ def _reconcile(desk: Desk, replica: Replica, held: tuple[Assignment, ...]) -> No
 
 
 def _is_assigned(desk: Desk, replica: Replica, one: Assignment) -> bool:
-    sample = desk.ledger.current(one.trajectory, one.epoch)
+    sample = desk.ledger.current(one.trajectory, one.attempt)
     return sample is not None and sample.replica == replica.id
 
 
@@ -104,13 +104,13 @@ def _turns(desk: Desk, event: ScoringStarted | GenerationResumed) -> Iterator[tu
     """Those of the event that this incarnation of the replica has under these assignments."""
     replica = desk.fleet.current(event.replica, event.incarnation)
     for one in event.samples:
-        sample = desk.ledger.current(one.trajectory, one.epoch)
+        sample = desk.ledger.current(one.trajectory, one.attempt)
         if replica is not None and sample is not None and sample.replica == replica.id:
             yield replica, sample, one
 
 
 def finished(desk: Desk, event: Finished) -> None:
-    sample = desk.ledger.current(event.meta.id, event.meta.epoch)
+    sample = desk.ledger.current(event.meta.id, event.meta.attempt)
     if sample is not None:
         replica = _detach(desk, sample)
         replica.restarts = replica.failures = 0
@@ -121,12 +121,12 @@ def finished(desk: Desk, event: Finished) -> None:
 
 
 def sample_failed(desk: Desk, event: SampleFailed) -> None:
-    sample = desk.ledger.current(event.trajectory, event.epoch)
+    sample = desk.ledger.current(event.trajectory, event.attempt)
     if sample is not None:
         replica = _detach(desk, sample)
         replica.failing_since = replica.failing_since if replica.failures else desk.now
         replica.failures += 1
-        desk.ledger.fail(sample, desk.config.groups.attempts)
+        desk.ledger.fail(sample, desk.config.groups.max_failures)
         groups.close_if_complete(desk, desk.ledger.groups[sample.group])
         desk.more_work = True
         if _is_to_blame(desk, replica):
@@ -136,7 +136,7 @@ def sample_failed(desk: Desk, event: SampleFailed) -> None:
 
 def _is_to_blame(desk: Desk, replica: Replica) -> bool:
     """More went wrong in a row than one bad prompt can cause, and meanwhile others did well."""
-    one_prompt = desk.config.workload.group_size * desk.config.groups.attempts
+    one_prompt = desk.config.workload.group_size * desk.config.groups.max_failures
     if replica.failures <= one_prompt:
         return False
     return any(one.finished_at >= replica.failing_since for one in desk.fleet.replicas.values() if one is not replica)

@@ -62,7 +62,7 @@ def samples_lost(desk: Desk, event: SamplesLost) -> None:
 
 def _counts_on_store(sample: Sample) -> bool:
     """Whether it is lost without what its store had. A replica that has begun it from the prompt need not stop."""
-    return sample.oldest != NONE and (sample.state in ("done", "waiting") or sample.began < sample.epoch)
+    return sample.oldest != NONE and (sample.state in ("done", "waiting") or sample.began < sample.attempt)
 
 
 def remove_lost(desk: Desk) -> None:

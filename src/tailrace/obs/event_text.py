@@ -153,7 +153,7 @@ class EventText:
         id, before = request.trajectory, self.fold.samples.get(request.trajectory)
         if before is None or not request.resume:
             self._started[version] += 1
-        attempt = f"attempt {request.epoch}, version {version}"
+        attempt = f"attempt {request.attempt}, version {version}"
         if before is None:
             text = f"t{id} given to r{replica} ({attempt}), a sample of g{request.group} (p{request.prompt})"
         elif before.state == "parked" and before.replica == replica:
@@ -181,9 +181,9 @@ class EventText:
 
     def _finished(self, event: Finished) -> Sentences:
         meta = event.meta
-        sample = self.fold.current(meta.id, meta.epoch)
+        sample = self.fold.current(meta.id, meta.attempt)
         if sample is None:
-            yield from _ignored(meta.id, meta.epoch, event.replica, "finished")
+            yield from _ignored(meta.id, meta.attempt, event.replica, "finished")
             return
         text = f"finished: {_extent(meta)}"
         text += f", {meta.finish}" if meta.finish else ""
@@ -193,11 +193,11 @@ class EventText:
         yield ("group", sample.group), f"t{meta.id} {text}, on r{event.replica}"
 
     def _sample_failed(self, event: SampleFailed) -> Sentences:
-        sample = self.fold.current(event.trajectory, event.epoch)
+        sample = self.fold.current(event.trajectory, event.attempt)
         if sample is None:
-            yield from _ignored(event.trajectory, event.epoch, event.replica, "failed")
+            yield from _ignored(event.trajectory, event.attempt, event.replica, "failed")
             return
-        text = f"failed in attempt {event.epoch}: {event.reason}"
+        text = f"failed in attempt {event.attempt}: {event.reason}"
         yield ("trajectory", event.trajectory), text
         yield ("replica", event.replica), f"t{event.trajectory} {text}"
         yield ("group", sample.group), f"t{event.trajectory} {text}"
@@ -208,16 +208,16 @@ class EventText:
     def _parked(self, event: Parked) -> Sentences:
         yield ("replica", event.replica), f"released {counted(len(event.samples), 'trajectory')}"
         for meta in event.samples:
-            sample = self.fold.current(meta.id, meta.epoch)
+            sample = self.fold.current(meta.id, meta.attempt)
             if sample is None or sample.replica != event.replica:
-                yield from _ignored(meta.id, meta.epoch, event.replica, "parked")
+                yield from _ignored(meta.id, meta.attempt, event.replica, "parked")
                 continue
             yield ("trajectory", meta.id), f"parked by r{event.replica}: {_extent(meta)}"
 
     def _cancel(self, command: Cancel) -> Sentences:
         for one in command.samples:
             sample = self.fold.samples.get(one.trajectory)
-            if sample is None or sample.epoch != one.epoch:
+            if sample is None or sample.attempt != one.attempt:
                 yield ("replica", command.replica), f"told to cancel t{one.trajectory}, an older attempt"
                 continue
             yield ("trajectory", one.trajectory), f"cancelled on r{command.replica}"
@@ -317,7 +317,7 @@ class EventText:
         if command.role != "trainer":
             yield (
                 (command.role, command.id),
-                f"{label(command.role, command.id)} to be started, attempt {command.attempt}",
+                f"{label(command.role, command.id)} to be started, start {command.restart} in a row",
             )
 
     def _controller_restarted(self, _: ControllerRestarted) -> Sentences:
@@ -354,7 +354,7 @@ class EventText:
 
     def _route(self, command: Route) -> Sentences:
         targets = ", ".join(f"h{id}" for id in command.targets) or "no relay"
-        yield ("relay", command.relay), f"told to forward to {targets} (route {command.epoch})"
+        yield ("relay", command.relay), f"told to forward to {targets} (route {command.revision})"
 
     def _relay_joined(self, event: RelayJoined) -> Sentences:
         again = f" again (incarnation {event.incarnation})" if event.incarnation > 1 else ""
@@ -379,8 +379,8 @@ def _about_several(replica: ReplicaId, what: str, ids: Sequence[TrajectoryId]) -
         yield ("replica", replica), f"{counted(len(ids), 'trajectory')} ({span('trajectory', ids)}) {what}"
 
 
-def _ignored(id: TrajectoryId, epoch: int, replica: ReplicaId, what: str) -> Sentences:
-    text = f"a late or second report that attempt {epoch} {what} on r{replica} was ignored"
+def _ignored(id: TrajectoryId, attempt: int, replica: ReplicaId, what: str) -> Sentences:
+    text = f"a late or second report that attempt {attempt} {what} on r{replica} was ignored"
     yield ("trajectory", id), text
     yield ("replica", replica), f"t{id}: {text}"
 

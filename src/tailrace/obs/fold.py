@@ -54,7 +54,7 @@ ASSIGNED = ("running", "scoring")  # states in which a replica has a sample
 class SampleRecord(msgspec.Struct, gc=False):
     group: GroupId
     prompt: PromptId
-    epoch: int
+    attempt: int
     replica: ReplicaId
     prompt_tokens: int
     failures: int = 0  # of earlier attempts
@@ -138,7 +138,7 @@ class StepRecord(msgspec.Struct, frozen=True):
 class Fold:
     def __init__(self, config: Config, keep_trained: bool = False) -> None:
         self.group_size = config.workload.group_size
-        self.attempts = config.groups.attempts
+        self.max_failures = config.groups.max_failures
         self.keep_trained = keep_trained
         self.before: Callable[[Event | Command], None] | None = None  # called with each of them before it is taken in
         self.ignored = False  # the last event was late or doubled, and control ignored it
@@ -217,10 +217,10 @@ class Fold:
             record = self.replicas[id] = ReplicaRecord()
         return record
 
-    def current(self, id: TrajectoryId, epoch: int) -> SampleRecord | None:
+    def current(self, id: TrajectoryId, attempt: int) -> SampleRecord | None:
         """The sample, if a replica has it under this very assignment; None for anything late or doubled."""
         sample = self.samples.get(id)
-        return sample if sample is not None and sample.epoch == epoch and sample.state in ASSIGNED else None
+        return sample if sample is not None and sample.attempt == attempt and sample.state in ASSIGNED else None
 
     def members(self, group: GroupId) -> list[SampleRecord]:
         """The samples of a group that were ever given to a replica."""
@@ -259,7 +259,7 @@ class Fold:
         if event.incarnation != self.replica(event.replica).incarnation:
             return
         for one in event.samples:
-            sample = self.current(one.trajectory, one.epoch)
+            sample = self.current(one.trajectory, one.attempt)
             if sample is not None and sample.replica == event.replica and one.turn >= sample.turn + resumed:
                 yield sample, one
 
@@ -278,7 +278,7 @@ class Fold:
 
     def _finished(self, event: Finished) -> None:
         meta = event.meta
-        sample = self.current(meta.id, meta.epoch)
+        sample = self.current(meta.id, meta.attempt)
         if sample is None:
             self.ignored = True
             return
@@ -287,17 +287,17 @@ class Fold:
         self.finished_tokens += sample.prompt_tokens + meta.tokens
 
     def _sample_failed(self, event: SampleFailed) -> None:
-        sample = self.current(event.trajectory, event.epoch)
+        sample = self.current(event.trajectory, event.attempt)
         if sample is None:
             self.ignored = True
             return
         self._release(event.trajectory, sample, "failed")
         self.failures += 1
-        self.failed_samples += sample.failures + 1 >= self.attempts
+        self.failed_samples += sample.failures + 1 >= self.max_failures
 
     def _parked(self, event: Parked) -> None:
         for meta in event.samples:
-            sample = self.current(meta.id, meta.epoch)
+            sample = self.current(meta.id, meta.attempt)
             if sample is not None and sample.replica == event.replica:
                 self._release(meta.id, sample, "parked")
                 sample.tokens, sample.oldest = meta.tokens, meta.oldest
@@ -305,7 +305,7 @@ class Fold:
 
     def _cancel(self, command: Cancel) -> None:
         for one in command.samples:
-            sample = self.current(one.trajectory, one.epoch)
+            sample = self.current(one.trajectory, one.attempt)
             if sample is not None:
                 self._release(one.trajectory, sample, "cancelled")
 
@@ -462,7 +462,7 @@ def _assigned(request: Request, replica: ReplicaId, version: Version, before: Sa
     return SampleRecord(
         request.group,
         request.prompt,
-        request.epoch,
+        request.attempt,
         replica,
         request.prompt_tokens,
         request.failures,

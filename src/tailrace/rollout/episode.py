@@ -51,7 +51,7 @@ class Episode:
     @property
     def key(self) -> tuple[int, int]:
         """Names this assignment: an answer to an earlier one is not ours."""
-        return self.request.trajectory, self.request.epoch
+        return self.request.trajectory, self.request.attempt
 
     @property
     def completion_tokens(self) -> int:
@@ -126,5 +126,5 @@ class Episode:
         """What control gets to know. A sample without a token counts from the version that it would have begun with."""
         versions = [version for version, _ in self._runs if version is not None]
         oldest, newest = min(versions, default=self._assigned_under), max(versions, default=self._assigned_under)
-        trajectory, epoch = self.key
-        return TrajectoryMeta(trajectory, epoch, self.completion_tokens, oldest, newest, self.finish, reward)
+        trajectory, attempt = self.key
+        return TrajectoryMeta(trajectory, attempt, self.completion_tokens, oldest, newest, self.finish, reward)

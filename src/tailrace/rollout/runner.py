@@ -106,7 +106,7 @@ class Runner:
 
     def _is_at(self, turn: JudgedTurn) -> bool:
         episode = self.episodes.get(turn.trajectory)
-        return episode is not None and (episode.key[1], episode.turn) == (turn.epoch, turn.turn)
+        return episode is not None and (episode.key[1], episode.turn) == (turn.attempt, turn.turn)
 
     def add(self, episode: Episode) -> None:
         """Begin, or go on where the prefix ends: perhaps its turn was over, and only judgement is missing."""

@@ -156,8 +156,8 @@ class Worker:
 
     def _generate(self, command: Generate) -> None:
         for request in command.requests:
-            self._fetching[request.trajectory, request.epoch] = request
-            self.samples.fetch(request.trajectory, request.epoch, request.store)
+            self._fetching[request.trajectory, request.attempt] = request
+            self.samples.fetch(request.trajectory, request.attempt, request.store)
 
     def _release(self, command: Release) -> None:
         """Hand everything back; what its store has by then is where somebody else goes on. What is complete and being
@@ -173,7 +173,7 @@ class Worker:
         self.samples.then_all(list(leaving), park)
 
     def _cancel(self, command: Cancel) -> None:
-        self._withdraw([(one.trajectory, one.epoch) for one in command.samples])
+        self._withdraw([(one.trajectory, one.attempt) for one in command.samples])
 
     def _withdraw(self, keys: list[Key]) -> None:
         current = {episode.key for episode in self.runner.episodes.values()}
@@ -251,11 +251,11 @@ class Worker:
         """With all that there is of them: should this replica be lost, they need only another judge."""
 
         def report(durable: frozenset[Key]) -> None:
-            stored = tuple([one for one in started if (one.trajectory, one.epoch) in durable])
+            stored = tuple([one for one in started if (one.trajectory, one.attempt) in durable])
             self.link.report(ScoringStarted(self.spec.id, self.link.incarnation, stored))
 
         self._store([self.runner.episodes[one.trajectory] for one in started])
-        self.samples.then_all([(one.trajectory, one.epoch) for one in started], report)
+        self.samples.then_all([(one.trajectory, one.attempt) for one in started], report)
 
     def _stream(self, at_least: int) -> None:
         """Bring to their stores what has grown by so many tokens."""

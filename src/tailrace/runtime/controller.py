@@ -342,8 +342,8 @@ class Controller:
             case Finished(_, meta):
                 self._failures = 0
                 trajectories.finish(meta)
-            case SampleFailed(replica, trajectory, epoch, reason):
-                if trajectories.fail(trajectory, epoch, reason) and self.components.is_ours("replica", replica):
+            case SampleFailed(replica, trajectory, attempt, reason):
+                if trajectories.fail(trajectory, attempt, reason) and self.components.is_ours("replica", replica):
                     self._count_failure(reason)
             case Trained(incarnation, step, mini_batch) if self.state.training.awaits(incarnation, step, mini_batch):
                 trajectories.trained([id for group in self.state.training.picked for id in group.trajectories], step)
@@ -369,7 +369,7 @@ class Controller:
         """One sample may fail; when none succeeds any more, going on would only burn the prompts. What fails on another
         machine may be that machine's fault: control puts it in quarantine."""
         self._failures += 1
-        if self._failures >= 2 * self.config.workload.group_size * self.config.groups.attempts:
+        if self._failures >= 2 * self.config.workload.group_size * self.config.groups.max_failures:
             self.fail(f"{self._failures} samples in a row could not be judged; the last one because {reason}")
 
     # ---------------------------------------------------------------------------------------------------------- hearing

@@ -19,8 +19,8 @@ def granted(ledger: Ledger, command: Generate, store: StoreId) -> Assigned:
 
 def _ordered(ledger: Ledger, replica: ReplicaId, request: Request) -> Grant:
     one, sample = request, ledger.samples.get(request.trajectory)
-    began = sample.began if one.resume and sample is not None else one.epoch
-    return Grant(replica, one.trajectory, one.epoch, one.group, one.prompt, one.resume, began)
+    began = sample.began if one.resume and sample is not None else one.attempt
+    return Grant(replica, one.trajectory, one.attempt, one.group, one.prompt, one.resume, began)
 
 
 def reconciliation(state: State, table: TrajectoryTable, store: StoreId) -> Reconcile:
@@ -49,5 +49,5 @@ def _picked(training: Training, store: StoreId) -> set[TrajectoryId]:
 
 def _grant(ledger: Ledger, sample: Sample) -> Grant:
     prompt = ledger.groups[sample.group].prompt.id
-    resume = sample.began < sample.epoch
-    return Grant(sample.replica, sample.id, sample.epoch, sample.group, prompt, resume, sample.began)
+    resume = sample.began < sample.attempt
+    return Grant(sample.replica, sample.id, sample.attempt, sample.group, prompt, resume, sample.began)

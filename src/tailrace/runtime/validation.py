@@ -167,7 +167,7 @@ class Validation:
         return f"it joins with version {event.version}, and {made} is the newest" if event.version > made else ""
 
     def _judged(self, sender: Sender, event: ScoringStarted | GenerationResumed) -> str:
-        foreign = (self._not_given(sender, one.trajectory, one.epoch) for one in event.samples)
+        foreign = (self._not_given(sender, one.trajectory, one.attempt) for one in event.samples)
         return _own_replica(sender, event) or next(filter(None, foreign), "")
 
     def _finished(self, sender: Sender, event: Finished) -> str:
@@ -178,14 +178,14 @@ class Validation:
         return wrong
 
     def _sample_failed(self, sender: Sender, event: SampleFailed) -> str:
-        return _own_replica(sender, event) or self._not_given(sender, event.trajectory, event.epoch)
+        return _own_replica(sender, event) or self._not_given(sender, event.trajectory, event.attempt)
 
     def _parked(self, sender: Sender, event: Parked) -> str:
         wrong = _own_replica(sender, event)
         return wrong or next(filter(None, (self._bad_meta(sender, meta) for meta in event.samples)), "")
 
     def _bad_meta(self, sender: Sender, meta: TrajectoryMeta) -> str:
-        sample = self._state().ledger.current(meta.id, meta.epoch)
+        sample = self._state().ledger.current(meta.id, meta.attempt)
         if sample is None:
             return ""
         made = self._state().training.version
@@ -195,10 +195,10 @@ class Validation:
             return f"t{meta.id} with {meta.tokens} tokens, where {self._most_tokens} is the most"
         if len(meta.finish) > LONGEST_FINISH:
             return f"t{meta.id} with a reason to end of {len(meta.finish)} characters"
-        return self._not_given(sender, meta.id, meta.epoch)
+        return self._not_given(sender, meta.id, meta.attempt)
 
-    def _not_given(self, sender: Sender, trajectory: TrajectoryId, epoch: int) -> str:
-        sample = self._state().ledger.current(trajectory, epoch)
+    def _not_given(self, sender: Sender, trajectory: TrajectoryId, attempt: int) -> str:
+        sample = self._state().ledger.current(trajectory, attempt)
         foreign = sample is not None and sample.replica != sender.id
         return f"t{trajectory}, which it was not given" if foreign else ""
 

@@ -27,8 +27,8 @@ class SimSequence:
     """A trajectory as an engine has it. `tokens` is up to date while it is not running."""
 
     __slots__ = (
+        "attempt",
         "end",
-        "epoch",
         "failures",
         "group",
         "newest",
@@ -54,7 +54,7 @@ class SimSequence:
         self.tokens = 0  # after the prompt, tool output included
         self.stop = turns[0].tokens  # token count at which the present turn ends
         self.end = 0.0  # the engine's decode steps when that will be
-        self.epoch = 0
+        self.attempt = 0
         self.oldest: Version = -1
         self.newest: Version = -1
         self.status = "outside"  # waiting, running, calling (a tool), outside

@@ -34,16 +34,16 @@ def journal_statistics(run: Path) -> JournalStatistics:
     lengths: dict[int, int] = {}
     prompts: list[int] = []
     joined: list[ReplicaJoined] = []
-    scoring: dict[tuple[int, int], float] = {}  # since when, by trajectory and epoch
+    scoring: dict[tuple[int, int], float] = {}  # since when, by trajectory and attempt
     scored_s = 0.0
     for entry in journal.entries():
         match entry.event:
             case Finished(meta=meta):
                 lengths[meta.id] = meta.tokens
-                since = scoring.pop((meta.id, meta.epoch), None)
+                since = scoring.pop((meta.id, meta.attempt), None)
                 scored_s += entry.now - since + SCORING_S if since is not None else 0.0
             case ScoringStarted(samples=samples):
-                scoring |= {(one.trajectory, one.epoch): entry.now for one in samples if one.final}
+                scoring |= {(one.trajectory, one.attempt): entry.now for one in samples if one.final}
             case PromptsAdded(prompts=added):
                 prompts += [prompt.tokens for prompt in added]
             case ReplicaJoined():

@@ -28,7 +28,7 @@ class Lifecycle:
             return
         if process.alive:
             self.kill(process)
-        if command.attempt == 1 and process.incarnation == 0:
+        if command.restart == 1 and process.incarnation == 0:
             self._come_up(process)  # the beginning of the run: everybody is there
         else:
             process.restarting = True
@@ -56,7 +56,7 @@ class Lifecycle:
         if isinstance(process, SimReplica):
             capacity, roofline = self.costs.kv_capacity, self.costs.roofline
             work = [*process.engine.held.values(), *process.scoring.values()]
-            held = tuple([Assignment(one.trajectory, one.epoch) for one in work])
+            held = tuple([Assignment(one.trajectory, one.attempt) for one in work])
             return ReplicaJoined(
                 process.id, process.incarnation, process.host, process.version, capacity, roofline, held
             )

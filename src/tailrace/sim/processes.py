@@ -64,7 +64,7 @@ class SimRelay(SimProcess):
         self.versions: dict[Version, None] = {}
         self.incoming: dict[Version, tuple[RelayId, int]] = {}  # version -> who sends it (relay and its life)
         self.targets: tuple[RelayId, ...] = ()
-        self.route_epoch = -1
+        self.route_revision = -1
 
     def die(self, now: float) -> None:
         super().die(now)

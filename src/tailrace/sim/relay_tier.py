@@ -28,10 +28,10 @@ class RelayTier:
 
     def route(self, command: Route) -> None:
         relay = self.fleet.relays[command.relay]
-        current = relay.incarnation == command.incarnation and command.epoch > relay.route_epoch
+        current = relay.incarnation == command.incarnation and command.revision > relay.route_revision
         if not current or self.network.is_cut(relay):
             return
-        relay.route_epoch = command.epoch
+        relay.route_revision = command.revision
         relay.targets = command.targets
         for version in relay.versions:
             self._forward(relay, version, self.costs.transfer)

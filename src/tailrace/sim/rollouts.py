@@ -76,7 +76,7 @@ class Rollouts:
         if sequence is None or sequence.tokens == 0 or sequence.status != "outside":
             sequence = self._new_sequence(request, replica)
         self.stored[request.trajectory] = sequence
-        sequence.epoch = request.epoch
+        sequence.attempt = request.attempt
         sequence.newest = replica.version
         return sequence
 
@@ -135,7 +135,7 @@ class Rollouts:
 
     def _judge(self, replica: SimReplica, sequence: SimSequence) -> None:
         """A turn is over: a tool is called, or the whole is scored."""
-        turn = JudgedTurn(sequence.trajectory, sequence.epoch, sequence.turn, final=sequence.status != "calling")
+        turn = JudgedTurn(sequence.trajectory, sequence.attempt, sequence.turn, final=sequence.status != "calling")
         seconds = self.config.workload.reward_s if turn.final else sequence.turns[sequence.turn].latency_s
         if turn.final and not seconds:
             self._report(replica, sequence)
@@ -149,7 +149,10 @@ class Rollouts:
     def _is_judged(self, replica: SimReplica, sequence: SimSequence, turn: JudgedTurn) -> bool:
         """It is still where it was when the turn ended."""
         held = replica.scoring if turn.final else replica.engine.held
-        here = held.get(sequence.trajectory) is sequence and (sequence.epoch, sequence.turn) == (turn.epoch, turn.turn)
+        here = held.get(sequence.trajectory) is sequence and (sequence.attempt, sequence.turn) == (
+            turn.attempt,
+            turn.turn,
+        )
         return here and (turn.final or sequence.status == "calling")
 
     def _judged_for_long(self, replica: SimReplica, sequence: SimSequence, turn: JudgedTurn) -> None:
@@ -170,19 +173,19 @@ class Rollouts:
         replica.engine.finish_call(self.clock.now, sequence)
         self.wake(replica)
         if was_long:
-            turn = JudgedTurn(sequence.trajectory, sequence.epoch, sequence.turn)
+            turn = JudgedTurn(sequence.trajectory, sequence.attempt, sequence.turn)
             self.network.send(replica, GenerationResumed(replica.id, replica.incarnation, (turn,)))
 
     def _report(self, replica: SimReplica, sequence: SimSequence) -> None:
         if self._samples.fails(sequence):
-            failed = SampleFailed(replica.id, sequence.trajectory, sequence.epoch, "the environment failed")
+            failed = SampleFailed(replica.id, sequence.trajectory, sequence.attempt, "the environment failed")
             self.network.send(replica, failed)
         else:
             self.network.send(replica, Finished(replica.id, self._meta(sequence, "stop")))
 
     def _meta(self, sequence: SimSequence, finish: str = "") -> TrajectoryMeta:
         return TrajectoryMeta(
-            sequence.trajectory, sequence.epoch, sequence.tokens, sequence.oldest, sequence.newest, finish
+            sequence.trajectory, sequence.attempt, sequence.tokens, sequence.oldest, sequence.newest, finish
         )
 
     def release(self, command: Release) -> None:
@@ -202,7 +205,7 @@ class Rollouts:
         for one in command.samples:
             held = replica.scoring if one.trajectory in replica.scoring else replica.engine.held
             sequence = held.get(one.trajectory)
-            if sequence is not None and sequence.epoch == one.epoch:
+            if sequence is not None and sequence.attempt == one.attempt:
                 self._drop(replica, one.trajectory)
         self.mark(replica)
         self.wake(replica)

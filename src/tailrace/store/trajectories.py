@@ -1,6 +1,6 @@
 """What `run.db` knows of every trajectory: its newest attempt, how it ended, and which store has its tokens.
 
-    trajectories(id, epoch, group_id, prompt_id, store, state, tokens, oldest, newest, finish, reward, reason, step,
+    trajectories(id, attempt, group_id, prompt_id, store, state, tokens, oldest, newest, finish, reward, reason, step,
                  payload, crc)
 
 The tokens themselves are in the files of the sample stores (see `samples`). The controller writes this table as events
@@ -33,15 +33,15 @@ from tailrace.types import GroupId, PromptId, StoreId, Struct, TrajectoryId, Ver
 
 SCHEMA = """
 CREATE TABLE trajectories (
-    id INTEGER PRIMARY KEY, epoch INTEGER NOT NULL, group_id INTEGER NOT NULL, prompt_id INTEGER NOT NULL,
+    id INTEGER PRIMARY KEY, attempt INTEGER NOT NULL, group_id INTEGER NOT NULL, prompt_id INTEGER NOT NULL,
     store INTEGER NOT NULL, state TEXT NOT NULL, tokens INTEGER, oldest INTEGER, newest INTEGER,
     finish TEXT NOT NULL DEFAULT '', reward REAL, reason TEXT NOT NULL DEFAULT '', step INTEGER,
     payload TEXT NOT NULL DEFAULT 'live', crc INTEGER);
 CREATE INDEX trajectories_of ON trajectories (prompt_id);
 """
 ASSIGN = """
-INSERT INTO trajectories (id, epoch, group_id, prompt_id, store, state) VALUES (?, ?, ?, ?, ?, 'running')
-ON CONFLICT (id) DO UPDATE SET epoch = excluded.epoch, store = excluded.store, state = 'running', tokens = NULL,
+INSERT INTO trajectories (id, attempt, group_id, prompt_id, store, state) VALUES (?, ?, ?, ?, ?, 'running')
+ON CONFLICT (id) DO UPDATE SET attempt = excluded.attempt, store = excluded.store, state = 'running', tokens = NULL,
     oldest = NULL, newest = NULL, finish = '', reward = NULL, reason = '', payload = 'live', crc = NULL
 """
 AMONG = "IN (SELECT value FROM json_each(?))"  # any number of ids as one value
@@ -71,12 +71,12 @@ class KnownTrajectory(Struct):
 class TrajectoryTable:
     def __init__(self, database: Database) -> None:
         self._database = database
-        rows = database.execute("SELECT id, epoch FROM trajectories WHERE state = 'running'")
+        rows = database.execute("SELECT id, attempt FROM trajectories WHERE state = 'running'")
         self._running: dict[TrajectoryId, int] = dict(rows)  # one number per running trajectory
 
     def assign(self, requests: Iterable[Request]) -> None:
         """New attempts begin: whatever earlier ones still report is late."""
-        rows = [(one.trajectory, one.epoch, one.group, one.prompt, one.store) for one in requests]
+        rows = [(one.trajectory, one.attempt, one.group, one.prompt, one.store) for one in requests]
         self._database.executemany(ASSIGN, rows)
         self._running |= {row[0]: row[1] for row in rows}
 
@@ -88,13 +88,13 @@ class TrajectoryTable:
             reward = as_stored(reward)
         crc = _crc(meta.id, meta.finish, reward)
         counts = (meta.tokens, meta.oldest, meta.newest)
-        return self._end(meta.id, meta.epoch, ("finished", *counts, meta.finish, reward, "", crc, meta.id))
+        return self._end(meta.id, meta.attempt, ("finished", *counts, meta.finish, reward, "", crc, meta.id))
 
-    def fail(self, trajectory: TrajectoryId, epoch: int, reason: str) -> bool:
-        return self._end(trajectory, epoch, ("failed", None, None, None, "", None, reason, None, trajectory))
+    def fail(self, trajectory: TrajectoryId, attempt: int, reason: str) -> bool:
+        return self._end(trajectory, attempt, ("failed", None, None, None, "", None, reason, None, trajectory))
 
-    def _end(self, trajectory: TrajectoryId, epoch: int, values: Values) -> bool:
-        if self._running.get(trajectory) != epoch:
+    def _end(self, trajectory: TrajectoryId, attempt: int, values: Values) -> bool:
+        if self._running.get(trajectory) != attempt:
             return False
         del self._running[trajectory]
         assignment = "state = ?, tokens = ?, oldest = ?, newest = ?, finish = ?, reward = ?, reason = ?, crc = ?"
@@ -120,8 +120,8 @@ class TrajectoryTable:
 
     def finished(self, ids: Sequence[TrajectoryId]) -> dict[TrajectoryId, tuple[int, int]]:
         """Of those of these that are: the attempt that finished them, and their tokens."""
-        query = f"SELECT id, epoch, tokens FROM trajectories WHERE state IN ('finished', 'trained') AND id {AMONG}"
-        return {id: (epoch, tokens) for id, epoch, tokens in self._database.execute(query, (_list(ids),))}
+        query = f"SELECT id, attempt, tokens FROM trajectories WHERE state IN ('finished', 'trained') AND id {AMONG}"
+        return {id: (attempt, tokens) for id, attempt, tokens in self._database.execute(query, (_list(ids),))}
 
     def rewards(self, ids: Sequence[TrajectoryId]) -> dict[TrajectoryId, float | None]:
         """Of all of these, each checked against its checksum."""

@@ -79,7 +79,7 @@ class RelayNode:
         self._forwarders: dict[RelayId, Forwarder] = {}
         self._draining: list[Forwarder] = []  # off the route, but still sending their last version
         self._connections: dict[Channel, Thread] = {}
-        self._epoch = -1
+        self._revision = -1
         self._closed = False
         self._max_unauthenticated = min(MAX_UNAUTHENTICATED, descriptors.shares().strangers)
         host = own_address(listen)
@@ -95,12 +95,12 @@ class RelayNode:
     def versions(self) -> tuple[Version, ...]:
         return self._table.sealed()
 
-    def route(self, epoch: int, targets: Mapping[RelayId, Address]) -> bool:
+    def route(self, revision: int, targets: Mapping[RelayId, Address]) -> bool:
         """From now on forward to these relays whatever they lack. False if a newer route is known."""
         with self._lock:
-            if epoch <= self._epoch or self._closed:
+            if revision <= self._revision or self._closed:
                 return False
-            self._epoch = epoch
+            self._revision = revision
             self._draining = [forwarder for forwarder in self._draining if forwarder.is_alive()]
             for forwarder in [f for f in self._forwarders.values() if targets.get(f.target) != f.address]:
                 self._draining.append(self._forwarders.pop(forwarder.target))

@@ -76,7 +76,7 @@ def _obey(link: Link, node: RelayNode, join: Callable[[], None]) -> bool:
 def _carry_out(order: Ordered, node: RelayNode) -> None:
     command = order.command
     if isinstance(command, Route):
-        node.route(command.epoch, {id: Address.read(text) for id, text in order.addresses.items()})
+        node.route(command.revision, {id: Address.read(text) for id, text in order.addresses.items()})
     elif isinstance(command, Drop):
         node.drop(command.version)
 

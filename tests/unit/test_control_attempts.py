@@ -36,7 +36,7 @@ def test_what_a_lost_replica_still_reports_is_ignored():
     old = drive.running(0)[0]
     drive.tell(ReplicaLost(0, 1, "it died"))
     new = next(request for request in drive.running() if request.trajectory == old.trajectory)
-    assert new.epoch > old.epoch
+    assert new.attempt > old.attempt
     drive.tell(Finished(0, drive.meta(old)))
     assert drive.plane.state.ledger.samples[old.trajectory].state == "running"
     drive.finish(new)
@@ -59,30 +59,30 @@ def test_the_second_copy_of_an_answer_does_not_end_a_later_release():
     held = drive.running(0)
     drive.tell(Parked(0, 1, ()))  # of an earlier release
     drive.tell(Parked(0, 1, tuple(drive.meta(request) for request in held)))
-    again = {request.trajectory: request.epoch for request in drive.running()}
-    assert all(again[request.trajectory] > request.epoch for request in held)
+    again = {request.trajectory: request.attempt for request in drive.running()}
+    assert all(again[request.trajectory] > request.attempt for request in held)
 
 
 def test_a_replica_that_comes_back_keeps_what_both_sides_know_and_forgets_the_rest():
     drive = driven()
     first, second = drive.running(0)
     stray = Assignment(first.trajectory, 99)
-    commands = drive.join(0, incarnation=2, held=(Assignment(second.trajectory, second.epoch), stray))
+    commands = drive.join(0, incarnation=2, held=(Assignment(second.trajectory, second.attempt), stray))
     assert only(commands, Cancel).samples == (stray,)
     assert second in drive.running(0)
     moved = next(request for request in drive.running() if request.trajectory == first.trajectory)
-    assert moved.epoch > first.epoch
+    assert moved.attempt > first.attempt
 
 
 def test_a_failed_sample_is_tried_again_from_the_start_and_then_given_up():
-    drive = driven(groups=Groups(attempts=2, min_survivors=1))
+    drive = driven(groups=Groups(max_failures=2, min_survivors=1))
     first, second = drive.running(0)
     drive.finish(second)
     id = first.trajectory
     for attempt in (1, 2):
         request = next(request for request in drive.running() if request.trajectory == id)
-        assert (request.epoch, request.resume, request.failures) == (attempt, False, attempt - 1)
-        drive.tell(SampleFailed(0, id, request.epoch, "the tool hung"))
+        assert (request.attempt, request.resume, request.failures) == (attempt, False, attempt - 1)
+        drive.tell(SampleFailed(0, id, request.attempt, "the tool hung"))
     assert drive.plane.state.ledger.survivors(drive.plane.state.ledger.groups[first.group]) == [second.trajectory]
 
 
@@ -90,21 +90,21 @@ def test_only_its_own_failures_give_a_sample_other_random_numbers():
     """Neither a lost replica nor a move does, before a failure or after it."""
     drive = driven()
     failed, other = drive.running(0)
-    drive.tell(SampleFailed(0, failed.trajectory, failed.epoch, "the tool hung"))
+    drive.tell(SampleFailed(0, failed.trajectory, failed.attempt, "the tool hung"))
     drive.tell(ReplicaLost(0, 1, "it died"))
     held = drive.running(1)
     drive.plane.state.fleet.replicas[1].enter("releasing", drive.now)
     drive.plane.state.fleet.moves[1] = 1
     drive.tell(Parked(1, 1, tuple(drive.meta(request) for request in held)))
     again = {request.trajectory: request for request in drive.running()}
-    assert again[failed.trajectory].epoch > failed.epoch + 1
+    assert again[failed.trajectory].attempt > failed.attempt + 1
     assert again[failed.trajectory].failures == 1
     assert {request.failures for id, request in again.items() if id != failed.trajectory} == {0}
-    assert again[other.trajectory].epoch > other.epoch
+    assert again[other.trajectory].attempt > other.attempt
 
 
 def test_a_group_with_too_few_survivors_fails_and_is_forgotten():
-    drive = driven(groups=Groups(attempts=1, min_survivors=2))
+    drive = driven(groups=Groups(max_failures=1, min_survivors=2))
     first, second = drive.running(0)
     drive.tell(SampleFailed(0, first.trajectory, 1, "the tool hung"))
     commands = drive.finish(second)
@@ -116,14 +116,14 @@ def test_a_group_that_teaches_nothing_is_filtered_and_others_are_trained():
     drive = driven(groups=Groups(min_survivors=1, filter="zero_advantage"))
     first, second = drive.running(0)[:2]
     assert first.group == second.group
-    drive.tell(Finished(0, TrajectoryMeta(first.trajectory, first.epoch, 5, 0, 0, "stop", 1.0)))
-    commands = drive.tell(Finished(0, TrajectoryMeta(second.trajectory, second.epoch, 7, 0, 0, "stop", 1.0)))
+    drive.tell(Finished(0, TrajectoryMeta(first.trajectory, first.attempt, 5, 0, 0, "stop", 1.0)))
+    commands = drive.tell(Finished(0, TrajectoryMeta(second.trajectory, second.attempt, 7, 0, 0, "stop", 1.0)))
     assert only(commands, Forget) == Forget((first.trajectory, second.trajectory), "filtered")
     tally = drive.plane.state.ledger.tally
     assert (tally.filtered, tally.failed) == (1, 0)
     third, fourth = [request for request in drive.running() if request.group != first.group][:2]
-    drive.tell(Finished(0, TrajectoryMeta(third.trajectory, third.epoch, 5, 0, 0, "stop", 1.0)))
-    drive.tell(Finished(0, TrajectoryMeta(fourth.trajectory, fourth.epoch, 5, 0, 0, "stop", 0.0)))
+    drive.tell(Finished(0, TrajectoryMeta(third.trajectory, third.attempt, 5, 0, 0, "stop", 1.0)))
+    drive.tell(Finished(0, TrajectoryMeta(fourth.trajectory, fourth.attempt, 5, 0, 0, "stop", 0.0)))
     assert (tally.filtered, len(drive.plane.state.ledger.ready)) == (1, 1)
 
 
@@ -134,7 +134,7 @@ def test_a_group_that_teaches_nothing_is_filtered_and_others_are_trained():
 def test_rewards_that_differ_by_rounding_teach_nothing(rewards, filtered):
     drive = driven(groups=Groups(min_survivors=1, filter="zero_advantage"))
     for request, reward in zip(drive.running(0)[:2], rewards, strict=True):
-        drive.tell(Finished(0, TrajectoryMeta(request.trajectory, request.epoch, 5, 0, 0, "stop", reward)))
+        drive.tell(Finished(0, TrajectoryMeta(request.trajectory, request.attempt, 5, 0, 0, "stop", reward)))
     ledger = drive.plane.state.ledger
     assert (ledger.tally.filtered, len(ledger.ready)) == (filtered, 1 - filtered)
 
