@@ -38,9 +38,9 @@ from tailrace.samples.file import sample_file
 from tailrace.samples.messages import Fetched, Piece
 from tailrace.store.run import RunStore
 from tailrace.wire import descriptors
-from tailrace.wire.hub import Hub
 from tailrace.wire.keys import Keyring, sample_key
-from tailrace.wire.messages import Assigned, Ended, Grant, Hello, Ordered, Reported, Spec, StoreAddress
+from tailrace.wire.messages import Assigned, ComponentSpec, Ended, Grant, Hello, Ordered, Reported, StoreAddress
+from tailrace.wire.server import ControlServer
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "data_path.json"
@@ -144,8 +144,8 @@ class Producer:
 class Conductor:
     """Assigns samples, as control would, and hears of those that are durable."""
 
-    def __init__(self, hub: Hub, store: str, running: int) -> None:
-        self._hub = hub
+    def __init__(self, server: ControlServer, store: str, running: int) -> None:
+        self._server = server
         self._store = store
         self._running = running
         self._next = 0
@@ -177,29 +177,29 @@ class Conductor:
         ids = range(self._next, self._next + len(wanted))
         self._next += len(wanted)
         grants = [Grant(one[0], id, 1, id // 16, id % PROMPTS) for id, one in zip(ids, wanted, strict=True)]
-        await self._hub.send(self._store, Assigned(tuple(grants)))
+        await self._server.send(self._store, Assigned(tuple(grants)))
         producer.pipe.send([(one[0], id, one[1]) for id, one in zip(ids, wanted, strict=True)])
 
 
 async def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     config = with_values(Config(), {"rollout.engine": "emulated", "model.preset": "qwen2.5-7b"})
-    hub = Hub(KEYS)
-    spec = Spec("store", 0, 1, hub.endpoint, KEYS.token, str(folder), config)
+    server = ControlServer(KEYS)
+    spec = ComponentSpec("store", 0, 1, server.endpoint, KEYS.token, str(folder), config)
     lifeline, held = os.pipe()
     spec = msgspec.structs.replace(spec, key=KEYS.of(spec.name).hex(), lifeline=lifeline)
     with RunStore.create(folder, config):
         store = start(spec)
         try:
-            address = await joined(hub, spec)
-            return await drive(hub, spec, store, address, options)
+            address = await joined(server, spec)
+            return await drive(server, spec, store, address, options)
         finally:
-            await hub.send(spec.name, Ended(complete=True))
-            await hub.close()
+            await server.send(spec.name, Ended(complete=True))
+            await server.close()
             store.wait(60)
             os.close(held)
 
 
-def start(spec: Spec) -> subprocess.Popen[bytes]:
+def start(spec: ComponentSpec) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "tailrace.runtime.component"]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=(spec.lifeline,))
     assert process.stdin is not None
@@ -208,16 +208,16 @@ def start(spec: Spec) -> subprocess.Popen[bytes]:
     return process
 
 
-async def joined(hub: Hub, spec: Spec) -> StoreAddress:
+async def joined(server: ControlServer, spec: ComponentSpec) -> StoreAddress:
     """Until the store is there and has prompts."""
     address = ""
     while True:
-        for letter in await hub.receive():
+        for letter in await server.receive():
             match letter.message:
                 case Hello(place):
                     address = place
                 case Reported(StoreJoined()):
-                    await hub.send(spec.name, Ordered(FetchPrompts(0, PROMPTS)))
+                    await server.send(spec.name, Ordered(FetchPrompts(0, PROMPTS)))
                 case Reported(PromptsAdded()):
                     return StoreAddress(0, f"tcp://{address}", "", spec.key)
                 case _:
@@ -225,14 +225,18 @@ async def joined(hub: Hub, spec: Spec) -> StoreAddress:
 
 
 async def drive(
-    hub: Hub, spec: Spec, store: subprocess.Popen[bytes], address: StoreAddress, options: argparse.Namespace
+    server: ControlServer,
+    spec: ComponentSpec,
+    store: subprocess.Popen[bytes],
+    address: StoreAddress,
+    options: argparse.Namespace,
 ) -> dict[str, Any]:
-    conductor = Conductor(hub, spec.name, options.running)
+    conductor = Conductor(server, spec.name, options.running)
     shares = [list(range(options.replicas))[at :: options.processes] for at in range(options.processes)]
     producers = [Producer(ids, address, options.chunk, options.rate / len(shares)) for ids in shares]
     for producer in producers:
         await conductor.begin(producer)
-    listening = asyncio.create_task(listen(hub))
+    listening = asyncio.create_task(listen(server))
     await conductor.hear_all(producers, options.warm_up, lambda: None)
     watch = Watch(store.pid, producers)
     await conductor.hear_all(producers, options.seconds, watch.look)
@@ -246,9 +250,9 @@ async def drive(
     return row
 
 
-async def listen(hub: Hub) -> None:
+async def listen(server: ControlServer) -> None:
     while True:
-        await hub.receive()
+        await server.receive()
 
 
 def read_back(pid: int, address: StoreAddress, ids: list[int]) -> dict[str, float]:

@@ -147,13 +147,13 @@ def _rate(data: bytes, identity: Identity | None) -> tuple[float, float]:
     """Megabytes per second, and seconds of processors, of both ends, for a gigabyte."""
     kind = _Elsewhere if identity else Channel
     before = sum(os.times()[:4])
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder, socket.create_server(("127.0.0.1", 0)) as door:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder, socket.create_server(("127.0.0.1", 0)) as listener:
         buffer = SharedMemory(Path(folder) / "receiver").create(0, len(data))
         child = os.fork()
         if not child:
-            _send(kind(socket.create_connection(door.getsockname()), "the receiver", 30.0), data, identity)
+            _send(kind(socket.create_connection(listener.getsockname()), "the receiver", 30.0), data, identity)
             os._exit(0)
-        connection, _ = door.accept()
+        connection, _ = listener.accept()
         with kind(connection, "the sender", 30.0) as channel:
             channel.answer(TOKEN, identity)
             began = time.perf_counter()

@@ -307,7 +307,7 @@ def mean_gain(results: dict[Case, Result], kind: str) -> float:
 
 
 def order_rows(results: dict[Case, Result]) -> list[str]:
-    """Where the published order of the schedules does not come out; a tie within 2 % is no contradiction."""
+    """Where the published order of the schedules does not come out; a handle within 2 % is no contradiction."""
     wrong: list[str] = []
     for slower, faster in pairwise(ALL):
         if mean_gain(results, faster) < 0.98 * mean_gain(results, slower):

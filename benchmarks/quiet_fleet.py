@@ -35,7 +35,7 @@ from rich.table import Table
 from tailrace.config import Config, load
 from tailrace.envs.sources import Blanks
 from tailrace.protocol import Event, Progressed, RelayJoined, ReplicaJoined, TrainerJoined
-from tailrace.runtime.components import Tie
+from tailrace.runtime.components import RunHandle
 from tailrace.runtime.controller import Controller
 from tailrace.runtime.lag import LoopLag
 from tailrace.runtime.local import Process
@@ -163,13 +163,13 @@ async def control(folder: Path, replicas: int, seconds: float, profile: bool) ->
     descriptors.raise_limit()
     config, seen = settings(replicas), Unseen()
     store = RunStore.create(folder, config)
-    controller = Controller(store, config, Blanks(config), Tie(KEYS, -1), seen)  # type: ignore[arg-type]
+    controller = Controller(store, config, Blanks(config), RunHandle(KEYS, -1), seen)  # type: ignore[arg-type]
     local: Any = controller.components._local
     local._begin, local._write = _begin, lambda: None  # there are no processes to find again
     running = asyncio.create_task(controller.run())
     while len(local.processes) < replicas + 2 and not running.done():
         await asyncio.sleep(0.05)
-    print(controller.hub.port, flush=True)
+    print(controller.server.port, flush=True)
     async with asyncio.timeout(JOIN_S):
         while controller.state.fleet.live < replicas and not running.done():
             await asyncio.sleep(0.05)
@@ -204,7 +204,7 @@ async def measured(controller: Controller, seen: Unseen, seconds: float) -> dict
         "loop_lag_p99_s": lag.p99_s,
         "journal_rows_per_s": (store.last_seq - rows) / wall,
         "journal_bytes_per_s": (written(store) - size) / wall,
-        "without_datagrams": len(controller.hub.liveness.without_datagrams),
+        "without_datagrams": len(controller.server.liveness.without_datagrams),
         "declared_dead": float(happened.get("GiveUp", 0)),
         "rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3,
     }
@@ -212,7 +212,7 @@ async def measured(controller: Controller, seen: Unseen, seconds: float) -> dict
 
 def newest_beats(controller: Controller) -> dict[str, int]:
     """The number of the last heartbeat that was heard of everybody."""
-    return {name: record.counter for name, record in controller.hub.liveness._records.items()}
+    return {name: record.counter for name, record in controller.server.liveness._records.items()}
 
 
 def written(store: RunStore) -> int:

@@ -1,5 +1,5 @@
 """A real controller whose components are played by a test: no processes and no sockets, but all else is there, from the
-decoder of the hub to run.db. Honest components answer every order; then somebody says what it should not."""
+decoder of the server to run.db. Honest components answer every order; then somebody says what it should not."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from tailrace.protocol import (
     VersionStored,
     WeightsLoaded,
 )
-from tailrace.runtime.components import Tie
+from tailrace.runtime.components import RunHandle
 from tailrace.runtime.controller import Controller
 from tailrace.runtime.local import Process
 from tailrace.store.run import RunStore
 from tailrace.types import Prompt
-from tailrace.wire.hub import Letter
 from tailrace.wire.keys import Keyring
 from tailrace.wire.messages import UNNUMBERED, Beat, Hello, Offer, Ordered, Reported, Wanted
+from tailrace.wire.server import ReceivedMessage
 
 KEYS = Keyring(bytes(32), "ab" * 32)
 
@@ -70,7 +70,7 @@ class Unseen:
 
 
 class Line:
-    """What a hub has of a connection, without one."""
+    """What a server has of a connection, without one."""
 
     def __init__(self, name: str) -> None:
         self.name, self.is_host = name, name.startswith("host-")
@@ -85,12 +85,12 @@ class Played:
 
     def __init__(self, folder: Path, config: Config) -> None:
         self.store = RunStore.create(folder, config)
-        self.controller = Controller(self.store, config, Tie(KEYS, -1), Unseen())  # type: ignore[arg-type]
+        self.controller = Controller(self.store, config, RunHandle(KEYS, -1), Unseen())  # type: ignore[arg-type]
         self.controller._log = (folder / "controller.log").open("w")
         local: Any = self.controller.components._local
         local._begin = self._begin
-        hub: Any = self.controller.hub
-        hub.send = self._sent
+        server: Any = self.controller.server
+        server.send = self._sent
         self.orders: list[tuple[str, Any]] = []
         self.numbers: dict[str, Iterator[int]] = {}
         self.lines: dict[str, Line] = {}
@@ -221,16 +221,16 @@ class Played:
         self.say(name, Reported(event))  # type: ignore[arg-type]
 
     def say(self, name: str, message: Any) -> None:
-        """Through the hub, as bytes. What need not arrive has no number."""
+        """Through the server, as bytes. What need not arrive has no number."""
         numbered = not isinstance(message, Beat | Hello | Offer)
         number = next(self.numbers.setdefault(name, itertools.count(1))) if numbered else UNNUMBERED
         self.say_bytes(name, msgspec.msgpack.encode(message), number)
 
     def say_bytes(self, name: str, content: bytes, number: int = UNNUMBERED) -> None:
-        hub: Any = self.controller.hub
-        hub._hear(self.lines.setdefault(name, Line(name)), number, content)
-        letters: list[Letter] = list(hub._letters)
-        hub._letters.clear()
+        server: Any = self.controller.server
+        server._hear(self.lines.setdefault(name, Line(name)), number, content)
+        letters: list[ReceivedMessage] = list(server._letters)
+        server._letters.clear()
         for sender, heard, message in letters:
             self.store.hear(sender, heard)
             self.controller._hear(sender, message)
@@ -259,7 +259,7 @@ class Played:
     async def close(self) -> None:
         self.controller._log.close()
         self.controller.lag.close()
-        await self.controller.hub.close()
+        await self.controller.server.close()
         for doing in self.controller._outbox:
             doing.close()
         self.store.close(complete=False)

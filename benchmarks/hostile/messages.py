@@ -69,13 +69,13 @@ def hub(_: Path) -> tuple[list[bytes], Decode]:
     """Frames of somebody who has proven its name."""
     from collections import deque
 
-    from tailrace.wire.hub import Hub
     from tailrace.wire.messages import Garbled
+    from tailrace.wire.server import ControlServer
 
     class Peer:
         name, introduced, asked, is_host = "replica-0/1", True, False, False
 
-    one: Any = object.__new__(Hub)
+    one: Any = object.__new__(ControlServer)
     one._heard, one._letters, one._arrived = {}, deque(), asyncio.Event()
     one._sizes, one._waiting_bytes = deque(), 0
 

@@ -39,7 +39,7 @@ BROADCAST_S = 2.5  # how long a version is waited for that is under way
 FULL_S = (0.5, 2.0)
 SLOW_S = (0.3, 4.0)
 REWARD = "troubled.py"  # a copy of it, in the folder of a run's trouble
-CROWD = 1500  # to the controller's door, and a tenth of it to the relays'
+CROWD = 1500  # to the controller's port, and a tenth of it to the relays'
 
 
 # ------------------------------------------------------------------------------------------------ killed and stopped

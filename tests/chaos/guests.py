@@ -93,8 +93,8 @@ def on_two_hosts(folder: Path, *options: str) -> Iterator[tuple[Network, Run, Ca
         run.inside = network[0].inside
 
         def join(*more: str) -> Guest:
-            door = ("--join", f"{where}:{PORT}", "--key", str(run.folder / "join.key"))
-            guests.append(Guest(folder / f"guest{len(guests)}", *door, *more, inside=tuple(network[1].inside)))
+            join_words = ("--join", f"{where}:{PORT}", "--key", str(run.folder / "join.key"))
+            guests.append(Guest(folder / f"guest{len(guests)}", *join_words, *more, inside=tuple(network[1].inside)))
             return guests[-1]
 
         run.start()

@@ -43,12 +43,12 @@ from tailrace.wire.connection import Connection
 from tailrace.wire.keys import JoinKey, host_key
 from tailrace.wire.messages import (
     Collapsed,
+    ComponentSpec,
     Hello,
     Introduce,
     Measured,
     Offer,
     Reported,
-    Spec,
     Wanted,
     WireError,
     decode_from_controller,
@@ -82,7 +82,7 @@ class Liar:
     # --------------------------------------------------------------------------------------------------------- speaking
 
     def _call(self, name: str, key: bytes) -> Connection:
-        return Connection(self.endpoint, name, key, self.key.door, WITHIN_S)
+        return Connection(self.endpoint, name, key, self.key.fingerprint, WITHIN_S)
 
     def _say(self, wire: Connection, message: Any, number: int = 0) -> None:
         content = message if isinstance(message, bytes) else msgspec.msgpack.encode(message)
@@ -92,9 +92,9 @@ class Liar:
             wire.flush()
         self.said += 1
 
-    def _join(self, machine: Connection) -> list[Spec]:
+    def _join(self, machine: Connection) -> list[ComponentSpec]:
         """Be asked to start a relay and a replica."""
-        until, specs = time.monotonic() + WITHIN_S, dict[str, Spec]()
+        until, specs = time.monotonic() + WITHIN_S, dict[str, ComponentSpec]()
         while len(specs) < 2 and time.monotonic() < until:
             self._say(machine, Hello())
             self._say(machine, Offer(__version__, 1))
@@ -114,7 +114,7 @@ class Liar:
                     continue
                 raise AssertionError(f"somebody else may speak as {name}")
 
-    def _lie_as(self, spec: Spec) -> None:
+    def _lie_as(self, spec: ComponentSpec) -> None:
         """Come up as an honest component would, then lie until one is hung up on."""
         with suppress(OSError, WireError), self._call(spec.name, bytes.fromhex(spec.key)) as wire:
             honest, lies = (_relay(spec), self._of_a_relay(spec)) if spec.role == "relay" else (_replica(spec), [])
@@ -146,7 +146,7 @@ class Liar:
         own = [Hello("127.0.0.1:1", "/"), Measured(0, {"x": 1.0}), Collapsed("no", True), Offer(__version__, 0)]
         return [one for one in self._of_anybody() if not isinstance(one, Offer)] + own
 
-    def _of_a_replica(self, spec: Spec) -> list[Any]:
+    def _of_a_replica(self, spec: ComponentSpec) -> list[Any]:
         some, id = self.draw.randrange(40), spec.id
         foreign = TrajectoryMeta(some, 1, 3, 0, 0, "stop", 1.0)
         return [
@@ -163,7 +163,7 @@ class Liar:
             Collapsed("I say so", True),
         ]
 
-    def _of_a_relay(self, spec: Spec) -> list[Any]:
+    def _of_a_relay(self, spec: ComponentSpec) -> list[Any]:
         return [
             *self._of_anybody(),
             Hello("nowhere at all", "x"),
@@ -175,9 +175,9 @@ class Liar:
         ]
 
 
-def _relay(spec: Spec) -> list[Any]:
+def _relay(spec: ComponentSpec) -> list[Any]:
     return [Hello("127.0.0.1:9", "/dev/shm/nothing"), Reported(RelayJoined(spec.id, spec.incarnation))]
 
 
-def _replica(spec: Spec) -> list[Any]:
+def _replica(spec: ComponentSpec) -> list[Any]:
     return [Hello(), Reported(ReplicaJoined(spec.id, spec.incarnation, spec.host, -1, 2000, 8))]

@@ -14,7 +14,7 @@ from tailrace.trainer.emulated import EmulatedState
 from tailrace.trainer.pace import BYTES_PER_PARAMETER, CheckpointPace
 from tailrace.trainer.rank_group import EmulatedRankGroup
 from tailrace.trainer.worker import Worker
-from tailrace.wire.messages import Ended, Spec
+from tailrace.wire.messages import ComponentSpec, Ended
 
 SMALL, MEDIUM, LARGE = (BYTES_PER_PARAMETER * count for count in (5e5, 1.35e8, 7e9))
 
@@ -76,7 +76,7 @@ def test_a_trainer_that_is_stopped_between_two_steps_saves_first(
 ) -> None:
     place = tmp_path.stat()
     emulated = ["--rollout.engine=emulated", "--trainer.checkpoint_every=1000", "--costs.decode_step=0.001"]
-    spec = Spec(
+    spec = ComponentSpec(
         "trainer",
         0,
         1,

@@ -347,8 +347,8 @@ def test_bad_hf_config(tmp_path: Path, text: str, expected: str) -> None:
 def test_a_model_that_is_not_there_is_named_with_the_way_to_get_it(tmp_path: Path) -> None:
     mine = refusal([file(tmp_path, 'model.path = "models/my-model"')], [])
     assert f"there is no directory {tmp_path}/models/my-model, and models are not downloaded" in mine
-    hub = refusal([file(tmp_path, 'model.path = "Qwen/Qwen2.5-1.5B"')], [])
-    assert f"hf download Qwen/Qwen2.5-1.5B --local-dir {tmp_path}/Qwen/Qwen2.5-1.5B" in hub
+    server = refusal([file(tmp_path, 'model.path = "Qwen/Qwen2.5-1.5B"')], [])
+    assert f"hf download Qwen/Qwen2.5-1.5B --local-dir {tmp_path}/Qwen/Qwen2.5-1.5B" in server
     assert "has no config.json" in refusal([file(tmp_path, 'model.path = "."')], [])
     assert "neither a directory nor a .gguf file" in refusal([file(tmp_path, 'model.path = "run.toml"')], [])
     assert "no model is given; write model.path" in refusal([file(tmp_path, "")], [])

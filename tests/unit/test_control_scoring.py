@@ -58,9 +58,9 @@ def test_what_a_judge_has_makes_room_for_more(kind):
 def test_a_batch_is_a_share_of_what_is_left_to_generate():
     drive = Drive(config(prompts=4, size=4, schedule=Schedule(kind="trajectory"))).join_all()
     drive.finish(drive.running()[0])  # from here on the mean length is known, and with it what fits
-    before = quota(drive.plane._desk)
+    before = quota(drive.plane._context)
     drive.score(*drive.running(0)[:6])
-    assert quota(drive.plane._desk) == before - 3, "six less for two replicas"
+    assert quota(drive.plane._context) == before - 3, "six less for two replicas"
 
 
 def test_what_judges_have_stays_under_the_staleness_bound():

@@ -16,15 +16,15 @@ import pytest
 from tailrace.config import Config, load
 from tailrace.protocol import TimerFired
 from tailrace.runtime import controller as module
-from tailrace.runtime.components import Tie
-from tailrace.runtime.controller import Controller, Happened
+from tailrace.runtime.components import RunHandle
+from tailrace.runtime.controller import Controller, PendingEvent
 from tailrace.runtime.hosts import Host
 from tailrace.runtime.local import HostTrace
 from tailrace.store.errors import JournalError
 from tailrace.store.run import RunStore
 from tailrace.store.waiting import Locked
 from tailrace.wire.keys import Keyring
-from tailrace.wire.messages import Spec, Wanted
+from tailrace.wire.messages import ComponentSpec, Wanted
 
 
 @pytest.fixture
@@ -39,9 +39,9 @@ class Held:
     def __init__(self, folder: Path, config: Config) -> None:
         self.store = RunStore.create(folder, config)
         observer: Any = SimpleNamespace(see=lambda *_: None, measure=lambda *_: None)
-        self.controller = Controller(self.store, config, Tie(Keyring(bytes(32), "token"), -1), observer)
+        self.controller = Controller(self.store, config, RunHandle(Keyring(bytes(32), "token"), -1), observer)
         self.sent: list[tuple[str, Any]] = []
-        self.controller.hub.send = self._send  # type: ignore[method-assign]
+        self.controller.server.send = self._send  # type: ignore[method-assign]
         self.store.commit()
         self.shell = sqlite3.connect(folder / "run.db", isolation_level=None)
         self.shell.execute("BEGIN IMMEDIATE")
@@ -52,7 +52,7 @@ class Held:
 
     async def aclose(self) -> None:
         self.shell.close()
-        await self.controller.hub.close()
+        await self.controller.server.close()
         self.store.close(complete=False)
 
 
@@ -63,7 +63,7 @@ def test_while_it_is_held_up_nobody_is_found_silent_and_other_machines_hear_from
         async with aclosing(Held(tmp_path / "run", config)) as held:
             controller, parts = held.controller, held.controller.components
             host = Host(HostTrace("host-1/1", 1, (2,)))
-            host.place(Spec("replica", 2, 1, "", "", "", config))
+            host.place(ComponentSpec("replica", 2, 1, "", "", "", config))
             parts._hosts.present["host-1/1"] = host
             beginning = asyncio.create_task(controller._begin(held.watchdog))
             await asyncio.sleep(0.3)
@@ -74,7 +74,7 @@ def test_while_it_is_held_up_nobody_is_found_silent_and_other_machines_hear_from
             held.shell.execute("ROLLBACK")
             assert await beginning
             controller._due(inf, partial(controller._fire, "lunch"))
-            assert list(controller._events) == [Happened(TimerFired("lunch"))]
+            assert list(controller._events) == [PendingEvent(TimerFired("lunch"))]
 
     asyncio.run(scene())
 

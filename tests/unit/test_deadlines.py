@@ -95,7 +95,7 @@ def test_an_error_of_the_view_ends_the_run_at_once(monkeypatch: Any) -> None:
 def test_a_trainer_that_cannot_get_a_version_to_the_master_says_so_and_goes_on() -> None:
     worker: Any = Worker.__new__(Worker)
     reported: list[object] = []
-    worker.link = SimpleNamespace(incarnation=3, report=reported.append)
+    worker.controller = SimpleNamespace(incarnation=3, report=reported.append)
     worker.rank_group = SimpleNamespace(
         publish=lambda version, address, give_up: give_up(version, f"{address} took nothing")
     )

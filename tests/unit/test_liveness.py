@@ -23,12 +23,12 @@ from tailrace.config.tree import Config, Health
 from tailrace.protocol import Cancel, Event, Progressed
 from tailrace.runtime.lag import KEPT, SAMPLE_S, LoopLag
 from tailrace.wire import liveness as module
+from tailrace.wire.client import ControlClient
 from tailrace.wire.connection import Connection
-from tailrace.wire.hub import Hub, Letter
 from tailrace.wire.keys import Keyring
-from tailrace.wire.link import Link
 from tailrace.wire.liveness import LARGEST, LATE_S, ListeningClock, Liveness, datagram
-from tailrace.wire.messages import Beat, BeatHere, Hello, Ordered, Reported, Spec
+from tailrace.wire.messages import Beat, BeatHere, ComponentSpec, Hello, Ordered, Reported
+from tailrace.wire.server import ControlServer, ReceivedMessage
 
 KEYS = Keyring(bytes(32), "ab" * 32)
 NAME = "replica-3/1"
@@ -157,15 +157,15 @@ def test_no_key_is_no_key(ear: Ear) -> None:
 
 def test_two_connections_of_a_component_have_different_keys() -> None:
     async def scene() -> None:
-        hub = Hub(KEYS)
+        server = ControlServer(KEYS)
         keys: list[bytes] = []
         for _ in range(2):
-            wire = await asyncio.to_thread(Connection, hub.endpoint, NAME, KEYS.of(NAME))
+            wire = await asyncio.to_thread(Connection, server.endpoint, NAME, KEYS.of(NAME))
             keys.append(wire._session.beat_key)
-            assert hub._peers[NAME].beat_key == keys[-1]
+            assert server._peers[NAME].beat_key == keys[-1]
             wire.close()
         assert keys[0] != keys[1]
-        await hub.close()
+        await server.close()
 
     asyncio.run(scene())
 
@@ -294,14 +294,14 @@ def test_the_log_says_once_that_datagrams_do_not_get_through(tmp_path: Path) -> 
         async with playing(tmp_path / "run") as played:
             controller, names = played.controller, [one.spec.name for one in played.processes("replica")]
             for name in names:
-                controller.hub.liveness.admit(name, KEY)
+                controller.server.liveness.admit(name, KEY)
             await asyncio.sleep(0.2)
             for _ in range(3):
                 controller._ask_for_frames()
                 await played.turn()
                 await asyncio.sleep(0.05)
                 for name in names:
-                    controller.hub.liveness.frame(name)
+                    controller.server.liveness.frame(name)
             asked = [(name, message) for name, message in played.orders if isinstance(message, BeatHere)]
             assert asked == [(name, BeatHere(on=True)) for name in names]
             assert played.notes.count("UDP port") == 1
@@ -332,29 +332,31 @@ def test_who_is_held_up_is_named_when_that_begins_and_when_it_ends(tmp_path: Pat
     asyncio.run(scene())
 
 
-# ---------------------------------------------------------------------------------------------------------- the link
+# ---------------------------------------------------------------------------------------------------------- the client
 
 
-def spec(endpoint: str) -> Spec:
+def spec(endpoint: str) -> ComponentSpec:
     quick = Config(health=Health(heartbeat_s=0.05))
-    return Spec("replica", 3, 1, endpoint, KEYS.token, "", quick, key=KEYS.of(NAME).hex())
+    return ComponentSpec("replica", 3, 1, endpoint, KEYS.token, "", quick, key=KEYS.of(NAME).hex())
 
 
 @asynccontextmanager
-async def linked(load: Callable[[], Event | None] = lambda: None, port: int = 0) -> AsyncIterator[tuple[Hub, Link]]:
-    hub = Hub(KEYS, port)
-    link = Link(spec(hub.endpoint), load)
-    link.open()
+async def linked(
+    load: Callable[[], Event | None] = lambda: None, port: int = 0
+) -> AsyncIterator[tuple[ControlServer, ControlClient]]:
+    server = ControlServer(KEYS, port)
+    client = ControlClient(spec(server.endpoint), load)
+    client.open()
     try:
         async with asyncio.timeout(DEADLINE_S):
-            yield hub, link
+            yield server, client
     finally:
-        await asyncio.to_thread(link.close)
-        await hub.close()
+        await asyncio.to_thread(client.close)
+        await server.close()
 
 
-def counter(hub: Hub) -> int:
-    record = hub.liveness._records.get(NAME)
+def counter(server: ControlServer) -> int:
+    record = server.liveness._records.get(NAME)
     return record.counter if record is not None else 0
 
 
@@ -365,26 +367,26 @@ async def reached(what: Callable[[], bool]) -> None:
 
 def test_a_component_that_computes_is_heard_and_nothing_of_that_is_a_message() -> None:
     async def scene() -> None:
-        async with linked() as (hub, link):
-            link.waiting_for = "store 0: 8.0 MB not yet stored"
-            await reached(lambda: counter(hub) >= 3)
-            assert [type(one.message) for one in await hub.receive()] == [Hello]
-            assert not hub._letters
-            assert hub.liveness.waiting == {NAME: "store 0: 8.0 MB not yet stored"}
+        async with linked() as (server, client):
+            client.waiting_for = "store 0: 8.0 MB not yet stored"
+            await reached(lambda: counter(server) >= 3)
+            assert [type(one.message) for one in await server.receive()] == [Hello]
+            assert not server._received
+            assert server.liveness.waiting == {NAME: "store 0: 8.0 MB not yet stored"}
 
     asyncio.run(scene())
 
 
 def test_a_component_whose_loop_is_stuck_is_silent() -> None:
     async def scene() -> None:
-        async with linked() as (hub, link):
-            await reached(lambda: counter(hub) >= 1)
-            link._watchdog.stuck = "stuck"
-            link._watchdog._look = lambda now: None  # type: ignore[method-assign]
+        async with linked() as (server, client):
+            await reached(lambda: counter(server) >= 1)
+            client._watchdog.stuck = "stuck"
+            client._watchdog._look = lambda now: None  # type: ignore[method-assign]
             await asyncio.sleep(0.2)
-            silent = counter(hub)
+            silent = counter(server)
             await asyncio.sleep(0.2)
-            assert counter(hub) == silent
+            assert counter(server) == silent
 
     asyncio.run(scene())
 
@@ -395,19 +397,19 @@ def test_where_datagrams_do_not_get_through_heartbeats_come_over_the_connection(
     """They go to somebody else, who has the port and cannot do anything with them."""
 
     async def scene(taken: socket.socket) -> None:
-        async with linked(port=taken.getsockname()[1]) as (hub, link):
-            link.waiting_for = "the firewall"
-            await hub.receive()
-            record = hub.liveness._records[NAME]
-            assert hub.liveness.to_ask(-1.0) == {NAME: True}
+        async with linked(port=taken.getsockname()[1]) as (server, client):
+            client.waiting_for = "the firewall"
+            await server.receive()
+            record = server.liveness._records[NAME]
+            assert server.liveness.to_ask(-1.0) == {NAME: True}
             frames: list[str] = []
-            monkeypatch.setattr(hub.liveness, "frame", frames.append)
-            await hub.send(NAME, BeatHere(on=True))
+            monkeypatch.setattr(server.liveness, "frame", frames.append)
+            await server.send(NAME, BeatHere(on=True))
             await reached(lambda: len(frames) >= 3)
-            assert hub.liveness.waiting == {NAME: "the firewall"}
+            assert server.liveness.waiting == {NAME: "the firewall"}
             assert record.counter == 0
-            assert not hub._letters, "none of them is a message"
-            await hub.send(NAME, BeatHere(on=False))
+            assert not server._received, "none of them is a message"
+            await server.send(NAME, BeatHere(on=False))
             received = await asyncio.to_thread(taken.recv, LARGEST)
             assert NAME.encode() in received
             assert KEYS.of(NAME) not in received
@@ -417,7 +419,7 @@ def test_where_datagrams_do_not_get_through_heartbeats_come_over_the_connection(
         asyncio.run(scene(taken))
 
 
-def loads(letters: list[Letter]) -> list[int]:
+def loads(letters: list[ReceivedMessage]) -> list[int]:
     events = [one.message.event for one in letters if isinstance(one.message, Reported)]
     return [event.kv_tokens for event in events if isinstance(event, Progressed)]
 
@@ -426,23 +428,23 @@ def test_a_load_is_reported_when_it_has_changed_and_after_an_order() -> None:
     kv = [5]
 
     async def scene() -> None:
-        async with linked(lambda: Progressed(3, 1, kv[0], 0, 0)) as (hub, _):
-            assert loads(await some(hub, 2)) == [5]
-            quiet = counter(hub)
-            await reached(lambda: counter(hub) >= quiet + 4)
-            assert not hub._letters, "nothing has changed"
+        async with linked(lambda: Progressed(3, 1, kv[0], 0, 0)) as (server, _):
+            assert loads(await some(server, 2)) == [5]
+            quiet = counter(server)
+            await reached(lambda: counter(server) >= quiet + 4)
+            assert not server._received, "nothing has changed"
             kv[0] = 6
-            assert loads(await some(hub, 1)) == [6]
-            await hub.send(NAME, Ordered(Cancel(3, 1, ())))
-            assert loads(await some(hub, 1)) == [6], "control reckons with more since then"
+            assert loads(await some(server, 1)) == [6]
+            await server.send(NAME, Ordered(Cancel(3, 1, ())))
+            assert loads(await some(server, 1)) == [6], "control reckons with more since then"
 
     asyncio.run(scene())
 
 
-async def some(hub: Hub, count: int) -> list[Letter]:
-    letters: list[Letter] = []
+async def some(server: ControlServer, count: int) -> list[ReceivedMessage]:
+    letters: list[ReceivedMessage] = []
     while len(letters) < count:
-        letters += await hub.receive()
+        letters += await server.receive()
     return letters
 
 
@@ -469,8 +471,8 @@ async def main():
     controller.plane.handle = watched
     await played.start()
     for process in played.processes("replica", "relay", "trainer", "store"):
-        controller.hub.liveness.admit(process.spec.name, b"k" * 32)
-    print(controller.hub.port, flush=True)
+        controller.server.liveness.admit(process.spec.name, b"k" * 32)
+    print(controller.server.port, flush=True)
     while True:
         await asyncio.sleep(0.01)
         await played.turn()
@@ -545,32 +547,32 @@ def test_a_stopped_controller_that_wakes_up_declares_nobody_dead_and_a_silent_on
 
 
 def test_what_arrives_while_the_database_is_locked_waits_in_the_hub(tmp_path: Path, monkeypatch: Any) -> None:
-    """One batch is taken out of it, and no more; the hub has room for so much, then it stops reading."""
-    monkeypatch.setattr("tailrace.wire.hub.WAITING", 300)
+    """One batch is taken out of it, and no more; the server has room for so much, then it stops reading."""
+    monkeypatch.setattr("tailrace.wire.server.WAITING", 300)
     many = 2000
 
     async def scene() -> None:
         async with playing(tmp_path / "run") as played:
-            controller, hub = played.controller, played.controller.hub
+            controller, server = played.controller, played.controller.server
             listening = asyncio.create_task(controller._listen())
             name = played.process("replica", 0).spec.name
-            hub._heard.clear()  # its reports begin anew
-            link = Link(msgspec.structs.replace(spec(hub.endpoint), id=0, key=KEYS.of(name).hex()))
-            link.open()
+            server._heard.clear()  # its reports begin anew
+            client = ControlClient(msgspec.structs.replace(spec(server.endpoint), id=0, key=KEYS.of(name).hex()))
+            client.open()
             for number in range(many):
-                link.measure(number, {"x" * 100: 0.0})
-            await reached(lambda: not hub.reads)
+                client.measure(number, {"x" * 100: 0.0})
+            await reached(lambda: not server.reads)
             await asyncio.sleep(0.3)
-            assert not hub.reads, "and so it stays"
+            assert not server.reads, "and so it stays"
             assert len(controller._arrived) <= 256
-            assert hub.liveness.age_s(name) < 1.0
+            assert server.liveness.age_s(name) < 1.0
             while count(played) < many:
                 await played.turn()
                 controller._taken_in.set()
                 await asyncio.sleep(0)
-            assert hub.reads
+            assert server.reads
             listening.cancel()
-            link.close()
+            client.close()
 
     def count(played: Played) -> int:
         return played.store._database.execute("SELECT count(*) FROM metrics WHERE source = 'r0'")[0][0]

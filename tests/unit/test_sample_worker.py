@@ -21,11 +21,11 @@ from tailrace.samples.client import SampleClient
 from tailrace.samples.messages import AssignmentLost, Fetched, Piece
 from tailrace.store.run import RunStore
 from tailrace.types import Prompt
-from tailrace.wire.hub import Hub
 from tailrace.wire.keys import Keyring, sample_key
 from tailrace.wire.messages import (
     Accused,
     Assigned,
+    ComponentSpec,
     Ended,
     FromComponent,
     FromController,
@@ -34,9 +34,9 @@ from tailrace.wire.messages import (
     Ordered,
     Reconcile,
     Reported,
-    Spec,
     StoreAddress,
 )
+from tailrace.wire.server import ControlServer
 
 KEYS = Keyring(bytes(32), "ab" * 32)
 CONFIG = with_values(
@@ -48,10 +48,12 @@ CONFIG = with_values(
 class StoreProcess:
     """One start of the store, and what it tells its controller."""
 
-    def __init__(self, hub: Hub, folder: Path, incarnation: int) -> None:
-        self._hub = hub
+    def __init__(self, server: ControlServer, folder: Path, incarnation: int) -> None:
+        self._server = server
         self._lifeline, self._held = os.pipe()
-        spec = Spec("store", 0, incarnation, hub.endpoint, KEYS.token, str(folder), CONFIG, lifeline=self._lifeline)
+        spec = ComponentSpec(
+            "store", 0, incarnation, server.endpoint, KEYS.token, str(folder), CONFIG, lifeline=self._lifeline
+        )
         self.spec = msgspec.structs.replace(spec, key=KEYS.of(spec.name).hex())
         self._messages: list[FromComponent | Garbled] = []
         command = [sys.executable, "-m", "tailrace.runtime.component"]
@@ -61,7 +63,7 @@ class StoreProcess:
         self.child.stdin.close()
 
     async def order(self, message: FromController) -> None:
-        await self._hub.send(self.spec.name, message)
+        await self._server.send(self.spec.name, message)
 
     async def says(self, kind: type[FromComponent] | type[Event]) -> FromComponent | Event:
         """The next message or event of this kind."""
@@ -72,7 +74,7 @@ class StoreProcess:
                     found = message.event if isinstance(message, Reported) else message
                     if isinstance(found, kind):
                         return found
-                self._messages += [letter.message for letter in await self._hub.receive()]
+                self._messages += [letter.message for letter in await self._server.receive()]
 
     def client(self, name: str, place: str) -> SampleClient:
         one = SampleClient(name)
@@ -89,8 +91,8 @@ class StoreProcess:
 
 
 @asynccontextmanager
-async def started(hub: Hub, folder: Path, incarnation: int) -> AsyncIterator[tuple[StoreProcess, str]]:
-    process = StoreProcess(hub, folder, incarnation)
+async def started(server: ControlServer, folder: Path, incarnation: int) -> AsyncIterator[tuple[StoreProcess, str]]:
+    process = StoreProcess(server, folder, incarnation)
     try:
         hello = await process.says(Hello)
         assert isinstance(hello, Hello)
@@ -106,8 +108,8 @@ async def soon(true: Callable[[], object]) -> None:
             await asyncio.sleep(0.01)
 
 
-async def first_life(hub: Hub, folder: Path) -> None:
-    async with started(hub, folder, 1) as (process, place):
+async def first_life(server: ControlServer, folder: Path) -> None:
+    async with started(server, folder, 1) as (process, place):
         await process.order(Ordered(FetchPrompts(2, 2)))
         assert await process.says(PromptsAdded) == PromptsAdded(2, (Prompt(2, 5), Prompt(3, 5)))
         replica, results = process.client("replica-0/1", place), list[Fetched | AssignmentLost]()
@@ -130,8 +132,8 @@ async def first_life(hub: Hub, folder: Path) -> None:
         replica.close(0.0)
 
 
-async def second_life(hub: Hub, folder: Path) -> None:
-    async with started(hub, folder, 2) as (process, place):
+async def second_life(server: ControlServer, folder: Path) -> None:
+    async with started(server, folder, 2) as (process, place):
         await process.order(Reconcile((grant(1, attempt=2, resume=True),), keep=(3, 77)))
         assert await process.says(SamplesLost) == SamplesLost(0, 2, (77,))
         replica, done = process.client("replica-0/2", place), list[int]()
@@ -148,10 +150,10 @@ async def second_life(hub: Hub, folder: Path) -> None:
         assert not (folder / "samples-0.db-wal").exists()
 
 
-async def third_life(hub: Hub, folder: Path) -> None:
+async def third_life(server: ControlServer, folder: Path) -> None:
     with closing(sqlite3.connect(folder / "samples-0.db")) as connection, connection:
         connection.execute("UPDATE segments SET tokens = zeroblob(length(tokens)) WHERE trajectory_id = 1")
-    async with started(hub, folder, 3) as (process, place):
+    async with started(server, folder, 3) as (process, place):
         await process.order(Assigned((grant(1, attempt=3, resume=True),)))
         replica = process.client("replica-0/3", place)
         replica.fetch(1, 3)
@@ -161,11 +163,11 @@ async def third_life(hub: Hub, folder: Path) -> None:
 
 def test_a_killed_store_goes_on_with_its_file_and_says_which_samples_are_damaged(tmp_path: Path) -> None:
     async def scene() -> None:
-        hub = Hub(KEYS)
+        server = ControlServer(KEYS)
         with RunStore.create(tmp_path / "run", CONFIG):
-            await first_life(hub, tmp_path / "run")
-            await second_life(hub, tmp_path / "run")
-            await third_life(hub, tmp_path / "run")
-        await hub.close()
+            await first_life(server, tmp_path / "run")
+            await second_life(server, tmp_path / "run")
+            await third_life(server, tmp_path / "run")
+        await server.close()
 
     asyncio.run(scene())

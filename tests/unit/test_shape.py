@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 PLAIN = ("tailrace.sim", "tailrace.planner", "tailrace.lengths", "tailrace.config", "tailrace.launch", "tailrace.cli")
 PLAIN_WORDS_BUT = {
     ("tie", "tailrace.launch.train"),
-    ("Tie", "tailrace.launch.train"),
+    ("RunHandle", "tailrace.launch.train"),
 }  # a class of runtime/components.py
 SHARED = {"Local", "Plan", "Run"}  # with runtime/local.py, engines/scheduler.py and envs/jail/inside.py
 CYCLE_IN_OBS = ["tailrace.obs.plots_run", "tailrace.obs.summary"]

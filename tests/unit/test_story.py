@@ -149,7 +149,7 @@ def test_the_load_of_a_replica_is_one_line() -> None:
 
 def test_a_relay_and_a_version() -> None:
     assert told("h0")[:4] == [
-        "h0 to be started, attempt 1",
+        "h0 to be started, start 1 in a row",
         "h0 joined, holding nothing",
         "told to forward to no relay (route 1)",
         "gets v0 from the trainer, as master relay",

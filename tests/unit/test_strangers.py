@@ -14,11 +14,11 @@ import pytest
 
 from tailrace.config.tree import Config, Health
 from tailrace.wire import descriptors
+from tailrace.wire.client import ControlClient
 from tailrace.wire.connection import Connection
-from tailrace.wire.hub import Hub
 from tailrace.wire.keys import Keyring, host_key
-from tailrace.wire.link import Link
-from tailrace.wire.messages import Measured, Spec
+from tailrace.wire.messages import ComponentSpec, Measured
+from tailrace.wire.server import ControlServer
 from tailrace.wire.session import Opening
 from tailrace.wire.tls import Identity
 
@@ -29,14 +29,14 @@ CHILD = """
 import asyncio, os, resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, ({limit}, {limit}))
 from tailrace.wire import descriptors
-from tailrace.wire.hub import Hub
+from tailrace.wire.server import ControlServer
 from tailrace.wire.keys import Keyring
 from tailrace.wire.tls import Identity
 
 async def main():
     keys = Keyring(bytes(32), "ab" * 32)
-    hub = Hub(keys, identity=Identity(keys.identity) if {tls} else None)
-    print(hub.port, flush=True)
+    server = ControlServer(keys, identity=Identity(keys.identity) if {tls} else None)
+    print(server.port, flush=True)
     least = {limit}
     async def look():
         global least
@@ -53,7 +53,7 @@ async def main():
             await asyncio.sleep(0.01)
     task = asyncio.create_task(look())
     while True:
-        for letter in await hub.receive():
+        for letter in await server.receive():
             print(letter.sender, least, flush=True)
 
 least = 10**6
@@ -63,7 +63,8 @@ asyncio.run(main())
 
 @contextmanager
 def listening(tls: bool) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """A hub in a process that may have few descriptors; it prints whom it hears and how many it always had to spare."""
+    """A server in a process that may have few descriptors; it prints whom it hears and how many it always had to
+    spare."""
     program = CHILD.format(limit=LIMIT, tls=tls)
     child = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     assert child.stdout is not None
@@ -89,11 +90,11 @@ def crowd(port: int, first: bytes) -> Iterator[list[socket.socket]]:
             caller.close()
 
 
-def part(port: int) -> Link:
+def part(port: int) -> ControlClient:
     config, key = Config(health=Health(heartbeat_s=0.05)), KEYS.of("relay-0/1").hex()
-    link = Link(Spec("relay", 0, 1, f"tcp://127.0.0.1:{port}", KEYS.token, "", config, key=key))
-    link.open()
-    return link
+    client = ControlClient(ComponentSpec("relay", 0, 1, f"tcp://127.0.0.1:{port}", KEYS.token, "", config, key=key))
+    client.open()
+    return client
 
 
 HELLO = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(64)  # the beginning of a TLS handshake
@@ -107,96 +108,96 @@ HELLO = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(64)  # the begin
 def test_thousands_of_strangers_leave_the_hub_its_descriptors_and_its_ears(tls: bool, first: bytes) -> None:
     with listening(tls) as (child, port), crowd(port, first):
         assert child.stdout is not None
-        link = part(port)
+        client = part(port)
         name, spare = child.stdout.readline().split()
         assert name == "relay-0/1"
         assert int(spare) >= descriptors.RESERVE
-        link.close()
+        client.close()
 
 
 def test_a_part_that_was_there_is_heard_all_the_while() -> None:
     with listening(tls=False) as (child, port):
-        link = part(port)
+        client = part(port)
         assert child.stdout is not None
         assert child.stdout.readline().split()[0] == "relay-0/1"
         with crowd(port, b""):
             for number in range(60):
-                link.measure(number, {"strangers": CROWD})
+                client.measure(number, {"strangers": CROWD})
             heard = [child.stdout.readline().split()[0] for _ in range(60)]
         assert set(heard) == {"relay-0/1"}
-        link.close()
+        client.close()
 
 
 def test_strangers_have_little_time_and_the_oldest_makes_room_first(monkeypatch) -> None:
     monkeypatch.setattr("tailrace.wire.listener.GREET_S", 0.3)
 
     async def scene() -> None:
-        hub = Hub(KEYS)
-        _, silent = await asyncio.open_connection("127.0.0.1", hub.port)
-        _, drips = await asyncio.open_connection("127.0.0.1", hub.port)
+        server = ControlServer(KEYS)
+        _, silent = await asyncio.open_connection("127.0.0.1", server.port)
+        _, drips = await asyncio.open_connection("127.0.0.1", server.port)
         async with asyncio.timeout(DEADLINE_S):
-            while len(hub._listener.strangers) < 2:
+            while len(server._listener.strangers) < 2:
                 await asyncio.sleep(0.01)
             for letter in Opening("trainer-0/1").named:
                 drips.write(bytes([letter]))
                 await asyncio.sleep(0.01)
-            while hub._listener.callers:
+            while server._listener.callers:
                 await asyncio.sleep(0.01)
         silent.close()
         drips.close()
-        await hub.close()
+        await server.close()
 
     asyncio.run(scene())
 
 
 def test_what_waits_to_be_handled_is_bounded_and_nothing_of_it_is_lost(monkeypatch) -> None:
     """A component that has much to say while the controller is busy is not read from for a while."""
-    monkeypatch.setattr("tailrace.wire.hub.WAITING_BYTES", 100_000)
+    monkeypatch.setattr("tailrace.wire.server.WAITING_BYTES", 100_000)
     many = 200
 
     async def scene() -> None:
-        hub = Hub(KEYS)
-        link = part(hub.port)
+        server = ControlServer(KEYS)
+        client = part(server.port)
         for number in range(many):
-            link.measure(number, {f"{name}" * 20: 0.0 for name in range(100)})
+            client.measure(number, {f"{name}" * 20: 0.0 for name in range(100)})
         async with asyncio.timeout(DEADLINE_S):
-            while hub._has_room.is_set():
+            while server._has_room.is_set():
                 await asyncio.sleep(0.01)
-            assert hub._waiting_bytes < 100_000 + 50_000
+            assert server._waiting_bytes < 100_000 + 50_000
             steps: list[int] = []
             while len(steps) < many:
-                letters = await hub.receive()
+                letters = await server.receive()
                 steps += [one.message.step for one in letters if isinstance(one.message, Measured)]
         assert steps == list(range(many))
-        await asyncio.to_thread(link.close)
-        await hub.close()
+        await asyncio.to_thread(client.close)
+        await server.close()
 
     asyncio.run(scene())
 
 
 def test_who_has_the_token_cannot_keep_parts_out_by_calling_as_many_machines(monkeypatch) -> None:
-    monkeypatch.setattr("tailrace.wire.hub.MACHINES", 3)
+    monkeypatch.setattr("tailrace.wire.server.MACHINES", 3)
 
     async def scene() -> None:
         identity = Identity(KEYS.identity)
-        hub = Hub(KEYS, identity=identity)
+        server = ControlServer(KEYS, identity=identity)
 
         def machine(number: int) -> Connection:
             name = f"host-{number}/1"
-            return Connection(hub.endpoint, name, host_key(KEYS.token, name), identity.fingerprint)
+            return Connection(server.endpoint, name, host_key(KEYS.token, name), identity.fingerprint)
 
         wires = [await asyncio.to_thread(machine, number) for number in range(10)]
         async with asyncio.timeout(DEADLINE_S):
-            while len(hub._listener.callers) > 3:
+            while len(server._listener.callers) > 3:
                 await asyncio.sleep(0.01)
-            assert len(hub._peers) == 3
-            link = part(hub.port)
-            while "relay-0/1" not in {letter.sender for letter in await hub.receive()}:
+            assert len(server._peers) == 3
+            client = part(server.port)
+            while "relay-0/1" not in {letter.sender for letter in await server.receive()}:
                 pass
-        await asyncio.to_thread(link.close)
+        await asyncio.to_thread(client.close)
         for wire in wires:
             wire.close()
-        await hub.close()
+        await server.close()
 
     asyncio.run(scene())
 

@@ -161,7 +161,7 @@ def worker(folder: Path, *updates: dict[str, float]) -> Any:
     config = Config(trainer=Trainer(mini_batches=1, learning_rate=0.5))
     one.spec = SimpleNamespace(config=config, folder=str(folder), folder_id=identity_of(folder))
     one.rank_group, one.checkpoints, one.divergence = Scripted(*updates), folder, Divergence()
-    one.link = SimpleNamespace(incarnation=1, measure=lambda *_: None, report=said.append)
+    one.controller = SimpleNamespace(incarnation=1, measure=lambda *_: None, report=said.append)
     one.pace = CheckpointPace(1, 1, 0, 0.0)
     one.samples = None
     one.began_at, one.step, one.saved, one.mini_batch = 0, 0, 0, 0

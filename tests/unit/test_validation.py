@@ -313,7 +313,7 @@ def test_for_every_event_it_is_said_who_may_report_it(tmp_path: Path) -> None:
         assert reported | noticed_here == {each.cls for each in msgspec.inspect.type_info(AnyEvent).types}  # type: ignore[attr-defined]
         assert not reported & noticed_here
         heard = {kind for kinds in MESSAGES.values() for kind in kinds}
-        assert heard == set(FromComponent.__args__) - {Beat}, "heartbeats go no further than to the hub"
+        assert heard == set(FromComponent.__args__) - {Beat}, "heartbeats go no further than to the server"
 
     play(tmp_path / "run", scene)
 

@@ -40,14 +40,14 @@ def eavesdropper(target: Address, alter: Alter = bytes) -> Iterator[tuple[Addres
     def accept() -> None:
         with suppress(OSError):
             while True:
-                caller, _ = door.accept()
+                caller, _ = listener.accept()
                 callee = socket.create_connection((target.host, target.port))
                 Thread(target=pump, args=(caller, callee, alter, heard), daemon=True).start()
                 Thread(target=pump, args=(callee, caller, bytes, []), daemon=True).start()
 
-    with socket.create_server(("127.0.0.1", 0)) as door:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
         Thread(target=accept, daemon=True).start()
-        yield Address(*door.getsockname()[:2])._replace(fingerprint=target.fingerprint), heard
+        yield Address(*listener.getsockname()[:2])._replace(fingerprint=target.fingerprint), heard
 
 
 def send(address: Address, token: bytes = TOKEN) -> object:

@@ -20,7 +20,7 @@ from tailrace.weights.pull import PulledWeights, Puller
 from tailrace.weights.region import SharedMemoryError
 from tailrace.weights.shared_memory import SharedMemory, SharedMemoryReader
 from tailrace.weights.staging import StagedWeights, Staging, replace_weights, staging_for
-from tailrace.wire.messages import Ordered, Spec
+from tailrace.wire.messages import ComponentSpec, Ordered
 
 CPU = torch.device("cpu")
 DEADLINE_S = 20.0
@@ -121,7 +121,7 @@ def test_a_pull_lands_on_the_device_or_tells_what_went_wrong(tmp_path: Path) -> 
     puller.close()
 
 
-class Desk:
+class Context:
     """The link of a worker: what it is to receive next, and what it has reported."""
 
     def __init__(self, *_: object) -> None:
@@ -154,18 +154,18 @@ def test_a_worker_switches_when_weights_are_pulled_and_reports_a_version_that_is
 ) -> None:
     new, memory, seat = tiny(1), SharedMemory(tmp_path / "a"), Seat(tiny(0))
     store(memory, 4, new)
-    monkeypatch.setattr(worker, "Link", Desk)
+    monkeypatch.setattr(worker, "ControlClient", Context)
     monkeypatch.setattr(worker, "build_runner", lambda _: seat)
-    subject = worker.Worker(Spec("replica", 0, 0, "", "", "", Config()))
-    assert isinstance(subject.link, Desk)
+    subject = worker.Worker(ComponentSpec("replica", 0, 0, "", "", "", Config()))
+    assert isinstance(subject.controller, Context)
     for version in (4, 5):
-        subject.link.orders.append(Ordered(LoadWeights(0, 0, version, 0), arena=str(memory.path)))
+        subject.controller.orders.append(Ordered(LoadWeights(0, 0, version, 0), arena=str(memory.path)))
         end = time.monotonic() + DEADLINE_S
-        while len(subject.link.reports) < version - 3:
+        while len(subject.controller.reports) < version - 3:
             assert time.monotonic() < end, f"waited {DEADLINE_S} s for a report"
             assert subject._obey(0.0)
             subject._advance()
-    loaded, failed = subject.link.reports
+    loaded, failed = subject.controller.reports
     assert loaded == WeightsLoaded(0, 0, 4)
     assert isinstance(failed, PullFailed)
     assert (seat.version, subject.loads, same(seat.model, new)) == (4, 1, True)

@@ -12,11 +12,21 @@ import pytest
 
 from tailrace.config.tree import Config, Health
 from tailrace.protocol import Cancel, Trained
+from tailrace.wire.client import ControlClient
 from tailrace.wire.connection import Connection
-from tailrace.wire.hub import Hub, Letter
 from tailrace.wire.keys import Keyring, host_key
-from tailrace.wire.link import Link
-from tailrace.wire.messages import Acknowledged, Beat, Ended, Garbled, Hello, Introduce, Ordered, Reported, Spec
+from tailrace.wire.messages import (
+    Acknowledged,
+    Beat,
+    ComponentSpec,
+    Ended,
+    Garbled,
+    Hello,
+    Introduce,
+    Ordered,
+    Reported,
+)
+from tailrace.wire.server import ControlServer, ReceivedMessage
 from tailrace.wire.session import HEAD, NAMED, PROOF, Opening, Session, StrangerError, read_named
 
 KEYS = Keyring(bytes(32), "ab" * 32)
@@ -25,131 +35,133 @@ DEADLINE_S = 20.0
 QUICK = Config(health=Health(heartbeat_s=0.05))
 
 
-def spec(endpoint: str, keys: Keyring = KEYS) -> Spec:
-    return Spec("trainer", 0, 1, endpoint, keys.token, "", QUICK, key=keys.of(NAME).hex())
+def spec(endpoint: str, keys: Keyring = KEYS) -> ComponentSpec:
+    return ComponentSpec("trainer", 0, 1, endpoint, keys.token, "", QUICK, key=keys.of(NAME).hex())
 
 
-def beating(hub: Hub) -> Link:
-    link = Link(spec(hub.endpoint))
-    link.open()
-    return link
+def beating(server: ControlServer) -> ControlClient:
+    client = ControlClient(spec(server.endpoint))
+    client.open()
+    return client
 
 
-async def hear(hub: Hub, enough: Callable[[list[Letter]], bool]) -> list[Letter]:
-    letters: list[Letter] = []
+async def hear(server: ControlServer, enough: Callable[[list[ReceivedMessage]], bool]) -> list[ReceivedMessage]:
+    letters: list[ReceivedMessage] = []
     async with asyncio.timeout(DEADLINE_S):
         while not enough(letters):
-            letters += await hub.receive()
+            letters += await server.receive()
     return letters
 
 
-def steps(letters: list[Letter]) -> list[int]:
+def steps(letters: list[ReceivedMessage]) -> list[int]:
     return [one.message.event.step for one in letters if isinstance(one.message, Reported) and one.number]  # type: ignore[union-attr]
 
 
-def has(*wanted: int) -> Callable[[list[Letter]], bool]:
+def has(*wanted: int) -> Callable[[list[ReceivedMessage]], bool]:
     return lambda letters: steps(letters)[-len(wanted) :] == list(wanted)
 
 
-async def replaced(hub: Hub, heard: dict[str, int]) -> Hub:
+async def replaced(server: ControlServer, heard: dict[str, int]) -> ControlServer:
     """The controller dies, and another one listens in its place."""
-    port = hub.port
-    await hub.close()
-    return Hub(KEYS, port, heard)
+    port = server.port
+    await server.close()
+    return ControlServer(KEYS, port, heard)
 
 
 def test_a_new_controller_hears_what_the_old_one_had_not_written_down_and_nothing_twice():
     async def scene() -> None:
-        hub = Hub(KEYS)
-        link = beating(hub)
+        server = ControlServer(KEYS)
+        client = beating(server)
         for step in range(4):
-            link.report(Trained(1, step, 0))
-        letters = await hear(hub, has(0, 1, 2, 3))
+            client.report(Trained(1, step, 0))
+        letters = await hear(server, has(0, 1, 2, 3))
         assert [one.number for one in letters if one.number] == [1, 2, 3, 4]
         name = letters[0].sender
-        await hub.send(name, Acknowledged(1))
-        hub = await replaced(hub, {name: 2})  # it had heard four, and committed two
-        link.report(Trained(1, 4, 0))
-        letters = await hear(hub, has(2, 3, 4))
+        await server.send(name, Acknowledged(1))
+        server = await replaced(server, {name: 2})  # it had heard four, and committed two
+        client.report(Trained(1, 4, 0))
+        letters = await hear(server, has(2, 3, 4))
         assert steps(letters) == [2, 3, 4]
         assert isinstance(letters[0].message, Hello), "nobody is heard before he has introduced himself"
-        link.close()
-        await hub.close()
+        client.close()
+        await server.close()
 
     asyncio.run(scene())
 
 
 def test_a_part_that_is_asked_who_it_is_becomes_a_new_incarnation_and_ignores_older_orders():
     async def scene() -> None:
-        hub = Hub(KEYS)
-        link = beating(hub)
-        name = (await hear(hub, bool))[0].sender
-        hub = await replaced(hub, {})
-        await hear(hub, bool)
+        server = ControlServer(KEYS)
+        client = beating(server)
+        name = (await hear(server, bool))[0].sender
+        server = await replaced(server, {})
+        await hear(server, bool)
         for incarnation in (1, 2):
-            await hub.send(name, Ordered(Cancel(0, incarnation, ())))
-        await hub.send(name, Ended(complete=False))
+            await server.send(name, Ordered(Cancel(0, incarnation, ())))
+        await server.send(name, Ended(complete=False))
         came = []
         while not came or not isinstance(came[-1], Ended):
-            came += await asyncio.to_thread(lambda: list(link.receive(DEADLINE_S)))
+            came += await asyncio.to_thread(lambda: list(client.receive(DEADLINE_S)))
         assert [type(one) for one in came] == [Introduce, Ordered, Ended]
-        assert came[1].command.incarnation == link.incarnation == 2
-        link.close()
-        await hub.close()
+        assert came[1].command.incarnation == client.incarnation == 2
+        client.close()
+        await server.close()
 
     asyncio.run(scene())
 
 
 def test_what_is_committed_is_not_kept():
     async def scene() -> None:
-        hub = Hub(KEYS)
-        link = beating(hub)
+        server = ControlServer(KEYS)
+        client = beating(server)
         for step in range(3):
-            link.report(Trained(1, step, 0))
-        name = (await hear(hub, has(0, 1, 2)))[0].sender
-        await hub.send(name, Acknowledged(2))
+            client.report(Trained(1, step, 0))
+        name = (await hear(server, has(0, 1, 2)))[0].sender
+        await server.send(name, Acknowledged(2))
         async with asyncio.timeout(DEADLINE_S):
-            while [number for number, _ in link._kept] != [3]:
+            while [number for number, _ in client._kept] != [3]:
                 await asyncio.sleep(0.01)
-        link.close()
-        await hub.close()
+        client.close()
+        await server.close()
 
     asyncio.run(scene())
 
 
 def test_a_part_that_has_much_to_say_at_once_does_not_wait_for_its_own_heartbeat_nor_that_for_it():
-    """More than the pipe that wakes the link's thread can hold; and that thread sends, too, with every heartbeat."""
+    """More than the pipe that wakes the client's thread can hold; and that thread sends, too, with every heartbeat."""
     many = 3000
 
     async def scene() -> None:
-        hub, said = Hub(KEYS), threading.Event()
+        server, said = ControlServer(KEYS), threading.Event()
 
         def load() -> None:
             said.wait(DEADLINE_S)  # the thread that empties the pipe is busy
-            link.measure(0, {"beats": 1.0})
+            client.measure(0, {"beats": 1.0})
 
-        link = Link(spec(hub.endpoint), load)
-        link.open()
-        burst = threading.Thread(target=lambda: [link.report(Trained(1, step, 0)) for step in range(many)], daemon=True)
+        client = ControlClient(spec(server.endpoint), load)
+        client.open()
+        burst = threading.Thread(
+            target=lambda: [client.report(Trained(1, step, 0)) for step in range(many)], daemon=True
+        )
         burst.start()
         await asyncio.to_thread(burst.join, DEADLINE_S / 4)
         assert not burst.is_alive()
         said.set()
-        assert steps(await hear(hub, has(many - 1))) == list(range(many))
-        link.close()
-        await hub.close()
+        assert steps(await hear(server, has(many - 1))) == list(range(many))
+        client.close()
+        await server.close()
 
     asyncio.run(scene())
 
 
-async def nothing_is_heard(hub: Hub) -> None:
+async def nothing_is_heard(server: ControlServer) -> None:
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.5):
-            await hub.receive()
+            await server.receive()
 
 
-def call(hub: Hub, name: str, key: bytes) -> Connection:
-    return Connection(hub.endpoint, name, key)
+def call(server: ControlServer, name: str, key: bytes) -> Connection:
+    return Connection(server.endpoint, name, key)
 
 
 def say(wire: Connection, message: object, number: int = 0) -> None:
@@ -171,26 +183,26 @@ def say(wire: Connection, message: object, number: int = 0) -> None:
 )
 def test_nobody_speaks_in_the_name_of_another(name, key):
     async def scene() -> None:
-        hub = Hub(KEYS)
+        server = ControlServer(KEYS)
         with pytest.raises(StrangerError):
-            await asyncio.to_thread(call, hub, name, key)
-        assert not hub._peers
-        await hub.close()
+            await asyncio.to_thread(call, server, name, key)
+        assert not server._peers
+        await server.close()
 
     asyncio.run(scene())
 
 
 def test_a_name_that_is_no_text_is_not_even_a_name():
     async def scene() -> None:
-        hub = Hub(KEYS)
-        reader, writer = await asyncio.open_connection("127.0.0.1", hub.port)
+        server = ControlServer(KEYS)
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         writer.write(NAMED.pack(b"tailrace wire 1\n", bytes(32), 4) + b"\xff\xfe\xfd\xfc")
         assert await reader.read() == b""
         writer.close()
-        link = beating(hub)
-        assert (await hear(hub, bool))[0].sender == NAME
-        link.close()
-        await hub.close()
+        client = beating(server)
+        assert (await hear(server, bool))[0].sender == NAME
+        client.close()
+        await server.close()
 
     asyncio.run(scene())
 
@@ -199,12 +211,12 @@ def test_who_has_the_key_of_a_name_takes_it_over_and_has_to_introduce_itself_ane
     """It was cut off and has connected again: what was lost on the way is asked for, in both directions."""
 
     async def scene() -> None:
-        hub = Hub(KEYS)
-        first = await asyncio.to_thread(call, hub, NAME, KEYS.of(NAME))
+        server = ControlServer(KEYS)
+        first = await asyncio.to_thread(call, server, NAME, KEYS.of(NAME))
         say(first, Hello())
         say(first, Reported(Trained(1, 0, 0)), 1)
-        await hear(hub, has(0))
-        second = await asyncio.to_thread(call, hub, NAME, KEYS.of(NAME))
+        await hear(server, has(0))
+        second = await asyncio.to_thread(call, server, NAME, KEYS.of(NAME))
         say(second, Beat())
         say(second, Reported(Trained(1, 2, 0)), 3)
         asked = await asyncio.to_thread(lambda: next(arriving(second)))
@@ -212,11 +224,11 @@ def test_who_has_the_key_of_a_name_takes_it_over_and_has_to_introduce_itself_ane
         say(second, Hello())
         say(second, Reported(Trained(1, 1, 0)), 2)
         say(second, Reported(Trained(1, 2, 0)), 3)
-        assert steps(await hear(hub, has(1, 2))) == [1, 2]
+        assert steps(await hear(server, has(1, 2))) == [1, 2]
         assert await asyncio.to_thread(is_hung_up_on, first)
         for wire in (first, second):
             wire.close()
-        await hub.close()
+        await server.close()
 
     asyncio.run(scene())
 
@@ -238,10 +250,10 @@ def arriving(wire: Connection):
 @pytest.mark.parametrize("harm", ["altered", "repeated", "turned around", "of another connection"])
 def test_a_frame_that_was_tampered_with_ends_the_connection(harm):
     async def scene() -> None:
-        hub = Hub(KEYS)
-        wire = await asyncio.to_thread(call, hub, NAME, KEYS.of(NAME))
+        server = ControlServer(KEYS)
+        wire = await asyncio.to_thread(call, server, NAME, KEYS.of(NAME))
         say(wire, Hello())
-        await hear(hub, bool)
+        await hear(server, bool)
         content = msgspec.msgpack.encode(Reported(Trained(1, 0, 0)))
         wire.send(1, content)
         frame = bytearray(wire._unsent.pop())
@@ -254,30 +266,30 @@ def test_a_frame_that_was_tampered_with_ends_the_connection(harm):
         wire._socket.setblocking(True)
         wire._socket.sendall(frame * (2 if harm == "repeated" else 1))
         assert await asyncio.to_thread(is_hung_up_on, wire)
-        letters = (await hub.receive()) if harm == "repeated" else []
+        letters = (await server.receive()) if harm == "repeated" else []
         assert [one.number for one in letters] == ([1] if harm == "repeated" else [])
-        await nothing_is_heard(hub)
+        await nothing_is_heard(server)
         wire.close()
-        await hub.close()
+        await server.close()
 
     asyncio.run(scene())
 
 
 def test_what_cannot_be_read_is_told_with_the_name_of_its_sender():
     async def scene() -> None:
-        hub = Hub(KEYS)
-        wire = await asyncio.to_thread(call, hub, NAME, KEYS.of(NAME))
+        server = ControlServer(KEYS)
+        wire = await asyncio.to_thread(call, server, NAME, KEYS.of(NAME))
         say(wire, Hello())
         wire.send(0, b"\xc1")
         wire.flush()
-        letters = await hear(hub, lambda found: len(found) == 2)
+        letters = await hear(server, lambda found: len(found) == 2)
         assert (letters[1].sender, type(letters[1].message)) == (NAME, Garbled)
         wire._socket.setblocking(True)
         wire._socket.sendall(HEAD.pack(1 << 40, 0, bytes(PROOF)))
-        letters = await hear(hub, bool)
+        letters = await hear(server, bool)
         assert isinstance(letters[0].message, Garbled)
         wire.close()
-        await hub.close()
+        await server.close()
 
     asyncio.run(scene())
 
@@ -286,9 +298,9 @@ def test_the_port_of_a_controller_that_is_gone_is_of_no_use_without_the_keys():
     """Somebody else listens there: the component tells it nothing but its name, and waits for its controller."""
     with socket.create_server(("127.0.0.1", 0)) as usurper:
         usurper.settimeout(DEADLINE_S)
-        link = Link(spec(f"tcp://127.0.0.1:{usurper.getsockname()[1]}"))
-        link.open()
-        link.report(Trained(1, 0, 0))
+        client = ControlClient(spec(f"tcp://127.0.0.1:{usurper.getsockname()[1]}"))
+        client.open()
+        client.report(Trained(1, 0, 0))
         for proof in (bytes(PROOF), None):
             caller, _ = usurper.accept()
             with caller:
@@ -300,5 +312,5 @@ def test_the_port_of_a_controller_that_is_gone_is_of_no_use_without_the_keys():
                 foreign = Session("controller", bytes(32), (nonce, opening.nonce)).proof
                 caller.sendall(foreign if proof is None else proof)
                 assert caller.recv(1) == b"", "not a word"
-        assert not list(link.listen(0))
-        link.close()
+        assert not list(client.listen(0))
+        client.close()

@@ -1,4 +1,4 @@
-"""Settings: a frozen tree, one door to load it through, and TOML text to write it back."""
+"""Settings: a frozen tree, one way to load it, and TOML text to write it back."""
 
 from tailrace.config.errors import ConfigError
 from tailrace.config.load import load, with_values

@@ -1,4 +1,4 @@
-"""From files and command-line words to one checked Config. The only door through which settings enter.
+"""From files and command-line words to one checked Config. The only way in which settings enter.
 
 Files are composed left to right, options come last, then the model's shape is looked up and the whole is checked.
 Every error is a ConfigError: one sentence that says what is wrong, where, and what to write instead.

@@ -19,7 +19,7 @@ import msgspec
 from tailrace.config.tree import Config
 from tailrace.control import moves, replicas, rounds, steps, stores, watch, weights, work
 from tailrace.control.invariants import check_all
-from tailrace.control.state import Desk, State
+from tailrace.control.state import Context, State
 from tailrace.protocol import (
     Checkpointed,
     Command,
@@ -57,15 +57,15 @@ from tailrace.protocol import (
 )
 
 
-def _prompts_added(desk: Desk, event: PromptsAdded) -> None:
-    if event.start == desk.ledger.received:
-        desk.state.fetching = False
-        desk.state.exhausted = event.last
-        desk.ledger.add_prompts(event.prompts)
-        desk.more_work = True
+def _prompts_added(context: Context, event: PromptsAdded) -> None:
+    if event.start == context.ledger.received:
+        context.state.fetching = False
+        context.state.exhausted = event.last
+        context.ledger.add_prompts(event.prompts)
+        context.more_work = True
 
 
-HANDLERS: dict[type[Event], Callable[[Desk, Any], None]] = {
+HANDLERS: dict[type[Event], Callable[[Context, Any], None]] = {
     RunStarted: watch.run_started,
     HostJoined: watch.host_joined,
     HostLeft: watch.host_left,
@@ -104,40 +104,40 @@ class ControlPlane:
     def __init__(self, config: Config, state: State | None = None) -> None:
         self.config = config
         self.state = state or State()
-        self._desk = Desk(config, self.state)
+        self._context = Context(config, self.state)
 
     def handle(self, now: float, event: Event) -> list[Command]:
-        desk = self._desk
-        desk.clear(now)
+        context = self._context
+        context.clear(now)
         if not self.state.stopped or type(event) is ControllerRestarted:  # its last order may not have been sent
-            HANDLERS[type(event)](desk, event)
+            HANDLERS[type(event)](context, event)
         if not self.state.stopped and type(event) not in INFORMING:
-            self._decide(desk)
-        return desk.commands
+            self._decide(context)
+        return context.commands
 
-    def _decide(self, desk: Desk) -> None:
+    def _decide(self, context: Context) -> None:
         """The trainer first, then the weights it made, then work for the replicas, then moves between them."""
-        weights.publish(desk)
+        weights.publish(context)
         if not self.state.stopped:
-            steps.train(desk)
+            steps.train(context)
         if self.state.stopped:
             return
-        if desk.traits.rounds:
-            rounds.advance(desk)
+        if context.traits.rounds:
+            rounds.advance(context)
         else:
-            self._give_work(desk)
-        work.fetch_prompts(desk)
-        if desk.repack_due and desk.repacks:
-            moves.consider(desk)
+            self._give_work(context)
+        work.fetch_prompts(context)
+        if context.repack_due and context.repacks:
+            moves.consider(context)
 
-    def _give_work(self, desk: Desk) -> None:
-        if desk.more_work:
-            if desk.ledger.waiting:
-                work.place_waiting(desk)
-            for id in desk.fleet.hungry:
-                desk.touch(desk.fleet.replicas[id])
-        for replica in desk.touched.values():
-            work.settle(desk, replica)
+    def _give_work(self, context: Context) -> None:
+        if context.more_work:
+            if context.ledger.waiting:
+                work.place_waiting(context)
+            for id in context.fleet.hungry:
+                context.touch(context.fleet.replicas[id])
+        for replica in context.touched.values():
+            work.settle(context, replica)
 
     def heartbeats(self, age_s: Callable[[Role, int], float]) -> Heartbeats:
         """What a driver has to tell just before each timer `health`, from how long ago it last heard whom."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from tailrace.control import groups, health, steps, weights
 from tailrace.control.fleet import Replica
 from tailrace.control.ledger import Sample
-from tailrace.control.state import Desk
+from tailrace.control.state import Context
 from tailrace.protocol import (
     Assignment,
     Cancel,
@@ -25,24 +25,24 @@ from tailrace.protocol import (
 )
 
 
-def joined(desk: Desk, event: ReplicaJoined) -> None:
-    known = desk.fleet.replicas.get(event.replica)
+def joined(context: Context, event: ReplicaJoined) -> None:
+    known = context.fleet.replicas.get(event.replica)
     if known is not None and (known.state == "departed" or event.incarnation <= known.incarnation):
         return
     if known is not None:
-        weights.end_pull(desk, known)
-    replica = desk.fleet.join(desk.now, event)
-    _reconcile(desk, replica, event.held)
-    desk.touch(replica)
-    desk.more_work = True
+        weights.end_pull(context, known)
+    replica = context.fleet.join(context.now, event)
+    _reconcile(context, replica, event.held)
+    context.touch(replica)
+    context.more_work = True
 
 
-def _reconcile(desk: Desk, replica: Replica, held: tuple[Assignment, ...]) -> None:
+def _reconcile(context: Context, replica: Replica, held: tuple[Assignment, ...]) -> None:
     """Compare what control believes a replica has with what it says it has; both sides forget the difference."""
-    ledger = desk.ledger
-    stray = [one for one in held if not _is_assigned(desk, replica, one)]
+    ledger = context.ledger
+    stray = [one for one in held if not _is_assigned(context, replica, one)]
     if stray:
-        desk.send(Cancel(replica.id, replica.incarnation, tuple(stray)))
+        context.send(Cancel(replica.id, replica.incarnation, tuple(stray)))
     kept = {one.trajectory for one in held} - {one.trajectory for one in stray}
     missing = [id for id in replica.holds() if id not in kept]
     for id in missing:
@@ -50,146 +50,148 @@ def _reconcile(desk: Desk, replica: Replica, held: tuple[Assignment, ...]) -> No
         ledger.unassign(ledger.samples[id])
 
 
-def _is_assigned(desk: Desk, replica: Replica, one: Assignment) -> bool:
-    sample = desk.ledger.current(one.trajectory, one.attempt)
+def _is_assigned(context: Context, replica: Replica, one: Assignment) -> bool:
+    sample = context.ledger.current(one.trajectory, one.attempt)
     return sample is not None and sample.replica == replica.id
 
 
-def lost(desk: Desk, event: ReplicaLost) -> None:
-    replica = desk.fleet.replicas.get(event.replica)
+def lost(context: Context, event: ReplicaLost) -> None:
+    replica = context.fleet.replicas.get(event.replica)
     if replica is None:
         return
     if replica.live and event.incarnation == replica.incarnation:
-        lose(desk, replica, event.reason)
+        lose(context, replica, event.reason)
     elif replica.state == "lost" and event.incarnation > replica.incarnation:
-        health.start_failed(desk.config.health, desk.now, replica, event.incarnation, event.reason)
+        health.start_failed(context.config.health, context.now, replica, event.incarnation, event.reason)
 
 
-def lose(desk: Desk, replica: Replica, reason: str) -> None:
+def lose(context: Context, replica: Replica, reason: str) -> None:
     """Its samples wait for another replica; it is started again after a pause."""
-    weights.end_pull(desk, replica)
+    weights.end_pull(context, replica)
     for id in replica.holds():
-        desk.ledger.unassign(desk.ledger.samples[id])
-    desk.fleet.lose(desk.now, replica, reason)
-    health.plan_restart(desk.config.health, desk.now, replica)
-    desk.more_work = True
+        context.ledger.unassign(context.ledger.samples[id])
+    context.fleet.lose(context.now, replica, reason)
+    health.plan_restart(context.config.health, context.now, replica)
+    context.more_work = True
 
 
-def progressed(desk: Desk, event: Progressed) -> None:
-    replica = desk.fleet.current(event.replica, event.incarnation)
+def progressed(context: Context, event: Progressed) -> None:
+    replica = context.fleet.current(event.replica, event.incarnation)
     if replica is not None:
         replica.kv_tokens = event.kv_tokens
         replica.waiting = event.waiting
         replica.pledged = 0
 
 
-def scoring_started(desk: Desk, event: ScoringStarted) -> None:
+def scoring_started(context: Context, event: ScoringStarted) -> None:
     """What a judge has takes no place among what is generated: there is room for more."""
-    for replica, sample, one in _turns(desk, event):
-        if desk.ledger.start_scoring(sample, one.turn, one.final):
+    for replica, sample, one in _turns(context, event):
+        if context.ledger.start_scoring(sample, one.turn, one.final):
             replica.assigned.pop(sample.id, None)
             replica.scoring[sample.id] = one.final
-            desk.touch(replica)
+            context.touch(replica)
 
 
-def generation_resumed(desk: Desk, event: GenerationResumed) -> None:
+def generation_resumed(context: Context, event: GenerationResumed) -> None:
     """Perhaps the replica has more to generate now than its batch: it is given nothing until that is over."""
-    for replica, sample, one in _turns(desk, event):
-        if desk.ledger.begin_turn(sample, one.turn):
+    for replica, sample, one in _turns(context, event):
+        if context.ledger.begin_turn(sample, one.turn):
             del replica.scoring[sample.id]
             replica.assigned[sample.id] = None
 
 
-def _turns(desk: Desk, event: ScoringStarted | GenerationResumed) -> Iterator[tuple[Replica, Sample, JudgedTurn]]:
+def _turns(context: Context, event: ScoringStarted | GenerationResumed) -> Iterator[tuple[Replica, Sample, JudgedTurn]]:
     """Those of the event that this incarnation of the replica has under these assignments."""
-    replica = desk.fleet.current(event.replica, event.incarnation)
+    replica = context.fleet.current(event.replica, event.incarnation)
     for one in event.samples:
-        sample = desk.ledger.current(one.trajectory, one.attempt)
+        sample = context.ledger.current(one.trajectory, one.attempt)
         if replica is not None and sample is not None and sample.replica == replica.id:
             yield replica, sample, one
 
 
-def finished(desk: Desk, event: Finished) -> None:
-    sample = desk.ledger.current(event.meta.id, event.meta.attempt)
+def finished(context: Context, event: Finished) -> None:
+    sample = context.ledger.current(event.meta.id, event.meta.attempt)
     if sample is not None:
-        replica = _detach(desk, sample)
+        replica = _detach(context, sample)
         replica.restarts = replica.failures = 0
-        replica.finished_at = desk.now
-        desk.ledger.finish(sample, event.meta)
-        desk.stores.works(sample.store)
-        groups.close_if_complete(desk, desk.ledger.groups[sample.group])
+        replica.finished_at = context.now
+        context.ledger.finish(sample, event.meta)
+        context.stores.works(sample.store)
+        groups.close_if_complete(context, context.ledger.groups[sample.group])
 
 
-def sample_failed(desk: Desk, event: SampleFailed) -> None:
-    sample = desk.ledger.current(event.trajectory, event.attempt)
+def sample_failed(context: Context, event: SampleFailed) -> None:
+    sample = context.ledger.current(event.trajectory, event.attempt)
     if sample is not None:
-        replica = _detach(desk, sample)
-        replica.failing_since = replica.failing_since if replica.failures else desk.now
+        replica = _detach(context, sample)
+        replica.failing_since = replica.failing_since if replica.failures else context.now
         replica.failures += 1
-        desk.ledger.fail(sample, desk.config.groups.max_failures)
-        groups.close_if_complete(desk, desk.ledger.groups[sample.group])
-        desk.more_work = True
-        if _is_to_blame(desk, replica):
+        context.ledger.fail(sample, context.config.groups.max_failures)
+        groups.close_if_complete(context, context.ledger.groups[sample.group])
+        context.more_work = True
+        if _is_to_blame(context, replica):
             reason = f"{replica.failures} samples in a row failed here and not elsewhere, the last one: {event.reason}"
-            quarantine(desk, replica, reason)
+            quarantine(context, replica, reason)
 
 
-def _is_to_blame(desk: Desk, replica: Replica) -> bool:
+def _is_to_blame(context: Context, replica: Replica) -> bool:
     """More went wrong in a row than one bad prompt can cause, and meanwhile others did well."""
-    one_prompt = desk.config.workload.group_size * desk.config.groups.max_failures
+    one_prompt = context.config.workload.group_size * context.config.groups.max_failures
     if replica.failures <= one_prompt:
         return False
-    return any(one.finished_at >= replica.failing_since for one in desk.fleet.replicas.values() if one is not replica)
+    return any(
+        one.finished_at >= replica.failing_since for one in context.fleet.replicas.values() if one is not replica
+    )
 
 
-def quarantine(desk: Desk, replica: Replica, reason: str) -> None:
+def quarantine(context: Context, replica: Replica, reason: str) -> None:
     """It is left alone from now on; what it had goes elsewhere."""
-    desk.send(GiveUp("replica", replica.id, replica.incarnation, f"quarantined: {reason}"))
+    context.send(GiveUp("replica", replica.id, replica.incarnation, f"quarantined: {reason}"))
     if replica.live:
-        lose(desk, replica, reason)
-    replica.enter("quarantined", desk.now)
-    stop_if_none_is_left(desk, reason)
+        lose(context, replica, reason)
+    replica.enter("quarantined", context.now)
+    stop_if_none_is_left(context, reason)
 
 
-def stop_if_none_is_left(desk: Desk, reason: str) -> None:
-    if all(one.given_up for one in desk.fleet.replicas.values()):
-        steps.stop(desk, f"no replica is left; the last one was given up because: {reason}", failed=True)
+def stop_if_none_is_left(context: Context, reason: str) -> None:
+    if all(one.given_up for one in context.fleet.replicas.values()):
+        steps.stop(context, f"no replica is left; the last one was given up because: {reason}", failed=True)
 
 
-def _detach(desk: Desk, sample: Sample) -> Replica:
-    replica = desk.fleet.replicas[sample.replica]
+def _detach(context: Context, sample: Sample) -> Replica:
+    replica = context.fleet.replicas[sample.replica]
     replica.drop(sample.id)
-    desk.touch(replica)
+    context.touch(replica)
     return replica
 
 
-def weights_loaded(desk: Desk, event: WeightsLoaded) -> None:
-    replica = _pulling(desk, event)
+def weights_loaded(context: Context, event: WeightsLoaded) -> None:
+    replica = _pulling(context, event)
     if replica is not None:
-        replica.use_first = 2 * (desk.now - replica.since) > desk.training.pace_s
-        weights.end_pull(desk, replica)
+        replica.use_first = 2 * (context.now - replica.since) > context.training.pace_s
+        weights.end_pull(context, replica)
         replica.version = event.version
-        desk.touch(replica)
-        desk.more_work = desk.more_work or bool(desk.ledger.waiting)
+        context.touch(replica)
+        context.more_work = context.more_work or bool(context.ledger.waiting)
 
 
-def pull_failed(desk: Desk, event: PullFailed) -> None:
+def pull_failed(context: Context, event: PullFailed) -> None:
     """Whose fault it is, is started afresh: a relay with a damaged copy, or a replica that cannot load a good one."""
-    replica = _pulling(desk, event)
+    replica = _pulling(context, event)
     if replica is None:
         return
-    relay = desk.relays.relays[replica.source]
+    relay = context.relays.relays[replica.source]
     if not event.damaged:
-        lose(desk, replica, f"could not load version {event.version}: {event.reason}")
+        lose(context, replica, f"could not load version {event.version}: {event.reason}")
         return
-    weights.end_pull(desk, replica)
-    desk.touch(replica)
+    weights.end_pull(context, replica)
+    context.touch(replica)
     if relay.live and event.version in relay.versions:
-        weights.give_up_relay(desk, relay, f"its copy of version {event.version} cannot be loaded: {event.reason}")
+        weights.give_up_relay(context, relay, f"its copy of version {event.version} cannot be loaded: {event.reason}")
 
 
-def _pulling(desk: Desk, event: WeightsLoaded | PullFailed) -> Replica | None:
-    replica = desk.fleet.current(event.replica, event.incarnation)
+def _pulling(context: Context, event: WeightsLoaded | PullFailed) -> Replica | None:
+    replica = context.fleet.current(event.replica, event.incarnation)
     if replica is None or replica.state != "pulling" or replica.target != event.version:
         return None
     return replica

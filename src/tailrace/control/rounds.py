@@ -10,60 +10,60 @@ as well.
 from __future__ import annotations
 
 from tailrace.control import weights, work
-from tailrace.control.state import Desk
+from tailrace.control.state import Context
 from tailrace.types import Version
 
 
-def advance(desk: Desk) -> None:
+def advance(context: Context) -> None:
     """Finish the round, bring all replicas to the next version, begin the next round; as far as possible now."""
-    round, ledger = desk.state.round, desk.ledger
+    round, ledger = context.state.round, context.ledger
     if round.running and not round.to_open and not ledger.open_groups:
         round.running = False
         round.number += 1
-    if not round.running and _fleet_is_at(desk, _version(desk, round.number)):
+    if not round.running and _fleet_is_at(context, _version(context, round.number)):
         round.running = True
-        round.to_open += desk.config.workload.prompts_per_step
-    elif _is_generated(desk) and _fleet_is_at(desk, _version(desk, round.number + 1)):
+        round.to_open += context.config.workload.prompts_per_step
+    elif _is_generated(context) and _fleet_is_at(context, _version(context, round.number + 1)):
         round.number += 1
-        round.to_open += desk.config.workload.prompts_per_step
+        round.to_open += context.config.workload.prompts_per_step
     if round.running:
         while round.to_open and len(ledger.pool):
-            ledger.open_group(desk.now, desk.config.workload.group_size, round.number)
+            ledger.open_group(context.now, context.config.workload.group_size, round.number)
             round.to_open -= 1
-        _spread_waiting(desk)
+        _spread_waiting(context)
 
 
-def _is_generated(desk: Desk) -> bool:
+def _is_generated(context: Context) -> bool:
     """Of the round that is running, only judges still have something."""
-    return desk.state.round.running and not desk.state.round.to_open and desk.ledger.generated
+    return context.state.round.running and not context.state.round.to_open and context.ledger.generated
 
 
-def _version(desk: Desk, number: int) -> Version:
+def _version(context: Context, number: int) -> Version:
     """The oldest version that this round may be generated under."""
-    wanted = max(0, number - desk.traits.behind)
-    return wanted - wanted % desk.config.schedule.publish_every
+    wanted = max(0, number - context.traits.behind)
+    return wanted - wanted % context.config.schedule.publish_every
 
 
-def _fleet_is_at(desk: Desk, version: Version) -> bool:
+def _fleet_is_at(context: Context, version: Version) -> bool:
     """The barrier: every live replica generates under this version or a newer one. Orders the pulls if not."""
-    target = desk.relays.newest_everywhere
-    if target < version or desk.state.pulling or not desk.fleet.live:
+    target = context.relays.newest_everywhere
+    if target < version or context.state.pulling or not context.fleet.live:
         return False
-    outdated = [replica for replica in desk.fleet.ready() if replica.version < target]
-    ordered = [weights.pull(desk, replica, target) for replica in outdated]
+    outdated = [replica for replica in context.fleet.ready() if replica.version < target]
+    ordered = [weights.pull(context, replica, target) for replica in outdated]
     if any(ordered):
         return False
-    return all(replica.version >= version for replica in desk.fleet.ready())
+    return all(replica.version >= version for replica in context.fleet.ready())
 
 
-def _spread_waiting(desk: Desk) -> None:
+def _spread_waiting(context: Context) -> None:
     """Share all waiting samples evenly between the replicas that are at the round's version."""
-    waiting = list(desk.ledger.waiting)
+    waiting = list(context.ledger.waiting)
     if not waiting:
         return
-    version = _version(desk, desk.state.round.number)
-    _bring_up(desk, version)
-    ready = [replica for replica in desk.fleet.ready() if replica.version >= version]
+    version = _version(context, context.state.round.number)
+    _bring_up(context, version)
+    ready = [replica for replica in context.fleet.ready() if replica.version >= version]
     total = len(waiting) + sum(len(replica.assigned) for replica in ready)
     start = 0
     for index, replica in enumerate(ready):
@@ -71,11 +71,11 @@ def _spread_waiting(desk: Desk) -> None:
         given = waiting[start : start + max(0, share - len(replica.assigned))]
         start += len(given)
         if given:
-            work.generate(desk, replica, given)
+            work.generate(context, replica, given)
 
 
-def _bring_up(desk: Desk, version: Version) -> None:
+def _bring_up(context: Context, version: Version) -> None:
     """A replica that joined in the middle of a round pulls at once, so that it can help."""
-    for replica in list(desk.fleet.ready()):
+    for replica in list(context.fleet.ready()):
         if replica.version < version:
-            weights.pull(desk, replica, desk.relays.newest_everywhere)
+            weights.pull(context, replica, context.relays.newest_everywhere)

@@ -1,4 +1,4 @@
-"""Everything the control plane knows (`State`), and the desk at which one event is handled (`Desk`)."""
+"""Everything the control plane knows (`State`), and the context at which one event is handled (`Context`)."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class State(msgspec.Struct):
     moved: int = 0
 
 
-class Desk:
+class Context:
     """What the functions of this package share while they handle one event.
 
     Handlers bring the books up to date and leave notes here; `plane.py` then decides, in one fixed order, what they

@@ -4,36 +4,36 @@ from __future__ import annotations
 
 from tailrace.control import groups, health, sampling, stores
 from tailrace.control.ledger import NONE
-from tailrace.control.state import Desk
+from tailrace.control.state import Context
 from tailrace.control.training import PickedGroup
 from tailrace.protocol import Checkpointed, Forget, Stop, Trained, TrainerJoined, TrainerLost, TrainFailed
 
 
-def train(desk: Desk) -> None:
+def train(context: Context) -> None:
     """Give the trainer its next mini-batch: one that it must repeat, or a newly picked one. What was lost of one that
     it must repeat is picked anew."""
-    training = desk.training
+    training = context.training
     if not training.live or training.busy:
         return
-    stores.remove_lost(desk)
-    wanted = desk.mini_batch_sizes[training.mini_batch] - len(training.picked)
+    stores.remove_lost(context)
+    wanted = context.mini_batch_sizes[training.mini_batch] - len(training.picked)
     if not wanted:
-        desk.send(training.order(len(desk.mini_batch_sizes)))
+        context.send(training.order(len(context.mini_batch_sizes)))
         return
-    left = desk.config.workload.prompts_per_step - training.taken if training.step == training.version else wanted
-    if len(desk.ledger.ready) >= (wanted if desk.traits.streams else left):
-        _train_on_picked(desk, wanted, left)
-    elif desk.state.exhausted and not len(desk.ledger.pool) and not desk.ledger.open_groups:
-        _ran_out(desk)
+    left = context.config.workload.prompts_per_step - training.taken if training.step == training.version else wanted
+    if len(context.ledger.ready) >= (wanted if context.traits.streams else left):
+        _train_on_picked(context, wanted, left)
+    elif context.state.exhausted and not len(context.ledger.pool) and not context.ledger.open_groups:
+        _ran_out(context)
 
 
-def _ran_out(desk: Desk) -> None:
+def _ran_out(context: Context) -> None:
     """What is left cannot fill a step. A run that has not trained a single one has failed."""
-    training, prompts = desk.training, desk.config.workload.prompts_per_step
-    left = len(desk.ledger.ready) + training.taken
+    training, prompts = context.training, context.config.workload.prompts_per_step
+    left = len(context.ledger.ready) + training.taken
     partly = f", {training.taken} of them trained for a step that is not complete" if training.taken else ""
     stop(
-        desk,
+        context,
         f"the prompts ran out after {_counted(training.version, 'step')}: {_counted(left, 'group')} left over, too few "
         f"for one more of {prompts}{partly}",
         failed=training.version == 0,
@@ -44,105 +44,105 @@ def _counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
-def _train_on_picked(desk: Desk, wanted: int, left: int) -> None:
-    ledger, training = desk.ledger, desk.training
-    as_opened, by_round = not desk.traits.streams, desk.traits.rounds
-    picked = sampling.pick(desk.config, ledger, training.version, wanted, left, as_opened, by_round)
+def _train_on_picked(context: Context, wanted: int, left: int) -> None:
+    ledger, training = context.ledger, context.training
+    as_opened, by_round = not context.traits.streams, context.traits.rounds
+    picked = sampling.pick(context.config, ledger, training.version, wanted, left, as_opened, by_round)
     for group in picked.stale:
-        groups.end(desk, group, "stale")
+        groups.end(context, group, "stale")
     if picked.groups:
         taken = tuple([ledger.take(group) for group in picked.groups])
         training.add(taken, {group.id: PickedGroup(group.prompt, group.samples) for group in picked.groups})
-        desk.send(training.order(len(desk.mini_batch_sizes)))
+        context.send(training.order(len(context.mini_batch_sizes)))
 
 
-def joined(desk: Desk, event: TrainerJoined) -> None:
-    training = desk.training
+def joined(context: Context, event: TrainerJoined) -> None:
+    training = context.training
     if event.incarnation <= training.incarnation:
         return
     if event.step < training.durable:
         gone = f"its checkpoints of step {training.durable} and later are gone"
-        stop(desk, f"the trainer came back at step {event.step}; {gone}", True)
+        stop(context, f"the trainer came back at step {event.step}; {gone}", True)
         return
-    if not _catch_up(desk, event):
+    if not _catch_up(context, event):
         stop(
-            desk,
+            context,
             f"the trainer came with step {event.step}, mini-batch {event.mini_batch}, which it was never told to train",
             True,
         )
-    elif not desk.state.stopped:
-        training.join(desk.now, event.incarnation, event.step, event.mini_batch)
-        desk.state.pushing = NONE
+    elif not context.state.stopped:
+        training.join(context.now, event.incarnation, event.step, event.mini_batch)
+        context.state.pushing = NONE
 
 
-def _catch_up(desk: Desk, event: TrainerJoined) -> bool:
+def _catch_up(context: Context, event: TrainerJoined) -> bool:
     """Record the mini-batches that are in its weights though the report was lost; False if it has more than was
     ordered."""
-    training = desk.training
+    training = context.training
     while (training.step, training.mini_batch) < (event.step, event.mini_batch) and training.picked:
-        _mini_batch_trained(desk)
+        _mini_batch_trained(context)
     has_no_more = (training.step, training.mini_batch) >= (event.step, event.mini_batch)
-    return has_no_more and event.mini_batch < len(desk.mini_batch_sizes)
+    return has_no_more and event.mini_batch < len(context.mini_batch_sizes)
 
 
-def lost(desk: Desk, event: TrainerLost) -> None:
-    training = desk.training
+def lost(context: Context, event: TrainerLost) -> None:
+    training = context.training
     if training.live and event.incarnation == training.incarnation:
-        lose(desk, event.reason)
+        lose(context, event.reason)
     elif not training.live and event.incarnation > training.incarnation:
-        health.start_failed(desk.config.health, desk.now, training, event.incarnation, event.reason)
+        health.start_failed(context.config.health, context.now, training, event.incarnation, event.reason)
 
 
-def lose(desk: Desk, reason: str) -> None:
-    desk.training.live = desk.training.busy = False
-    desk.training.reason = reason
-    health.plan_restart(desk.config.health, desk.now, desk.training)
+def lose(context: Context, reason: str) -> None:
+    context.training.live = context.training.busy = False
+    context.training.reason = reason
+    health.plan_restart(context.config.health, context.now, context.training)
 
 
-def trained(desk: Desk, event: Trained) -> None:
-    training = desk.training
+def trained(context: Context, event: Trained) -> None:
+    training = context.training
     if not training.awaits(event.incarnation, event.step, event.mini_batch):
         return
     training.restarts = 0
-    _mini_batch_trained(desk)
+    _mini_batch_trained(context)
 
 
-def train_failed(desk: Desk, event: TrainFailed) -> None:
+def train_failed(context: Context, event: TrainFailed) -> None:
     """What its store has is ordered again; what was lost with a store is replaced."""
-    if desk.training.awaits(event.incarnation, event.step, event.mini_batch):
-        desk.training.last_seen = desk.now
-        desk.training.busy = False
+    if context.training.awaits(event.incarnation, event.step, event.mini_batch):
+        context.training.last_seen = context.now
+        context.training.busy = False
 
 
-def _mini_batch_trained(desk: Desk) -> None:
-    training = desk.training
+def _mini_batch_trained(context: Context) -> None:
+    training = context.training
     for one in training.past[training.step].mini_batches[training.mini_batch]:
-        if one.group in desk.ledger.groups:  # not there if this mini-batch is a repetition
-            desk.ledger.retire(one.group)
-    if training.advance(desk.now, len(desk.mini_batch_sizes)):
-        _version_made(desk)
+        if one.group in context.ledger.groups:  # not there if this mini-batch is a repetition
+            context.ledger.retire(one.group)
+    if training.advance(context.now, len(context.mini_batch_sizes)):
+        _version_made(context)
 
 
-def _version_made(desk: Desk) -> None:
-    if desk.training.version >= desk.config.run.steps:
-        stop(desk, "all steps are done")
+def _version_made(context: Context) -> None:
+    if context.training.version >= context.config.run.steps:
+        stop(context, "all steps are done")
         return
-    groups.drop_doomed(desk)
-    desk.more_work = True
-    desk.repack_due = True
+    groups.drop_doomed(context)
+    context.more_work = True
+    context.repack_due = True
 
 
-def checkpointed(desk: Desk, event: Checkpointed) -> None:
-    if event.incarnation == desk.training.incarnation:
-        freed = desk.training.checkpointed(min(event.step, desk.training.step))  # it may overtake `Trained`
+def checkpointed(context: Context, event: Checkpointed) -> None:
+    if event.incarnation == context.training.incarnation:
+        freed = context.training.checkpointed(min(event.step, context.training.step))  # it may overtake `Trained`
         if freed:
-            desk.send(Forget(tuple(freed)))
+            context.send(Forget(tuple(freed)))
 
 
-def stop(desk: Desk, reason: str, failed: bool = False) -> None:
+def stop(context: Context, reason: str, failed: bool = False) -> None:
     """The first reason is the one that counts."""
-    if desk.state.stopped:
+    if context.state.stopped:
         return
-    desk.state.stopped = reason
-    desk.state.failed = failed
-    desk.send(Stop(reason, failed))
+    context.state.stopped = reason
+    context.state.failed = failed
+    context.send(Stop(reason, failed))

@@ -9,7 +9,7 @@ from tailrace.config.tree import Config
 from tailrace.control import groups, health, replicas, steps, stores, weights
 from tailrace.control.fleet import Replica
 from tailrace.control.relays import Relay
-from tailrace.control.state import Desk, State
+from tailrace.control.state import Context, State
 from tailrace.control.storage import FIRST, Store
 from tailrace.control.training import Training
 from tailrace.protocol import (
@@ -29,56 +29,56 @@ from tailrace.protocol import (
 )
 
 
-def run_started(desk: Desk, event: RunStarted) -> None:
-    _start(desk, "trainer", TRAINER, desk.training)
+def run_started(context: Context, event: RunStarted) -> None:
+    _start(context, "trainer", TRAINER, context.training)
     for id in range(event.stores):
-        _start(desk, "store", id, desk.stores.stores.setdefault(id, Store(id)))
+        _start(context, "store", id, context.stores.stores.setdefault(id, Store(id)))
     for id in range(event.relays):
-        _start(desk, "relay", id, desk.relays.relays.setdefault(id, Relay(id)))
+        _start(context, "relay", id, context.relays.relays.setdefault(id, Relay(id)))
     for id in range(event.replicas):
-        _start(desk, "replica", id, desk.fleet.replicas.setdefault(id, Replica(id)))
-    _set_timers(desk)
+        _start(context, "replica", id, context.fleet.replicas.setdefault(id, Replica(id)))
+    _set_timers(context)
 
 
-def host_joined(desk: Desk, event: HostJoined) -> None:
-    _start(desk, "relay", event.host, desk.relays.relays.setdefault(event.host, Relay(event.host)))
+def host_joined(context: Context, event: HostJoined) -> None:
+    _start(context, "relay", event.host, context.relays.relays.setdefault(event.host, Relay(event.host)))
     if event.store:
-        _start(desk, "store", event.host, desk.stores.stores.setdefault(event.host, Store(event.host)))
+        _start(context, "store", event.host, context.stores.stores.setdefault(event.host, Store(event.host)))
     for id in event.replicas:
-        replica = desk.fleet.replicas.setdefault(id, Replica(id))
-        desk.fleet.house(replica, event.host)
-        _start(desk, "replica", id, replica)
+        replica = context.fleet.replicas.setdefault(id, Replica(id))
+        context.fleet.house(replica, event.host)
+        _start(context, "replica", id, replica)
 
 
-def host_left(desk: Desk, event: HostLeft) -> None:
+def host_left(context: Context, event: HostLeft) -> None:
     """Nobody is there to start its components again. What its replicas had goes on elsewhere, from its store, unless
     that has left with it."""
-    for id in desk.fleet.on_host.get(event.host, ()):
-        replica = desk.fleet.replicas[id]
+    for id in context.fleet.on_host.get(event.host, ()):
+        replica = context.fleet.replicas[id]
         if replica.live:
-            replicas.lose(desk, replica, event.reason)
-        replica.enter("departed", desk.now)
-    store = desk.stores.stores.get(event.host)
+            replicas.lose(context, replica, event.reason)
+        replica.enter("departed", context.now)
+    store = context.stores.stores.get(event.host)
     if store is not None and not store.departed:
-        stores.depart(desk, store)
-    relay = desk.relays.relays.get(event.host)
+        stores.depart(context, store)
+    relay = context.relays.relays.get(event.host)
     if relay is not None:
         if relay.live:
-            weights.lose_relay(desk, relay, event.reason)
+            weights.lose_relay(context, relay, event.reason)
         relay.departed = True
-        _stop_if_no_relay_is_left(desk, event.reason)
-    replicas.stop_if_none_is_left(desk, event.reason)
+        _stop_if_no_relay_is_left(context, event.reason)
+    replicas.stop_if_none_is_left(context, event.reason)
 
 
-def _set_timers(desk: Desk) -> None:
-    _look_again(desk)
-    if desk.repacks:
-        _set_timer(desk, "repack", desk.now + desk.config.repack.every_s)
+def _set_timers(context: Context) -> None:
+    _look_again(context)
+    if context.repacks:
+        _set_timer(context, "repack", context.now + context.config.repack.every_s)
 
 
-def _look_again(desk: Desk) -> None:
-    living = [record for _, _, record in _everybody(desk.state) if record.live]
-    _set_timer(desk, "health", health.next_look(desk.config.health, desk.now, living))
+def _look_again(context: Context) -> None:
+    living = [record for _, _, record in _everybody(context.state) if record.live]
+    _set_timer(context, "health", health.next_look(context.config.health, context.now, living))
 
 
 def _everybody(state: State) -> Iterator[tuple[Role, int, Replica | Relay | Store | Training]]:
@@ -91,23 +91,23 @@ def _everybody(state: State) -> Iterator[tuple[Role, int, Replica | Relay | Stor
     yield "trainer", TRAINER, state.training
 
 
-def _set_timer(desk: Desk, timer: str, at: float) -> None:
-    desk.state.timers[timer] = at
-    desk.send(SetTimer(timer, at))
+def _set_timer(context: Context, timer: str, at: float) -> None:
+    context.state.timers[timer] = at
+    context.send(SetTimer(timer, at))
 
 
-def timer_fired(desk: Desk, event: TimerFired) -> None:
-    if desk.now < desk.state.timers.get(event.timer, inf):
+def timer_fired(context: Context, event: TimerFired) -> None:
+    if context.now < context.state.timers.get(event.timer, inf):
         return  # one that was set before the controller was restarted, or a second copy
     if event.timer == "repack":
-        desk.repack_due = True
-        _set_timer(desk, "repack", desk.now + desk.config.repack.every_s)
+        context.repack_due = True
+        _set_timer(context, "repack", context.now + context.config.repack.every_s)
     elif event.timer == "health":
-        _find_lost(desk)
-        _restart_due(desk)
-        groups.deliver_overdue(desk)
-        desk.more_work = True
-        _look_again(desk)
+        _find_lost(context)
+        _restart_due(context)
+        groups.deliver_overdue(context)
+        context.more_work = True
+        _look_again(context)
 
 
 def find_late(config: Config, state: State, age_s: Callable[[Role, int], float]) -> Heartbeats:
@@ -119,118 +119,122 @@ def find_late(config: Config, state: State, age_s: Callable[[Role, int], float])
     return Heartbeats(tuple([Late(*one) for one in ages if one[-1] >= patience]))
 
 
-def heartbeats(desk: Desk, event: Heartbeats) -> None:
+def heartbeats(context: Context, event: Heartbeats) -> None:
     ages = {(one.role, one.id, one.incarnation): one.age_s for one in event.late}
-    for role, id, record in _everybody(desk.state):
+    for role, id, record in _everybody(context.state):
         if record.live:
-            record.last_seen = desk.now - ages.get((role, id, record.incarnation), 0.0)
+            record.last_seen = context.now - ages.get((role, id, record.incarnation), 0.0)
 
 
-def _find_lost(desk: Desk) -> None:
-    config, now = desk.config.health, desk.now
-    for replica in desk.fleet.replicas.values():
+def _find_lost(context: Context) -> None:
+    config, now = context.config.health, context.now
+    for replica in context.fleet.replicas.values():
         reason = ""
         if replica.live and health.silent(config, now, replica):
-            reason = _silence(desk, replica)
+            reason = _silence(context, replica)
         elif replica.state in ("pulling", "releasing") and now - replica.since > config.pull_deadline_s:
             reason = f"still {replica.state} after {now - replica.since:.1f} s"
         if reason:
-            desk.send(GiveUp("replica", replica.id, replica.incarnation, reason))
-            replicas.lose(desk, replica, reason)
-    for relay in desk.relays.relays.values():
+            context.send(GiveUp("replica", replica.id, replica.incarnation, reason))
+            replicas.lose(context, replica, reason)
+    for relay in context.relays.relays.values():
         if relay.live and health.silent(config, now, relay):
-            desk.send(GiveUp("relay", relay.id, relay.incarnation, _silence(desk, relay)))
-            weights.lose_relay(desk, relay, _silence(desk, relay))
-    for store in desk.stores.stores.values():
+            context.send(GiveUp("relay", relay.id, relay.incarnation, _silence(context, relay)))
+            weights.lose_relay(context, relay, _silence(context, relay))
+    for store in context.stores.stores.values():
         if store.live and health.silent(config, now, store):
-            desk.send(GiveUp("store", store.id, store.incarnation, _silence(desk, store)))
-            stores.lose(desk, store, _silence(desk, store))
-    training = desk.training
+            context.send(GiveUp("store", store.id, store.incarnation, _silence(context, store)))
+            stores.lose(context, store, _silence(context, store))
+    training = context.training
     if training.live and health.silent(config, now, training):
-        desk.send(GiveUp("trainer", TRAINER, training.incarnation, _silence(desk, training)))
-        steps.lose(desk, _silence(desk, training))
+        context.send(GiveUp("trainer", TRAINER, training.incarnation, _silence(context, training)))
+        steps.lose(context, _silence(context, training))
 
 
-def _silence(desk: Desk, component: Replica | Relay | Store | Training) -> str:
-    return f"no heartbeat for {desk.now - component.last_seen:.1f} s"
+def _silence(context: Context, component: Replica | Relay | Store | Training) -> str:
+    return f"no heartbeat for {context.now - component.last_seen:.1f} s"
 
 
-def _restart_due(desk: Desk) -> None:
-    for replica in desk.fleet.replicas.values():
-        if replica.state == "lost" and health.due(desk.now, replica):
-            _restart_replica(desk, replica)
-    for relay in desk.relays.relays.values():
-        if not relay.live and not relay.given_up and health.due(desk.now, relay):
-            _restart_relay(desk, relay)
-    for store in desk.stores.stores.values():
-        if not store.live and not store.departed and health.due(desk.now, store):
-            _restart_store(desk, store)
-    if not desk.training.live and health.due(desk.now, desk.training):
-        _restart_trainer(desk)
+def _restart_due(context: Context) -> None:
+    for replica in context.fleet.replicas.values():
+        if replica.state == "lost" and health.due(context.now, replica):
+            _restart_replica(context, replica)
+    for relay in context.relays.relays.values():
+        if not relay.live and not relay.given_up and health.due(context.now, relay):
+            _restart_relay(context, relay)
+    for store in context.stores.stores.values():
+        if not store.live and not store.departed and health.due(context.now, store):
+            _restart_store(context, store)
+    if not context.training.live and health.due(context.now, context.training):
+        _restart_trainer(context)
 
 
-def _restart_replica(desk: Desk, replica: Replica) -> None:
-    if not health.hopeless(desk.config.health, replica):
-        _start(desk, "replica", replica.id, replica)
+def _restart_replica(context: Context, replica: Replica) -> None:
+    if not health.hopeless(context.config.health, replica):
+        _start(context, "replica", replica.id, replica)
         return
-    replicas.quarantine(desk, replica, replica.reason)
+    replicas.quarantine(context, replica, replica.reason)
 
 
-def _restart_relay(desk: Desk, relay: Relay) -> None:
-    if not health.hopeless(desk.config.health, relay):
-        _start(desk, "relay", relay.id, relay)
+def _restart_relay(context: Context, relay: Relay) -> None:
+    if not health.hopeless(context.config.health, relay):
+        _start(context, "relay", relay.id, relay)
         return
     relay.quarantined = True
-    _stop_if_no_relay_is_left(desk, relay.reason)
+    _stop_if_no_relay_is_left(context, relay.reason)
 
 
-def _restart_store(desk: Desk, store: Store) -> None:
+def _restart_store(context: Context, store: Store) -> None:
     """Without the first one no run can go on: it has the prompts."""
-    if not health.hopeless(desk.config.health, store):
-        _start(desk, "store", store.id, store)
+    if not health.hopeless(context.config.health, store):
+        _start(context, "store", store.id, store)
     elif store.id == FIRST:
         starts = f"{store.restarts} starts in a row came to nothing (health.max_restarts)"
-        steps.stop(desk, f"the sample store is lost, and {starts}; the last one because: {store.reason}", failed=True)
+        steps.stop(
+            context, f"the sample store is lost, and {starts}; the last one because: {store.reason}", failed=True
+        )
     else:
-        stores.depart(desk, store)
+        stores.depart(context, store)
 
 
-def _stop_if_no_relay_is_left(desk: Desk, reason: str) -> None:
-    if all(one.given_up for one in desk.relays.relays.values()):
-        steps.stop(desk, f"no relay is left; the last one was given up because: {reason}", failed=True)
+def _stop_if_no_relay_is_left(context: Context, reason: str) -> None:
+    if all(one.given_up for one in context.relays.relays.values()):
+        steps.stop(context, f"no relay is left; the last one was given up because: {reason}", failed=True)
 
 
-def _restart_trainer(desk: Desk) -> None:
-    if not health.hopeless(desk.config.health, desk.training):
-        _start(desk, "trainer", TRAINER, desk.training)
+def _restart_trainer(context: Context) -> None:
+    if not health.hopeless(context.config.health, context.training):
+        _start(context, "trainer", TRAINER, context.training)
         return
-    starts = f"{desk.training.restarts} starts in a row came to nothing (health.max_restarts)"
-    steps.stop(desk, f"the trainer is lost, and {starts}; the last one because: {desk.training.reason}", failed=True)
+    starts = f"{context.training.restarts} starts in a row came to nothing (health.max_restarts)"
+    steps.stop(
+        context, f"the trainer is lost, and {starts}; the last one because: {context.training.reason}", failed=True
+    )
 
 
-def _start(desk: Desk, role: Role, id: int, record: Replica | Relay | Store | Training) -> None:
-    desk.send(Start(role, id, health.note_start(desk.config.health, desk.now, record)))
+def _start(context: Context, role: Role, id: int, record: Replica | Relay | Store | Training) -> None:
+    context.send(Start(role, id, health.note_start(context.config.health, context.now, record)))
 
 
-def controller_restarted(desk: Desk, _: ControllerRestarted) -> None:
+def controller_restarted(context: Context, _: ControllerRestarted) -> None:
     """Nobody could be heard while the controller was away, and its last orders may not have been sent."""
-    if desk.state.stopped and not desk.state.failed:
-        desk.send(Stop(desk.state.stopped))
+    if context.state.stopped and not context.state.failed:
+        context.send(Stop(context.state.stopped))
         return
-    desk.state.stopped, desk.state.failed = "", False
-    for replica in desk.fleet.replicas.values():
+    context.state.stopped, context.state.failed = "", False
+    for replica in context.fleet.replicas.values():
         if replica.state == "quarantined":  # what was wrong with it may have been mended
-            replica.enter("lost", desk.now)
+            replica.enter("lost", context.now)
             replica.restarts = 0
-    for relay in desk.relays.relays.values():
+    for relay in context.relays.relays.values():
         relay.restarts, relay.quarantined = 0 if relay.quarantined else relay.restarts, False
-    for restarted in (desk.training, *desk.stores.stores.values()):
-        if health.hopeless(desk.config.health, restarted):
+    for restarted in (context.training, *context.stores.stores.values()):
+        if health.hopeless(context.config.health, restarted):
             restarted.restarts = 0
-    for _role, _id, record in _everybody(desk.state):
-        record.last_seen = desk.now
-        if record.restart_at > desk.now:
-            health.plan_restart(desk.config.health, desk.now, record)
-    desk.state.fetching = False
-    desk.more_work = True
-    _set_timers(desk)
+    for _role, _id, record in _everybody(context.state):
+        record.last_seen = context.now
+        if record.restart_at > context.now:
+            health.plan_restart(context.config.health, context.now, record)
+    context.state.fetching = False
+    context.more_work = True
+    _set_timers(context)

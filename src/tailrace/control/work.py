@@ -8,12 +8,12 @@ from math import ceil
 from tailrace.control import weights
 from tailrace.control.fleet import Replica, roomiest
 from tailrace.control.ledger import NONE
-from tailrace.control.state import Desk
+from tailrace.control.state import Context
 from tailrace.protocol import FetchPrompts, Generate
 from tailrace.types import ReplicaId, TrajectoryId, Version
 
 
-def settle(desk: Desk, replica: Replica) -> None:
+def settle(context: Context, replica: Replica) -> None:
     """A replica pulls when there is something newer for it, else takes more work.
 
     Where trajectories keep their version, one that has work and could pull takes nothing more: it runs out, or repack
@@ -23,117 +23,117 @@ def settle(desk: Desk, replica: Replica) -> None:
     """
     if replica.state != "ready":
         return
-    version = weights.wanted(desk, replica)
+    version = weights.wanted(context, replica)
     outdated = version > replica.version
-    if outdated and replica.use_first and _feed(desk, replica):
+    if outdated and replica.use_first and _feed(context, replica):
         return
-    if outdated and replica.unfinished and not desk.traits.interrupts:
+    if outdated and replica.unfinished and not context.traits.interrupts:
         return
-    if outdated and weights.pull(desk, replica, version):
+    if outdated and weights.pull(context, replica, version):
         return
     if replica.version != NONE:
-        _feed(desk, replica)
+        _feed(context, replica)
 
 
-def _feed(desk: Desk, replica: Replica) -> bool:
+def _feed(context: Context, replica: Replica) -> bool:
     """Give a replica what it has room for: first what waits, then new groups. False: there was nothing to give."""
-    whole = quota(desk)
+    whole = quota(context)
     room = whole - len(replica.assigned)
-    given = list(islice(desk.ledger.waiting, max(room, 0)))
-    given += _open_groups(desk, room - len(given), whole, desk.training.version - replica.version)
-    if _could_take_more(desk, replica, room - len(given), bool(given)):
-        desk.fleet.hungry[replica.id] = None
+    given = list(islice(context.ledger.waiting, max(room, 0)))
+    given += _open_groups(context, room - len(given), whole, context.training.version - replica.version)
+    if _could_take_more(context, replica, room - len(given), bool(given)):
+        context.fleet.hungry[replica.id] = None
     else:
-        desk.fleet.hungry.pop(replica.id, None)
+        context.fleet.hungry.pop(replica.id, None)
     if given:
         replica.batch = len(given) + len(replica.assigned)
-        generate(desk, replica, given)
+        generate(context, replica, given)
     return bool(given)
 
 
-def _could_take_more(desk: Desk, replica: Replica, room: int, was_given: bool) -> bool:
+def _could_take_more(context: Context, replica: Replica, room: int, was_given: bool) -> bool:
     """With work in hand, a replica is worth asking again once it has room for half a group."""
     if was_given or replica.assigned:
-        return 2 * room >= desk.config.workload.group_size
+        return 2 * room >= context.config.workload.group_size
     return room > 0
 
 
-def _open_groups(desk: Desk, room: int, whole: int, lag: int) -> list[TrajectoryId]:
+def _open_groups(context: Context, room: int, whole: int, lag: int) -> list[TrajectoryId]:
     """Samples of new groups for about `room` places. A group is split only where a replica cannot take a whole one."""
-    size = desk.config.workload.group_size
+    size = context.config.workload.group_size
     if room <= 0 or 2 * room < min(size, whole):
         return []
-    admitted = desk.admits(lag)
-    fair = ceil(admitted / max(1, len(desk.fleet.hungry)))  # where work is short, everybody gets some of it
-    count = min(max(1, round(room / size)), fair, len(desk.ledger.pool))
-    samples = [id for _ in range(count) for id in desk.ledger.open_group(desk.now, size).samples]
+    admitted = context.admits(lag)
+    fair = ceil(admitted / max(1, len(context.fleet.hungry)))  # where work is short, everybody gets some of it
+    count = min(max(1, round(room / size)), fair, len(context.ledger.pool))
+    samples = [id for _ in range(count) for id in context.ledger.open_group(context.now, size).samples]
     return samples if whole >= size else samples[:room]
 
 
-def quota(desk: Desk) -> int:
+def quota(context: Context) -> int:
     """Samples that one replica should be generating: its share of a step, or as many as keep its KV cache full.
 
     A batch drains while it is generated, so the cache stays full only if some samples have to wait at first. A schedule
     that interrupts pays for everything in flight at every update: there the share is enough.
     """
-    config, live = desk.config, max(1, desk.fleet.live)
+    config, live = context.config, max(1, context.fleet.live)
     if config.schedule.max_inflight:
         return max(1, ceil(config.schedule.max_inflight / live))
     share = ceil(config.workload.trajectories_per_step / live)
-    if desk.traits.interrupts:
+    if context.traits.interrupts:
         return max(1, share)
-    to_generate = desk.ledger.unfinished - desk.ledger.scoring
-    under_way = to_generate + max(0, desk.admits()) * config.workload.group_size
+    to_generate = context.ledger.unfinished - context.ledger.scoring
+    under_way = to_generate + max(0, context.admits()) * config.workload.group_size
     most = under_way // live  # where admission is what limits, a larger batch here would leave others without work
-    full = int(config.schedule.kv_fill * desk.fleet.fits(desk.ledger.mean_tokens))
+    full = int(config.schedule.kv_fill * context.fleet.fits(context.ledger.mean_tokens))
     return max(1, share, min(full, most))
 
 
-def place_waiting(desk: Desk) -> None:
+def place_waiting(context: Context) -> None:
     """Samples that lost their replica go on, if possible, on one that has the same version; others wait to be fed."""
     by_version: dict[Version, list[TrajectoryId]] = {}
-    for id in desk.ledger.waiting:
-        if desk.ledger.samples[id].newest != NONE:
-            by_version.setdefault(desk.ledger.samples[id].newest, []).append(id)
+    for id in context.ledger.waiting:
+        if context.ledger.samples[id].newest != NONE:
+            by_version.setdefault(context.ledger.samples[id].newest, []).append(id)
     for version, ids in by_version.items():
-        place(desk, ids, peers(desk, version))
+        place(context, ids, peers(context, version))
 
 
-def peers(desk: Desk, version: Version) -> list[Replica]:
+def peers(context: Context, version: Version) -> list[Replica]:
     """Replicas that are generating under a version, or could."""
-    return [r for r in desk.fleet.ready() if r.version == version and (r.unfinished or desk.traits.interrupts)]
+    return [r for r in context.fleet.ready() if r.version == version and (r.unfinished or context.traits.interrupts)]
 
 
-def place(desk: Desk, ids: list[TrajectoryId], candidates: list[Replica]) -> None:
+def place(context: Context, ids: list[TrajectoryId], candidates: list[Replica]) -> None:
     """Each sample to the replica with most KV room; what fits nowhere goes on waiting."""
-    chosen = roomiest(candidates, [kv_size(desk, id) for id in ids], desk.config.repack.kv_threshold)
+    chosen = roomiest(candidates, [kv_size(context, id) for id in ids], context.config.repack.kv_threshold)
     by_replica: dict[ReplicaId, list[TrajectoryId]] = {}
     for id, replica in zip(ids, chosen, strict=True):
         if replica is not None:
             by_replica.setdefault(replica, []).append(id)
     for replica, given in by_replica.items():
-        generate(desk, desk.fleet.replicas[replica], given)
+        generate(context, context.fleet.replicas[replica], given)
 
 
-def generate(desk: Desk, replica: Replica, ids: list[TrajectoryId]) -> None:
-    ledger, assigned = desk.ledger, replica.assigned
-    store = desk.stores.near(replica.host)
+def generate(context: Context, replica: Replica, ids: list[TrajectoryId]) -> None:
+    ledger, assigned = context.ledger, replica.assigned
+    store = context.stores.near(replica.host)
     requests = tuple([ledger.assign(id, replica.id, replica.version, store) for id in ids])
     for id in ids:
         assigned[id] = None
     replica.use_first = False
-    replica.pledged += sum([kv_size(desk, id) for id in ids])
-    desk.send(Generate(replica.id, replica.incarnation, requests))
+    replica.pledged += sum([kv_size(context, id) for id in ids])
+    context.send(Generate(replica.id, replica.incarnation, requests))
 
 
-def kv_size(desk: Desk, id: TrajectoryId) -> int:
-    sample = desk.ledger.samples[id]
-    return sample.tokens + desk.ledger.groups[sample.group].prompt.tokens
+def kv_size(context: Context, id: TrajectoryId) -> int:
+    sample = context.ledger.samples[id]
+    return sample.tokens + context.ledger.groups[sample.group].prompt.tokens
 
 
-def fetch_prompts(desk: Desk) -> None:
+def fetch_prompts(context: Context) -> None:
     """Keep at least a step's worth of prompts at hand."""
-    wanted = desk.config.workload.prompts_per_step
-    if not desk.state.fetching and not desk.state.exhausted and len(desk.ledger.pool) < wanted:
-        desk.state.fetching = True
-        desk.send(FetchPrompts(desk.ledger.received, 2 * wanted))
+    wanted = context.config.workload.prompts_per_step
+    if not context.state.fetching and not context.state.exhausted and len(context.ledger.pool) < wanted:
+        context.state.fetching = True
+        context.send(FetchPrompts(context.ledger.received, 2 * wanted))

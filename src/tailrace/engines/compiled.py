@@ -45,7 +45,7 @@ class CompiledOperations(PlainOperations):
         self._multiply(x, product, y, add=False)
         return y
 
-    facing = product
+    project = product
 
     def gated(self, x: Tensor, product: Product) -> Tensor:
         both = self.product(x, product)

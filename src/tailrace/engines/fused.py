@@ -28,7 +28,7 @@ class FusedOperations:
     def product(self, x: Tensor, product: Product) -> Tensor:
         return skinny.product(x, product.weight.t(), product.bias) if skinny.suits(x) else product.of(x)
 
-    def facing(self, x: Tensor, product: Product) -> Tensor:
+    def project(self, x: Tensor, product: Product) -> Tensor:
         return skinny.product_parts(x, product.weight.t(), product.bias) if skinny.suits(x) else product.of(x)
 
     def gated(self, x: Tensor, product: Product) -> Tensor:

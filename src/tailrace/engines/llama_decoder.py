@@ -40,7 +40,7 @@ class Attention(Protocol):
     """Of one step: rotates queries and keys, stores keys and values, and looks at what every token may see."""
 
     def attend(self, heads: Heads, qkv: Tensor) -> Tensor:
-        """[tokens, (queries + 2 * keys) * dim], as `Operations.facing` gave it -> [tokens, queries * dim]"""
+        """[tokens, (queries + 2 * keys) * dim], as `Operations.project` gave it -> [tokens, queries * dim]"""
         ...
 
 
@@ -71,7 +71,7 @@ class Operations(Protocol):
 
     def product(self, x: Tensor, product: Product) -> Tensor: ...
 
-    def facing(self, x: Tensor, product: Product) -> Tensor:
+    def project(self, x: Tensor, product: Product) -> Tensor:
         """Queries, keys and values, in the form that this device's attention likes best."""
         ...
 
@@ -126,7 +126,7 @@ class LlamaDecoder:
     def _pass(self, layer: Layer, attention: Attention, hidden: Tensor, normed: Tensor, following: Norm) -> Tensor:
         """`hidden` moves on in place; the norm of it that the next layer starts from."""
         operations = self._operations
-        found = attention.attend(layer.heads, operations.facing(normed, layer.qkv))
+        found = attention.attend(layer.heads, operations.project(normed, layer.qkv))
         normed = operations.add(hidden, found, layer.output, layer.mlp_norm)
         return operations.add(hidden, operations.gated(normed, layer.gate_up), layer.down, following)
 

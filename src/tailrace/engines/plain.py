@@ -35,10 +35,10 @@ class PlainOperations:
     def product(self, x: Tensor, product: Product) -> Tensor:
         return product.of(x, out=self._room("product", len(x), product.weight.shape[1], x))
 
-    facing = product
+    project = product
 
     def gated(self, x: Tensor, product: Product) -> Tensor:
-        gate, up = self.facing(x, product).chunk(2, dim=-1)
+        gate, up = self.project(x, product).chunk(2, dim=-1)
         return torch.mul(silu(gate, inplace=True), up, out=self._room("gated", len(gate), gate.shape[1], gate))
 
     def add(self, hidden: Tensor, x: Tensor, product: Product, norm: Norm) -> Tensor:
@@ -67,17 +67,17 @@ class Rotated:
         query, key, value = mixed.split((heads.queries, heads.keys, heads.keys), dim=1)
         if heads.query_norm is not None and heads.key_norm is not None:
             norms = ((query, Norm(heads.query_norm, heads.eps)), (key, Norm(heads.key_norm, heads.eps)))
-            facing = torch.cat([self._operations.norm(x, norm) for x, norm in norms], dim=1)
+            rotary = torch.cat([self._operations.norm(x, norm) for x, norm in norms], dim=1)
         else:
-            facing = mixed[:, : heads.queries + heads.keys]
-        query, key = self._turned(facing).split((heads.queries, heads.keys), dim=1)
+            rotary = mixed[:, : heads.queries + heads.keys]
+        query, key = self._rotated(rotary).split((heads.queries, heads.keys), dim=1)
         found = self._batch.attend(heads.layer, query, key, value, heads.scale, heads.window, None)
         return found.flatten(1)
 
-    def _turned(self, x: Tensor) -> Tensor:
-        """Both halves of every head as the coordinates of points, turned by the angles of their place."""
-        half = x.shape[-1] // 2
-        turned = (x * self._cos).to(x.dtype)
-        turned[..., :half].addcmul_(x[..., half:], self._sines[0].to(x.dtype), value=-1)
-        turned[..., half:].addcmul_(x[..., :half], self._sines[1].to(x.dtype))
-        return turned
+    def _rotated(self, x: Tensor) -> Tensor:
+        """Both halves of every head as the coordinates of points, rotated by the angles of their place."""
+        half_dim = x.shape[-1] // 2
+        rotated = (x * self._cos).to(x.dtype)
+        rotated[..., :half_dim].addcmul_(x[..., half_dim:], self._sines[0].to(x.dtype), value=-1)
+        rotated[..., half_dim:].addcmul_(x[..., :half_dim], self._sines[1].to(x.dtype))
+        return rotated

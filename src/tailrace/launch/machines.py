@@ -39,7 +39,7 @@ def invite(controller: Controller, folder: RunFolder) -> str:
     written.touch(PRIVATE)
     written.write_text(f"{key}\n")
     os.replace(written, path)
-    where = controller.hub.endpoint.removeprefix("tcp://")
+    where = controller.server.endpoint.removeprefix("tcp://")
     return f"other machines may join: tailrace worker --join {where} --key {path}"
 
 

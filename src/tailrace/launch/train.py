@@ -26,7 +26,7 @@ from tailrace.model.advice import advice
 from tailrace.model.device import check_devices
 from tailrace.obs.progress import Progress
 from tailrace.obs.summary import write_summary
-from tailrace.runtime.components import Tie
+from tailrace.runtime.components import RunHandle
 from tailrace.runtime.controller import INTERRUPTED, Controller, RunError
 from tailrace.runtime.local import read_traces
 from tailrace.store.database import has_log
@@ -59,14 +59,14 @@ def train(config: Config, folder: Path, resume: bool, keeper: Keeper, accept: bo
             log.warning("%s", note)
     clear_abandoned()
     keys = Keyring(keeper.secret, keeper.token)
-    tie = Tie(keys, keeper.lifeline, read_traces(folder) if keeper.begun else None)
+    handle = RunHandle(keys, keeper.lifeline, read_traces(folder) if keeper.begun else None)
     store = _opened(folder, config, resume, keeper, accept)
     keeper.begin()
     try:
         if _evaluates(config) and store.meta.get(f"accuracy_{BEFORE}") is None:
             _evaluate(store, config, None, BEFORE)
             store.commit()
-        reason, complete = asyncio.run(_drive(store, config, tie, keeper))
+        reason, complete = asyncio.run(_drive(store, config, handle, keeper))
         clear_abandoned()  # of relays that were killed and did not come back before the end
         store.place.refuse_moved()
         if complete and _evaluates(config):
@@ -132,11 +132,11 @@ def _newest(folder: Path) -> Path | None:
     return newest(folder / CHECKPOINTS)
 
 
-async def _drive(store: RunStore, config: Config, tie: Tie, keeper: Keeper) -> tuple[str, bool]:
+async def _drive(store: RunStore, config: Config, handle: RunHandle, keeper: Keeper) -> tuple[str, bool]:
     view = LiveView(store, config)
-    controller = Controller(store, config, tie, view)
+    controller = Controller(store, config, handle, view)
     invitation = invite(controller, store.place)
-    if invitation and tie.left is None:
+    if invitation and handle.left is None:
         log.info("%s", invitation)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):

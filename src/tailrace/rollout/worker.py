@@ -43,25 +43,25 @@ from tailrace.types import Version, label
 from tailrace.weights.fetch import RelayReaders
 from tailrace.weights.pull import Puller
 from tailrace.weights.region import SharedMemoryError
-from tailrace.wire.link import Link
-from tailrace.wire.messages import Ended, Introduce, Ordered, Spec
+from tailrace.wire.client import ControlClient
+from tailrace.wire.messages import ComponentSpec, Ended, Introduce, Ordered
 
 IDLE_S = 0.05  # how long to wait for orders when there is nothing to generate
 JUDGING_S = 0.001  # the same while only judges are at work, or weights are on their way
 
 
-def run(spec: Spec) -> None:
+def run(spec: ComponentSpec) -> None:
     Worker(spec).run()
 
 
 class Worker:
-    def __init__(self, spec: Spec) -> None:
+    def __init__(self, spec: ComponentSpec) -> None:
         self.spec = spec
         self.config = spec.config
         self.runner = build_runner(spec.config)
         self.load = Load(0, 0, 0)
         self.samples = SampleClient(spec.name)
-        self.link = Link(spec, self._report_load, self.samples.find)
+        self.controller = ControlClient(spec, self._report_load, self.samples.find)
         self._fetching: dict[Key, Request] = {}  # whose prompt and prefix are on their way
         self._unstored: set[Key] = set()  # complete, but not durable yet
         self.totals: dict[str, float] = {}
@@ -83,7 +83,7 @@ class Worker:
 
     def run(self) -> None:
         self.samples.open()
-        self.link.open()
+        self.controller.open()
         self._join()
         try:
             while self._obey(self._patience()):
@@ -95,7 +95,7 @@ class Worker:
                 self._puller.close()
             self._relays.close()
             self.runner.judge.close()
-            self.link.close()
+            self.controller.close()
 
     def _join(self) -> None:
         """Say what is here, at the beginning and whenever there is a new controller."""
@@ -103,8 +103,8 @@ class Worker:
         keys = [*self._fetching, *[episode.key for episode in self.runner.episodes.values()], *list(self._unstored)]
         held = tuple([Assignment(*key) for key in keys])
         room = (engine.kv_capacity, engine.roofline)
-        self.link.report(
-            ReplicaJoined(self.spec.id, self.link.incarnation, self.spec.host, engine.version, *room, held)
+        self.controller.report(
+            ReplicaJoined(self.spec.id, self.controller.incarnation, self.spec.host, engine.version, *room, held)
         )
 
     def _patience(self) -> float:
@@ -115,7 +115,7 @@ class Worker:
         return JUDGING_S if soon else IDLE_S
 
     def _obey(self, timeout_s: float) -> bool:
-        for message in self.link.receive(timeout_s):
+        for message in self.controller.receive(timeout_s):
             if isinstance(message, Ended):
                 return False
             if isinstance(message, Introduce):
@@ -138,13 +138,13 @@ class Worker:
     def _refused(self, key: Key, reason: str) -> None:
         """Somebody else has it by now, and control ignores this; or else it has to be generated again."""
         self._withdraw([key])
-        self.link.report(SampleFailed(self.spec.id, *key, f"its sample store refused it: {reason}"))
+        self.controller.report(SampleFailed(self.spec.id, *key, f"its sample store refused it: {reason}"))
 
     def _advance(self) -> None:
         if self._puller is not None:
             self._switch_when_pulled(self._puller)
-        self.link.waiting_for = self.samples.waiting_for
-        if not self.runner.episodes or self.link.waiting_for:
+        self.controller.waiting_for = self.samples.waiting_for
+        if not self.runner.episodes or self.controller.waiting_for:
             return
         for outcome in self.runner.step():
             self._end(outcome)
@@ -168,7 +168,7 @@ class Worker:
 
         def park(durable: frozenset[Key]) -> None:
             metas = tuple([meta for key, meta in leaving.items() if key in durable])
-            self.link.report(Parked(self.spec.id, self.link.incarnation, metas))
+            self.controller.report(Parked(self.spec.id, self.controller.incarnation, metas))
 
         self.samples.then_all(list(leaving), park)
 
@@ -210,11 +210,11 @@ class Worker:
         self.runner.engine.load_weights(version, weights, keep_kv=keep)
         self.loads += 1
         self.load_s += time.monotonic() - began
-        self.link.report(WeightsLoaded(self.spec.id, self.link.incarnation, version))
+        self.controller.report(WeightsLoaded(self.spec.id, self.controller.incarnation, version))
 
     def _pull_failed(self, version: Version, error: ValueError) -> None:
         damaged = isinstance(error, SharedMemoryError)
-        self.link.report(PullFailed(self.spec.id, self.link.incarnation, version, str(error), damaged))
+        self.controller.report(PullFailed(self.spec.id, self.controller.incarnation, version, str(error), damaged))
 
     # ------------------------------------------------------------------------------------------------------ reports
 
@@ -222,12 +222,12 @@ class Worker:
         key = outcome.episode.key
         if outcome.reward is None:
             self.samples.withdraw(*key)
-            self.link.report(SampleFailed(self.spec.id, *key, outcome.reason))
+            self.controller.report(SampleFailed(self.spec.id, *key, outcome.reason))
             return
         meta = outcome.episode.meta(outcome.reward)
 
         def finish() -> None:
-            self.link.report(Finished(self.spec.id, meta))
+            self.controller.report(Finished(self.spec.id, meta))
             self._unstored.discard(key)
 
         self._unstored.add(key)
@@ -243,7 +243,7 @@ class Worker:
         if resumed or started:
             self._report_at = time.monotonic() + SCORING_S
         if resumed:
-            self.link.report(GenerationResumed(self.spec.id, self.link.incarnation, resumed))
+            self.controller.report(GenerationResumed(self.spec.id, self.controller.incarnation, resumed))
         if started:
             self._report_started(started)
 
@@ -252,7 +252,7 @@ class Worker:
 
         def report(durable: frozenset[Key]) -> None:
             stored = tuple([one for one in started if (one.trajectory, one.attempt) in durable])
-            self.link.report(ScoringStarted(self.spec.id, self.link.incarnation, stored))
+            self.controller.report(ScoringStarted(self.spec.id, self.controller.incarnation, stored))
 
         self._store([self.runner.episodes[one.trajectory] for one in started])
         self.samples.then_all([(one.trajectory, one.attempt) for one in started], report)
@@ -268,15 +268,15 @@ class Worker:
                 self.samples.append(*episode.key, start, episode.take_growth(), episode.request.store)
 
     def _take_stock(self) -> None:
-        """For the link, which asks in another thread and must not look into a working engine."""
+        """For the client of the controller, which asks in another thread and must not look into a working engine."""
         self.load = self.runner.engine.load()
         self.totals = self.runner.engine.counters()
 
     def _report_load(self) -> Progressed:
-        """Once per heartbeat, in the link's thread."""
+        """Once per heartbeat, in that client's thread."""
         self._measure(self.totals)
         load = self.load
-        return Progressed(self.spec.id, self.link.incarnation, load.kv_tokens, load.running, load.waiting)
+        return Progressed(self.spec.id, self.controller.incarnation, load.kv_tokens, load.running, load.waiting)
 
     def _measure(self, totals: dict[str, float]) -> None:
         """What the engine has done so far, unless it has done nothing since."""
@@ -286,4 +286,4 @@ class Worker:
             self._measured = totals
             self._cpu_s += spent
             own = {"cpu_s": self._cpu_s, "loads": float(self.loads), "load_s": self.load_s}
-            self.link.measure(-1, {f"engine/{name}": value for name, value in (totals | own).items()})
+            self.controller.measure(-1, {f"engine/{name}": value for name, value in (totals | own).items()})

@@ -28,12 +28,12 @@ from tailrace.errors import TailraceError
 from tailrace.runtime.hosts import LONGEST
 from tailrace.runtime.local import Local, Process, last_lines
 from tailrace.store.folder import RunFolder
-from tailrace.wire.connection import knock
+from tailrace.wire.client import ControlClient
+from tailrace.wire.connection import check_join_key
 from tailrace.wire.keys import JoinKey, host_key
-from tailrace.wire.link import Link
-from tailrace.wire.messages import OFFER_S, Dismissed, Ended, FromController, Hello, Offer, Spec, Wanted
+from tailrace.wire.messages import OFFER_S, ComponentSpec, Dismissed, Ended, FromController, Hello, Offer, Wanted
 
-KNOCK_S = 10.0  # until the run must have let us in
+JOIN_CHECK_S = 10.0  # until the run must have let us in
 SILENCE_S = 60.0  # without a word of the controller, which may have to be replaced
 ENDING_S = 10.0  # for the components to leave
 FAREWELL_S = 3.0  # for the controller to say that it has heard of our leaving
@@ -48,9 +48,11 @@ class Agent:
         self, endpoint: str, key: JoinKey, replicas: int, say: Callable[[str], None], store: Path | None = None
     ) -> None:
         """`store`: the folder for the tokens of what is generated here; None: they go to the run's own machine."""
-        spec = Spec("host", secrets.randbits(48), 1, endpoint, key.token, "", Config(), door=key.door)
+        spec = ComponentSpec(
+            "host", secrets.randbits(48), 1, endpoint, key.token, "", Config(), fingerprint=key.fingerprint
+        )
         self._spec = replace(spec, key=host_key(key.token, spec.name).hex())
-        knock(endpoint, spec.name, host_key(key.token, spec.name), key.door, KNOCK_S)
+        check_join_key(endpoint, spec.name, host_key(key.token, spec.name), key.fingerprint, JOIN_CHECK_S)
         self._replicas = replicas
         self._store = store
         self._say = say
@@ -58,7 +60,7 @@ class Agent:
         self._folder = Path(tempfile.mkdtemp(prefix="tailrace-worker-"))
         self._local = Local(RunFolder(self._folder), 0, self._ended)
         self._components: dict[str, str] = {}  # by name; of those that ended, how
-        self._link = Link(self._spec)
+        self._controller = ControlClient(self._spec)
         self._heard_at = time.monotonic()
         self._leaving = False
         self._over = ""
@@ -76,7 +78,7 @@ class Agent:
 
     async def run(self) -> str:
         """Until the run is over or `interrupt` is called. Returns why; `AgentError` if something is wrong."""
-        self._link.open()
+        self._controller.open()
         clean = False
         try:
             await self._serve()
@@ -85,7 +87,7 @@ class Agent:
             if not self._ended_with_the_run:
                 self._offer(0)
             await self._local.end(ENDING_S if self._ended_with_the_run else 0.0)
-            self._link.close()
+            self._controller.close()
             os.close(self._held)
             if clean or not self._local.processes:  # else somebody may want to read the logs
                 shutil.rmtree(self._folder, ignore_errors=True)
@@ -104,8 +106,8 @@ class Agent:
             await self._listen(time.monotonic() + OFFER_S)
 
     def _offer(self, replicas: int) -> None:
-        self._link.send(Hello())
-        self._link.send(Offer(__version__, replicas, self._store is not None, self._components))
+        self._controller.send(Hello())
+        self._controller.send(Offer(__version__, replicas, self._store is not None, self._components))
 
     async def _listen(self, until: float) -> None:
         """Between two offers. Something that changes here is worth one at once."""
@@ -113,7 +115,7 @@ class Agent:
         while (
             time.monotonic() < until and not self._over and (leaving, components) == (self._leaving, self._components)
         ):
-            for message in self._link.listen(0):
+            for message in self._controller.listen(0):
                 self._heard_at = time.monotonic()
                 self._obey(message)
             await asyncio.sleep(0.05)
@@ -141,7 +143,7 @@ class Agent:
                 _refuse_missing_model(spec.config)
                 self._start(self._at_home(spec))
 
-    def _start(self, spec: Spec) -> None:
+    def _start(self, spec: ComponentSpec) -> None:
         """What cannot be started now is still wanted with the next answer."""
         try:
             self._local.start(spec)
@@ -150,15 +152,17 @@ class Agent:
         except OSError as error:
             self._say(f"{spec.role} {spec.id} cannot be started ({error.strerror}); it is tried again")
 
-    def _welcomed(self, spec: Spec) -> None:
+    def _welcomed(self, spec: ComponentSpec) -> None:
         if not self._components:
             where = self._spec.endpoint.removeprefix("tcp://")
             self._say(f"joined the run at {where} as host {spec.host}; logs are in {self._folder / 'logs'}")
 
-    def _at_home(self, spec: Spec) -> Spec:
+    def _at_home(self, spec: ComponentSpec) -> ComponentSpec:
         """The same with what is different on this machine."""
         listen = spec.listen if "/" in spec.listen else _own_address(self._spec.endpoint)
-        here = replace(spec, endpoint=self._spec.endpoint, door=self._spec.door, lifeline=self._own, listen=listen)
+        here = replace(
+            spec, endpoint=self._spec.endpoint, fingerprint=self._spec.fingerprint, lifeline=self._own, listen=listen
+        )
         return replace(here, folder=str(self._store), folder_id=(0, 0)) if spec.role == "store" else here
 
     def _ended(self, process: Process, how: str) -> None:

@@ -1,4 +1,5 @@
-"""What a started process runs: `python -m tailrace.runtime.component`, with its `Spec` as one line of JSON on stdin.
+"""What a started process runs: `python -m tailrace.runtime.component`, with its `ComponentSpec` as one line of JSON on
+stdin.
 
 Secrets and settings come over the pipe, never on the command line. Beside it a component inherits the lifeline of the
 run: when that ends, however the run's keeper did, the component ends too, so nothing is left behind. A controller that
@@ -21,8 +22,8 @@ import msgspec
 from tailrace.errors import TailraceError
 from tailrace.logs import for_component
 from tailrace.watchdog import show_stacks_when_asked
-from tailrace.wire.link import Link
-from tailrace.wire.messages import Collapsed, Spec
+from tailrace.wire.client import ControlClient
+from tailrace.wire.messages import Collapsed, ComponentSpec
 
 log = logging.getLogger("tailrace.runtime.component")  # __name__ is __main__ here
 ROLES = {
@@ -41,11 +42,11 @@ def main() -> int:
     show_stacks_when_asked()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the controller's; it tells us
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(ORPHANED))
-    spec = msgspec.json.decode(_first_line(), type=Spec)
+    spec = msgspec.json.decode(_first_line(), type=ComponentSpec)
     log.info("%s starts as process %d", spec.name, os.getpid())
     threading.Thread(target=_leave_with_the_run, args=(spec.lifeline,), daemon=True).start()
     try:
-        run: Callable[[Spec], None] = import_module(ROLES[spec.role]).run
+        run: Callable[[ComponentSpec], None] = import_module(ROLES[spec.role]).run
         run(spec)
     except Exception as error:  # the border of the process: whatever it was, the controller gets a sentence
         log.exception("%s ends with an error", spec.name)
@@ -54,14 +55,14 @@ def main() -> int:
     return 0
 
 
-def _give_up(spec: Spec, error: Exception) -> None:
+def _give_up(spec: ComponentSpec, error: Exception) -> None:
     if spec.rank:
         return  # the first rank speaks for all; that this one has ended is seen
     ours = isinstance(error, TailraceError)
-    link = Link(spec)
-    link.open()
-    link.send(Collapsed(str(error) if ours else f"{type(error).__name__}: {error}", expected=ours))
-    link.close()
+    controller = ControlClient(spec)
+    controller.open()
+    controller.send(Collapsed(str(error) if ours else f"{type(error).__name__}: {error}", expected=ours))
+    controller.close()
 
 
 def _first_line() -> bytes:

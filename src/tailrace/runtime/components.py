@@ -37,21 +37,21 @@ from tailrace.runtime.local import SHORTAGE, SHORTAGE_S, HostTrace, Local, Proce
 from tailrace.store.folder import RunFolder
 from tailrace.types import RelayId
 from tailrace.watchdog import ask_for_stacks, is_stopped, look_at
-from tailrace.wire.hub import Hub
 from tailrace.wire.keys import HOST, JoinKey, Keyring, sample_key
 from tailrace.wire.messages import (
     LOOPBACK,
     MOST_REPLICAS,
     OFFER_S,
+    ComponentSpec,
     Dismissed,
     Ended,
     FromController,
     Offer,
-    Spec,
     StoreAddress,
     Stores,
     Wanted,
 )
+from tailrace.wire.server import ControlServer
 
 FIRST_STORE = 0
 EVER = 16_384  # replicas that a run remembers: a number is never used again
@@ -59,16 +59,16 @@ DROPPED = 1024  # machines that are remembered for having lied
 STACKS_S = 0.25  # for a component that is given up to write down where it is
 
 
-class Tie(NamedTuple):
-    """What binds a run together: components know each other by the token, the controller knows them by their keys, and
-    they leave when the lifeline ends."""
+class RunHandle(NamedTuple):
+    """What belongs to the whole run: components know each other by the token, the controller knows them by their keys,
+    and they leave when the lifeline ends."""
 
     keys: Keyring
     lifeline: int
-    left: Traces | None = None  # by an earlier controller with the same tie; None: there was none
+    left: Traces | None = None  # by an earlier controller with the same handle; None: there was none
 
 
-class Overseer(Protocol):
+class RunControl(Protocol):
     """Whom the components report to."""
 
     @property
@@ -105,23 +105,25 @@ class Overseer(Protocol):
 
 
 class Components:
-    def __init__(self, config: Config, tie: Tie, folder: RunFolder, hub: Hub, overseer: Overseer) -> None:
+    def __init__(
+        self, config: Config, handle: RunHandle, folder: RunFolder, server: ControlServer, control: RunControl
+    ) -> None:
         self.config = config
-        self.tie = tie
-        self.hub = hub
-        self.overseer = overseer
+        self.handle = handle
+        self.server = server
+        self.control = control
         self._folder = folder
         self._hosts = Hosts()
         self._reassure_at = 0.0
         self._told_departed: tuple[int, ...] = ()  # sample stores that will not come back
         self._dropped: dict[str, str] = {}  # machines, and why
         self._short_since: dict[tuple[str, int], float] = {}  # when a component could first not be started
-        self._local = Local(folder, hub.port, self._ended)
+        self._local = Local(folder, server.port, self._ended)
 
     @property
     def join_key(self) -> JoinKey | None:
         """What another machine needs to join; None: it cannot."""
-        return JoinKey(self.hub.fingerprint, self.tie.keys.token) if self.hub.fingerprint else None
+        return JoinKey(self.server.fingerprint, self.handle.keys.token) if self.server.fingerprint else None
 
     def get(self, role: str, id: int) -> Process | None:
         return self._local.processes.get((role, id))
@@ -136,7 +138,7 @@ class Components:
         process = self.get(role, id)
         if process is None:
             return 0.0  # that it is lost is about to be told
-        return self.hub.liveness.age_s(process.spec.name)
+        return self.server.liveness.age_s(process.spec.name)
 
     def addresses(self, relays: tuple[RelayId, ...]) -> dict[RelayId, str]:
         """Where these take weights, as far as they are there."""
@@ -156,7 +158,7 @@ class Components:
             self.tell_stores()
 
     def _departed(self) -> tuple[int, ...]:
-        return tuple([store.id for store in self.overseer.state.stores.stores.values() if store.departed])
+        return tuple([store.id for store in self.control.state.stores.stores.values() if store.departed])
 
     def tell_stores_to(self, role: str, id: int) -> None:
         process = self.get(role, id)
@@ -166,12 +168,12 @@ class Components:
 
     def _stores(self) -> list[Process]:
         """Those that have joined."""
-        known = [self.get("store", id) for id in self.overseer.state.stores.stores]
+        known = [self.get("store", id) for id in self.control.state.stores.stores]
         return [process for process in known if process is not None and process.joined]
 
     def _address(self, store: Process, reader: Process) -> StoreAddress:
         endpoint, _, fingerprint = store.address.partition("#")
-        key = sample_key(self.tie.keys.of(store.spec.name), reader.spec.name)
+        key = sample_key(self.handle.keys.of(store.spec.name), reader.spec.name)
         return StoreAddress(store.spec.id, f"tcp://{endpoint}", fingerprint, key.hex())
 
     def send(self, role: str, id: int, message: FromController) -> None:
@@ -182,7 +184,7 @@ class Components:
             self._post(process.spec.name, message)
 
     def _post(self, name: str, message: FromController) -> None:
-        self.overseer.then(self.hub.send(name, message))
+        self.control.then(self.server.send(name, message))
 
     # --------------------------------------------------------------------------------------------------------- starting
 
@@ -202,7 +204,7 @@ class Components:
 
     def _start(self, role: str, id: int) -> None:
         """Once the books are closed: nobody may be there that the journal does not know."""
-        self.overseer.then(self._started(role, id))
+        self.control.then(self._started(role, id))
 
     async def _started(self, role: str, id: int) -> None:
         earlier, host = self.get(role, id), self._hosts.find(role, id)
@@ -220,35 +222,35 @@ class Components:
     def _cannot_start(self, role: str, id: int, error: OSError) -> None:
         """There are no descriptors, no memory or no processes left. Others may give some back: it is tried again for as
         long as a start may take."""
-        process, now = self.get(role, id), self.overseer.now
+        process, now = self.get(role, id), self.control.now
         since = self._short_since.setdefault((role, id), now)
         if process is None or (error.errno in SHORTAGE and now - since < self.config.local.start_s):
             if since == now:
-                self.overseer.note(f"{role} {id} cannot be started ({error.strerror}); it is tried again")
+                self.control.note(f"{role} {id} cannot be started ({error.strerror}); it is tried again")
             asyncio.get_running_loop().call_later(SHORTAGE_S, self._start, role, id)
         else:
             del self._short_since[role, id]
             self._not_up(process, f"could not be started: {error.strerror}")
 
-    def _spec(self, role: str, id: int, incarnation: int) -> Spec:
+    def _spec(self, role: str, id: int, incarnation: int) -> ComponentSpec:
         host = self._hosts.find(role, id)
         away = self.config.local.listen if self.config.relay.listen == LOOPBACK else ""
-        spec = Spec(
+        spec = ComponentSpec(
             role=role,
             id=id,
             incarnation=incarnation,
-            endpoint=self.hub.endpoint,
-            token=self.tie.keys.token,
+            endpoint=self.server.endpoint,
+            token=self.handle.keys.token,
             folder=str(self._folder.path),
             folder_id=self._folder.identity,
             config=self.config,
-            lifeline=self.tie.lifeline,
+            lifeline=self.handle.lifeline,
             host=host.id if host else id % self.config.local.relays,
             listen=away or self.config.relay.listen,
-            run=self.overseer.run_id,
-            step=self.overseer.state.training.version,
+            run=self.control.run_id,
+            step=self.control.state.training.version,
         )
-        return replace(spec, key=self.tie.keys.of(spec.name).hex())
+        return replace(spec, key=self.handle.keys.of(spec.name).hex())
 
     def is_ours(self, role: str, id: int) -> bool:
         """A component of this machine."""
@@ -257,7 +259,7 @@ class Components:
 
     def _known_incarnation(self, role: str, id: int) -> int:
         """The last one that control has heard of."""
-        state = self.overseer.state
+        state = self.control.state
         records: dict[str, Any] = {
             "replica": state.fleet.replicas,
             "relay": state.relays.relays,
@@ -271,7 +273,7 @@ class Components:
 
     def _expect(self, process: Process) -> None:
         """It has to join in time."""
-        self.overseer.later(self.config.local.start_s, partial(self._overdue, process))
+        self.control.later(self.config.local.start_s, partial(self._overdue, process))
         self._look_after(process, 0)
 
     def _look_after(self, process: Process, stopped: int) -> None:
@@ -293,7 +295,7 @@ class Components:
 
     def _is_starting(self, process: Process) -> bool:
         current = self.get(process.spec.role, process.spec.id) is process
-        return current and not process.joined and not process.dismissed and not self.overseer.stopped
+        return current and not process.joined and not process.dismissed and not self.control.stopped
 
     def introduced(self, process: Process, address: str, arena: str) -> None:
         if (process.address, process.arena) != (address, arena):
@@ -312,7 +314,7 @@ class Components:
         process.dismissed = True
         at_work = process.joined or process.spec.role == "store"  # what is wrong with its file is so the next time
         if expected and at_work and self.is_ours(process.spec.role, process.spec.id):
-            self.overseer.fail(f"{process.title} cannot go on: {reason}")
+            self.control.fail(f"{process.title} cannot go on: {reason}")
         elif not process.joined:
             self._not_up(process, f"cannot start: {reason}")
         else:
@@ -338,18 +340,18 @@ class Components:
         elif host is not None:
             self._send_away(host, sentence)
         elif self.is_ours(spec.role, spec.id):
-            self.overseer.fail(sentence)
+            self.control.fail(sentence)
 
     def _lost(self, process: Process, reason: str) -> None:
         match process.spec.role:
             case "replica":
-                self.overseer.tell(ReplicaLost(process.spec.id, process.incarnation, reason))
+                self.control.tell(ReplicaLost(process.spec.id, process.incarnation, reason))
             case "relay":
-                self.overseer.tell(RelayLost(process.spec.id, process.incarnation, reason))
+                self.control.tell(RelayLost(process.spec.id, process.incarnation, reason))
             case "store":
-                self.overseer.tell(StoreLost(process.spec.id, process.incarnation, reason))
+                self.control.tell(StoreLost(process.spec.id, process.incarnation, reason))
             case _:
-                self.overseer.tell(TrainerLost(process.incarnation, reason))
+                self.control.tell(TrainerLost(process.incarnation, reason))
 
     def give_up(self, command: GiveUp) -> None:
         process = self.get(command.role, command.id)
@@ -372,7 +374,7 @@ class Components:
 
     def missing(self, left: Traces | None) -> list[Event]:
         """Who outlived the last controller is adopted; of the others control has to be told."""
-        state, gone = self.overseer.state, "the run was stopped"
+        state, gone = self.control.state, "the run was stopped"
         here: set[tuple[str, int]] = set()
         if left is not None:
             gone = "it ended while the controller was away"
@@ -403,21 +405,21 @@ class Components:
     def _find_hosts(self, left: Traces) -> None:
         """Those of which the journal knows; others are new when they are heard of."""
         for one in left.hosts:
-            if one.id in self.overseer.state.relays.relays:
+            if one.id in self.control.state.relays.relays:
                 self._hosts.add(one)
         self._local.hosts = self._hosts.traces
 
     def _absent_hosts(self) -> list[RelayId]:
-        known = [one.id for one in self.overseer.state.relays.relays.values() if not one.departed]
+        known = [one.id for one in self.control.state.relays.relays.values() if not one.departed]
         return [id for id in known if not self.is_ours("relay", id) and self._hosts.find("relay", id) is None]
 
     def refuse(self, process: Process, what: str) -> None:
         """It has sent what it must not: it is ended, and counts as lost."""
         if not process.refused:
             process.refused = True
-            self.overseer.note(f"{process.title} is dropped: it sent {what}")
+            self.control.note(f"{process.title} is dropped: it sent {what}")
             process.kill()
-            self.hub.hang_up(process.spec.name)
+            self.server.hang_up(process.spec.name)
             self._lost(process, f"it was dropped, because it sent {what}")
 
     # --------------------------------------------------------------------------------------------------- other machines
@@ -448,7 +450,7 @@ class Components:
         """For good: it stays dropped under this name."""
         if name in self._dropped:
             return
-        self.overseer.note(f"{name} is dropped: it sent {what}")
+        self.control.note(f"{name} is dropped: it sent {what}")
         self._dropped[name] = f"the run has dropped this machine, because it sent {what}"
         while len(self._dropped) > DROPPED:
             del self._dropped[next(iter(self._dropped))]
@@ -465,24 +467,24 @@ class Components:
         if present + offer.replicas > MOST_REPLICAS:
             room = MOST_REPLICAS - present
             return f"this run takes {MOST_REPLICAS:,} replicas of other machines, so there is room for {room:,} more"
-        if len(self.overseer.state.fleet.replicas) + offer.replicas > EVER:
+        if len(self.control.state.fleet.replicas) + offer.replicas > EVER:
             return f"machines with {EVER:,} replicas in all have come and gone, and this run takes no more"
         return ""
 
     def _welcome(self, name: str, offer: Offer) -> Host:
         """A machine that is new, or has been away for too long, gets numbers that nobody has had."""
-        state, present = self.overseer.state, self._hosts.present.values()
+        state, present = self.control.state, self._hosts.present.values()
         hosts = [self.config.local.relays - 1, *state.relays.relays, *[host.id for host in present]]
         given = [id for host in present for id in host.trace.replicas]
         first = 1 + max([self.config.local.replicas - 1, *state.fleet.replicas, *given])
         replicas = tuple(range(first, first + offer.replicas))
         host = self._hosts.add(HostTrace(name, 1 + max(hosts), replicas, offer.store))
-        self.overseer.tell(HostJoined(host.id, replicas, offer.store))
+        self.control.tell(HostJoined(host.id, replicas, offer.store))
         return host
 
     def find_silent_hosts(self) -> None:
         patience = self.config.health.strikes * max(self.config.health.heartbeat_s, OFFER_S)
-        ages = [(host, self.hub.liveness.age_s(host.name)) for host in self._hosts.present.values()]
+        ages = [(host, self.server.liveness.age_s(host.name)) for host in self._hosts.present.values()]
         for host, age_s in ages:
             if age_s >= patience:
                 self._host_left(host, f"nothing was heard of its host for {age_s:.1f} s")
@@ -490,10 +492,10 @@ class Components:
     async def reassure_hosts(self) -> None:
         """They give up a controller that is not heard of: while their offers cannot be taken in, they hear from time to
         time what they have been told before."""
-        if self.overseer.now >= self._reassure_at:
-            self._reassure_at = self.overseer.now + OFFER_S
+        if self.control.now >= self._reassure_at:
+            self._reassure_at = self.control.now + OFFER_S
             for host in self._hosts.present.values():
-                await self.hub.send(host.name, Wanted(host.wanted))
+                await self.server.send(host.name, Wanted(host.wanted))
 
     def _send_away(self, host: Host, reason: str) -> None:
         self._post(host.name, Dismissed(reason))
@@ -507,9 +509,9 @@ class Components:
                 if process.joined and not process.dismissed:
                     self._lost(process, reason)
                 process.dismissed = True
-                self.hub.hang_up(process.spec.name)
+                self.server.hang_up(process.spec.name)
         host.leave(reason)
-        self.overseer.tell(HostLeft(host.id, reason))
+        self.control.tell(HostLeft(host.id, reason))
         self._local.hosts = self._hosts.traces
         self._local.write()
 
@@ -523,10 +525,10 @@ class Components:
         """Everybody is told, and waited for."""
         for process in self._local.processes.values():
             if process.joined:
-                await self.hub.send(process.spec.name, Ended(complete))
+                await self.server.send(process.spec.name, Ended(complete))
             else:
                 process.kill()
         for host in self._hosts.present.values():
-            await self.hub.send(host.name, Ended(complete))
+            await self.server.send(host.name, Ended(complete))
             host.leave("the run has ended")  # it ends what is there
         await self._local.end(patience_s)

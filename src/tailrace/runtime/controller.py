@@ -3,9 +3,9 @@
 One asyncio loop. Whatever arrives is handled in batches: events go through the control plane, everything is committed
 to `run.db` in one transaction, and only then are the commands sent. So a crash at any moment leaves a journal from
 which the run goes on, and nobody has ever been told what the journal does not know. While another program has `run.db`
-locked, what arrives waits, so much and no more: then the hub stops reading. Heartbeats have a channel and a thread of
-their own (`wire.liveness`), so nobody looks dead because this loop is late. No token passes through here: replicas and
-trainers exchange them with the sample stores, which are told who may write what.
+locked, what arrives waits, so much and no more: then the server stops reading. Heartbeats have a channel and a thread
+of their own (`wire.liveness`), so nobody looks dead because this loop is late. No token passes through here: replicas
+and trainers exchange them with the sample stores, which are told who may write what.
 
 Components outlive a controller that is killed. The next one, started by the same keeper, adopts them and asks each to
 join again; what they report is counted exactly once (see `wire`), so they go on with the work that they have in hand.
@@ -59,7 +59,7 @@ from tailrace.protocol import (
     Trained,
     TrainerJoined,
 )
-from tailrace.runtime.components import FIRST_STORE, Components, Tie
+from tailrace.runtime.components import FIRST_STORE, Components, RunHandle
 from tailrace.runtime.grants import granted, reconciliation
 from tailrace.runtime.lag import LoopLag
 from tailrace.runtime.local import Process
@@ -71,7 +71,6 @@ from tailrace.store.waiting import PAUSE_S, Locked, to_terminal
 from tailrace.trainer.pace import BYTES_PER_PARAMETER
 from tailrace.types import MALFORMED
 from tailrace.watchdog import Watchdog
-from tailrace.wire.hub import Hub
 from tailrace.wire.keys import HOST
 from tailrace.wire.messages import (
     Accused,
@@ -86,6 +85,7 @@ from tailrace.wire.messages import (
     Ordered,
     Reported,
 )
+from tailrace.wire.server import ControlServer
 from tailrace.wire.tls import Identity
 
 SNAPSHOT_EVERY = 5000  # events; what a resumed run has to go through again at most
@@ -110,7 +110,7 @@ class Observer(Protocol):
     def measure(self, now: float, step: int, source: str, values: Mapping[str, float]) -> None: ...
 
 
-class Happened(NamedTuple):
+class PendingEvent(NamedTuple):
     """An event for control. If a component reported it: which, and what was known of it then."""
 
     event: Event
@@ -119,15 +119,15 @@ class Happened(NamedTuple):
 
 
 class Controller:
-    def __init__(self, store: RunStore, config: Config, tie: Tie, observer: Observer) -> None:
+    def __init__(self, store: RunStore, config: Config, handle: RunHandle, observer: Observer) -> None:
         self.store = store
         self.config = config
-        self.tie = tie
+        self.handle = handle
         self.observer = observer
-        if tie.left is None:
+        if handle.left is None:
             store.hear_anew()
-        self.hub = self._hub(store.heard)
-        self.components = Components(config, tie, store.place, self.hub, self)
+        self.server = self._server(store.heard)
+        self.components = Components(config, handle, store.place, self.server, self)
         self.plane, self.resumed = _restored(store, config)
         self.stopped = ""
         self.error: RunError | None = None
@@ -136,7 +136,7 @@ class Controller:
         self.lag = LoopLag(self._sampled)
         self._arrived: deque[Callable[[], None]] = deque()  # what is to be taken in with the next transaction
         self._taken_in = asyncio.Event()  # there is nothing in it
-        self._events: deque[Happened] = deque()
+        self._events: deque[PendingEvent] = deque()
         self._validation = Validation(config, lambda: self.state)
         self.held_up = False  # by another program that has run.db locked
         self._outbox: list[Coroutine[Any, Any, None]] = []
@@ -164,11 +164,13 @@ class Controller:
             Stop: self._stop,
         }
 
-    def _hub(self, heard: Mapping[str, int]) -> Hub:
-        port = (self.tie.left and self.tie.left.port) or self.config.local.port
+    def _server(self, heard: Mapping[str, int]) -> ControlServer:
+        port = (self.handle.left and self.handle.left.port) or self.config.local.port
         if not self.config.local.listen:
-            return Hub(self.tie.keys, port, heard)
-        return Hub(self.tie.keys, port, heard, Identity(self.tie.keys.identity), self.config.local.listen)
+            return ControlServer(self.handle.keys, port, heard)
+        return ControlServer(
+            self.handle.keys, port, heard, Identity(self.handle.keys.identity), self.config.local.listen
+        )
 
     @property
     def complete(self) -> bool:
@@ -184,11 +186,11 @@ class Controller:
 
     async def run(self) -> str:
         """Until control stops the run, or somebody calls `interrupt`. Returns the reason."""
-        self._events += [Happened(event) for event in self._beginning]
+        self._events += [PendingEvent(event) for event in self._beginning]
         listening = asyncio.create_task(self._listen())
         listening.add_done_callback(self._deaf)
         try:
-            if self.resumed and self.tie.left is None:
+            if self.resumed and self.handle.left is None:
                 self.components.start_everybody()
             await self._until_stopped()
             if self.store.begin():  # else whoever resumes goes through more of the journal
@@ -198,7 +200,7 @@ class Controller:
             listening.cancel()
             self.lag.close()
             await self.components.end(self.complete, 2.0 if self.error else self._ending_s)
-            await self.hub.close()
+            await self.server.close()
         if self.error:
             raise self.error
         return self.stopped
@@ -210,7 +212,7 @@ class Controller:
     @property
     def _beginning(self) -> list[Event]:
         if self.resumed:
-            return [ControllerRestarted(), *self.components.missing(self.tie.left)]
+            return [ControllerRestarted(), *self.components.missing(self.handle.left)]
         return [RunStarted(self.config.local.replicas, self.config.local.relays, stores=1)]
 
     def interrupt(self) -> None:
@@ -285,9 +287,9 @@ class Controller:
                     await self._wake.wait()
 
     async def _listen(self) -> None:
-        """One batch at a time: what cannot be taken in waits in the hub, which has room for so much."""
+        """One batch at a time: what cannot be taken in waits in the server, which has room for so much."""
         while True:
-            for sender, number, message in await self.hub.receive():
+            for sender, number, message in await self.server.receive():
                 self._arrived.append(partial(self._receive, sender, number, message))
             self._taken_in.clear()
             self._wake.set()
@@ -304,7 +306,7 @@ class Controller:
         self._acknowledge_at = self.now + ACKNOWLEDGE_S
         committed, self._unacknowledged = self._unacknowledged, {}
         for name, number in committed.items():
-            await self.hub.send(name, Acknowledged(number))
+            await self.server.send(name, Acknowledged(number))
 
     def _handle_events(self) -> None:
         while self._events and not self.stopped:
@@ -401,7 +403,7 @@ class Controller:
             case Hello(address, arena):
                 self.components.introduced(process, address, arena)
             case Reported(event):
-                self._events.append(Happened(shortened(event), process, _sender(process)))
+                self._events.append(PendingEvent(shortened(event), process, _sender(process)))
                 if isinstance(event, ReplicaJoined | RelayJoined | StoreJoined | TrainerJoined):
                     process.joined, process.incarnation = True, max(process.incarnation, event.incarnation)
             case Accused(component, reason):
@@ -429,7 +431,7 @@ class Controller:
 
     def tell(self, event: Event) -> None:
         """Something that control has to hear."""
-        self._events.append(Happened(event))
+        self._events.append(PendingEvent(event))
         self._wake.set()
 
     def then(self, doing: Coroutine[Any, Any, None]) -> None:
@@ -512,20 +514,20 @@ class Controller:
 
     def _ask_for_frames(self) -> None:
         """Of those whose heartbeats do not get through as datagrams, though they are connected."""
-        liveness = self.hub.liveness
+        liveness = self.server.liveness
         for name, on in liveness.to_ask(LATE_BEATS * self.config.health.heartbeat_s).items():
-            self.then(self.hub.send(name, BeatHere(on)))
+            self.then(self.server.send(name, BeatHere(on)))
         without = liveness.without_datagrams
         if without and not self._told_of_datagrams:
             self._told_of_datagrams = True
             self.note(
-                f"no heartbeats come from {without[0]} as datagrams to UDP port {self.hub.port}, which a firewall may "
-                "have closed; they come over its TCP connection instead"
+                f"no heartbeats come from {without[0]} as datagrams to UDP port {self.server.port}, which a "
+                "firewall may have closed; they come over its TCP connection instead"
             )
 
     def _note_waiting(self) -> None:
         """Who is held up is named when that begins and when it ends."""
-        found = [(self.components.named(name), what) for name, what in dict(self.hub.liveness.waiting).items()]
+        found = [(self.components.named(name), what) for name, what in dict(self.server.liveness.waiting).items()]
         before, self.waiting = self.waiting, {process.label: what for process, what in found if process is not None}
         for component in sorted(self.waiting.keys() - before.keys()):
             self._waits(component, f"waits for {self.waiting[component]}", 1.0)
@@ -538,7 +540,7 @@ class Controller:
 
     def _sampled(self) -> None:
         """Several times a second, whatever else there is to do."""
-        self.hub.liveness.loop_turns(self.hub.reads)
+        self.server.liveness.loop_turns(self.server.reads)
         if self.lag.samples % LAG_EVERY == 0:
             self._arrived.append(partial(self._measure, -1, "controller", {LOOP_LAG: self.lag.p99_s}))
 

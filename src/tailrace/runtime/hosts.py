@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 from tailrace.runtime.local import HostTrace
 from tailrace.types import HostId
-from tailrace.wire.messages import Spec, Wanted
+from tailrace.wire.messages import ComponentSpec, Wanted
 
 LONGEST = 1000  # characters of how something ended
 
@@ -24,7 +24,7 @@ class Distant:
 
     pid = started = 0
 
-    def __init__(self, spec: Spec) -> None:
+    def __init__(self, spec: ComponentSpec) -> None:
         self.spec = spec
         self.wanted = True
         self.ended = asyncio.Event()
@@ -60,7 +60,7 @@ class Host:
         store = [("store", self.id)] if self.trace.store else []
         return [("relay", self.id), *store, *[("replica", id) for id in self.trace.replicas]]
 
-    def place(self, spec: Spec) -> Distant:
+    def place(self, spec: ComponentSpec) -> Distant:
         """A process that is to be there."""
         return self.distant.setdefault(spec.name, Distant(spec))
 

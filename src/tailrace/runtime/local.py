@@ -24,7 +24,7 @@ import msgspec
 
 from tailrace.store.folder import PRIVATE, PRIVATE_FOLDER, RunFolder
 from tailrace.types import HostId, ReplicaId, Struct, label
-from tailrace.wire.messages import LOOPBACK, Spec, WireError
+from tailrace.wire.messages import LOOPBACK, ComponentSpec, WireError
 
 FILE = "components.json"
 SHORTAGE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)  # of what others may give back soon
@@ -100,7 +100,7 @@ class LocalChild:
 class Process:
     """One component's processes (a trainer has one per rank), which live and end together."""
 
-    def __init__(self, spec: Spec, log: Path) -> None:
+    def __init__(self, spec: ComponentSpec, log: Path) -> None:
         self.spec = spec
         self.log = log
         self.children: list[Child] = []
@@ -145,7 +145,7 @@ class Local:
         self._unwritten = False  # something is not in the file
         self._watchers: set[asyncio.Task[None]] = set()
 
-    def start(self, spec: Spec, elsewhere: Child | None = None) -> Process:
+    def start(self, spec: ComponentSpec, elsewhere: Child | None = None) -> Process:
         """Start the component's processes, unless it is elsewhere; an earlier incarnation of it is killed first.
         `OSError`: the system cannot start any now."""
         earlier = self.processes.get((spec.role, spec.id))
@@ -180,7 +180,7 @@ class Local:
             process.kill()  # those that were begun
             raise
 
-    def adopt(self, spec: Spec, trace: Trace, elsewhere: Child | None = None) -> Process:
+    def adopt(self, spec: ComponentSpec, trace: Trace, elsewhere: Child | None = None) -> Process:
         """Take over a component that an earlier controller started, or what is left of it."""
         process = self._enter(spec)
         process.address, process.arena = trace.address, trace.arena
@@ -191,7 +191,7 @@ class Local:
         self._watch(process)
         return process
 
-    def _enter(self, spec: Spec) -> Process:
+    def _enter(self, spec: ComponentSpec) -> Process:
         process = Process(spec, self._folder.path / "logs" / f"{spec.role}{spec.id}.log")
         self.processes[spec.role, spec.id] = process
         return process
@@ -255,7 +255,7 @@ def read_traces(folder: Path) -> Traces:
         return Traces()
 
 
-def _spawn(spec: Spec, log: Path) -> LocalChild:
+def _spawn(spec: ComponentSpec, log: Path) -> LocalChild:
     threads = spec.config.trainer.threads if spec.role == "trainer" else spec.config.rollout.threads
     with log.open("ab") as output:
         started = subprocess.Popen(

@@ -1,4 +1,5 @@
-"""The process of one sample store: a server for replicas and trainer ranks, and a link over which control directs it.
+"""The process of one sample store: a server for replicas and trainer ranks, and a client of the controller, which
+directs it.
 
 Consumes `Assigned`, `Reconcile`, `FetchPrompts` and `Forget`; produces `StoreJoined`, `PromptsAdded` (once the prompts
 are durable), `SamplesLost` and `Accused`. It is started again on its file, and goes on where that ends.
@@ -27,9 +28,19 @@ from tailrace.store.folder import refuse_moved
 from tailrace.store.journal import Journal
 from tailrace.types import Prompt, PromptId, Row, TrajectoryId
 from tailrace.wire import descriptors
+from tailrace.wire.client import ControlClient
 from tailrace.wire.keys import sample_key
-from tailrace.wire.link import Link
-from tailrace.wire.messages import LOOPBACK, Accused, Assigned, Ended, Grant, Introduce, Ordered, Reconcile, Spec
+from tailrace.wire.messages import (
+    LOOPBACK,
+    Accused,
+    Assigned,
+    ComponentSpec,
+    Ended,
+    Grant,
+    Introduce,
+    Ordered,
+    Reconcile,
+)
 from tailrace.wire.tls import Identity, own_address
 
 PATIENCE_S = 0.5  # orders wake the loop; this bounds how late an error of another thread is seen
@@ -37,17 +48,17 @@ NO_FOLDER = (0, 0)  # of a spec that does not say which directory it means
 FIRST = 0
 
 
-def run(spec: Spec) -> None:
+def run(spec: ComponentSpec) -> None:
     descriptors.raise_limit()
     StoreWorker(spec).run()
 
 
 class StoreWorker:
-    def __init__(self, spec: Spec) -> None:
+    def __init__(self, spec: ComponentSpec) -> None:
         self.spec = spec
         self.archive = spec.config.run.archive
         self._others = SampleClient(spec.name)
-        self.link = Link(spec, find_stores=self._others.find)
+        self.controller = ControlClient(spec, find_stores=self._others.find)
         self._errors: queue.SimpleQueue[BaseException] = queue.SimpleQueue()  # of the server's threads
         self.server = _server(spec, self._accuse, self._errors.put, self._report_lost)
         self._orders = ThreadPoolExecutor(1, "orders")
@@ -56,7 +67,7 @@ class StoreWorker:
     def run(self) -> None:
         self.server.start()
         self._others.open()
-        self.link.open(address=self.server.address)
+        self.controller.open(address=self.server.address)
         self._join()
         try:
             while self._obey():
@@ -66,27 +77,27 @@ class StoreWorker:
             self._orders.shutdown()
             self._rendering.shutdown(cancel_futures=True)
             self.server.close()
-            self.link.close()
+            self.controller.close()
 
     def _join(self) -> None:
         """At the beginning, and whenever there is a new controller."""
-        self.link.report(StoreJoined(self.spec.id, self.link.incarnation))
+        self.controller.report(StoreJoined(self.spec.id, self.controller.incarnation))
 
     def _raise_what_broke(self) -> None:
         if not self._errors.empty():
             raise self._errors.get()
 
     def _accuse(self, component: str, reason: str) -> None:
-        self.link.send(Accused(component, reason))
+        self.controller.send(Accused(component, reason))
 
     def _report_lost(self, trajectories: list[TrajectoryId]) -> None:
         if trajectories:
-            self.link.report(SamplesLost(self.spec.id, self.link.incarnation, tuple(trajectories)))
+            self.controller.report(SamplesLost(self.spec.id, self.controller.incarnation, tuple(trajectories)))
 
-    # ------------------------------------------------------------------------------------------------------- orders
+    # ----------------------------------------------------------------------------------------------------------- orders
 
     def _obey(self) -> bool:
-        for message in self.link.receive(PATIENCE_S):
+        for message in self.controller.receive(PATIENCE_S):
             match message:
                 case Ended():
                     return False
@@ -123,7 +134,7 @@ class StoreWorker:
         self._bring({*order.prompts, *[grant.prompt for grant in order.grants]})
         self.server.reconcile(order, self.archive, self._report_lost)
 
-    # ------------------------------------------------------------------------------------------------------ prompts
+    # ---------------------------------------------------------------------------------------------------------- prompts
 
     @cached_property
     def _source(self) -> PromptSource:
@@ -152,11 +163,11 @@ class StoreWorker:
             return
         prompts = tuple([Prompt(row.id, row.length) for row in rows])
         last = total is not None and order.start + count >= total
-        self.server.add_prompts(rows, partial(self.link.report, PromptsAdded(order.start, prompts, last)))
+        self.server.add_prompts(rows, partial(self.controller.report, PromptsAdded(order.start, prompts, last)))
 
 
 def _server(
-    spec: Spec,
+    spec: ComponentSpec,
     accuse: Callable[[str, str], None],
     broken: Callable[[BaseException], None],
     lost: Callable[[list[TrajectoryId]], None],

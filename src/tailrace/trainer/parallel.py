@@ -17,7 +17,7 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from tailrace.wire.messages import Spec
+    from tailrace.wire.messages import ComponentSpec
 
 
 def pick_device(wanted: str, rank: int = 0) -> str:
@@ -142,7 +142,7 @@ class Together:
         torch.distributed.destroy_process_group()
 
 
-def ranks_of(spec: Spec, device: str) -> Ranks:
+def ranks_of(spec: ComponentSpec, device: str) -> Ranks:
     """What the rank with this spec is one of."""
     size = spec.config.trainer.ranks
     return join(spec.rank, size, spec.meeting, device) if size > 1 else Alone()

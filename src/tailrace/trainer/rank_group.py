@@ -18,7 +18,7 @@ from tailrace.trainer.emulated import EmulatedLearner
 from tailrace.trainer.pace import BYTES_PER_PARAMETER
 from tailrace.trainer.reader import SampleInfo, StoreReader
 from tailrace.types import Struct, Version
-from tailrace.wire.messages import Spec, StoreAddress
+from tailrace.wire.messages import ComponentSpec, StoreAddress
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -65,14 +65,14 @@ class RankGroup(Protocol):
     def close(self) -> None: ...
 
 
-def build_rank_group(spec: Spec) -> RankGroup:
+def build_rank_group(spec: ComponentSpec) -> RankGroup:
     return EmulatedRankGroup(spec) if spec.config.trainer.engine == "emulated" else NativeRankGroup(spec)
 
 
 class SnapshotSender:
     """Has the last snapshot and gets it to a relay."""
 
-    def __init__(self, spec: Spec, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    def __init__(self, spec: ComponentSpec, tensors: Iterable[tuple[str, Tensor]]) -> None:
         from tailrace.model.load import precision_on
         from tailrace.weights.layout import WeightLayout
         from tailrace.weights.publisher import Publisher
@@ -158,7 +158,7 @@ class _Group(Generic[AnyLearner]):
     learner: AnyLearner
     sender: SnapshotSender | None  # of rank 0
 
-    def __init__(self, spec: Spec, ranks: Ranks) -> None:
+    def __init__(self, spec: ComponentSpec, ranks: Ranks) -> None:
         self.name = spec.name
         self.ranks = ranks
 
@@ -202,7 +202,7 @@ class _Group(Generic[AnyLearner]):
 class EmulatedRankGroup(_Group[EmulatedLearner]):
     checkpoint_bytes = 0
 
-    def __init__(self, spec: Spec) -> None:
+    def __init__(self, spec: ComponentSpec) -> None:
         from tailrace.trainer.parallel import ranks_of
 
         super().__init__(spec, ranks_of(spec, "cpu"))
@@ -229,7 +229,7 @@ class EmulatedRankGroup(_Group[EmulatedLearner]):
 
 
 class NativeRankGroup(_Group["Learner"]):
-    def __init__(self, spec: Spec) -> None:
+    def __init__(self, spec: ComponentSpec) -> None:
         import torch
 
         from tailrace.model.device import usable_device

@@ -119,15 +119,15 @@ class Learner:
 
     def _prepare_passes(self) -> None:
         """The model's arithmetic: in which precision, sharded or not, with which kernels."""
-        half = precision_on(self.device, self.settings.precision) == "bfloat16"
+        bfloat16 = precision_on(self.device, self.settings.precision) == "bfloat16"
         self.policy.at_once = self.device.startswith("cuda") and self.policy.has_plain_head()
-        with self._autocast(half):
+        with self._autocast(bfloat16):
             self._rows = reads_rows(self.model)
         self.ranks.shard(self.policy)
-        self._bfloat16 = Bfloat16Copy(self.model) if half and self.ranks.size == 1 else None
+        self._bfloat16 = Bfloat16Copy(self.model) if bfloat16 and self.ranks.size == 1 else None
         if self._bfloat16 is not None:
             self.policy.model = self._bfloat16.model
-        self._cast = half and self._bfloat16 is None
+        self._cast = bfloat16 and self._bfloat16 is None
         compiles = self.settings.compile and self._rows and self._bfloat16 is not None
         self._blocks = Blocks(self.policy.model) if compiles else None
 

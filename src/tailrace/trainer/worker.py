@@ -1,6 +1,6 @@
 """The process of one trainer rank: trains what it is given, publishes what came of it, writes checkpoints.
 
-Rank 0 has the link to the controller; the other ranks hear from it what to do. Consumes `Train` and `Publish`; produces
+Rank 0 talks to the controller; the other ranks hear from it what to do. Consumes `Train` and `Publish`; produces
 `Trained`, `Checkpointed`, `PublishFailed` and metrics. The only stall of a publication is the copy into the publisher's
 buffer: the stream to the master relay runs beside the next step.
 """
@@ -21,15 +21,15 @@ from tailrace.trainer.pace import CheckpointPace
 from tailrace.trainer.rank_group import RankGroup, build_rank_group
 from tailrace.trainer.reader import SampleInfo
 from tailrace.types import StoreId, TrajectoryId, Version
-from tailrace.wire.link import Link
-from tailrace.wire.messages import Collapsed, Ended, FromController, Introduce, Ordered, Spec
+from tailrace.wire.client import ControlClient
+from tailrace.wire.messages import Collapsed, ComponentSpec, Ended, FromController, Introduce, Ordered
 
 log = logging.getLogger(__name__)
 
 PATIENCE_S = 1.0  # orders wake the loop; this only bounds how long it sleeps
 
 
-def run(spec: Spec) -> None:
+def run(spec: ComponentSpec) -> None:
     rank_group = build_rank_group(spec)
     try:
         if spec.rank:
@@ -41,7 +41,7 @@ def run(spec: Spec) -> None:
 
 
 class Worker:
-    def __init__(self, spec: Spec, rank_group: RankGroup) -> None:
+    def __init__(self, spec: ComponentSpec, rank_group: RankGroup) -> None:
         self.spec = spec
         self.checkpoints = Path(spec.folder) / "checkpoints"
         self.rank_group = rank_group
@@ -54,26 +54,26 @@ class Worker:
         self.mini_batch = 0
         self.samples = SampleClient(spec.name)
         self.divergence = Divergence()
-        self.link = Link(spec, find_stores=self.samples.find)
+        self.controller = ControlClient(spec, find_stores=self.samples.find)
 
     def run(self) -> None:
         self.rank_group.snapshot(self.step)
         self.samples.open()
-        self.link.open()
+        self.controller.open()
         self._join()
         try:
-            while all(self._obey(message) for message in self.link.receive(PATIENCE_S)):
+            while all(self._obey(message) for message in self.controller.receive(PATIENCE_S)):
                 pass
         except DivergedError as error:  # said before the other ranks leave: their end would count as a loss
-            self.link.send(Collapsed(str(error), expected=True))
+            self.controller.send(Collapsed(str(error), expected=True))
             raise
         finally:
             self.samples.close()
-            self.link.close()
+            self.controller.close()
 
     def _join(self) -> None:
         """Say what is in the weights, at the beginning and whenever there is a new controller."""
-        self.link.report(TrainerJoined(self.link.incarnation, self.step, self.mini_batch))
+        self.controller.report(TrainerJoined(self.controller.incarnation, self.step, self.mini_batch))
 
     def _obey(self, message: FromController) -> bool:
         if isinstance(message, Ended):
@@ -105,7 +105,9 @@ class Worker:
             samples = self._describe(command, order.rewards)
             measured = self.rank_group.train(command.step, command.mini_batch, samples, self.samples)
         except SampleStoreError as error:
-            self.link.report(TrainFailed(self.link.incarnation, command.step, command.mini_batch, str(error)))
+            self.controller.report(
+                TrainFailed(self.controller.incarnation, command.step, command.mini_batch, str(error))
+            )
             return
         tokens = sum(info.length for info in samples)
         measured |= {
@@ -113,13 +115,13 @@ class Worker:
             "trainer/cpu_s": time.process_time() - cpu,
             "trainer/tokens": float(tokens),
         }
-        self.link.measure(command.step, measured)
+        self.controller.measure(command.step, measured)
         self._watch(command, measured)
         self.mini_batch = 0 if command.last else command.mini_batch + 1
         self.step = command.step + 1 if command.last else command.step
         if command.last:
             self._snapshot()
-        self.link.report(Trained(self.link.incarnation, command.step, command.mini_batch))
+        self.controller.report(Trained(self.controller.incarnation, command.step, command.mini_batch))
         self.pace.trained(len(samples), tokens)
         if command.last and not measured.get("skipped") and self.pace.is_due(self.step, time.monotonic()):
             self._save()
@@ -154,11 +156,11 @@ class Worker:
         """Keep this version as it is: it may have to be published, now or again, while training goes on."""
         if self.step % self.spec.config.schedule.publish_every == 0:
             stall = self.rank_group.snapshot(self.step)
-            self.link.measure(self.step, {"publish/stall_s": stall})
+            self.controller.measure(self.step, {"publish/stall_s": stall})
 
     def _publish(self, order: Ordered, command: Publish) -> None:
         def give_up(version: Version, reason: str) -> None:
-            self.link.report(PublishFailed(self.link.incarnation, version, command.relay, reason))
+            self.controller.report(PublishFailed(self.controller.incarnation, version, command.relay, reason))
 
         self.rank_group.publish(command.version, order.addresses[command.relay], give_up)
 
@@ -173,5 +175,5 @@ class Worker:
         self.saved = self.step
         ended = time.monotonic()
         self.pace.saved(ended, ended - began)
-        self.link.measure(self.step, {"checkpoint/stall_s": ended - began})
-        self.link.report(Checkpointed(self.link.incarnation, self.step))
+        self.controller.measure(self.step, {"checkpoint/stall_s": ended - began})
+        self.controller.report(Checkpointed(self.controller.incarnation, self.step))

@@ -1,4 +1,4 @@
-"""The process of one relay: a `RelayNode` that moves weights, and a link to the controller that directs it.
+"""The process of one relay: a `RelayNode` that moves weights, and a client of the controller that directs it.
 
 Consumes `Route` and `Drop`; produces `VersionStored` and `LinkFailed`. Weights do not pass through this loop: threads
 of the node receive them straight into shared memory.
@@ -17,28 +17,28 @@ from tailrace.types import Version, label
 from tailrace.weights.channel import Address
 from tailrace.weights.relay_node import RelayNode, TransferFailure
 from tailrace.weights.shared_memory import SharedMemory, shared_memory_path
-from tailrace.wire.link import Link
-from tailrace.wire.messages import Ended, Introduce, Ordered, Spec
+from tailrace.wire.client import ControlClient
+from tailrace.wire.messages import ComponentSpec, Ended, Introduce, Ordered
 
 log = logging.getLogger(__name__)
 
 PATIENCE_S = 1.0  # orders wake the loop; this only bounds how long it sleeps
 
 
-def run(spec: Spec) -> None:
-    link = Link(spec)
+def run(spec: ComponentSpec) -> None:
+    controller = ControlClient(spec)
 
     def stored(version: Version) -> None:
-        link.report(VersionStored(spec.id, link.incarnation, version))
+        controller.report(VersionStored(spec.id, controller.incarnation, version))
 
     def failed(failure: TransferFailure) -> None:
         log.warning("%s", failure)
         if failure.persistent and failure.target is not None:
-            link.report(LinkFailed(spec.id, link.incarnation, failure.target, failure.reason))
+            controller.report(LinkFailed(spec.id, controller.incarnation, failure.target, failure.reason))
 
     def join() -> None:
         """Report the versions held here, at the start and to every new controller."""
-        link.report(RelayJoined(spec.id, link.incarnation, node.versions()))
+        controller.report(RelayJoined(spec.id, controller.incarnation, node.versions()))
 
     relay = spec.config.relay
     memory = SharedMemory(_shared_memory_path(spec), quota=int(relay.quota_gbytes * 1e9))
@@ -51,19 +51,19 @@ def run(spec: Spec) -> None:
         on_failed=failed,
         chunk_mbytes=relay.chunk_mbytes,
     )
-    link.open(address=str(node.address), arena=str(memory.path))
+    controller.open(address=str(node.address), arena=str(memory.path))
     join()
     try:
-        while _obey(link, node, join):
+        while _obey(controller, node, join):
             pass
     finally:
         node.close()
         memory.remove()
-        link.close()
+        controller.close()
 
 
-def _obey(link: Link, node: RelayNode, join: Callable[[], None]) -> bool:
-    for message in link.receive(PATIENCE_S):
+def _obey(controller: ControlClient, node: RelayNode, join: Callable[[], None]) -> bool:
+    for message in controller.receive(PATIENCE_S):
         if isinstance(message, Ended):
             return False
         if isinstance(message, Introduce):
@@ -81,7 +81,7 @@ def _carry_out(order: Ordered, node: RelayNode) -> None:
         node.drop(command.version)
 
 
-def _shared_memory_path(spec: Spec) -> Path:
+def _shared_memory_path(spec: ComponentSpec) -> Path:
     """One per run and host; the hash of the run's folder keeps runs of the same name apart."""
     run = Path(spec.folder)
     name = f"{run.name}-{xxhash.xxh3_64_hexdigest(str(run).encode())[:8]}"

@@ -1,10 +1,10 @@
 """What processes say to each other, and the sockets over which they say it.
 
-The controller has one `Hub`, which listens, and every component one `Link`, which connects and connects again; messages
-are tagged structs in msgpack over TCP, nothing is pickled. Order is kept within a connection. Each component has a key
-of its own (`keys`), by which both ends prove themselves and sign every frame (`session`), and which never travels
-there: names and ports are free for anybody to take once their owner is gone, keys are not. Whoever has not proven
-itself has little time and few descriptors (`descriptors`).
+The controller has one `ControlServer`, which listens, and every component one `ControlClient`, which connects and
+connects again; messages are tagged structs in msgpack over TCP, nothing is pickled. Order is kept within a connection.
+Each component has a key of its own (`keys`), by which both ends prove themselves and sign every frame (`session`), and
+which never travels there: names and ports are free for anybody to take once their owner is gone, keys are not. Whoever
+has not proven itself has little time and few descriptors (`descriptors`).
 
 What a component reports survives the controller. Reports are numbered, and the component keeps each until the
 controller says that it is committed. A controller that hears somebody it does not know asks for an introduction and

@@ -34,9 +34,10 @@ NOT_NOW = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
 class Connection:
-    """`door` is the fingerprint of the controller's certificate; without one the connection is plain, within a host."""
+    """`pinned` is the fingerprint of the controller's certificate; without one the connection is plain, within a
+    host."""
 
-    def __init__(self, endpoint: str, name: str, key: bytes, door: str = "", within_s: float = GREET_S) -> None:
+    def __init__(self, endpoint: str, name: str, key: bytes, pinned: str = "", within_s: float = GREET_S) -> None:
         self._until = time.monotonic() + within_s
         self._unsent: deque[memoryview] = deque()
         self._room = bytearray(HEAD.size)  # for the head of a frame, or for its content
@@ -46,9 +47,9 @@ class Connection:
         self._socket: socket.socket = socket.create_connection(_place(endpoint), timeout=max(within_s, 1e-3))
         try:
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if door:
-                self._encrypt(door)
-            self._session = self._greet(name, key, door)
+            if pinned:
+                self._encrypt(pinned)
+            self._session = self._greet(name, key, pinned)
             self._socket.setblocking(False)
         except ConnectionError:
             self._socket.close()
@@ -64,9 +65,9 @@ class Connection:
         """For the heartbeats that go with this connection; whoever asks for it closes it."""
         return BeatSender(self._socket, self._name, self._session.beat_key)
 
-    # ------------------------------------------------------------------------------------------------------- greeting
+    # --------------------------------------------------------------------------------------------------------- greeting
 
-    def _encrypt(self, door: str) -> None:
+    def _encrypt(self, pinned: str) -> None:
         if hasattr(socket, "TCP_USER_TIMEOUT"):  # a network that is cut takes small messages for a long time
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENT_MS)
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # and who sends none learns nothing
@@ -76,14 +77,14 @@ class Connection:
         secure = caller_context().wrap_socket(self._socket, do_handshake_on_connect=False)
         self._socket = secure
         secure.do_handshake()
-        if fingerprint(secure.getpeercert(binary_form=True) or b"") != door:
+        if fingerprint(secure.getpeercert(binary_form=True) or b"") != pinned:
             raise StrangerError("its certificate is another one")
 
-    def _greet(self, name: str, key: bytes, door: str) -> Session:
+    def _greet(self, name: str, key: bytes, pinned: str) -> Session:
         opening = Opening(name)
         self._socket.sendall(opening.named)
         nonces = opening.nonce, read_nameless(self._exactly(NAMELESS.size))
-        session = Session("component", key, nonces, door)
+        session = Session("component", key, nonces, pinned)
         self._socket.sendall(session.proof)
         session.check_proof(self._exactly(PROOF))
         return session
@@ -102,7 +103,7 @@ class Connection:
         """No longer than until the end of the time for all of the greeting."""
         self._socket.settimeout(max(self._until - time.monotonic(), 1e-3))
 
-    # --------------------------------------------------------------------------------------------------------- frames
+    # ----------------------------------------------------------------------------------------------------------- frames
 
     @property
     def has_unsent(self) -> bool:
@@ -149,7 +150,7 @@ class Connection:
             return False
         return True
 
-    # ------------------------------------------------------------------------------------------------------------ end
+    # -------------------------------------------------------------------------------------------------------------- end
 
     def close(self, within_s: float = 0.0) -> None:
         """`within_s`: how long to try to get out what was handed over, until the other end has taken it all."""
@@ -184,12 +185,12 @@ def _place(endpoint: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def knock(endpoint: str, name: str, key: bytes, door: str, within_s: float) -> None:
+def check_join_key(endpoint: str, name: str, key: bytes, pinned: str, within_s: float) -> None:
     """Returns if the run at this address lets us in; else a `WireError` says why not."""
     where, until = endpoint.removeprefix("tcp://"), time.monotonic() + within_s
     while True:
         try:
-            with Connection(endpoint, name, key, door, until - time.monotonic()):
+            with Connection(endpoint, name, key, pinned, until - time.monotonic()):
                 return
         except (StrangerError, ssl.SSLError):
             raise WireError(

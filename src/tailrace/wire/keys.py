@@ -50,19 +50,19 @@ class JoinKey(NamedTuple):
     """What a machine needs to join a run: the fingerprint of the controller's certificate, and the token. The token is
     secret."""
 
-    door: str
+    fingerprint: str
     token: str
 
     @classmethod
     def read(cls, text: str) -> JoinKey:
         """The inverse of `str`."""
-        door, _, token = text.strip().partition(".")
-        if not (_is_hex(door) and _is_hex(token)):
+        fingerprint, _, token = text.strip().partition(".")
+        if not (_is_hex(fingerprint) and _is_hex(token)):
             raise WireError("this is no join key; it is in the run's folder, in join.key, as one line")
-        return cls(door, token)
+        return cls(fingerprint, token)
 
     def __str__(self) -> str:
-        return f"{self.door}.{self.token}"
+        return f"{self.fingerprint}.{self.token}"
 
 
 def _is_hex(text: str) -> bool:

@@ -5,7 +5,7 @@ strangers (`descriptors`); one more takes the place of one that has said nothing
 there longest. So nobody can fill the descriptors of who listens, or keep the run's own components out, by being silent,
 slow or many. From this host callers may come plain; from others they come encrypted, where there is an identity.
 
-`hub` (the controller) and the sample store's server listen with it, each on the loop of its own process.
+`server` (the controller) and the sample store's server listen with it, each on the loop of its own process.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     datagram   tag, counter, incarnation, length of the name, name, what it waits for
 
-A component's link sends one per heartbeat, also while the component computes, to the UDP port with the number of the
+A component's client sends one per heartbeat, also while the component computes, to the UDP port with the number of the
 controller's TCP port. The tag is BLAKE2b, keyed with what both ends have derived from the component's own key and from
 the nonces of their present connection (`Session.beat_key`), so that nothing counts that was forged, repeated, or
 recorded on an earlier connection. Names that have no proven connection are not looked at any further.
@@ -39,17 +39,17 @@ class ListeningClock:
 
     def __init__(self) -> None:
         self._counted = 0.0
-        self._turned_at = time.monotonic()
+        self._last_turn = time.monotonic()
 
     def turn(self) -> None:
-        self._counted, self._turned_at = self.read(), time.monotonic()
+        self._counted, self._last_turn = self.read(), time.monotonic()
 
     def skip(self) -> None:
         """Nobody has listened since the last turn."""
-        self._turned_at = time.monotonic()
+        self._last_turn = time.monotonic()
 
     def read(self) -> float:
-        return self._counted + min(time.monotonic() - self._turned_at, LATE_S)
+        return self._counted + min(time.monotonic() - self._last_turn, LATE_S)
 
 
 class BeatSender:
@@ -94,7 +94,7 @@ class _Heard:
 
 
 class Liveness:
-    """The controller's end. `admit`, `leave`, `frame` and `waits` are for the hub; times are in seconds."""
+    """The controller's end. `admit`, `leave`, `frame` and `waits` are for the server; times are in seconds."""
 
     def __init__(self, listening: socket.socket) -> None:
         """`listening`: the TCP socket, whose address the datagrams come to. Without that port there are none."""

@@ -21,7 +21,7 @@ class WireError(TailraceError):
     """Why the processes of a run cannot be connected, for the person who started it."""
 
 
-class Spec(Struct):
+class ComponentSpec(Struct):
     """What a component is told when it is started: who it is and where the controller listens."""
 
     role: str  # replica, relay or trainer
@@ -34,7 +34,9 @@ class Spec(Struct):
     folder_id: tuple[int, int] = (0, 0)  # by which it is known, whatever is called so later
     key: str = ""  # of this very component, by which the controller knows it
     lifeline: int = -1  # a descriptor at whose end the component has to go
-    door: str = ""  # fingerprint of the controller's certificate; empty: the link is plain, within this host
+    fingerprint: str = (
+        ""  # fingerprint of the controller's certificate; empty: the connection is plain, within this host
+    )
     host: HostId = 0  # of whose relay a replica gets its weights
     listen: str = LOOPBACK  # relay: where it takes weights
     run: str = ""  # by which the files of its sample stores are known
@@ -193,7 +195,7 @@ class Wanted(Message):
     it."""
 
     names: tuple[str, ...]
-    specs: tuple[Spec, ...] = ()
+    specs: tuple[ComponentSpec, ...] = ()
 
 
 class Dismissed(Message):

@@ -8,7 +8,7 @@
 
 The key itself never travels. What is signed includes both nonces, the certificate if there is one, the direction and a
 count, so that nothing that was recorded, left out, repeated or turned around is taken for a frame. There are no sockets
-here: `hub` and `connection` carry the bytes.
+here: `server` and `connection` carry the bytes.
 """
 
 from __future__ import annotations

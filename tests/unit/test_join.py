@@ -13,11 +13,11 @@ from contextlib import asynccontextmanager
 import pytest
 
 from tailrace.config.tree import Config, Health
-from tailrace.wire.connection import Connection, knock
-from tailrace.wire.hub import Hub
+from tailrace.wire.client import ControlClient
+from tailrace.wire.connection import Connection, check_join_key
 from tailrace.wire.keys import JoinKey, Keyring, host_key
-from tailrace.wire.link import Link
-from tailrace.wire.messages import Hello, Spec, WireError
+from tailrace.wire.messages import ComponentSpec, Hello, WireError
+from tailrace.wire.server import ControlServer
 from tailrace.wire.session import StrangerError
 from tailrace.wire.tls import Identity
 
@@ -31,27 +31,29 @@ DEADLINE_S = 20.0
 
 
 @asynccontextmanager
-async def hub() -> AsyncIterator[Hub]:
-    made = Hub(KEYS, identity=IDENTITY)
+async def listening() -> AsyncIterator[ControlServer]:
+    made = ControlServer(KEYS, identity=IDENTITY)
     try:
         yield made
     finally:
         await made.close()
 
 
-def link_to(endpoint: str, keys: Keyring = KEYS, door: str = KEY.door, id: int = 0) -> Link:
-    spec = Spec("relay", id, 1, endpoint, keys.token, "", QUICK, key=keys.of(f"relay-{id}/1").hex(), door=door)
-    link = Link(spec)
-    link.open()
-    return link
+def client_of(endpoint: str, keys: Keyring = KEYS, fingerprint: str = KEY.fingerprint, id: int = 0) -> ControlClient:
+    spec = ComponentSpec(
+        "relay", id, 1, endpoint, keys.token, "", QUICK, key=keys.of(f"relay-{id}/1").hex(), fingerprint=fingerprint
+    )
+    client = ControlClient(spec)
+    client.open()
+    return client
 
 
-async def heard_of(hub: Hub, *awaited: str) -> set[str]:
+async def heard_of(server: ControlServer, *awaited: str) -> set[str]:
     """Everybody who was heard until these were."""
     names: set[str] = set()
     async with asyncio.timeout(DEADLINE_S):
         while not names.issuperset(awaited):
-            names |= {letter.sender for letter in await hub.receive()}
+            names |= {letter.sender for letter in await server.receive()}
     return names
 
 
@@ -62,15 +64,15 @@ def test_the_same_secret_gives_the_same_certificate_so_that_a_new_controller_is_
 
 def test_who_has_the_key_is_heard_and_nobody_else():
     async def scene() -> None:
-        async with hub() as door:
+        async with listening() as server:
             strangers = [
-                link_to(door.endpoint, id=2, keys=OTHER),  # a key of its own
-                link_to(door.endpoint, id=3, door=Identity(OTHER.identity).fingerprint),  # of another run
+                client_of(server.endpoint, id=2, keys=OTHER),  # a key of its own
+                client_of(server.endpoint, id=3, fingerprint=Identity(OTHER.identity).fingerprint),  # of another run
             ]
-            friend, plain = link_to(door.endpoint), link_to(door.endpoint, id=1, door="")
-            heard = await heard_of(door, "relay-0/1", "relay-1/1")
+            friend, plain = client_of(server.endpoint), client_of(server.endpoint, id=1, fingerprint="")
+            heard = await heard_of(server, "relay-0/1", "relay-1/1")
             assert heard == {"relay-0/1", "relay-1/1"}, "on this machine, connections may be plain"
-            await asyncio.gather(*[asyncio.to_thread(link.close) for link in (friend, plain, *strangers)])
+            await asyncio.gather(*[asyncio.to_thread(client.close) for client in (friend, plain, *strangers)])
 
     asyncio.run(scene())
 
@@ -79,11 +81,11 @@ def test_who_comes_from_another_host_has_to_encrypt(monkeypatch):
     monkeypatch.setattr("tailrace.wire.listener._is_local", lambda _: False)
 
     async def scene() -> None:
-        async with hub() as door:
+        async with listening() as server:
             with pytest.raises(StrangerError):
-                await asyncio.to_thread(Connection, door.endpoint, "relay-0/1", KEYS.of("relay-0/1"))
-            friend = link_to(door.endpoint)
-            assert await heard_of(door, "relay-0/1") == {"relay-0/1"}
+                await asyncio.to_thread(Connection, server.endpoint, "relay-0/1", KEYS.of("relay-0/1"))
+            friend = client_of(server.endpoint)
+            assert await heard_of(server, "relay-0/1") == {"relay-0/1"}
             await asyncio.to_thread(friend.close)
 
     asyncio.run(scene())
@@ -91,12 +93,14 @@ def test_who_comes_from_another_host_has_to_encrypt(monkeypatch):
 
 def test_the_token_proves_the_names_of_machines_and_no_others():
     async def scene() -> None:
-        async with hub() as door:
+        async with listening() as server:
             key = host_key(KEYS.token, MACHINE)
-            wire = await asyncio.to_thread(Connection, door.endpoint, MACHINE, key, KEY.door)
+            wire = await asyncio.to_thread(Connection, server.endpoint, MACHINE, key, KEY.fingerprint)
             for name in ("relay-0/1", "replica-0/1", "trainer-0/1"):
                 with pytest.raises(StrangerError):
-                    await asyncio.to_thread(Connection, door.endpoint, name, host_key(KEYS.token, name), KEY.door)
+                    await asyncio.to_thread(
+                        Connection, server.endpoint, name, host_key(KEYS.token, name), KEY.fingerprint
+                    )
             wire.close()
 
     asyncio.run(scene())
@@ -104,7 +108,7 @@ def test_the_token_proves_the_names_of_machines_and_no_others():
 
 def answer(endpoint: str, key: JoinKey, within_s: float = 5.0) -> str:
     try:
-        knock(endpoint, MACHINE, host_key(key.token, MACHINE), key.door, within_s)
+        check_join_key(endpoint, MACHINE, host_key(key.token, MACHINE), key.fingerprint, within_s)
     except WireError as error:
         return str(error)
     return "come in"
@@ -114,14 +118,14 @@ def answer(endpoint: str, key: JoinKey, within_s: float = 5.0) -> str:
     ("key", "words"),
     [
         (KEY, "come in"),
-        (JoinKey(KEY.door, OTHER.token), "refused this join key"),
+        (JoinKey(KEY.fingerprint, OTHER.token), "refused this join key"),
         (JoinKey(Identity(OTHER.identity).fingerprint, KEYS.token), "refused this join key"),
     ],
 )
 def test_a_knock_is_answered_with_a_sentence(key: JoinKey, words: str):
     async def scene() -> str:
-        async with hub() as door:
-            return await asyncio.to_thread(answer, door.endpoint, key)
+        async with listening() as server:
+            return await asyncio.to_thread(answer, server.endpoint, key)
 
     assert words in asyncio.run(scene())
 
@@ -132,18 +136,18 @@ def test_where_nobody_listens_the_sentence_says_so():
     assert f"nobody answered at 127.0.0.1:{port} within 0.3 s" in answer(f"tcp://127.0.0.1:{port}", KEY, 0.3)
 
 
-@pytest.mark.parametrize("door", ["", KEY.door])
-def test_what_was_overheard_is_worthless_when_it_is_sent_again(door: str):
-    """Somebody between the two records all bytes of a good connection and plays them to the hub once more."""
+@pytest.mark.parametrize("fingerprint", ["", KEY.fingerprint])
+def test_what_was_overheard_is_worthless_when_it_is_sent_again(fingerprint: str):
+    """Somebody between the two records all bytes of a good connection and plays them to the server once more."""
 
     async def scene() -> None:
-        async with hub() as controller:
+        async with listening() as controller:
             recorded = bytearray()
             with socket.create_server(("127.0.0.1", 0)) as between:
                 threading.Thread(target=_pass_on, args=(between, controller.port, recorded), daemon=True).start()
-                link = link_to(f"tcp://127.0.0.1:{between.getsockname()[1]}", door=door)
+                client = client_of(f"tcp://127.0.0.1:{between.getsockname()[1]}", fingerprint=fingerprint)
                 await heard_of(controller, "relay-0/1")
-                await asyncio.to_thread(link.close)
+                await asyncio.to_thread(client.close)
             assert KEYS.token.encode() not in recorded
             assert KEYS.of("relay-0/1") not in recorded
             while controller._letters or controller._peers:
@@ -168,9 +172,9 @@ def _until_hung_up(liar: socket.socket) -> None:
 
 def _pass_on(between: socket.socket, port: int, recorded: bytearray) -> None:
     caller, _ = between.accept()
-    with caller, socket.create_connection(("127.0.0.1", port)) as hub:
-        threading.Thread(target=_copy, args=(hub, caller, bytearray()), daemon=True).start()
-        _copy(caller, hub, recorded)
+    with caller, socket.create_connection(("127.0.0.1", port)) as server:
+        threading.Thread(target=_copy, args=(server, caller, bytearray()), daemon=True).start()
+        _copy(caller, server, recorded)
 
 
 def _copy(source: socket.socket, target: socket.socket, seen: bytearray) -> None:
@@ -184,17 +188,19 @@ def _copy(source: socket.socket, target: socket.socket, seen: bytearray) -> None
 
 
 def test_a_machine_that_takes_nothing_is_hung_up_on_before_it_fills_the_memory(monkeypatch):
-    monkeypatch.setattr("tailrace.wire.hub.UNREAD_BY_HOST", 1 << 20)
+    monkeypatch.setattr("tailrace.wire.server.UNREAD_BY_HOST", 1 << 20)
 
     async def scene() -> None:
-        async with hub() as door:
-            wire = await asyncio.to_thread(Connection, door.endpoint, MACHINE, host_key(KEYS.token, MACHINE), KEY.door)
-            while MACHINE not in door._peers:
+        async with listening() as server:
+            wire = await asyncio.to_thread(
+                Connection, server.endpoint, MACHINE, host_key(KEYS.token, MACHINE), KEY.fingerprint
+            )
+            while MACHINE not in server._peers:
                 await asyncio.sleep(0.01)
             for _ in range(500):
-                await door.send(MACHINE, Hello("x" * 100_000))  # type: ignore[arg-type]
+                await server.send(MACHINE, Hello("x" * 100_000))  # type: ignore[arg-type]
                 await asyncio.sleep(0)
-            assert MACHINE not in door._peers
+            assert MACHINE not in server._peers
             wire.close()
 
     asyncio.run(scene())
@@ -202,12 +208,12 @@ def test_a_machine_that_takes_nothing_is_hung_up_on_before_it_fills_the_memory(m
 
 def test_a_greeting_in_tls_that_is_none_is_hung_up_on():
     async def scene() -> None:
-        async with hub() as door:
-            with socket.create_connection(("127.0.0.1", door.port), timeout=DEADLINE_S) as caller:
+        async with listening() as server:
+            with socket.create_connection(("127.0.0.1", server.port), timeout=DEADLINE_S) as caller:
                 caller.sendall(b"\x16\x03\x01" + bytes(200))
                 await asyncio.to_thread(_until_hung_up, caller)
             with pytest.raises((ssl.SSLError, StrangerError)):
-                await asyncio.to_thread(Connection, door.endpoint, MACHINE, bytes(32), KEY.door)
+                await asyncio.to_thread(Connection, server.endpoint, MACHINE, bytes(32), KEY.fingerprint)
 
     asyncio.run(scene())
 

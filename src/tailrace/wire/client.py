@@ -29,6 +29,7 @@ from tailrace.wire.messages import (
     Beat,
     BeatHere,
     Collapsed,
+    ComponentSpec,
     Ended,
     FromComponent,
     FromController,
@@ -39,7 +40,6 @@ from tailrace.wire.messages import (
     Ordered,
     Reconcile,
     Reported,
-    Spec,
     Stores,
     WireError,
     decode_from_controller,
@@ -50,14 +50,14 @@ LATE_S = 30.0  # beyond the time for which a loop meant to wait
 LINGER_S = 2.0  # how long a closing component tries to get its last words out
 
 
-class Link:
+class ControlClient:
     """A component's end: `send` and `report` at any time, `receive` what has come. `load` is asked once per heartbeat,
-    in the link's thread; what it gives is reported if it has changed, or if an order has come since. `find_stores` is
+    in its own thread; what it gives is reported if it has changed, or if an order has come since. `find_stores` is
     told there, at once, where the sample stores are: the component's loop may be waiting for one that has moved."""
 
     def __init__(
         self,
-        spec: Spec,
+        spec: ComponentSpec,
         load: Callable[[], Event | None] = lambda: None,
         find_stores: Callable[[Stores], None] = lambda _: None,
     ) -> None:
@@ -77,7 +77,7 @@ class Link:
         self._give_up_at = inf  # if nobody listens then, the last words are lost
         self._wake, self._woken = socket.socketpair()
         self._wake.setblocking(False)
-        self._thread = threading.Thread(target=self._carry, name="link", daemon=True)
+        self._thread = threading.Thread(target=self._carry, name="control", daemon=True)
         self._watchdog = Watchdog(spec.name, lambda sentence: self.send(Collapsed(sentence)))
 
     def open(self, address: str = "", arena: str = "") -> None:
@@ -136,7 +136,7 @@ class Link:
         with suppress(BlockingIOError):  # full of calls that were not heard yet: the thread will wake up anyway
             self._wake.send(b"!")
 
-    # ------------------------------------------------------------------------------------------------ the link's thread
+    # ------------------------------------------------------------------------------------------------ its thread
 
     def _carry(self) -> None:
         """Connect, and connect again whenever that breaks off, until the component hangs up."""
@@ -159,7 +159,7 @@ class Link:
     def _connect(self) -> Connection | None:
         spec = self._spec
         try:
-            return Connection(spec.endpoint, spec.name, bytes.fromhex(spec.key), spec.door)
+            return Connection(spec.endpoint, spec.name, bytes.fromhex(spec.key), spec.fingerprint)
         except (OSError, WireError):
             return None
 

@@ -41,11 +41,11 @@ UNREAD_BY_HOST = 64 << 20  # bytes that a machine has not taken yet; then it is 
 UNREAD_BY_COMPONENT = 8 << 30
 MACHINES = 256  # whoever has the run's token can call as many as it likes
 SILENT_S = 30.0  # they offer themselves twice a second
-LINGER_S = 2.0  # how long a closing hub tries to get its last words out
+LINGER_S = 2.0  # how long a closing server tries to get its last words out
 
 
-class Letter(NamedTuple):
-    """A message as the hub hands it over."""
+class ReceivedMessage(NamedTuple):
+    """A message as the server hands it over."""
 
     sender: str
     number: int
@@ -75,7 +75,7 @@ class Peer:
             self.channel.send(encode(message))
 
 
-class Hub:
+class ControlServer:
     """`heard`: how far an earlier controller has written down what each component had reported. Machines may join if
     there is an `identity`; without one it listens on the loopback and nowhere else."""
 
@@ -91,7 +91,7 @@ class Hub:
         self._heard = dict(heard or {})
         self._most_peers = descriptors.shares().known
         self._peers: dict[str, Peer] = {}
-        self._letters: deque[Letter] = deque()
+        self._received: deque[ReceivedMessage] = deque()
         self._sizes: deque[int] = deque()  # of these, in bytes
         self._waiting_bytes = 0
         self._arrived, self._has_room = asyncio.Event(), asyncio.Event()
@@ -115,18 +115,18 @@ class Hub:
 
     # ----------------------------------------------------------------------------------------------------- the contract
 
-    async def receive(self) -> list[Letter]:
+    async def receive(self) -> list[ReceivedMessage]:
         """What components of ours have sent: waits for the first message, takes what has arrived with it."""
-        while not self._letters:
+        while not self._received:
             if self._listener.accepting.done():
                 await self._listener.accepting  # nobody would ever be heard again: better to end with the error
             self._arrived.clear()
             await self._arrived.wait()
-        count = min(BATCH, len(self._letters))
+        count = min(BATCH, len(self._received))
         self._waiting_bytes -= sum([self._sizes.popleft() for _ in range(count)])
-        if len(self._letters) - count < WAITING // 2 and self._waiting_bytes < WAITING_BYTES // 2:
+        if len(self._received) - count < WAITING // 2 and self._waiting_bytes < WAITING_BYTES // 2:
             self._has_room.set()
-        return [self._letters.popleft() for _ in range(count)]
+        return [self._received.popleft() for _ in range(count)]
 
     async def send(self, name: str, message: FromController) -> None:
         """Hand a message over; one for a component that is gone is dropped."""
@@ -187,11 +187,11 @@ class Hub:
                 async with asyncio.timeout(patience):
                     number, content = await peer.channel.receive(longest)
             except OversizedFrameError as error:
-                self._deliver(Letter(peer.name, UNNUMBERED, Garbled(str(error))), 0)
+                self._deliver(ReceivedMessage(peer.name, UNNUMBERED, Garbled(str(error))), 0)
                 return
             self.liveness.frame(peer.name)
             self._hear(peer, number, content)
-            if len(self._letters) >= WAITING or self._waiting_bytes >= WAITING_BYTES:
+            if len(self._received) >= WAITING or self._waiting_bytes >= WAITING_BYTES:
                 self._has_room.clear()
                 await self._has_room.wait()
 
@@ -212,7 +212,7 @@ class Hub:
         elif number == UNNUMBERED or number > heard:
             if number:
                 self._heard[peer.name] = number
-            self._deliver(Letter(peer.name, number, message), len(content))
+            self._deliver(ReceivedMessage(peer.name, number, message), len(content))
 
     def _ask(self, peer: Peer, heard: int) -> None:
         """It knew an earlier controller, or something of it was lost on the way: it has to begin anew."""
@@ -221,8 +221,8 @@ class Hub:
             peer.asked = True
             peer.send(Introduce(heard))
 
-    def _deliver(self, letter: Letter, size: int) -> None:
-        self._letters.append(letter)
+    def _deliver(self, message: ReceivedMessage, size: int) -> None:
+        self._received.append(message)
         self._sizes.append(size)
         self._waiting_bytes += size
         self._arrived.set()
