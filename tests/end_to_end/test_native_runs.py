@@ -107,10 +107,10 @@ def test_a_run_that_diverges_ends_with_a_sentence_and_goes_on_at_a_lower_rate(tm
     run = Run(tmp_path, NATIVE, *options, "--run.steps", "2")
     status, out, err = run.start("--trainer.learning_rate", "1e8").wait()
     assert status == 2, f"{out}\n{err}\n{run.logs()}"
-    assert "an update of step 1 is left out: its loss or gradient is not finite" in out
+    assert "an update of step 1 is skipped: its loss or gradient is not finite" in out
     assert "the trainer cannot go on: the loss or gradient of an update of step 1 is not finite" in err
     assert "the last good weights are those that the run started from" in err
-    assert "so it is left out" in (run.folder / "logs" / "trainer0.log").read_text()
+    assert "so it is skipped" in (run.folder / "logs" / "trainer0.log").read_text()
     assert run.events("TrainerJoined") == 1
     assert not Journal(run.folder).complete
     run.finish("--resume", "--trainer.learning_rate", "3e-4")

@@ -63,7 +63,7 @@ def test_a_slow_judge_is_seen_in_the_journal_the_terminal_the_summary_and_on_the
     page = Follower(run.folder)
     while page.poll():
         pass
-    assert any("c" in lane["states"] for lane in json.loads(page.latest.content)["lanes"])
+    assert any("c" in lane["states"] for lane in json.loads(page.latest.content)["charts"]["lanes"])
 
 
 def test_killed_and_interrupted_at_random_moments_it_trains_the_same_prompts_once(tmp_path):
@@ -137,7 +137,7 @@ def test_a_folder_that_is_renamed_stops_the_run_and_is_resumed_where_it_is(tmp_p
     assert f"{first} is no longer the directory of this run" in err
     assert f"it is at {second}, and --resume goes on" in err
     assert not list(first.iterdir())
-    assert {file.name for file in second.iterdir()} == {"run.db", "logs", "checkpoints"}
+    assert {file.name.partition("-")[0] for file in second.iterdir()} == {"run.db", "samples", "logs", "checkpoints"}
     run.folder = second
     run.finish("--resume", "--run.name", "renamed")
     replayed(run)
@@ -155,7 +155,7 @@ def test_the_level_of_the_log_reaches_every_process_of_a_run(tmp_path):
     status, _, err = run.start("--run.name", "louder").wait()
     assert (status, "tailrace: other machines may join: " in err) == (0, True), err
     logs = {log.stem: log.read_text() for log in run.folder.glob("logs/*.log")}
-    assert logs.keys() == {"controller", "trainer0", "relay0", "replica0", "replica1"}
+    assert logs.keys() == {"controller", "trainer0", "store0", "relay0", "replica0", "replica1"}
     for name, text in logs.items():
         assert re.search(r"(?m)^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} INFO ", text) or name == "controller", (name, text)
     assert "INFO trainer-0/" in logs["trainer0"]

@@ -13,7 +13,7 @@ import pytest
 
 from played import Child, Played
 from tailrace.config import Config, load
-from tailrace.protocol import ReplicaLost, TimerFired
+from tailrace.protocol import ReplicaLost, Stop, TimerFired
 from tailrace.runtime.controller import INTERRUPTED, RunError
 from tailrace.runtime.local import Process
 
@@ -191,5 +191,16 @@ def test_parts_json_is_written_when_there_is_a_descriptor_for_it(tmp_path, monke
         while not file.exists():
             await asyncio.sleep(0.01)
         assert played.goes_on
+
+    play(tmp_path / "run", scene)
+
+
+def test_a_run_that_control_stops_ends_though_nobody_says_anything_more(tmp_path: Path) -> None:
+    async def scene(played: Played) -> None:
+        controller, watchdog = played.controller, Recorder()
+        controller.store.commit()
+        watchdog.on_waiting = lambda: None if controller.stopped else controller._stop(Stop("all steps are done"))
+        await controller._turn_over(watchdog)  # type: ignore[arg-type]
+        assert controller.stopped == "all steps are done"
 
     play(tmp_path / "run", scene)

@@ -549,6 +549,7 @@ class Controller:
             self.fail(command.reason)
         else:
             self.stopped = command.reason
+            self._wake.set()  # nobody else may have anything more to say
 
 
 def _restored(store: RunStore, config: Config) -> tuple[ControlPlane, bool]:

@@ -37,7 +37,7 @@ class Divergence:
         if measured.get("skipped"):
             self.in_a_row += 1
             times = "" if self.in_a_row == 1 else f", the {_ordinal(self.in_a_row)} time in a row"
-            return f"the loss or gradient of an update of step {step + 1} is not finite{times}, so it is left out"
+            return f"the loss or gradient of an update of step {step + 1} is not finite{times}, so it is skipped"
         if not measured.get("without_advantage", True):
             self.in_a_row = 0
             self.good = step
