@@ -24,38 +24,13 @@ from rich.table import Table
 ROOT = Path(__file__).parents[1]
 LONGEST = 10  # functions and files that are listed
 
-# Metaphors for things that have a usual name, as words of identifiers: `Door` in `PageDoor`, `context` in `desk_of`.
+# Metaphors for things that have a usual name, as words of identifiers: `Door` in `PageDoor`, `desk` in `desk_of`.
 # A capital letter asks for a class: `letter` may be a letter of a word.
 WORDS = (
-    *(
-        "Context",
-        "context",
-        "Crew",
-        "crew",
-        "Courier",
-        "courier",
-        "RunHandle",
-        "handle",
-        "RunControl",
-        "control",
-        "Door",
-        "door",
-    ),
-    *(
-        "Knock",
-        "check_join_key",
-        "knocks",
-        "ReceivedMessage",
-        "Parcel",
-        "parcel",
-        "Shelf",
-        "shelf",
-        "Errand",
-        "errand",
-        "errands",
-    ),
-    *("Berth", "berth", "berths", "Hauler", "hauler", "haul", "Site", "site", "Reign", "reign", "edition"),
-    *("Lesson", "lesson", "lessons", "Grade", "grade", "facing", "turned", "surprises", "beginnings", "lean", "half"),
+    *("Desk", "desk", "Crew", "crew", "Courier", "courier", "Tie", "tie", "Overseer", "overseer", "Door", "door"),
+    *("Knock", "knock", "knocks", "Letter", "Parcel", "parcel", "Shelf", "shelf", "Errand", "errand", "errands"),
+    *("Berth", "berth", "berths", "Hauler", "hauler", "haul", "Site", "Reign", "reign", "edition"),
+    *("Lesson", "lesson", "lessons", "Grade", "grade", "facing", "turned", "surprises", "beginnings", "lean"),
 )
 
 

@@ -229,8 +229,8 @@ class Played:
     def say_bytes(self, name: str, content: bytes, number: int = UNNUMBERED) -> None:
         server: Any = self.controller.server
         server._hear(self.lines.setdefault(name, Line(name)), number, content)
-        letters: list[ReceivedMessage] = list(server._letters)
-        server._letters.clear()
+        letters: list[ReceivedMessage] = list(server._received)
+        server._received.clear()
         for sender, heard, message in letters:
             self.store.hear(sender, heard)
             self.controller._hear(sender, message)

@@ -76,12 +76,12 @@ def hub(_: Path) -> tuple[list[bytes], Decode]:
         name, introduced, asked, is_host = "replica-0/1", True, False, False
 
     one: Any = object.__new__(ControlServer)
-    one._heard, one._letters, one._arrived = {}, deque(), asyncio.Event()
+    one._heard, one._received, one._arrived = {}, deque(), asyncio.Event()
     one._sizes, one._waiting_bytes = deque(), 0
 
     def decode(data: bytes) -> bool:
         one._hear(Peer, 0, data)
-        return not isinstance(one._letters.pop().message, Garbled)
+        return not isinstance(one._received.pop().message, Garbled)
 
     return [msgspec.msgpack.encode(each) for each in examples()[0]], decode
 

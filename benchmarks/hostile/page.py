@@ -23,7 +23,7 @@ from tailrace.page.access import AccessControl, ListenAddress
 from tailrace.page.app import SECURITY_HEADERS, PageApp
 from tailrace.page.follow import PageData
 from tailrace.page.http import MAX_BODY, MAX_HEAD, AsgiApplication, PageRequest, PageResponse
-from tailrace.page.server import Connection, Listener, PageServer
+from tailrace.page.server import Connection, PageListener, PageServer
 
 TOKEN = "correct-horse-battery-staple"
 FIGURES = b'{"secret": "figures"}'
@@ -99,7 +99,7 @@ class _Server:
         self.errors: list[object] = []  # that the loop caught
         self.loop.set_exception_handler(lambda _, context: self.errors.append(context.get("exception", context)))
         self._respond = app.respond
-        self._listener = Listener(ListenAddress("127.0.0.1", 0))
+        self._listener = PageListener(ListenAddress("127.0.0.1", 0))
         self._server = PageServer(AsgiApplication(self._counted, app.headers), self._listener)
 
     def _counted(self, request: PageRequest) -> PageResponse:

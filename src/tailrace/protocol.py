@@ -123,7 +123,7 @@ class HostLeft(Event):
 
 
 class PromptsAdded(Event):
-    """Answer to `FetchPrompts`: the prompts from place `start` of the source on; `last` when it has no more."""
+    """Answer to `FetchPrompts`: the prompts from index `start` of the source on; `last` when it has no more."""
 
     start: Natural
     prompts: tuple[Prompt, ...]
@@ -383,7 +383,7 @@ class Command(Struct, tag_field="kind", tag=True):
 
 
 class FetchPrompts(Command):
-    """-> PromptsAdded. The place makes it harmless to ask, or to be answered, twice."""
+    """-> PromptsAdded. The index makes it harmless to ask, or to be answered, twice."""
 
     start: Natural
     count: Natural

@@ -61,7 +61,7 @@ class Prompt(Struct):
 class Row(Struct):
     """A prompt with everything that generating and judging its samples takes. It travels to the replica."""
 
-    id: PromptId  # its place in the sequence of prompts
+    id: PromptId  # its index in the sequence of prompts
     tokens: bytes  # rendered: token ids as little-endian int32
     prompt: str | list[dict[str, Any]]  # as it was written: text, or messages
     columns: dict[str, Any] = {}  # `answer` and whatever else a reward may want
@@ -126,14 +126,6 @@ class Trajectory(Struct):
     @property
     def oldest_version(self) -> Version | None:
         return min((s.version for s in self.segments if s.version is not None), default=None)
-
-
-class Group(Struct):
-    """The samples of one prompt that are trained together."""
-
-    id: GroupId
-    prompt: PromptId
-    trajectories: tuple[TrajectoryId, ...]
 
 
 def token_ids(tokens: bytes | bytearray | memoryview) -> NDArray[np.int32]:

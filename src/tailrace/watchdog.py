@@ -35,7 +35,7 @@ IDLE = "nothing yet"
 Pulse = TypeVar("Pulse")
 
 
-class Task(NamedTuple):
+class WatchedTask(NamedTuple):
     """What a loop is at: since when, how long it may take, and what helps if it takes longer."""
 
     what: str
@@ -53,8 +53,8 @@ class Watchdog:
         self._on_stuck = on_stuck
         self._log = log or sys.stderr
         self._thread_id = threading.get_ident()
-        self._task = Task(IDLE, time.monotonic(), float("inf"))
-        self._before: deque[Task] = deque(maxlen=REMEMBERED)
+        self._task = WatchedTask(IDLE, time.monotonic(), float("inf"))
+        self._before: deque[WatchedTask] = deque(maxlen=REMEMBERED)
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
@@ -76,7 +76,7 @@ class Watchdog:
         """From now on the loop is at this, for at most so long; `advice` is what helps if it takes longer."""
         if what != self._task.what:
             self._before.append(self._task)
-        self._task = Task(what, time.monotonic(), within_s, advice)
+        self._task = WatchedTask(what, time.monotonic(), within_s, advice)
 
     def guard(self, pulse: Callable[[], Pulse]) -> Callable[[], Pulse | None]:
         """A heartbeat that stops while the loop is stuck."""
@@ -102,7 +102,7 @@ class Watchdog:
             self._on_stuck(self.stuck)  # first: the disk of the log may be what it waits for
             self._write(now)
 
-    def _sentence(self, task: Task, now: float) -> str:
+    def _sentence(self, task: WatchedTask, now: float) -> str:
         where = _innermost(sys._current_frames().get(self._thread_id))
         advice = f"; {task.advice}" if task.advice else ""
         return f"stuck for {now - task.since:.1f} s ({task.within_s:g} s are allowed) at: {task.what}{where}{advice}"
@@ -176,7 +176,7 @@ def _status(process: int) -> dict[str, str]:
 
 def _waits_in(process: int) -> str:
     try:
-        place = Path(f"/proc/{process}/wchan").read_text()
+        function = Path(f"/proc/{process}/wchan").read_text()
     except OSError:
         return ""
-    return f" in {place}" if place not in ("", "0") else ""
+    return f" in {function}" if function not in ("", "0") else ""

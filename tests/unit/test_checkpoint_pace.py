@@ -13,7 +13,7 @@ from tailrace.sim.simulation import Simulation
 from tailrace.trainer.emulated import EmulatedState
 from tailrace.trainer.pace import BYTES_PER_PARAMETER, CheckpointPace
 from tailrace.trainer.rank_group import EmulatedRankGroup
-from tailrace.trainer.worker import Worker
+from tailrace.trainer.worker import TrainerWorker
 from tailrace.wire.messages import ComponentSpec, Ended
 
 SMALL, MEDIUM, LARGE = (BYTES_PER_PARAMETER * count for count in (5e5, 1.35e8, 7e9))
@@ -87,7 +87,7 @@ def test_a_trainer_that_is_stopped_between_two_steps_saves_first(
         folder_id=(place.st_dev, place.st_ino),
     )
     rank_group = EmulatedRankGroup(spec)
-    worker = Worker(spec, rank_group)
+    worker = TrainerWorker(spec, rank_group)
     worker.step, worker.mini_batch, rank_group.learner.state = step, part, EmulatedState(step)
     assert not worker._obey(Ended(complete))
     assert (tmp_path / "checkpoints" / "state.json").exists() == kept

@@ -63,7 +63,7 @@ def test_while_it_is_held_up_nobody_is_found_silent_and_other_machines_hear_from
         async with aclosing(Held(tmp_path / "run", config)) as held:
             controller, parts = held.controller, held.controller.components
             host = Host(HostTrace("host-1/1", 1, (2,)))
-            host.place(ComponentSpec("replica", 2, 1, "", "", "", config))
+            host.assign(ComponentSpec("replica", 2, 1, "", "", "", config))
             parts._hosts.present["host-1/1"] = host
             beginning = asyncio.create_task(controller._begin(held.watchdog))
             await asyncio.sleep(0.3)

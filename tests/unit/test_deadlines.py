@@ -19,7 +19,7 @@ from tailrace.launch import evaluation, train
 from tailrace.obs import progress
 from tailrace.protocol import Publish, PublishFailed
 from tailrace.runtime.controller import INTERRUPTED
-from tailrace.trainer.worker import Worker
+from tailrace.trainer.worker import TrainerWorker
 from tailrace.wire.messages import Ordered
 
 
@@ -93,7 +93,7 @@ def test_an_error_of_the_view_ends_the_run_at_once(monkeypatch: Any) -> None:
 
 
 def test_a_trainer_that_cannot_get_a_version_to_the_master_says_so_and_goes_on() -> None:
-    worker: Any = Worker.__new__(Worker)
+    worker: Any = TrainerWorker.__new__(TrainerWorker)
     reported: list[object] = []
     worker.controller = SimpleNamespace(incarnation=3, report=reported.append)
     worker.rank_group = SimpleNamespace(

@@ -9,12 +9,14 @@ from collections.abc import Iterator
 from contextlib import closing
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from tailrace.cli import main
 from tailrace.config.tree import Config
+from tailrace.protocol import Role
+from tailrace.runtime.component import ROLES
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "tailrace"
@@ -136,3 +138,31 @@ def test_the_table_of_faults_is_what_simulate_prints(capsys: pytest.CaptureFixtu
     assert [line.split() for line in capsys.readouterr().out.splitlines()] == [
         each.split() for each in table.splitlines()
     ]
+
+
+# ---------------------------------------------------------------------------------------------------------- the picture
+
+
+def picture_in(document: str) -> str:
+    return next(block for block in (ROOT / document).read_text().split("```\n") if "controller        |" in block)
+
+
+def test_the_picture_is_that_of_the_tree() -> None:
+    picture = picture_in("README.md")
+    assert picture == picture_in("docs/design.md")
+    assert set(re.findall(r"\| +(\w+) +(?=\|)", picture)) == {"controller", *get_args(Role)}
+    assert {f"tailrace.{file.replace('/', '.')}" for file in re.findall(r"([\w/]+)\.py", picture)} == set(
+        ROLES.values()
+    )
+    assert all((SOURCE / folder).is_dir() for folder in re.findall(r"(\w+)/[ )]", picture))
+    arrows = {tuple(path.split(" -> ")) for path in re.findall(r"\w+(?: -> \w+)+", picture)}
+    assert {role for path in arrows for role in path} <= set(get_args(Role))
+
+
+def test_the_paths_for_newcomers_lead_to_files() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text().partition("### Where to find")[2].partition("[The design]")[0]
+    files = re.findall(r"`(\w+/\w+\.py)`", text)
+    assert len(files) >= 12
+    assert [file for file in files if not (SOURCE / file).is_file()] == []
+    missing = [name for name in re.findall(r"\.py` \(`([\w.]+)", text) if not exists(name)]
+    assert missing == []

@@ -303,7 +303,7 @@ def test_what_cannot_be_emulated_is_refused(values: dict[str, object], sentence:
 
 
 def test_the_learner_takes_time_by_tokens_and_comes_back_from_its_checkpoint(tmp_path: Path) -> None:
-    config, time = settings(costs__train_part=0.5, costs__train_token=1e-3, costs__publish=0.25), Time()
+    config, time = settings(costs__train_mini_batch=0.5, costs__train_token=1e-3, costs__publish=0.25), Time()
     learner = EmulatedLearner(config, sleep=time.sleep, clock=lambda: time.now)
     assert learner.restore(tmp_path) == 0
     answer = Segment.of(0, tuple(range(90)), (0.0,) * 90)

@@ -14,7 +14,7 @@ from tailrace.config.tree import Config, Rollout, Sampling, Workload
 from tailrace.engines.base import Job
 from tailrace.engines.kv import KVCache
 from tailrace.engines.native import NativeEngine
-from tailrace.engines.scheduler import Plan
+from tailrace.engines.scheduler import BatchPlan
 from tailrace.model.memory import DoesNotFitError
 
 SHAPE = LlamaConfig(
@@ -27,7 +27,7 @@ SHAPE = LlamaConfig(
     max_position_embeddings=256,
     initializer_range=0.6,
 )
-Fails = Callable[[Plan], bool]
+Fails = Callable[[BatchPlan], bool]
 
 
 def engine(blocks: int = 512) -> NativeEngine:
@@ -62,7 +62,7 @@ class Short:
         self.steps = engine._executor.steps
         self.failed = 0
 
-    def run(self, plan: Plan) -> Any:
+    def run(self, plan: BatchPlan) -> Any:
         grown = self._executor.run(plan)
         if self._fails(plan):
             self.failed += 1
@@ -89,7 +89,7 @@ def played(subject: NativeEngine, work: Sequence[Job]) -> dict[int, tuple[list[i
     raise AssertionError("it did not come to an end")
 
 
-def prefill(plan: Plan) -> int:
+def prefill(plan: BatchPlan) -> int:
     return sum(chunk.length for chunk in plan.chunks if not chunk.decodes)
 
 
@@ -108,9 +108,9 @@ def test_less_is_prefilled_at_once_and_everything_comes_out_the_same(caplog, blo
 
 def test_every_step_may_fail_once(caplog):
     subject = engine(blocks=26)
-    tried: list[Plan] = []
+    tried: list[BatchPlan] = []
 
-    def every_other(plan: Plan) -> bool:
+    def every_other(plan: BatchPlan) -> bool:
         tried.append(plan)
         return len(tried) % 2 == 1
 

@@ -204,7 +204,7 @@ def test_a_run_that_says_too_little_is_refused(tmp_path: Path, generated: bool) 
 
 def test_a_simulated_engine_is_as_fast_as_an_emulated_one() -> None:
     """One replica, on-policy, training for nothing: the run is the sum of its rounds."""
-    config = settings(local__replicas=1, schedule__kind="sync", costs__train_part=0, costs__train_token=0)
+    config = settings(local__replicas=1, schedule__kind="sync", costs__train_mini_batch=0, costs__train_token=0)
     now = 0.0
 
     def sleep(seconds: float) -> None:

@@ -150,13 +150,13 @@ def test_what_was_overheard_is_worthless_when_it_is_sent_again(fingerprint: str)
                 await asyncio.to_thread(client.close)
             assert KEYS.token.encode() not in recorded
             assert KEYS.of("relay-0/1") not in recorded
-            while controller._letters or controller._peers:
-                controller._letters.clear()
+            while controller._received or controller._peers:
+                controller._received.clear()
                 await asyncio.sleep(0.01)
             with socket.create_connection(("127.0.0.1", controller.port), timeout=DEADLINE_S) as liar:
                 liar.sendall(recorded)
                 await asyncio.to_thread(_until_hung_up, liar)
-            assert not controller._letters
+            assert not controller._received
             assert not controller._peers
 
     asyncio.run(scene())

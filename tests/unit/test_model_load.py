@@ -158,7 +158,7 @@ def test_a_gguf_file_is_converted_once_even_by_two_at_a_time(
     ("settings", "config", "words"),
     [
         ({}, {}, []),
-        ({"sampling.top_p": 0.9}, {}, ["sampling.top_p is 0.9: tokens are sampled from a component"]),
+        ({"sampling.top_p": 0.9}, {}, ["sampling.top_p is 0.9: tokens are sampled from a part"]),
         ({"sampling.top_p": 0.9, "sampling.top_k": 50}, {}, ["sampling.top_p is 0.9 and sampling.top_k is 50:"]),
         ({"sampling.temperature": 0, "sampling.top_k": 1}, {}, ["sampling.temperature is 0: all samples"]),
         ({"sampling.temperature": 0.7}, {}, []),

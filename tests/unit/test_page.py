@@ -38,9 +38,9 @@ from tailrace.page.access import (
     parse_listen,
 )
 from tailrace.page.app import SECURITY_HEADERS, WRONG_TOKEN_DELAY_S, PageApp
-from tailrace.page.follow import Follower, PageData
+from tailrace.page.follow import Follower, PageContent
 from tailrace.page.http import MAX_BODY, MAX_HEAD, AsgiApplication, PageRequest
-from tailrace.page.server import Limits, Listener, PageServer
+from tailrace.page.server import Limits, PageListener, PageServer
 from tailrace.protocol import Generate, ReplicaJoined, ReplicaLost, RunStarted, Stop, TimerFired
 from tailrace.protocol import Request as Sample
 from tailrace.store.run import RunStore
@@ -64,10 +64,10 @@ class Page:
     """A server in a thread of its own."""
 
     def __init__(self, token: str | None = None, tls: bool = False, content: bytes = FIGURES) -> None:
-        self.listener = Listener(ListenAddress("127.0.0.1", 0), QUICK)
+        self.listener = PageListener(ListenAddress("127.0.0.1", 0), QUICK)
         self.port: int = self.listener.getsockname()[1]
         access = AccessControl(ListenAddress("192.0.2.1" if tls else "127.0.0.1", self.port), token)
-        app = PageApp(access, lambda: PageData('"tag"', content))
+        app = PageApp(access, lambda: PageContent('"tag"', content))
         context = Identity().context if tls else None
         self.server = PageServer(AsgiApplication(app.respond, app.headers), self.listener, context)
         self.thread = threading.Thread(target=self.server.run, args=([self.listener],))

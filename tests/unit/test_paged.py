@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from buffers import job_of
 from tailrace.engines.paged import BlockPool
-from tailrace.engines.scheduler import Plan, Scheduler, Sequence
+from tailrace.engines.scheduler import BatchPlan, Scheduler, Sequence
 
 BLOCK = 4
 LONGEST = 40
@@ -26,7 +26,7 @@ def sequence(
     return Sequence(job_of(id, group, tokens, prompt, end - len(tokens)), end)
 
 
-def compute(subject: Scheduler) -> Plan:
+def compute(subject: Scheduler) -> BatchPlan:
     """A step as the engine does it; the token that is sampled does not matter here."""
     plan = subject.plan()
     done = [chunk.sequence for chunk in plan.chunks if chunk.samples]

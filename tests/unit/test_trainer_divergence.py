@@ -19,7 +19,7 @@ from tailrace.trainer.manifest import found_in
 from tailrace.trainer.pace import CheckpointPace
 from tailrace.trainer.reader import in_memory
 from tailrace.trainer.step import Learner
-from tailrace.trainer.worker import Worker
+from tailrace.trainer.worker import TrainerWorker
 from tailrace.wire.messages import Ended, Ordered
 from trainer_cases import group, poisoned, settings, tiny_folder
 
@@ -156,7 +156,7 @@ class Scripted:
 
 def worker(folder: Path, *updates: dict[str, float]) -> Any:
     """One update a step, all of them given to it."""
-    one: Any = Worker.__new__(Worker)
+    one: Any = TrainerWorker.__new__(TrainerWorker)
     said: list[object] = []
     config = Config(trainer=Trainer(mini_batches=1, learning_rate=0.5))
     one.spec = SimpleNamespace(config=config, folder=str(folder), folder_id=identity_of(folder))

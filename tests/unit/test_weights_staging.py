@@ -156,7 +156,7 @@ def test_a_worker_switches_when_weights_are_pulled_and_reports_a_version_that_is
     store(memory, 4, new)
     monkeypatch.setattr(worker, "ControlClient", Context)
     monkeypatch.setattr(worker, "build_runner", lambda _: seat)
-    subject = worker.Worker(ComponentSpec("replica", 0, 0, "", "", "", Config()))
+    subject = worker.RolloutWorker(ComponentSpec("replica", 0, 0, "", "", "", Config()))
     assert isinstance(subject.controller, Context)
     for version in (4, 5):
         subject.controller.orders.append(Ordered(LoadWeights(0, 0, version, 0), arena=str(memory.path)))

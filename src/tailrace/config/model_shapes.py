@@ -110,15 +110,15 @@ def is_gguf(path: str) -> bool:
 
 def why_no_model(path: str) -> str:
     """What is wrong with a path that is no model directory, and how to get one."""
-    place = Path(path).expanduser()
-    if place.is_dir():
-        return f"model.path: {place} has no config.json, so it is not a Hugging Face model directory"
-    if place.exists():
-        return f"model.path: {place} is neither a directory nor a .gguf file; name a Hugging Face model directory"
-    name = "/".join(place.parts[-2:]) if _canonical(place.name) in SHAPES else "ORGANISATION/MODEL"
+    directory = Path(path).expanduser()
+    if directory.is_dir():
+        return f"model.path: {directory} has no config.json, so it is not a Hugging Face model directory"
+    if directory.exists():
+        return f"model.path: {directory} is neither a directory nor a .gguf file; name a Hugging Face model directory"
+    name = "/".join(directory.parts[-2:]) if _canonical(directory.name) in SHAPES else "ORGANISATION/MODEL"
     return (
-        f"model.path: there is no directory {place}, and models are not downloaded; "
-        f"get it first: hf download {name} --local-dir {place}"
+        f"model.path: there is no directory {directory}, and models are not downloaded; "
+        f"get it first: hf download {name} --local-dir {directory}"
     )
 
 

@@ -153,8 +153,8 @@ class TaskSettings(Section):
 
 
 class Sampling(Section):
-    """How tokens are drawn. A token's random number depends on the seed, its trajectory, its place and how often that
-    sample has failed."""
+    """How tokens are drawn. A token's random number depends on the seed, its trajectory, its position and how often
+    that sample has failed."""
 
     temperature: Amount = 1.0  # 0: greedy
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0

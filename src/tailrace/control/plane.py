@@ -133,7 +133,7 @@ class ControlPlane:
     def _give_work(self, context: Context) -> None:
         if context.more_work:
             if context.ledger.waiting:
-                work.place_waiting(context)
+                work.assign_waiting(context)
             for id in context.fleet.hungry:
                 context.touch(context.fleet.replicas[id])
         for replica in context.touched.values():

@@ -25,7 +25,7 @@ class Relay(msgspec.Struct):
     departed: bool = False  # with its host
     last_seen: float = 0.0
     versions: list[Version] = []  # ascending
-    place: int = NONE  # in `Relays.order`
+    position: int = NONE  # in `Relays.order`
     readers: dict[Version, int] = {}  # pulls that are under way, from this or an earlier incarnation
     restarts: int = 0
     restart_at: float = 0.0
@@ -96,7 +96,7 @@ class Relays(msgspec.Struct):
         """Whether this is one of those it forwards to."""
         if config.topology == "chain":
             return self.after.get(relay.id, NONE) == target
-        return target in self._children(config, relay.place)
+        return target in self._children(config, relay.position)
 
     def is_last(self, config: RelaySettings, relay: Relay) -> bool:
         return relay.id == (self.tail if config.topology == "chain" else self.order[-1])
@@ -110,10 +110,12 @@ class Relays(msgspec.Struct):
     def _attach(self, config: RelaySettings, relay: Relay) -> list[Command]:
         """A new member goes to the end, where only one other relay has to know of it."""
         if config.topology == "tree":
-            relay.place = len(self.order)
+            relay.position = len(self.order)
             self.order.append(relay.id)
             self.master = self.order[0]
-            changed = [relay.id] if relay.place == 0 else [self.order[(relay.place - 1) // config.fan_out], relay.id]
+            changed = (
+                [relay.id] if relay.position == 0 else [self.order[(relay.position - 1) // config.fan_out], relay.id]
+            )
             return self._tree_routes(config, changed)
         previous, self.tail = self.tail, relay.id
         if previous == NONE:
@@ -143,19 +145,19 @@ class Relays(msgspec.Struct):
         return [self._route(self.relays[previous], () if following == NONE else (following,))]
 
     def _replace_in_tree(self, config: RelaySettings, relay: Relay) -> list[Command]:
-        """Tree: the last leaf takes the free place, so that at most three relays learn something new."""
-        hole, relay.place = relay.place, NONE
+        """Tree: the last leaf takes the free position, so that at most three relays learn something new."""
+        hole, relay.position = relay.position, NONE
         last = self.order.pop()
         changed = [self.order[(len(self.order) - 1) // config.fan_out]] if self.order else []
         if last != relay.id:
             self.order[hole] = last
-            self.relays[last].place = hole
+            self.relays[last].position = hole
             changed += [last] if hole == 0 else [self.order[(hole - 1) // config.fan_out], last]
         self.master = self.order[0] if self.order else NONE
         return self._tree_routes(config, list(dict.fromkeys(changed)))
 
     def _tree_routes(self, config: RelaySettings, changed: list[RelayId]) -> list[Command]:
-        return [self._route(self.relays[id], self._children(config, self.relays[id].place)) for id in changed]
+        return [self._route(self.relays[id], self._children(config, self.relays[id].position)) for id in changed]
 
     def _children(self, config: RelaySettings, index: int) -> tuple[RelayId, ...]:
         first = index * config.fan_out + 1

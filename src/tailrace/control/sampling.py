@@ -58,7 +58,7 @@ def pick(
     as_opened: bool = False,
     by_round: bool = False,
 ) -> Picked:
-    """Choose `wanted` groups for a step on top of `version`; `left_in_step` counts the places that step still has.
+    """Choose `wanted` groups for a step on top of `version`; `left_in_step` counts the slots that step still has.
 
     `as_opened`: behind a barrier all of a step's groups are there, so the order in which they finished need not matter,
     and the same run makes the same mini-batches every time. `by_round`: earlier rounds go first, and nothing is taken
@@ -83,16 +83,16 @@ def pick(
     return Picked(fresh[:wanted], stale)
 
 
-def _must_wait(ledger: Ledger, latest: Version, bound: Version, places: int, per_step: int) -> bool:
-    """True if training now, on groups as young as `latest`, would leave too few places for older ones that are open.
+def _must_wait(ledger: Ledger, latest: Version, bound: Version, slots: int, per_step: int) -> bool:
+    """True if training now, on groups as young as `latest`, would leave too few slots for older ones that are open.
 
-    `places` is what this step has left after it; a group of version v can be trained until step v + max_staleness.
+    `slots` is what this step has left after it; a group of version v can be trained until step v + max_staleness.
     Ready groups need no look: the oldest of them are being chosen.
     """
     claimed = 0
     for oldest in sorted(version for version in ledger.open_by_oldest if version < latest):
         claimed += len(ledger.open_by_oldest[oldest])
-        if claimed > places + max(0, oldest - bound) * per_step:
+        if claimed > slots + max(0, oldest - bound) * per_step:
             return True
     return False
 

@@ -59,7 +59,7 @@ def _could_take_more(context: Context, replica: Replica, room: int, was_given: b
 
 
 def _open_groups(context: Context, room: int, whole: int, lag: int) -> list[TrajectoryId]:
-    """Samples of new groups for about `room` places. A group is split only where a replica cannot take a whole one."""
+    """Samples of new groups for about `room` samples. A group is split only where a replica cannot take a whole one."""
     size = context.config.workload.group_size
     if room <= 0 or 2 * room < min(size, whole):
         return []
@@ -89,14 +89,14 @@ def quota(context: Context) -> int:
     return max(1, share, min(full, most))
 
 
-def place_waiting(context: Context) -> None:
+def assign_waiting(context: Context) -> None:
     """Samples that lost their replica go on, if possible, on one that has the same version; others wait to be fed."""
     by_version: dict[Version, list[TrajectoryId]] = {}
     for id in context.ledger.waiting:
         if context.ledger.samples[id].newest != NONE:
             by_version.setdefault(context.ledger.samples[id].newest, []).append(id)
     for version, ids in by_version.items():
-        place(context, ids, peers(context, version))
+        assign(context, ids, peers(context, version))
 
 
 def peers(context: Context, version: Version) -> list[Replica]:
@@ -104,7 +104,7 @@ def peers(context: Context, version: Version) -> list[Replica]:
     return [r for r in context.fleet.ready() if r.version == version and (r.unfinished or context.traits.interrupts)]
 
 
-def place(context: Context, ids: list[TrajectoryId], candidates: list[Replica]) -> None:
+def assign(context: Context, ids: list[TrajectoryId], candidates: list[Replica]) -> None:
     """Each sample to the replica with most KV room; what fits nowhere goes on waiting."""
     chosen = roomiest(candidates, [kv_size(context, id) for id in ids], context.config.repack.kv_threshold)
     by_replica: dict[ReplicaId, list[TrajectoryId]] = {}

@@ -28,9 +28,9 @@ class CompiledOperations(PlainOperations):
         self._kernels = kernels
 
     def attention(
-        self, cache: KVCache, chunks: Sequence[Chunk], rotations: tuple[Tensor, Tensor], places: Tensor
+        self, cache: KVCache, chunks: Sequence[Chunk], rotations: tuple[Tensor, Tensor], positions: Tensor
     ) -> Attention:
-        return _Attention(self._kernels, cache, chunks, rotations, places)
+        return _Attention(self._kernels, cache, chunks, rotations, positions)
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
         rows, width = x.shape
@@ -76,12 +76,12 @@ class _Attention:
         cache: KVCache,
         chunks: Sequence[Chunk],
         rotations: tuple[Tensor, Tensor],
-        places: Tensor,
+        positions: Tensor,
     ) -> None:
         self._kernels = kernels
         self._cache = cache
         self._rotations = rotations
-        self._places = places
+        self._positions = positions
         self._tables = np.repeat(block_table(chunks, cache.block_tokens), [chunk.length for chunk in chunks], axis=0)
         self._seen = sum(chunk.length for chunk in chunks if chunk.length <= SHORT)
         self._spans = _spans(chunks, self._seen, cache.block_tokens)
@@ -96,7 +96,7 @@ class _Attention:
             qkv.data_ptr(),
             cosines.data_ptr(),
             sines.data_ptr(),
-            self._places.data_ptr(),
+            self._positions.data_ptr(),
             self._tables.ctypes.data,
             self._tables.shape[1],
             len(qkv),

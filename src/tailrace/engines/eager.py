@@ -59,7 +59,7 @@ class EagerExecutor:
         self._sampling = sampling
 
     @torch.inference_mode()
-    def run(self, plan: scheduler.Plan) -> Drawn:
+    def run(self, plan: scheduler.BatchPlan) -> Drawn:
         chunks = in_order(plan.chunks)
         ready = [chunk.sequence for chunk in chunks if chunk.samples]
         last = np.cumsum([chunk.length for chunk in chunks]) - 1
@@ -67,21 +67,21 @@ class EagerExecutor:
         logits = self.logits(chunks, kept)
         if not ready:
             return NOTHING_DRAWN
-        streams, places = [s.stream for s in ready], [len(s.tokens) for s in ready]
-        return Drawn(ready, [1] * len(ready), *sample(logits, self._seed, streams, places, self._sampling))
+        streams, positions = [s.stream for s in ready], [len(s.tokens) for s in ready]
+        return Drawn(ready, [1] * len(ready), *sample(logits, self._seed, streams, positions, self._sampling))
 
     def logits(self, chunks: list[scheduler.Chunk], kept: torch.Tensor) -> torch.Tensor:
-        """Of some of the chunks' tokens, those at the places `kept` of the row that they make."""
+        """Of some of the chunks' tokens, those at the indices `kept` of the row that they make."""
         device = self._model.device
         tokens = torch.from_numpy(planned_tokens(chunks)).to(device)
-        places = torch.from_numpy(np.concatenate([_places(chunk) for chunk in chunks])).to(device)
+        positions = torch.from_numpy(np.concatenate([_positions(chunk) for chunk in chunks])).to(device)
         if self._decoder is not None and self._rotations is not None:
-            attention = self._operations.attention(self._cache, chunks, self._rotations, places)
+            attention = self._operations.attention(self._cache, chunks, self._rotations, positions)
             hidden = self._decoder.hidden(tokens, attention)
             return self._decoder.logits(hidden.index_select(0, kept))
         batch = PagedBatch(self._cache, chunks, device)
         found = self._model(
-            input_ids=tokens[None], position_ids=places[None], use_cache=False, logits_to_keep=kept, paged=batch
+            input_ids=tokens[None], position_ids=positions[None], use_cache=False, logits_to_keep=kept, paged=batch
         )
         return found.logits[0]
 
@@ -94,6 +94,6 @@ def planned_tokens(chunks: Iterable[scheduler.Chunk]) -> NDArray[np.int64]:
     return np.array(tokens, np.int64)
 
 
-def _places(chunk: scheduler.Chunk) -> np.ndarray:
+def _positions(chunk: scheduler.Chunk) -> np.ndarray:
     """Of the chunk's tokens in their sequence, as the model wants to have them (`model/longrope.py`)."""
     return np.arange(chunk.start, chunk.end) + (FAR if chunk.sequence.far else 0)

@@ -61,7 +61,7 @@ class EmulatedEngine:
         self._kv = 0
         self._counters = Counters()
 
-    # ------------------------------------------------------------------------------------------------- the contract
+    # ----------------------------------------------------------------------------------------------------- the contract
 
     def submit(self, job: Job) -> None:
         assert job.id not in self._batch, "a sequence is submitted once, until it has finished or is withdrawn"
@@ -114,7 +114,7 @@ class EmulatedEngine:
         """What was done since the start, as `sim/fit.py` reads it from a run's metrics."""
         return self._counters.named()
 
-    # ---------------------------------------------------------------------------------------------------------- time
+    # ------------------------------------------------------------------------------------------------------------- time
 
     def _take(self, seconds: float, counter: str = "busy_s") -> None:
         """Sleep until the model would be done, counted from when it was done with what came before."""
@@ -145,7 +145,7 @@ class EmulatedEngine:
         """KV tokens that so many steps read: every step finds one more for each running sequence."""
         return steps * self._kv + len(self._batch) * steps * (steps - 1) // 2
 
-    # ------------------------------------------------------------------------------------------------------ the batch
+    # -------------------------------------------------------------------------------------------------------- the batch
 
     def _admit(self) -> float:
         """Let waiting sequences in while there is room for them and for everybody's next steps; the time it takes."""
@@ -194,7 +194,7 @@ class EmulatedEngine:
             del self._groups[group]
             self._kv -= sequence.job.prompt_tokens
 
-    # --------------------------------------------------------------------------------------------------------- tokens
+    # ----------------------------------------------------------------------------------------------------------- tokens
 
     def _output(self, running: list[_Sequence], steps: int) -> StepOutput:
         """Every running sequence grows by so many tokens; and what had ended before it came."""
@@ -227,12 +227,12 @@ class EmulatedEngine:
         return "length" if alone_in_full_pool else ""
 
     def _tokens(self, jobs: Sequence[Job], starts: Sequence[int], steps: int) -> NDArray[np.int32]:
-        """The next tokens of each: codes of small letters, by seed, trajectory, failures and place alone, which many a
-        tokenizer can show."""
-        places = np.array(starts, np.int64)[:, None] + np.arange(steps)
+        """The next tokens of each: codes of small letters, by seed, trajectory, failures and position alone, which many
+        a tokenizer can show."""
+        positions = np.array(starts, np.int64)[:, None] + np.arange(steps)
         failures = np.array([job.failures for job in jobs], np.int64)[:, None]
         first = np.array([(self._seed * 40503 + job.id * 2654435761) % LETTERS for job in jobs], np.int64)[:, None]
-        return (ord("a") + (first + places * (places * 7 + failures)) % LETTERS).astype(np.int32).ravel()
+        return (ord("a") + (first + positions * (positions * 7 + failures)) % LETTERS).astype(np.int32).ravel()
 
     def _end_of_turn(self, job: Job) -> tuple[int, Finish]:
         """How many tokens are to be sampled now, and why no more."""

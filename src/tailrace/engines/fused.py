@@ -45,11 +45,12 @@ class FusedOperations:
 
 
 class Stored(NamedTuple):
-    """Where a step's tokens are: their places in their sequences, their slots in the pool, their sequences' blocks."""
+    """Where a step's tokens are: their positions in their sequences, their slots in the pool, their sequences'
+    blocks."""
 
     cache: KVCache
     rotations: tuple[Tensor, Tensor]
-    places: Tensor
+    positions: Tensor
     slots: Tensor  # -1: this token is not stored
     table: Tensor
 
@@ -57,7 +58,7 @@ class Stored(NamedTuple):
         """The rotated queries, and the pool's keys and values with the new ones in them."""
         keys, values = self.cache.keys[heads.layer], self.cache.values[heads.layer]
         norms = heads.query_norm, heads.key_norm, heads.eps
-        return rope_store(qkv, *self.rotations, self.places, self.slots, keys, values, *norms), keys, values
+        return rope_store(qkv, *self.rotations, self.positions, self.slots, keys, values, *norms), keys, values
 
 
 class DecodeAttention(NamedTuple):

@@ -106,7 +106,7 @@ class GraphExecutor:
             self._graph(rows, self._splits(rows, 1))
 
     @torch.inference_mode()
-    def run(self, plan: scheduler.Plan) -> Drawn:
+    def run(self, plan: scheduler.BatchPlan) -> Drawn:
         decoding = [chunk.sequence for chunk in plan.chunks if chunk.length == 1 and chunk.samples]
         prefilling = [chunk for chunk in plan.chunks if not (chunk.length == 1 and chunk.samples)]
         ready = torch.cuda.current_stream().record_event() if self._prefill_stream else None
@@ -160,19 +160,19 @@ class GraphExecutor:
         lengths.add_(active)
         self._step.add_(1).remainder_(STEPS)
 
-    def _stored(self, places: Tensor, kept: Tensor, table: Tensor) -> Stored:
+    def _stored(self, positions: Tensor, kept: Tensor, table: Tensor) -> Stored:
         """For one token of every row of the table."""
         size = self._cache.block_tokens
-        blocks = table.gather(1, (places // size)[:, None])[:, 0].long()
-        slots = torch.where(kept, blocks * size + places % size, -1)
-        return Stored(self._cache, self._rotations, places, slots, table)
+        blocks = table.gather(1, (positions // size)[:, None])[:, 0].long()
+        slots = torch.where(kept, blocks * size + positions % size, -1)
+        return Stored(self._cache, self._rotations, positions, slots, table)
 
-    def _draw(self, hidden: Tensor, ids: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+    def _draw(self, hidden: Tensor, ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         logits, sampling = self._decoder.logits(hidden), self._sampling
         temperature = sampling.temperature
         if temperature and (sampling.top_k > 0 or sampling.top_p < 1):
             logits, temperature = allowed_scores(logits.float(), sampling, may_look=False), 1.0
-        return draw(logits, temperature, self._seed, ids, places)
+        return draw(logits, temperature, self._seed, ids, positions)
 
     # ------------------------------------------------------------------------------------------ prefilling
 
@@ -196,10 +196,10 @@ class GraphExecutor:
             count = -(-chunk.end // size)
             row[:count] = chunk.sequence.blocks[:count]
         owner = np.repeat(np.arange(len(chunks)), lengths)
-        places = np.arange(bounds[-1]) - np.repeat(bounds[:-1] - starts, lengths)
-        slots = table[owner, places // size].astype(np.int64) * size + places % size
+        positions = np.arange(bounds[-1]) - np.repeat(bounds[:-1] - starts, lengths)
+        slots = table[owner, positions // size].astype(np.int64) * size + positions % size
         streams = np.array([chunk.sequence.stream for chunk in chunks])
-        sent = self._send(planned_tokens(chunks), places, slots, table, starts, ends, bounds, streams)
+        sent = self._send(planned_tokens(chunks), positions, slots, table, starts, ends, bounds, streams)
         tokens_, places_, slots_, table_, starts_, ends_, bounds_, streams_ = sent
         stored = Stored(self._cache, self._rotations, places_, slots_, table_)
         attention = PrefillAttention(stored, starts_, ends_, bounds_, int(lengths.max()))

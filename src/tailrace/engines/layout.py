@@ -61,18 +61,18 @@ class Joined:
         self._adopt(parts)
 
     def _adopt(self, parts: Sequence[torch.nn.Linear]) -> None:
-        for place, (part, weight) in enumerate(zip(parts, self.weight.split(self._sizes), strict=True)):
+        for index, (part, weight) in enumerate(zip(parts, self.weight.split(self._sizes), strict=True)):
             part.weight.data = weight
             if self.bias is not None:
-                part.bias.data = self.bias.split(self._sizes)[place]
-            part.forward = partial(self._share, place)  # pyright: ignore[reportAttributeAccessIssue]
+                part.bias.data = self.bias.split(self._sizes)[index]
+            part.forward = partial(self._share, index)  # pyright: ignore[reportAttributeAccessIssue]
             setattr(part, OWNER, self)
 
-    def _share(self, place: int, x: torch.Tensor) -> torch.Tensor:
+    def _share(self, index: int, x: torch.Tensor) -> torch.Tensor:
         if x is not self._input:
             self._input = x
             self._outputs = linear(x, self.weight, self.bias).split(self._sizes, dim=-1)
-        share = self._outputs[place]
-        if place == len(self._sizes) - 1:
+        share = self._outputs[index]
+        if index == len(self._sizes) - 1:
             self._input, self._outputs = None, ()
         return share

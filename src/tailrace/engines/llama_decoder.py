@@ -116,10 +116,10 @@ class LlamaDecoder:
     def logits(self, hidden: Tensor) -> Tensor:
         return self._operations.product(hidden, self._head)
 
-    def rotations(self, places: int) -> tuple[Tensor, Tensor]:
-        """Cosine and sine of all places below `places`: [places, dim], float32."""
+    def rotations(self, length: int) -> tuple[Tensor, Tensor]:
+        """Cosine and sine of all positions below `length`: [length, dim], float32."""
         device = self._embedding.device
-        positions = torch.arange(places, device=device)[None]
+        positions = torch.arange(length, device=device)[None]
         cos, sin = self._rotary(torch.empty(0, dtype=torch.float32, device=device), positions)
         return cos[0].contiguous(), sin[0].contiguous()
 
@@ -141,7 +141,7 @@ def llama_decoder(
     decoder: Any = model.get_decoder()
     if not is_known(model):
         return None
-    layers = [_layer(shapes[place], place, layer) for place, layer in enumerate(decoder.layers)]
+    layers = [_layer(shapes[index], index, layer) for index, layer in enumerate(decoder.layers)]
     found = [layer for layer in layers if layer is not None]
     return LlamaDecoder(model, found, operations) if len(found) == len(layers) else None
 
@@ -159,7 +159,7 @@ def is_known(model: PreTrainedModel) -> bool:
     )
 
 
-def _layer(shape: LayerShape, place: int, layer: Any) -> Layer | None:
+def _layer(shape: LayerShape, index: int, layer: Any) -> Layer | None:
     attention, mlp = layer.self_attn, layer.mlp
     qkv = joined_product(attention.q_proj, attention.k_proj, attention.v_proj)
     gate_up = joined_product(mlp.gate_proj, mlp.up_proj)
@@ -167,7 +167,7 @@ def _layer(shape: LayerShape, place: int, layer: Any) -> Layer | None:
     if qkv is None or gate_up is None or not plain or shape.softcap is not None or shape.key_dim != shape.value_dim:
         return None
     return Layer(
-        heads=_heads(shape, place, attention, layer.input_layernorm.variance_epsilon),
+        heads=_heads(shape, index, attention, layer.input_layernorm.variance_epsilon),
         norm=_norm(layer.input_layernorm),
         qkv=Product(*qkv),
         output=_product(attention.o_proj),
@@ -177,10 +177,10 @@ def _layer(shape: LayerShape, place: int, layer: Any) -> Layer | None:
     )
 
 
-def _heads(shape: LayerShape, place: int, attention: Any, eps: float) -> Heads:
+def _heads(shape: LayerShape, index: int, attention: Any, eps: float) -> Heads:
     query_norm, key_norm = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
     return Heads(
-        layer=place,
+        layer=index,
         queries=shape.query_heads,
         keys=shape.kv_heads,
         dim=shape.key_dim,

@@ -164,7 +164,7 @@ class NativeEngine:
 
     # ------------------------------------------------------------------------------------------ inside a step
 
-    def _timed(self, plan: scheduler.Plan) -> tuple[scheduler.Plan, Drawn]:
+    def _timed(self, plan: scheduler.BatchPlan) -> tuple[scheduler.BatchPlan, Drawn]:
         began = time.perf_counter()
         plan, drawn = carry_out(plan, self._executor, self._cache, self._scheduler)
         lengths = {chunk.sequence.id: chunk.end for chunk in plan.chunks}
@@ -228,8 +228,8 @@ def _first_of_each(drawn: Drawn, counts: list[int]) -> tuple[NDArray[np.int32], 
     """So many of each sequence's tokens, and their log-probs."""
     if counts == drawn.counts:
         return drawn.tokens, drawn.logprobs
-    place = np.arange(len(drawn.tokens)) - np.repeat(np.cumsum(drawn.counts) - drawn.counts, drawn.counts)
-    kept = place < np.repeat(counts, drawn.counts)
+    nth = np.arange(len(drawn.tokens)) - np.repeat(np.cumsum(drawn.counts) - drawn.counts, drawn.counts)
+    kept = nth < np.repeat(counts, drawn.counts)
     return drawn.tokens[kept], drawn.logprobs[kept]
 
 

@@ -31,8 +31,8 @@ class PagedBatch:
 
     def __init__(self, cache: KVCache, chunks: Sequence[Chunk], device: torch.device) -> None:
         self._cache = cache
-        places = np.concatenate([_places(chunk, cache.block_tokens) for chunk in chunks], axis=1)
-        self._blocks, self._slots = torch.from_numpy(places).to(device)
+        slots = np.concatenate([_slots_of(chunk, cache.block_tokens) for chunk in chunks], axis=1)
+        self._blocks, self._slots = torch.from_numpy(slots).to(device)
         self._targets: dict[int, torch.Tensor] = {}
         self._parts = _parts(chunks, cache.block_tokens, device)
 
@@ -63,7 +63,7 @@ class PagedBatch:
         pool.view(-1, dim)[self._targets[heads]] = fresh.reshape(-1, dim)
 
 
-def _places(chunk: Chunk, block_tokens: int) -> np.ndarray:
+def _slots_of(chunk: Chunk, block_tokens: int) -> np.ndarray:
     """Two rows: the block and the slot of every token of the chunk."""
     block, slot = np.divmod(np.arange(chunk.start, chunk.end), block_tokens)
     first = chunk.start // block_tokens
@@ -155,7 +155,7 @@ class _Padded:
         self._spread = torch.from_numpy((first[:, None] + step).flatten()).to(device)
         asked = np.arange(self._length) < lengths[:, None]
         self._asked = torch.from_numpy(np.flatnonzero(asked)).to(device)
-        self._places = torch.from_numpy(starts[:, None] + step).to(device)
+        self._positions = torch.from_numpy(starts[:, None] + step).to(device)
         self._blocks = torch.from_numpy(block_table(chunks, block_tokens)).to(device)
         self._keys = torch.arange(self._blocks.shape[1] * block_tokens, device=device)
         self._sources: dict[int, torch.Tensor] = {}
@@ -191,9 +191,9 @@ class _Padded:
     def _mask(self, window: int | None, query: torch.Tensor) -> torch.Tensor:
         groups = query.shape[2] if self._length > 1 else 1  # of one token they all see the same
         if (window, groups) not in self._masks:
-            places = self._places.repeat_interleave(groups, 1)[:, None, :, None]
-            seen = self._keys <= places
-            seen = seen if window is None else seen & (self._keys > places - window)
+            positions = self._positions.repeat_interleave(groups, 1)[:, None, :, None]
+            seen = self._keys <= positions
+            seen = seen if window is None else seen & (self._keys > positions - window)
             self._masks[window, groups] = torch.zeros_like(seen, dtype=query.dtype).masked_fill_(~seen, -torch.inf)
         return self._masks[window, groups]
 
@@ -247,9 +247,9 @@ class Span:
 
     def _mask(self, window: int | None, query: torch.Tensor) -> torch.Tensor:
         if window not in self._masks:
-            place = torch.arange(self._start, self._end, device=query.device)[:, None]
+            position = torch.arange(self._start, self._end, device=query.device)[:, None]
             key = torch.arange(self._end, device=query.device)
-            seen = key <= place
-            seen = seen if window is None else seen & (key > place - window)
+            seen = key <= position
+            seen = seen if window is None else seen & (key > position - window)
             self._masks[window] = torch.zeros_like(seen, dtype=query.dtype).masked_fill_(~seen, -torch.inf)
         return self._masks[window]

@@ -22,10 +22,10 @@ class PlainOperations:
         self._rooms: dict[tuple[str, int], Tensor] = {}  # fresh memory costs a page fault every few kilobytes
 
     def attention(
-        self, cache: KVCache, chunks: Sequence[Chunk], rotations: tuple[Tensor, Tensor], places: Tensor
+        self, cache: KVCache, chunks: Sequence[Chunk], rotations: tuple[Tensor, Tensor], positions: Tensor
     ) -> Attention:
-        """Of one step's tokens, which lie at `places` of their sequences."""
-        return Rotated(PagedBatch(cache, chunks, places.device), rotations, places)
+        """Of one step's tokens, which lie at `positions` of their sequences."""
+        return Rotated(PagedBatch(cache, chunks, positions.device), rotations, positions)
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
@@ -54,12 +54,12 @@ class PlainOperations:
 
 
 class Rotated:
-    """The attention of one step's tokens, which lie at `places`."""
+    """The attention of one step's tokens, which lie at `positions`."""
 
-    def __init__(self, batch: PagedBatch, rotations: tuple[Tensor, Tensor], places: Tensor) -> None:
+    def __init__(self, batch: PagedBatch, rotations: tuple[Tensor, Tensor], positions: Tensor) -> None:
         self._batch = batch
         self._operations = PlainOperations()
-        cos, sin = (each.index_select(0, places).unsqueeze(1) for each in rotations)
+        cos, sin = (each.index_select(0, positions).unsqueeze(1) for each in rotations)
         self._cos, self._sines = cos, sin.chunk(2, dim=-1)
 
     def attend(self, heads: Heads, qkv: Tensor) -> Tensor:
@@ -75,7 +75,7 @@ class Rotated:
         return found.flatten(1)
 
     def _rotated(self, x: Tensor) -> Tensor:
-        """Both halves of every head as the coordinates of points, rotated by the angles of their place."""
+        """Both halves of every head as the coordinates of points, rotated by the angles of their position."""
         half_dim = x.shape[-1] // 2
         rotated = (x * self._cos).to(x.dtype)
         rotated[..., :half_dim].addcmul_(x[..., half_dim:], self._sines[0].to(x.dtype), value=-1)

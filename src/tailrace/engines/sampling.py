@@ -1,5 +1,5 @@
-"""Drawing tokens: a random number per token that depends on nothing but the seed, the trajectory and the place; and on
-how often the sample has failed (`Job.stream`).
+"""Drawing tokens: a random number per token that depends on nothing but the seed, the trajectory and the position; and
+on how often the sample has failed (`Job.stream`).
 
 Called by the native engine for its whole batch and by any reference program with one row: both get the same token from
 the same logits, whatever else is in the batch. Log-probs are those of the distribution really drawn from.
@@ -38,7 +38,8 @@ def _mix(state: np.ndarray) -> np.ndarray:
 def sample(
     logits: torch.Tensor, seed: int, trajectories: Sequence[int], positions: Sequence[int], sampling: Sampling
 ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-    """One token for every row of `logits`, with its log-prob. `positions`: the places that the new tokens will have."""
+    """One token for every row of `logits`, with its log-prob. `positions`: the positions that the new tokens will
+    have."""
     scores = allowed_scores(logits.float(), sampling)
     peak = scores.amax(-1, keepdim=True)
     weights = (scores - peak).exp_()

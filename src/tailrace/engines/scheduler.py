@@ -74,7 +74,7 @@ class Chunk(NamedTuple):
         return self.length == 1 and self.samples
 
 
-class Plan(NamedTuple):
+class BatchPlan(NamedTuple):
     """What to compute at once. `copies`: (from, to) blocks to copy before anything is written. Single tokens come
     first; those may go on for `steps` tokens, as far as their blocks reach."""
 
@@ -171,7 +171,7 @@ class Scheduler:
 
     # ------------------------------------------------------------------------------------------ a step
 
-    def plan(self, steps: int = 1) -> Plan:
+    def plan(self, steps: int = 1) -> BatchPlan:
         """The chunks to compute now. Blocks are taken for them; nothing else changes until `computed`.
 
         Whoever decodes up to `steps` tokens at once gets blocks for all of them as far as there are some. While there
@@ -180,18 +180,18 @@ class Scheduler:
         draft = Draft(self.prefill_tokens)
         if self.switch < sys.maxsize:
             self._preempt_grown()
-        place = 0
-        while place < len(self.running):  # it may get shorter meanwhile, from its end
-            if self._grow(self.running[place]):
-                draft.add(self.running[place])
-            place += 1
+        index = 0
+        while index < len(self.running):  # it may get shorter meanwhile, from its end
+            if self._grow(self.running[index]):
+                draft.add(self.running[index])
+            index += 1
         decoding = len(draft.single)
         self._reserve(draft.single, steps)
         self._admit_waiting(draft)
         self._reserve(draft.single[decoding:], steps)
-        return Plan(draft.single + draft.longer, draft.copies, steps if draft.budget else 1)
+        return BatchPlan(draft.single + draft.longer, draft.copies, steps if draft.budget else 1)
 
-    def shrink(self, plan: Plan) -> Plan | None:
+    def shrink(self, plan: BatchPlan) -> BatchPlan | None:
         """What to compute instead of a plan that found no memory, with half the prefill budget from now on; None if
         prefill is not to blame. The blocks stay taken: what is left out comes with the next plans."""
         least = self.block_tokens
@@ -201,7 +201,7 @@ class Scheduler:
         draft = Draft(self.prefill_tokens)
         for chunk in plan.chunks:
             draft.add(chunk.sequence)
-        return Plan(draft.single + draft.longer, plan.copies, plan.steps if draft.budget else 1)
+        return BatchPlan(draft.single + draft.longer, plan.copies, plan.steps if draft.budget else 1)
 
     def grew(self, sequence: Sequence, tokens: Iterable[int]) -> None:
         """These were sampled. The KV of all but the last is in the pool, or there would be no last one."""

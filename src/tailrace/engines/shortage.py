@@ -1,7 +1,7 @@
 """Carries out a plan even if memory runs out on the way: with less prefill at once, and nothing lost.
 
 The native engine hands its plans to `carry_out`. Until a plan is reported as computed the scheduler counts none of it,
-and sampling depends on places alone, so whatever a failed attempt wrote into the pool is written again. Only the
+and sampling depends on positions alone, so whatever a failed attempt wrote into the pool is written again. Only the
 copies of blocks are made once: what they were copied from may be somebody else's by then.
 """
 
@@ -12,17 +12,17 @@ from typing import Protocol
 
 from tailrace.engines.eager import Drawn
 from tailrace.engines.kv import KVCache
-from tailrace.engines.scheduler import Plan, Scheduler
+from tailrace.engines.scheduler import BatchPlan, Scheduler
 from tailrace.model.memory import DoesNotFitError, free_memory, ran_out
 
 log = logging.getLogger(__name__)
 
 
 class Executor(Protocol):
-    def run(self, plan: Plan) -> Drawn: ...
+    def run(self, plan: BatchPlan) -> Drawn: ...
 
 
-def carry_out(plan: Plan, executor: Executor, cache: KVCache, scheduler: Scheduler) -> tuple[Plan, Drawn]:
+def carry_out(plan: BatchPlan, executor: Executor, cache: KVCache, scheduler: Scheduler) -> tuple[BatchPlan, Drawn]:
     """As much of the plan as there is memory for, and what came of it."""
     copies, last_try = plan.copies, False
     while True:
@@ -51,7 +51,7 @@ def _say_so(before: int, now: int) -> None:
     )
 
 
-def _what_to_change(plan: Plan) -> str:
+def _what_to_change(plan: BatchPlan) -> str:
     prefilled = sum(chunk.length for chunk in plan.chunks if not chunk.decodes)
     beside = f" beside {prefilled} tokens of prefill" if prefilled else ""
     return (

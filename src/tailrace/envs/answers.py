@@ -85,10 +85,10 @@ def last_between(text: str, begin: str, end: str) -> str | None:
 def _braced(text: str) -> str:
     """Up to the brace that closes the one before the text."""
     depth = 1
-    for place, letter in enumerate(text):
+    for index, letter in enumerate(text):
         depth += (letter == "{") - (letter == "}")
         if depth == 0:
-            return text[:place]
+            return text[:index]
     return text
 
 

@@ -23,7 +23,7 @@ HELD_OUT_SHARE = 8  # one question in so many is held out
 HOW = "You can compute with <tool>expression</tool> and read the result. Then write <answer>number</answer>."
 
 
-class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ArithmeticOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`[task.options]` of this task."""
 
     terms: Annotated[int, Meta(ge=2, le=12)] = 3  # numbers in an expression
@@ -64,22 +64,22 @@ class Arithmetic:
                 return {"prompt": prompt, "answer": calculate(expression)}
 
 
-def draw_expression(options: Options, generator: random.Random) -> str:
+def draw_expression(options: ArithmeticOptions, generator: random.Random) -> str:
     parts = [str(_number(options, generator))]
     for _ in range(options.terms - 1):
         parts += [generator.choice(options.operators), str(_number(options, generator))]
     return " ".join(parts)
 
 
-def _number(options: Options, generator: random.Random) -> int:
+def _number(options: ArithmeticOptions, generator: random.Random) -> int:
     return generator.randrange(1, 10**options.digits)
 
 
-def _checked(given: dict[str, Any]) -> Options:
+def _checked(given: dict[str, Any]) -> ArithmeticOptions:
     try:
-        options = msgspec.convert(given, Options)
+        options = msgspec.convert(given, ArithmeticOptions)
     except msgspec.ValidationError as error:
-        known = ", ".join(Options.__struct_fields__)
+        known = ", ".join(ArithmeticOptions.__struct_fields__)
         raise ConfigError(f"task.options of calculator: {error}; it takes {known}") from None
     if not options.operators or set(options.operators) - set("+-*"):
         raise ConfigError("task.options.operators is made of +, - and *; write for example '+-*'")

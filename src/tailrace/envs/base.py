@@ -1,4 +1,4 @@
-"""The contract of a task: prompts by place, and an answer to every turn of the policy.
+"""The contract of a task: prompts by index, and an answer to every turn of the policy.
 
 A task has no state of its own. What follows a turn is a function of the row and the transcript so far, so an episode
 can be taken up from any prefix, on any replica, after any crash. The controller reads rows; `respond` runs in

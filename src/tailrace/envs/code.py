@@ -11,15 +11,15 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from tailrace.envs.imports import Place, find
+from tailrace.envs.imports import ImportPath, find
 
 INSTALLED = {"site-packages", "dist-packages"}
 
 
 def code_files(path: str, folders: Sequence[Path], setting: str) -> list[Path]:
     """Of `module:name` or `file.py:name`, in the order in which they are met; nothing if there is no such module."""
-    place = find(path, folders, setting)
-    roots, first = _found(place)
+    import_path = find(path, folders, setting)
+    roots, first = _found(import_path)
     waiting, files = list(first), list[Path]()
     while waiting:
         file = waiting.pop(0)
@@ -29,13 +29,13 @@ def code_files(path: str, folders: Sequence[Path], setting: str) -> list[Path]:
     return files
 
 
-def _found(place: Place) -> tuple[list[Path], list[Path]]:
+def _found(import_path: ImportPath) -> tuple[list[Path], list[Path]]:
     """The folders in which its modules are looked for, and its own files."""
-    roots = list(place.folders)
-    if place.file is not None:
-        return roots, [place.file]
+    roots = list(import_path.folders)
+    if import_path.file is not None:
+        return roots, [import_path.file]
     for root in (*roots, *map(Path, sys.path)):
-        if files := _module(root, place.module.split(".")):
+        if files := _module(root, import_path.module.split(".")):
             return (roots if INSTALLED & set(root.parts) else [*roots, root]), files
     return [], []
 
@@ -54,9 +54,9 @@ def _of_statement(node: ast.AST, file: Path, roots: list[Path]) -> Iterator[Path
             yield from _module_of(roots, name.name.split("."))
     elif isinstance(node, ast.ImportFrom):
         base = (node.module or "").split(".") if node.module else []
-        places = [file.parents[node.level - 1]] if node.level else roots
+        folders = [file.parents[node.level - 1]] if node.level else roots
         for name in node.names:  # a module of the package, or something in it
-            yield from _module_of(places, [*base, name.name])
+            yield from _module_of(folders, [*base, name.name])
 
 
 def _module_of(roots: list[Path], parts: list[str]) -> list[Path]:
@@ -69,11 +69,11 @@ def _module(root: Path, parts: list[str]) -> list[Path]:
     """The files that are run when the module of this name is imported, as far as they are here."""
     files: list[Path] = []
     for count in range(1, len(parts) + 1):
-        place = root.joinpath(*parts[:count])
-        if (file := place.with_name(f"{place.name}.py")).is_file():
+        path = root.joinpath(*parts[:count])
+        if (file := path.with_name(f"{path.name}.py")).is_file():
             return [*files, file.resolve()]
-        if (file := place / "__init__.py").is_file():
+        if (file := path / "__init__.py").is_file():
             files.append(file.resolve())
-        elif not place.is_dir():
+        elif not path.is_dir():
             break
     return files

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from tailrace.config.errors import ConfigError
 
 
-class Place(NamedTuple):
+class ImportPath(NamedTuple):
     """Where an object is to be found: in a file, or in a module that Python finds by itself or in `folders`."""
 
     module: str
@@ -28,7 +28,7 @@ class Place(NamedTuple):
     folders: tuple[Path, ...]
 
 
-def find(path: str, folders: Sequence[Path], setting: str, others: Iterable[str] = ()) -> Place:
+def find(path: str, folders: Sequence[Path], setting: str, others: Iterable[str] = ()) -> ImportPath:
     """Where the path points to. A relative file is looked for in each folder; of a module only the form is judged.
 
     `others`: names that the setting takes too, for somebody who has misspelt one.
@@ -39,43 +39,43 @@ def find(path: str, folders: Sequence[Path], setting: str, others: Iterable[str]
         hint = f"did you mean '{close[0]}'?" if close else "write 'my_module:name' or 'my_file.py:name'"
         raise ConfigError(f"{setting} = '{path}' names no function; {hint}")
     if not module.endswith(".py"):
-        return Place(module, name, None, tuple(folders))
+        return ImportPath(module, name, None, tuple(folders))
     for folder in folders:
         if (folder / module).is_file():
             file = (folder / module).resolve()
-            return Place(file.stem, name, file, (file.parent,))
-    places = " or ".join(str(folder) for folder in dict.fromkeys(folders))
-    raise ConfigError(f"{setting} = '{path}': there is no file {module} in {places}")
+            return ImportPath(file.stem, name, file, (file.parent,))
+    searched = " or ".join(str(folder) for folder in dict.fromkeys(folders))
+    raise ConfigError(f"{setting} = '{path}': there is no file {module} in {searched}")
 
 
 def load_object(path: str, folders: Sequence[Path], setting: str, others: Iterable[str] = ()) -> Any:
     """The callable at the path."""
-    place = find(path, folders, setting, others)
+    found = find(path, folders, setting, others)
     try:
-        module = _module(place)
+        module = _module(found)
     except ModuleNotFoundError as error:
         raise ConfigError(f"{setting} = '{path}': there is no module '{error.name}' to import") from None
     except (Exception, SystemExit) as error:  # the border to the user's code
         raise ConfigError(f"{setting} = '{path}' cannot be imported: {described(error)}") from error
-    return _named(module, place.name, f"{setting} = '{path}'")
+    return _named(module, found.name, f"{setting} = '{path}'")
 
 
 def described(error: BaseException) -> str:
-    """An exception of the user's code in one line, with the place it comes from."""
+    """An exception of the user's code in one line, with the line it comes from."""
     frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+    where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
     text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:500]}{place}" if text else f"{type(error).__name__}{place}"
+    return f"{type(error).__name__}: {text[:500]}{where}" if text else f"{type(error).__name__}{where}"
 
 
-def _module(place: Place) -> ModuleType:
-    for folder in map(str, place.folders):
+def _module(found: ImportPath) -> ModuleType:
+    for folder in map(str, found.folders):
         if folder not in sys.path:
             sys.path.append(folder)  # last, so that a user's `json.py` replaces nothing
-    if place.file is None:
-        return importlib.import_module(place.module)
-    name = f"tailrace_user_{place.module}"
-    spec = importlib.util.spec_from_file_location(name, place.file)
+    if found.file is None:
+        return importlib.import_module(found.module)
+    name = f"tailrace_user_{found.module}"
+    spec = importlib.util.spec_from_file_location(name, found.file)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

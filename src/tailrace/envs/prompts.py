@@ -1,7 +1,7 @@
-"""The endless shuffled sequence of prompts, by place.
+"""The endless shuffled sequence of prompts, by index.
 
-Owned by the controller, which asks for the rows from some place on and may ask again after a restart: a row depends on
-the run's seed and its place alone. Every epoch shows every training row exactly once, in an order of its own.
+Owned by the controller, which asks for the rows from some index on and may ask again after a restart: a row depends on
+the run's seed and its index alone. Every epoch shows every training row exactly once, in an order of its own.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class Prompts:
         self.context = context or tokenizer.model_max_length  # the model knows better: many tokenizers say too little
 
     def rows(self, start: int, count: int) -> list[Row]:
-        """The rows at places `start`, `start + 1`, ..."""
-        return [self._row(place) for place in range(start, start + count)]
+        """The rows at indices `start`, `start + 1`, ..."""
+        return [self._row(index) for index in range(start, start + count)]
 
     def held_out(self) -> list[Row]:
-        """Rows that are never trained on; their ids are below 0, so that they are nobody's place."""
+        """Rows that are never trained on; their ids are below 0, so that they are no index of the sequence."""
         rows = self.task.held_out()
         return [self._rendered(-1 - number, row, f"held-out row {number + 1}") for number, row in enumerate(rows)]
 
@@ -46,27 +46,27 @@ class Prompts:
         or cannot travel to a replica, is best known before a start."""
         lengths = [len(str(self.task.row(index).get("prompt"))) for index in indices]
         for number in {0, *_longest(lengths)}:
-            _check_travels(self._training_row(indices[number], place=indices[number]))
+            _check_travels(self._training_row(indices[number], index=indices[number]))
         held_out = self.task.held_out()
         for number in _longest([len(str(row.get("prompt"))) for row in held_out]):
             _check_travels(self._rendered(-1 - number, held_out[number], f"held-out row {number + 1}"))
 
-    def _row(self, place: int) -> Row:
+    def _row(self, index: int) -> Row:
         size = len(self.task)
-        epoch, position = divmod(place, size)
-        index = order(self.config.run.seed, epoch, size)[position] if self.config.task.shuffle else position
-        return self._training_row(index, place)
+        epoch, position = divmod(index, size)
+        row = order(self.config.run.seed, epoch, size)[position] if self.config.task.shuffle else position
+        return self._training_row(row, index)
 
-    def _training_row(self, index: int, place: int) -> Row:
-        return self._rendered(place, self.task.row(index), f"training row {index + 1}")
+    def _training_row(self, row: int, index: int) -> Row:
+        return self._rendered(index, self.task.row(row), f"training row {row + 1}")
 
-    def _rendered(self, place: int, row: dict[str, Any], what: str) -> Row:
+    def _rendered(self, index: int, row: dict[str, Any], what: str) -> Row:
         if "prompt" not in row:
             raise ConfigError(f"{what} has no 'prompt'; it has {', '.join(row) or 'nothing'}")
         tokens = self.rendering.prompt_tokens(row["prompt"])
         self._check_length(len(tokens), what)
         columns = {name: value for name, value in row.items() if name != "prompt"}
-        return Row(place, id_bytes(tokens), row["prompt"], columns)
+        return Row(index, id_bytes(tokens), row["prompt"], columns)
 
     def _check_length(self, tokens: int, what: str) -> None:
         if not tokens:
@@ -80,8 +80,8 @@ class Prompts:
 
 
 def _longest(lengths: list[int]) -> list[int]:
-    """The places of the longest few: what is longest in letters is about the longest in tokens."""
-    return sorted(range(len(lengths)), key=lambda place: -lengths[place])[:8]
+    """The indices of the longest few: what is longest in letters is about the longest in tokens."""
+    return sorted(range(len(lengths)), key=lambda index: -lengths[index])[:8]
 
 
 def _check_travels(row: Row) -> None:

@@ -24,7 +24,7 @@ HELD_OUT_SHARE = 8  # one question in so many is held out
 TRIES = 400  # draws until one falls on the wanted side; a generator of one question only never gets there
 
 
-class Options(msgspec.Struct, frozen=True, kw_only=True):
+class ReasoningOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What is ours in `[task.options]`; the rest is the generator's."""
 
     dataset: str = "chain_sum"
@@ -40,7 +40,7 @@ class ReasoningGym:
     single_turn = True
 
     def __init__(self, options: dict[str, Any], seed: int, held_out: int) -> None:
-        own = {name: value for name, value in options.items() if name in Options.__struct_fields__}
+        own = {name: value for name, value in options.items() if name in ReasoningOptions.__struct_fields__}
         self.options = _converted(own)
         self.held_out_rows = held_out
         settings = {name: value for name, value in options.items() if name not in own}
@@ -75,14 +75,14 @@ class ReasoningGym:
         )
 
 
-def _converted(options: dict[str, Any]) -> Options:
+def _converted(options: dict[str, Any]) -> ReasoningOptions:
     try:
-        return msgspec.convert(options, Options)
+        return msgspec.convert(options, ReasoningOptions)
     except msgspec.ValidationError as error:
         raise ConfigError(f"task.options of reasoning_gym: {error}") from None
 
 
-def _generator(options: Options, settings: dict[str, Any], seed: int) -> Any:
+def _generator(options: ReasoningOptions, settings: dict[str, Any], seed: int) -> Any:
     gym = _package()
     known = gym.factory.DATASETS
     if options.dataset not in known:

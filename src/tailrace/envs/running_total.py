@@ -26,7 +26,7 @@ HELD_OUT_SHARE = 8  # one prompt in so many is held out
 Item = tuple[str, int]
 
 
-class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RunningTotalOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`[task.options]` of this task."""
 
     median: Annotated[float, Meta(ge=1)] = 4.0  # items in a prompt
@@ -67,10 +67,10 @@ class RunningTotal:
                 return {"prompt": prompt, "answer": str(total(items)), "items": len(items)}
 
 
-def draw_items(options: Options, generator: random.Random) -> list[Item]:
+def draw_items(options: RunningTotalOptions, generator: random.Random) -> list[Item]:
     count = min(max(1, round(options.median * generator.lognormvariate(0.0, options.sigma))), options.most)
     first = generator.randrange(len(LABELS))
-    return [(LABELS[(first + place) % len(LABELS)], generator.randrange(10)) for place in range(count)]
+    return [(LABELS[(first + index) % len(LABELS)], generator.randrange(10)) for index in range(count)]
 
 
 def render(items: list[Item]) -> str:
@@ -90,9 +90,9 @@ def is_held_out(prompt: str) -> bool:
     return zlib.crc32(prompt.encode()) % HELD_OUT_SHARE == 0
 
 
-def _checked(options: dict[str, Any]) -> Options:
+def _checked(options: dict[str, Any]) -> RunningTotalOptions:
     try:
-        return msgspec.convert(options, Options)
+        return msgspec.convert(options, RunningTotalOptions)
     except msgspec.ValidationError as error:
-        known = ", ".join(Options.__struct_fields__)
+        known = ", ".join(RunningTotalOptions.__struct_fields__)
         raise ConfigError(f"task.options of running_total: {error}; it takes {known}") from None

@@ -108,4 +108,4 @@ class Blanks:
         self._tokens = bytes(TOKEN_BYTES * max(1, config.workload.prompt_tokens))
 
     def rows(self, start: int, count: int) -> list[Row]:
-        return [Row(place, self._tokens, "") for place in range(start, start + count)]
+        return [Row(index, self._tokens, "") for index in range(start, start + count)]

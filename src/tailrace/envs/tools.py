@@ -64,7 +64,7 @@ class ToolUse:
         score = getattr(self.task, "score", None)
         if score is not None:
             return score(row, transcript)
-        said = max(place for place, turn in enumerate(transcript) if turn.role == "policy")
+        said = max(index for index, turn in enumerate(transcript) if turn.role == "policy")
         return self.task.respond(row, transcript[: said + 1])
 
 

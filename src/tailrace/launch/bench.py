@@ -52,10 +52,10 @@ def bench_schedules(files: list[str], settings: list[str], rounds: int, as_json:
     with Progress("schedules") as progress:
         for number, (name, options) in enumerate(plans):
             progress(number, len(plans), "runs")
-            place = f"{name.replace(' ', '_')}-{number // (len(plans) // rounds)}"
-            words = ["--run.folder", str(folder), "--run.name", place, "--run.evaluate", "false", *options]
+            run_name = f"{name.replace(' ', '_')}-{number // (len(plans) // rounds)}"
+            words = ["--run.folder", str(folder), "--run.name", run_name, "--run.evaluate", "false", *options]
             _run(name, files, settings + words)
-            summary = msgspec.json.decode((folder / place / JSON).read_bytes(), type=Summary)
+            summary = msgspec.json.decode((folder / run_name / JSON).read_bytes(), type=Summary)
             measured.setdefault(name, []).append(summary)
     rows = [BenchRow(name, _median(summaries)) for name, summaries in measured.items()]
     if as_json:

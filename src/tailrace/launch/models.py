@@ -73,7 +73,7 @@ def _copy(weights: Path, into: Path) -> None:
 def weights_of(journal: Journal, version: int | None) -> Path:
     """The directory of a version; 0 is what the run started from."""
     run = journal.path.parent
-    saved = {step_of(place): place for place in found_in(run / CHECKPOINTS)}
+    saved = {step_of(path): path for path in found_in(run / CHECKPOINTS)}
     if version is None and saved:
         version = max(saved)
     if not version:

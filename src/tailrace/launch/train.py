@@ -68,7 +68,7 @@ def train(config: Config, folder: Path, resume: bool, keeper: Keeper, accept: bo
             store.commit()
         reason, complete = asyncio.run(_drive(store, config, handle, keeper))
         clear_abandoned()  # of relays that were killed and did not come back before the end
-        store.place.refuse_moved()
+        store.run_folder.refuse_moved()
         if complete and _evaluates(config):
             _evaluate(store, config, _newest(folder), AFTER)
     except BaseException as error:
@@ -135,7 +135,7 @@ def _newest(folder: Path) -> Path | None:
 async def _drive(store: RunStore, config: Config, handle: RunHandle, keeper: Keeper) -> tuple[str, bool]:
     view = LiveView(store, config)
     controller = Controller(store, config, handle, view)
-    invitation = invite(controller, store.place)
+    invitation = invite(controller, store.run_folder)
     if invitation and handle.left is None:
         log.info("%s", invitation)
     loop = asyncio.get_running_loop()
@@ -151,7 +151,7 @@ async def _drive(store: RunStore, config: Config, handle: RunHandle, keeper: Kee
         showing.cancel()
         with suppress(asyncio.CancelledError):
             await showing
-        withdraw(store.place)
+        withdraw(store.run_folder)
     if view.live.diverging and reason != INTERRUPTED:
         log.error(DIVERGED)
     return reason, reason != INTERRUPTED

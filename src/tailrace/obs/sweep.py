@@ -240,17 +240,17 @@ def log_ticks(low: float, high: float) -> list[float]:
     return ticks(low, high, 4)
 
 
-def spread(places: Sequence[float], gap: float, low: float, high: float) -> list[float]:
+def spread(positions: Sequence[float], gap: float, low: float, high: float) -> list[float]:
     """Move labels apart to `gap`, inside [low, high]: those that touch stand around their common middle."""
-    order = sorted(range(len(places)), key=lambda i: places[i])
-    stacks: list[tuple[list[int], float]] = []  # members from below, and the lowest one's place
+    order = sorted(range(len(positions)), key=lambda i: positions[i])
+    stacks: list[tuple[list[int], float]] = []  # members from below, and the lowest one's position
     for i in order:
-        members, base = [i], min(max(places[i], low), high)
+        members, base = [i], min(max(positions[i], low), high)
         while stacks and stacks[-1][1] + gap * len(stacks[-1][0]) > base:
             members = stacks.pop()[0] + members
-            middle = sum(places[j] for j in members) / len(members)
+            middle = sum(positions[j] for j in members) / len(members)
             reach = gap * (len(members) - 1)
             base = max(low, min(middle - reach / 2, high - reach))
         stacks.append((members, base))
-    place = {i: base + gap * nth for members, base in stacks for nth, i in enumerate(members)}
-    return [place[i] for i in range(len(places))]
+    spread_to = {i: base + gap * nth for members, base in stacks for nth, i in enumerate(members)}
+    return [spread_to[i] for i in range(len(positions))]

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tailrace.obs import html
 from tailrace.page.access import AccessControl
-from tailrace.page.follow import PageData
+from tailrace.page.follow import PageContent
 from tailrace.page.http import Header, PageRequest, PageResponse, text_response
 
 ASSETS = Path(__file__).parent / "assets"
@@ -44,7 +44,7 @@ Handler = Callable[[PageRequest], PageResponse]
 
 
 class PageApp:
-    def __init__(self, access: AccessControl, latest: Callable[[], PageData]) -> None:
+    def __init__(self, access: AccessControl, latest: Callable[[], PageContent]) -> None:
         self._access = access
         self._latest = latest
         self._form = _asset("login.html")

@@ -30,7 +30,7 @@ POLL_S = 1.0
 SLICE = 1000  # events that are folded at once; a reader of the page waits for no more
 
 
-class PageData(NamedTuple):
+class PageContent(NamedTuple):
     tag: str  # changes with the content
     content: bytes
 
@@ -40,7 +40,7 @@ class Follower:
         """JournalError if there is no run to follow."""
         self._run = run
         self._begin(Journal(run))
-        self.latest = PageData("", b"{}")
+        self.latest = PageContent("", b"{}")
         self._trouble = ""
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="follower", daemon=True)
@@ -99,7 +99,7 @@ class Follower:
 
     def _show(self, behind: bool) -> None:
         content = msgspec.json.encode(self._figures.shown(self._about(behind)))
-        self.latest = PageData(f'"{hashlib.sha256(content).hexdigest()[:32]}"', content)
+        self.latest = PageContent(f'"{hashlib.sha256(content).hexdigest()[:32]}"', content)
 
     def _about(self, behind: bool) -> RunState:
         meta, config = self._meta, self._figures.live.config

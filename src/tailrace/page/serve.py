@@ -11,7 +11,7 @@ from tailrace.page.access import AccessControl, ListenAddress, find_token, parse
 from tailrace.page.app import PageApp
 from tailrace.page.follow import Follower
 from tailrace.page.http import AsgiApplication
-from tailrace.page.server import Listener, PageServer
+from tailrace.page.server import PageListener, PageServer
 
 DEFAULT = "127.0.0.1:0"
 
@@ -22,7 +22,7 @@ def serve(run: Path, listen: str, token_file: Path | None) -> int:
     token = find_token(address, token_file)
     follower = Follower(run)
     tls, fingerprint = (None, "") if address.loopback else _identity()
-    listener = Listener(address)
+    listener = PageListener(address)
     address = ListenAddress(address.host, listener.getsockname()[1])
     app = PageApp(AccessControl(address, token), lambda: follower.latest)
     greeting = _greeting(address, fingerprint)

@@ -37,7 +37,7 @@ class Limits(NamedTuple):
     write_s: float = 10.0
 
 
-class Client:
+class AcceptedConnection:
     """A connection, from the moment that it was accepted."""
 
     def __init__(self, accepted: socket.socket, read_by: float) -> None:
@@ -59,13 +59,13 @@ class Client:
                 self.socket.shutdown(socket.SHUT_RDWR)
 
 
-class Listener(socket.socket):
+class PageListener(socket.socket):
     """Bounds the number of connections at accept, where those in a TLS handshake count too."""
 
     def __init__(self, address: ListenAddress, limits: Limits | None = None) -> None:
         super().__init__(socket.AF_INET6 if ":" in address.host else socket.AF_INET, socket.SOCK_STREAM)
         self.limits = limits or Limits()
-        self.clients: dict[int, Client] = {}  # by descriptor
+        self.clients: dict[int, AcceptedConnection] = {}  # by descriptor
         try:
             self.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             self.bind((address.host, address.port))
@@ -85,9 +85,9 @@ class Listener(socket.socket):
         if len(self.connected()) >= self.limits.connections:
             longest = min(self.connected(), key=lambda each: (each.authenticated, each.served, each.heard))
             longest.disconnect()
-        self.clients[accepted.fileno()] = Client(accepted, time.monotonic() + self.limits.request_s)
+        self.clients[accepted.fileno()] = AcceptedConnection(accepted, time.monotonic() + self.limits.request_s)
 
-    def connected(self) -> list[Client]:
+    def connected(self) -> list[AcceptedConnection]:
         """Without those that are being disconnected."""
         return [each for each in self.clients.values() if each.socket.fileno() >= 0 and not each.leaving]
 
@@ -98,10 +98,10 @@ class Listener(socket.socket):
                 client.disconnect()
 
 
-class Connection(H11Protocol):
+class PageConnection(H11Protocol):
     """uvicorn's HTTP/1.1, with deadlines for requests and for the reading of responses."""
 
-    def __init__(self, listener: Listener, **options: Any) -> None:
+    def __init__(self, listener: PageListener, **options: Any) -> None:
         super().__init__(**options)
         self._listener = listener
 
@@ -172,7 +172,7 @@ class PageServer(uvicorn.Server):
     def __init__(
         self,
         app: AsgiApplication,
-        listener: Listener,
+        listener: PageListener,
         tls: ssl.SSLContext | None = None,
         ready: Callable[[], object] = lambda: None,
     ) -> None:
@@ -180,7 +180,7 @@ class PageServer(uvicorn.Server):
         self._ready = ready
         config = uvicorn.Config(
             app,
-            http=partial(Connection, listener),  # pyright: ignore[reportArgumentType]
+            http=partial(PageConnection, listener),  # pyright: ignore[reportArgumentType]
             loop="asyncio",  # another loop would accept without asking the listener
             ws="none",
             lifespan="off",

@@ -18,7 +18,7 @@ from tailrace.types import Row, TrajectoryId, id_bytes
 Key = tuple[int, int]
 
 
-class Judge(Protocol):
+class RewardJudge(Protocol):
     """Whoever answers to the policy's turns, in its own time. A transcript that ends with the environment's is that of
     an episode without tokens for another turn: it can only be scored."""
 
@@ -68,7 +68,7 @@ class Runner:
     def __init__(
         self,
         engine: Engine,
-        judge: Judge,
+        judge: RewardJudge,
         language: Language,
         max_completion_tokens: int,
         clock: Callable[[], float] = time.monotonic,

@@ -51,10 +51,10 @@ JUDGING_S = 0.001  # the same while only judges are at work, or weights are on t
 
 
 def run(spec: ComponentSpec) -> None:
-    Worker(spec).run()
+    RolloutWorker(spec).run()
 
 
-class Worker:
+class RolloutWorker:
     def __init__(self, spec: ComponentSpec) -> None:
         self.spec = spec
         self.config = spec.config

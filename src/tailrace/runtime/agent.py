@@ -26,7 +26,7 @@ from tailrace import __version__
 from tailrace.config.tree import Config
 from tailrace.errors import TailraceError
 from tailrace.runtime.hosts import LONGEST
-from tailrace.runtime.local import Local, Process, last_lines
+from tailrace.runtime.local import LocalProcesses, Process, last_lines
 from tailrace.store.folder import RunFolder
 from tailrace.wire.client import ControlClient
 from tailrace.wire.connection import check_join_key
@@ -58,7 +58,7 @@ class Agent:
         self._say = say
         self._own, self._held = os.pipe()
         self._folder = Path(tempfile.mkdtemp(prefix="tailrace-worker-"))
-        self._local = Local(RunFolder(self._folder), 0, self._ended)
+        self._local = LocalProcesses(RunFolder(self._folder), 0, self._ended)
         self._components: dict[str, str] = {}  # by name; of those that ended, how
         self._controller = ControlClient(self._spec)
         self._heard_at = time.monotonic()

@@ -33,7 +33,7 @@ from tailrace.protocol import (
     TrainerLost,
 )
 from tailrace.runtime.hosts import Host, Hosts
-from tailrace.runtime.local import SHORTAGE, SHORTAGE_S, HostTrace, Local, Process, Trace, Traces, last_lines
+from tailrace.runtime.local import SHORTAGE, SHORTAGE_S, HostTrace, LocalProcesses, Process, Trace, Traces, last_lines
 from tailrace.store.folder import RunFolder
 from tailrace.types import RelayId
 from tailrace.watchdog import ask_for_stacks, is_stopped, look_at
@@ -48,7 +48,7 @@ from tailrace.wire.messages import (
     FromController,
     Offer,
     StoreAddress,
-    Stores,
+    StoreAddresses,
     Wanted,
 )
 from tailrace.wire.server import ControlServer
@@ -118,7 +118,7 @@ class Components:
         self._told_departed: tuple[int, ...] = ()  # sample stores that will not come back
         self._dropped: dict[str, str] = {}  # machines, and why
         self._short_since: dict[tuple[str, int], float] = {}  # when a component could first not be started
-        self._local = Local(folder, server.port, self._ended)
+        self._local = LocalProcesses(folder, server.port, self._ended)
 
     @property
     def join_key(self) -> JoinKey | None:
@@ -164,7 +164,7 @@ class Components:
         process = self.get(role, id)
         if process is not None:
             addresses = [self._address(store, process) for store in self._stores()]
-            self.send(role, id, Stores(tuple(addresses), self._departed()))
+            self.send(role, id, StoreAddresses(tuple(addresses), self._departed()))
 
     def _stores(self) -> list[Process]:
         """Those that have joined."""
@@ -214,7 +214,7 @@ class Components:
         spec = self._spec(role, id, 1 + max(self._known_incarnation(role, id), used))
         self._local.hosts = self._hosts.traces
         try:
-            self._expect(self._local.start(spec, host and host.place(spec)))
+            self._expect(self._local.start(spec, host and host.assign(spec)))
             self._short_since.pop((role, id), None)
         except OSError as error:
             self._cannot_start(role, id, error)
@@ -394,7 +394,7 @@ class Components:
         spec, host = self._spec(trace.role, trace.id, trace.incarnation), self._hosts.find(trace.role, trace.id)
         if host is None and not self.is_ours(trace.role, trace.id):
             return False
-        process = self._local.adopt(spec, trace, host and host.place(spec))
+        process = self._local.adopt(spec, trace, host and host.assign(spec))
         known = self._known_incarnation(trace.role, trace.id)
         if known >= trace.incarnation:
             process.joined, process.incarnation = True, known
@@ -503,8 +503,8 @@ class Components:
 
     def _host_left(self, host: Host, reason: str) -> None:
         self._hosts.remove(host)
-        for place in host.components:
-            process = self._local.processes.pop(place, None)
+        for key in host.components:
+            process = self._local.processes.pop(key, None)
             if process is not None:
                 if process.joined and not process.dismissed:
                     self._lost(process, reason)

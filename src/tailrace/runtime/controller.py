@@ -127,7 +127,7 @@ class Controller:
         if handle.left is None:
             store.hear_anew()
         self.server = self._server(store.heard)
-        self.components = Components(config, handle, store.place, self.server, self)
+        self.components = Components(config, handle, store.run_folder, self.server, self)
         self.plane, self.resumed = _restored(store, config)
         self.stopped = ""
         self.error: RunError | None = None
@@ -239,7 +239,7 @@ class Controller:
         while await self._begin(watchdog):
             self._wake.clear()  # first of all: what happens from here on, also during an await, is seen below
             watchdog.expect("handling events and writing them to run.db", STUCK_S, "look at the disk of the run")
-            self.store.place.refuse_moved()
+            self.store.run_folder.refuse_moved()
             while self._arrived:
                 self._arrived.popleft()()
             self._taken_in.set()

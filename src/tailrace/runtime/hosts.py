@@ -60,7 +60,7 @@ class Host:
         store = [("store", self.id)] if self.trace.store else []
         return [("relay", self.id), *store, *[("replica", id) for id in self.trace.replicas]]
 
-    def place(self, spec: ComponentSpec) -> Distant:
+    def assign(self, spec: ComponentSpec) -> Distant:
         """A process that is to be there."""
         return self.distant.setdefault(spec.name, Distant(spec))
 
@@ -104,5 +104,5 @@ class Hosts:
 
     def remove(self, host: Host) -> None:
         del self.present[host.name]
-        for place in host.components:
-            del self._of_component[place]
+        for key in host.components:
+            del self._of_component[key]

@@ -1,9 +1,9 @@
 """The processes of a run on this machine: started, watched, ended, and taken over. No orphans, a log file each.
 
-`Local.start` begins a process for a component (several for a trainer with ranks); `on_exit` is told when one ends by
-itself. A component that is asked for again is ended first: there is never more than one of it. Who is there is written
-to `components.json` in the run's folder, so that the next controller can `adopt` the components that outlive this one.
-A component may be on another machine: then it has a stand-in here (see `hosts`).
+`LocalProcesses.start` begins a process for a component (several for a trainer with ranks); `on_exit` is told when one
+ends by itself. A component that is asked for again is ended first: there is never more than one of it. Who is there is
+written to `components.json` in the run's folder, so that the next controller can `adopt` the components that outlive
+this one. A component may be on another machine: then it has a stand-in here (see `hosts`).
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class Process:
             child.send(signal.SIGKILL)
 
 
-class Local:
+class LocalProcesses:
     def __init__(self, folder: RunFolder, port: int, on_exit: Callable[[Process, str], None]) -> None:
         self.processes: dict[tuple[str, int], Process] = {}
         self.hosts: tuple[HostTrace, ...] = ()

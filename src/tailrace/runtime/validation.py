@@ -63,7 +63,7 @@ from tailrace.wire.messages import Accused, Collapsed, FromComponent, Garbled, H
 LEAP = 1000  # incarnations that a component may be ahead of what is known: one for each controller that it met
 LONGEST_FINISH = 32
 LONGEST_REASON = 4000  # characters; a reward may raise with a whole page
-PLACE = re.compile(r"(?P<host>[^\s#]+):(?P<port>[0-9]{1,5})(#[0-9a-f]{64})?")
+ADDRESS = re.compile(r"(?P<host>[^\s#]+):(?P<port>[0-9]{1,5})(#[0-9a-f]{64})?")
 
 MESSAGES: dict[str, tuple[type, ...]] = {
     "replica": (Hello, Collapsed, Reported, Measured),
@@ -140,7 +140,7 @@ class Validation:
             case Reported(event):
                 return self._not_its_own(sender, event)
             case Hello(address, arena):
-                return _bad_place(sender.role, address, arena)
+                return _bad_address(sender.role, address, arena)
             case Measured(_, values):
                 return _bad_figures(sender.role, values)
             case _:
@@ -260,21 +260,21 @@ def _prompts_added(sender: Sender, event: PromptsAdded) -> str:
     return ""
 
 
-def _bad_place(role: str, address: str, arena: str) -> str:
+def _bad_address(role: str, address: str, arena: str) -> str:
     """Others will connect there, and look for weights there."""
     if not address and not arena:
         return ""
     if role not in ("relay", "store"):
         return "an address, where only relays and stores have one"
-    if not _is_place(address):
+    if not _is_address(address):
         return f"an address that is none: {address[:80]!r}"
     if role == "store":
-        return "a place in memory, where only relays have one" if arena else ""
-    return "" if arena.startswith("/") and arena.isprintable() else f"a place in memory that is none: {arena[:80]!r}"
+        return "shared memory, where only relays have any" if arena else ""
+    return "" if arena.startswith("/") and arena.isprintable() else f"shared memory that is none: {arena[:80]!r}"
 
 
-def _is_place(address: str) -> bool:
-    found = PLACE.fullmatch(address)
+def _is_address(address: str) -> bool:
+    found = ADDRESS.fullmatch(address)
     try:
         return found is not None and bool(ipaddress.ip_address(found["host"])) and 0 < int(found["port"]) < 1 << 16
     except ValueError:

@@ -55,7 +55,7 @@ from tailrace.samples.messages import (
 from tailrace.samples.uploads import Action, Key, Uploads
 from tailrace.types import MALFORMED, PromptId, Row, Segment, TrajectoryId
 from tailrace.wire.connection import Connection
-from tailrace.wire.messages import StoreAddress, Stores, WireError
+from tailrace.wire.messages import StoreAddress, StoreAddresses, WireError
 
 CREDIT = 8 << 20  # bytes
 UNREAD = 16 << 20  # bytes of answers that wait for who asked; then nothing more is read from that store
@@ -101,7 +101,7 @@ class Inquiry:
         self.answers.put(frame)
 
 
-class Store:
+class StoreConnection:
     """One store, as its client sees it. Only the client's thread touches the connection."""
 
     def __init__(self, address: StoreAddress) -> None:
@@ -131,14 +131,14 @@ class SampleClient:
         self._lock = threading.Lock()  # of all that follows
         self._addresses: dict[int, StoreAddress] = {}
         self._departed: frozenset[int] = frozenset()
-        self._stores: dict[int, Store] = {}
+        self._stores: dict[int, StoreConnection] = {}
         self._uploads = Uploads()
         self._fetches: dict[Key, int] = {}  # and the store of each
         self._inquiries: dict[int, Inquiry] = {}
         self._asked = 0
         self._results: deque[Fetched | AssignmentLost] = deque()
         self._due: deque[Action] = deque()
-        self._dialled: queue.SimpleQueue[tuple[Store, StoreAddress, Connection | None]] = queue.SimpleQueue()
+        self._dialled: queue.SimpleQueue[tuple[StoreConnection, StoreAddress, Connection | None]] = queue.SimpleQueue()
         self._held_up = False
         self._close_at = inf
         self._error: BaseException | None = None
@@ -155,7 +155,7 @@ class SampleClient:
         self._call()
         self._thread.join()
 
-    def find(self, stores: Stores) -> None:
+    def find(self, stores: StoreAddresses) -> None:
         """What the controller says of them."""
         self._departed = frozenset(stores.departed)
         self.connect(stores.addresses)
@@ -332,8 +332,8 @@ class SampleClient:
 
     def _title(self, store: int) -> str:
         address = self._addresses.get(store)
-        place = address.endpoint.removeprefix("tcp://") if address is not None else "an address that is not known"
-        return f"store {store} at {place}"
+        where = address.endpoint.removeprefix("tcp://") if address is not None else "an address that is not known"
+        return f"store {store} at {where}"
 
     # ---------------------------------------------------------------------------------------------- the client's thread
 
@@ -369,12 +369,12 @@ class SampleClient:
             for number in [number for number in self._stores if number not in self._addresses]:
                 self._stores.pop(number).hang_up()
             for number, address in self._addresses.items():
-                store = self._stores.setdefault(number, Store(address))
+                store = self._stores.setdefault(number, StoreConnection(address))
                 if store.address != address:
                     store.address = address
                     store.hang_up()
 
-    def _serve(self, store: Store) -> None:
+    def _serve(self, store: StoreConnection) -> None:
         if store.wire is None:
             if not store.dialling and time.monotonic() >= store.dial_at:
                 store.dialling = True
@@ -386,7 +386,7 @@ class SampleClient:
         except (OSError, WireError):
             store.hang_up(store.pause_s)
 
-    def _dial(self, store: Store, address: StoreAddress) -> None:
+    def _dial(self, store: StoreConnection, address: StoreAddress) -> None:
         """In a thread of its own."""
         wire = None
         with suppress(OSError, WireError):
@@ -394,7 +394,7 @@ class SampleClient:
         self._dialled.put((store, address, wire))
         self._call()
 
-    def _begin(self, store: Store, address: StoreAddress, wire: Connection | None) -> None:
+    def _begin(self, store: StoreConnection, address: StoreAddress, wire: Connection | None) -> None:
         """Whatever has no answer yet is sent on the new connection."""
         store.dialling = False
         if wire is None:
@@ -410,13 +410,13 @@ class SampleClient:
             asked = [inquiry.frame for inquiry in self._inquiries.values() if inquiry.store == store.id]
             store.outbox = deque([*fetches, *asked])
 
-    def _send(self, store: Store, wire: Connection) -> None:
+    def _send(self, store: StoreConnection, wire: Connection) -> None:
         wire.flush()
         while not wire.has_unsent and (frame := self._next_frame(store)) is not None:
             wire.send(store.number, encode(frame))
             wire.flush()
 
-    def _next_frame(self, store: Store) -> FromClient | None:
+    def _next_frame(self, store: StoreConnection) -> FromClient | None:
         with self._lock:
             if store.outbox:
                 return store.outbox.popleft()
@@ -451,7 +451,7 @@ class SampleClient:
         with self._lock:
             return sum([one.unread_bytes for one in self._inquiries.values() if one.store == store]) < UNREAD
 
-    def _receive(self, store: Store, wire: Connection) -> None:
+    def _receive(self, store: StoreConnection, wire: Connection) -> None:
         if not self._takes_answers(store.id):
             return
         for content in wire.receive():
@@ -493,6 +493,6 @@ class SampleClient:
         self._results.append(AssignmentLost(*key, reason))
 
 
-def _is_free(store: Store) -> bool:
+def _is_free(store: StoreConnection) -> bool:
     """It has a connection that takes more."""
     return store.wire is not None and not store.wire.has_unsent

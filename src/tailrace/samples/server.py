@@ -151,8 +151,8 @@ class SampleServer:
     @property
     def address(self) -> str:
         """`host:port`, with `#fingerprint` if other hosts may connect."""
-        place, fingerprint = self._listener.place, self._listener.fingerprint
-        return f"{place}#{fingerprint}" if fingerprint else place
+        address, fingerprint = self._listener.address, self._listener.fingerprint
+        return f"{address}#{fingerprint}" if fingerprint else address
 
     def close(self) -> None:
         """Commit what has arrived, acknowledge it, then hang up."""

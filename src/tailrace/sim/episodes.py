@@ -1,6 +1,6 @@
 """The turns of a trajectory: how its tokens are divided and how long the environment takes in between.
 
-Owns the draw of turns. As with lengths, the episode of a sample depends on the seed, its group's index and its place in
+Owns the draw of turns. As with lengths, the episode of a sample depends on the seed, its group's index and its index in
 the group alone, so every schedule meets the same episodes. Callers skip all of it when `single` is true.
 """
 
@@ -27,7 +27,7 @@ class SimTurn(NamedTuple):
 
 
 class _Column(NamedTuple):
-    """The episodes of one place in the groups of a block, turn after turn; `starts` says where each group's begin."""
+    """The episodes of one index in the groups of a block, turn after turn; `starts` says where each group's begin."""
 
     starts: list[int]
     parts: list[float]  # uneven shares of the tokens, positive, not normalised

@@ -89,19 +89,19 @@ def render_difference(difference: Difference) -> str:
 def _pair(expected: str, got: str) -> list[str]:
     if expected == got:
         return [f"  =        {_excerpt(expected)}"]
-    at = next((place for place, (a, b) in enumerate(zip(expected, got, strict=False)) if a != b), 0)
+    at = next((index for index, (a, b) in enumerate(zip(expected, got, strict=False)) if a != b), 0)
     return [f"  journal  {_excerpt(expected, at)}", f"  now      {_excerpt(got, at)}"]
 
 
 def _around_first_difference(lines: list[str]) -> list[str]:
     """The event, and as much as fits from just before the first pair that differs."""
-    first = next(place for place, line in enumerate(lines) if line.startswith("  journal"))
+    first = next(index for index, line in enumerate(lines) if line.startswith("  journal"))
     start = max(1, first - LINES // 2)
     return [lines[0], *(["  ..."] if start > 1 else []), *lines[start : start + LINES - 1]]
 
 
 def _excerpt(text: str, at: int = 0) -> str:
-    """So much of a long message as a person reads: its beginning, and the place that matters."""
+    """So much of a long message as a person reads: its beginning, and the index that matters."""
     if len(text) <= WIDTH:
         return text
     if at <= WIDTH // 2:

@@ -286,8 +286,8 @@ def has_table(connection: sqlite3.Connection, name: str) -> bool:
 def connect_to_read(path: Path) -> sqlite3.Connection:
     """Read-only, and without a trace: SQLite needs files beside this one only while its log is not merged."""
     uri = f"{path.resolve().as_uri()}?mode=ro"
-    place = uri if has_log(path) else f"{uri}&immutable=1"
-    return _bounded(sqlite3.connect(place, uri=True, check_same_thread=False))
+    source = uri if has_log(path) else f"{uri}&immutable=1"
+    return _bounded(sqlite3.connect(source, uri=True, check_same_thread=False))
 
 
 def _bounded(connection: sqlite3.Connection) -> sqlite3.Connection:

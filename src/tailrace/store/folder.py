@@ -54,8 +54,8 @@ class RunFolder:
         try:
             refuse_moved(self.path, self.identity)
         except JournalError as error:
-            place = f"it is at {self.now}" if identity_of(self.now) == self.identity else "it is gone"
-            raise JournalError(f"{error}; {place}, and --resume goes on where a run lies") from None
+            where = f"it is at {self.now}" if identity_of(self.now) == self.identity else "it is gone"
+            raise JournalError(f"{error}; {where}, and --resume goes on where a run lies") from None
 
     def _lock(self, path: Path) -> None:
         for _ in range(LOCK_TRIES):

@@ -46,7 +46,7 @@ from tailrace.types import MALFORMED
 
 __all__ = ["FILE", "FORMAT", "Entry", "Journal", "JournalError", "JournalWriter", "refuse_existing"]
 
-FORMAT = 2
+FORMAT = 3
 RUN = "run"  # in `meta`: by which the files of its sample stores are known
 BATCH = 2000  # events per transaction
 SCHEMA = """

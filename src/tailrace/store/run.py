@@ -43,7 +43,7 @@ class RunStore:
     the run stays open to be resumed; `close(complete=True)` says that it came to its end."""
 
     def __init__(self, folder: RunFolder, config: Config, database: Database, found: Journal | None = None) -> None:
-        self.place = folder
+        self.run_folder = folder
         self.config = config  # that the run was begun with
         self.meta = Meta(database)
         self.trajectories = TrajectoryTable(database)
@@ -59,28 +59,28 @@ class RunStore:
     @classmethod
     def create(cls, folder: Path, config: Config, driver: str = "local") -> Self:
         refuse_existing(folder)
-        place = RunFolder.make(folder)
+        run_folder = RunFolder.make(folder)
         try:
-            return cls(place, config, Database.create(folder, SCHEMA, journal.beginning(config, driver)))
+            return cls(run_folder, config, Database.create(folder, SCHEMA, journal.beginning(config, driver)))
         except BaseException:
-            place.close()
+            run_folder.close()
             raise
 
     @classmethod
     def reopen(cls, folder: Path) -> Self:
-        place = RunFolder(file_of(folder).parent)
+        run_folder = RunFolder(file_of(folder).parent)
         try:
             found = Journal(folder)
             _refuse_ended(folder, found)
             found.check()
-            return cls(place, found.config, Database.reopen(found.path), found)
+            return cls(run_folder, found.config, Database.reopen(found.path), found)
         except BaseException:
-            place.close()
+            run_folder.close()
             raise
 
     @property
     def folder(self) -> Path:
-        return self.place.path
+        return self.run_folder.path
 
     # --------------------------------------------------------------------------------------------------- writing
 
@@ -159,9 +159,9 @@ class RunStore:
                 self._end(complete, failed)
         finally:
             self._database.close()
-            if has_log(moved := self.place.now / FILE):  # SQLite does not merge what lies elsewhere by now
+            if has_log(moved := self.run_folder.now / FILE):  # SQLite does not merge what lies elsewhere by now
                 merge_log(moved)
-            self.place.close()
+            self.run_folder.close()
 
     def _end(self, complete: bool, failed: str) -> None:
         if complete:

@@ -80,8 +80,8 @@ def _writers(path: Path) -> Iterator[int]:
     except OSError:
         return
     for line in lines:
-        *_, access, process, place, first, last = line.split()  # 1: POSIX ADVISORY WRITE 4242 fd:01:5246 120 120
-        inode = int(place.rpartition(":")[2])
+        *_, access, process, location, first, last = line.split()  # 1: POSIX ADVISORY WRITE 4242 fd:01:5246 120 120
+        inode = int(location.rpartition(":")[2])
         covers = int(first) <= WRITE_LOCK and (last == "EOF" or int(last) >= WRITE_LOCK)
         if access == "WRITE" and int(process) > 0 and (inode == database or (inode == shared and covers)):
             yield int(process)

@@ -46,7 +46,7 @@ def gae(reward: float, values: Floats, gamma: float, lam: float) -> tuple[Floats
     td_errors = gamma * after - values
     td_errors[-1] += reward
     advantages, carried = np.zeros_like(values), 0.0
-    for place in reversed(range(len(values))):
-        carried = td_errors[place] + gamma * lam * carried
-        advantages[place] = carried
+    for index in reversed(range(len(values))):
+        carried = td_errors[index] + gamma * lam * carried
+        advantages[index] = carried
     return advantages, advantages + values

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from tailrace.config.tree import Config, Groups, Trainer
 from tailrace.trainer.advantages import GROUP_ADVANTAGES, gae
 from tailrace.trainer.packing import Pack, SampleArrays, assign, deal, input_tokens, lay_out, read
-from tailrace.trainer.reader import SampleInfo, SampleReader
+from tailrace.trainer.reader import SampleInfo, TrajectoryReader
 from tailrace.types import TOKEN_BYTES, Segment, Trajectory
 
 Floats = NDArray[np.float64]
@@ -32,7 +32,7 @@ class MiniBatch(NamedTuple):
     samples: list[SampleInfo]
     rewards: Floats
     advantages: Floats  # within the group; unused with a critic
-    reader: SampleReader
+    reader: TrajectoryReader
 
     @property
     def counts(self) -> NDArray[np.int64]:
@@ -40,7 +40,7 @@ class MiniBatch(NamedTuple):
 
 
 def plan_mini_batch(
-    samples: Sequence[SampleInfo], reader: SampleReader, settings: Trainer, rules: Groups = DEFAULT_RULES
+    samples: Sequence[SampleInfo], reader: TrajectoryReader, settings: Trainer, rules: Groups = DEFAULT_RULES
 ) -> MiniBatch:
     """A sample that never got to its first token has a reward for its group's mean, but nothing to train on."""
     groups = [list(members) for _, members in groupby(samples, key=lambda info: info.group)]

@@ -5,7 +5,7 @@
                             state.json                 step, number of updates, of every file its size and checksum,
                                                        and its own checksum
 
-`worker.py` calls `save` after a step and `restore` at its start. A checkpoint is written beside its place, flushed, and
+`worker.py` calls `save` after a step and `restore` at its start. A checkpoint is written beside its path, flushed, and
 renamed: what has the name is whole. `newest` still looks, since disks and copies fail: one that is cut short or changed
 is passed over, with a line in the log, and never trained on. If the disk is full the half-written one is taken away and
 the others stay as they are. Nothing is pickled. With several ranks all of them call; the first one writes.
@@ -48,26 +48,26 @@ WEIGHTS = {".safetensors", ".bin", ".gguf", ".pt", ".pth", ".h5", ".msgpack"}
 
 def save(folder: Path, learner: Learner) -> Path:
     """Write the learner as it is now. Returns where."""
-    place = folder / f"{PREFIX}{learner.step:08d}"
+    path = folder / f"{PREFIX}{learner.step:08d}"
     tensors = _gather(learner)
-    trouble = _try_to_write(place, learner, tensors).encode() if learner.ranks.rank == 0 else None
+    trouble = _try_to_write(path, learner, tensors).encode() if learner.ranks.rank == 0 else None
     trouble = learner.ranks.broadcast_bytes(trouble).decode()
     if trouble:
         raise CheckpointError(trouble)
-    return place
+    return path
 
 
 def newest(folder: Path, at_most_step: int | None = None) -> Path | None:
     """The whole checkpoint with the largest step, or the largest up to a limit."""
-    for place in reversed(found_in(folder)):
-        if at_most_step is not None and step_of(place) > at_most_step:
+    for path in reversed(found_in(folder)):
+        if at_most_step is not None and step_of(path) > at_most_step:
             continue
         try:
-            check(place)
+            check(path)
         except CheckpointError as error:
             log.warning("%s; an earlier checkpoint is looked for", error)
             continue
-        return place
+        return path
     return None
 
 
@@ -75,10 +75,10 @@ def prune(folder: Path, keep: int, archive_every: int = 0, good: int = -1) -> No
     """Delete all but the newest, those to be kept for good and the newest up to step `good`, and what an interrupted
     save has left."""
     found = found_in(folder)
-    kept = [*found[-keep:], *[place for place in found if step_of(place) <= good][-1:]]
-    old = [place for place in found if place not in kept and (not archive_every or step_of(place) % archive_every)]
-    for place in [*old, *folder.glob(f".{PREFIX}*")]:
-        shutil.rmtree(place, ignore_errors=True)
+    kept = [*found[-keep:], *[path for path in found if step_of(path) <= good][-1:]]
+    old = [path for path in found if path not in kept and (not archive_every or step_of(path) % archive_every)]
+    for path in [*old, *folder.glob(f".{PREFIX}*")]:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def restore(learner: Learner, folder: Path) -> None:
@@ -123,18 +123,18 @@ def _whole(learner: Learner, tensors: Iterable[tuple[str, Tensor]]) -> dict[str,
     return {name: tensor.cpu() for name, tensor in whole if learner.ranks.rank == 0}
 
 
-def _try_to_write(place: Path, learner: Learner, files: dict[str, dict[str, Tensor]]) -> str:
+def _try_to_write(path: Path, learner: Learner, files: dict[str, dict[str, Tensor]]) -> str:
     """Write it or say what went wrong; in no case leave anything half done."""
-    draft = place.with_name(f".{place.name}")
+    draft = path.with_name(f".{path.name}")
     try:
-        _check_room(place.parent, sum(t.nbytes for tensors in files.values() for t in tensors.values()))
+        _check_room(path.parent, sum(t.nbytes for tensors in files.values() for t in tensors.values()))
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(PRIVATE_FOLDER)
         _write(draft, learner, files)
-        _put_in_place(draft, place)
+        _move_to(draft, path)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(draft, ignore_errors=True)
-        return f"the checkpoint {place} could not be written ({error}); make room on that disk, earlier ones are intact"
+        return f"the checkpoint {path} could not be written ({error}); make room on that disk, earlier ones are intact"
     return ""
 
 
@@ -157,16 +157,16 @@ def _write(draft: Path, learner: Learner, files: dict[str, dict[str, Tensor]]) -
     (draft / "state.json").write_bytes(sealed(state))
 
 
-def _put_in_place(draft: Path, place: Path) -> None:
+def _move_to(draft: Path, path: Path) -> None:
     for path in draft.iterdir():
         path.chmod(PRIVATE)
         _flush(path)
     _flush(draft)
-    replaced = place.with_name(f".{place.name}.old")
-    if place.exists():  # of a step that is trained for the second time
-        place.rename(replaced)
-    draft.rename(place)
-    _flush(place.parent)
+    replaced = path.with_name(f".{path.name}.old")
+    if path.exists():  # of a step that is trained for the second time
+        path.rename(replaced)
+    draft.rename(path)
+    _flush(path.parent)
     shutil.rmtree(replaced, ignore_errors=True)
 
 

@@ -58,7 +58,7 @@ def way_back(checkpoints: Path, good: Version, from_start: bool, rate: float) ->
     that is no longer kept. So no more than one is put aside.
     """
     found = found_in(checkpoints)
-    doubtful = [place for place in found if step_of(place) > good]
+    doubtful = [path for path in found if step_of(path) > good]
     if len(doubtful) == 1 and (len(found) > 1 or from_start):
         put_aside_after(checkpoints, good)
         doubtful, found = [], found[:-1]
@@ -68,21 +68,21 @@ def way_back(checkpoints: Path, good: Version, from_start: bool, rate: float) ->
             f"the last good weights are {last}; go on from there with a lower rate: the same command with --resume and "
             f"--trainer.learning_rate {rate / 10:g}"
         )
-    kept = [place for place in found if step_of(place) <= good]
+    kept = [path for path in found if step_of(path) <= good]
     last = f"in {kept[-1]}" if kept else "those that the run started from"
     return f"the last good weights are {last}; begin a new run with model.path there and a lower trainer.learning_rate"
 
 
 def put_aside_after(checkpoints: Path, good: Version) -> None:
-    for place in found_in(checkpoints):
-        if step_of(place) > good:
-            _put_aside(place)
+    for path in found_in(checkpoints):
+        if step_of(path) > good:
+            _put_aside(path)
 
 
-def _put_aside(place: Path) -> None:
-    aside = place.with_name(f"{ASIDE}{place.name}")
+def _put_aside(path: Path) -> None:
+    aside = path.with_name(f"{ASIDE}{path.name}")
     shutil.rmtree(aside, ignore_errors=True)
-    place.rename(aside)
+    path.rename(aside)
 
 
 def _ordinal(number: int) -> str:

@@ -22,7 +22,7 @@ from tailrace.trainer.batch import MiniBatch, figures, plan_mini_batch, rank_sha
 from tailrace.trainer.manifest import CheckpointError
 from tailrace.trainer.packing import Pack
 from tailrace.trainer.parallel import Alone, Ranks
-from tailrace.trainer.reader import SampleInfo, SampleReader
+from tailrace.trainer.reader import SampleInfo, TrajectoryReader
 from tailrace.trainer.sealed import Sealed, is_as_written, sealed
 from tailrace.types import MALFORMED
 
@@ -50,7 +50,7 @@ class EmulatedLearner:
         self._sleep, self._clock = sleep, clock
 
     def train_mini_batch(
-        self, step: int, mini_batch: int, samples: Sequence[SampleInfo], reader: SampleReader
+        self, step: int, mini_batch: int, samples: Sequence[SampleInfo], reader: TrajectoryReader
     ) -> dict[str, float]:
         """Take as long as this mini-batch of a step would; returns what a learner with a model can say of it as
         well."""

@@ -39,27 +39,27 @@ class TrainerState(Sealed, forbid_unknown_fields=True):
 
 def found_in(folder: Path) -> list[Path]:
     """By step. What else somebody has put there is not ours to read, nor to delete."""
-    return sorted(place for place in folder.glob(f"{PREFIX}*") if NAME.fullmatch(place.name) and place.is_dir())
+    return sorted(path for path in folder.glob(f"{PREFIX}*") if NAME.fullmatch(path.name) and path.is_dir())
 
 
-def step_of(place: Path) -> int:
-    return int(place.name.removeprefix(PREFIX))
+def step_of(path: Path) -> int:
+    return int(path.name.removeprefix(PREFIX))
 
 
-def check(place: Path) -> None:
+def check(path: Path) -> None:
     """CheckpointError unless every file is as it was written."""
-    state = read_state(place)
-    if state.step != step_of(place):
-        raise CheckpointError(f"{place} is the checkpoint of step {state.step} under another name")
+    state = read_state(path)
+    if state.step != step_of(path):
+        raise CheckpointError(f"{path} is the checkpoint of step {state.step} under another name")
     for name, expected in state.files.items():
         try:
-            _check(place, name, expected)
+            _check(path, name, expected)
         except (OSError, ValueError) as error:
-            raise CheckpointError(f"{place} is damaged: {name[:80]!r} {error}") from None
+            raise CheckpointError(f"{path} is damaged: {name[:80]!r} {error}") from None
 
 
-def _check(place: Path, name: str, expected: File) -> None:
-    file = place / name
+def _check(path: Path, name: str, expected: File) -> None:
+    file = path / name
     if Path(name).name != name or file.is_symlink() or not file.is_file():
         raise ValueError("is missing")
     if (size := file.stat().st_size) != expected.size:

@@ -158,7 +158,7 @@ def _joined(arrays: Sequence[NDArray[Number]]) -> NDArray[Number]:
 
 
 def _folded(sequences: list[Ints], switch: int | None) -> tuple[Ints, Ints]:
-    """The tokens of a prefix tree whose branches are the sequences, and the place in it of every token of each."""
+    """The tokens of a prefix tree whose branches are the sequences, and the position in it of every token of each."""
     fresh: list[Ints] = []
     paths: list[Ints] = []
     size = 0

@@ -152,12 +152,12 @@ def join(
     rank: int, size: int, meeting: str, device: str = "", deadline_s: float = 600.0, idle_s: float = 86400.0
 ) -> Together:
     """Meet the other ranks at `meeting` (`tcp://127.0.0.1:PORT` or `file:///PATH`), each with a device of its own."""
-    place = pick_device(device, rank)
-    backend = "cpu:gloo,cuda:nccl" if place.startswith("cuda") else "gloo"
-    if place.startswith("cuda"):
-        torch.cuda.set_device(place)
+    device_name = pick_device(device, rank)
+    backend = "cpu:gloo,cuda:nccl" if device_name.startswith("cuda") else "gloo"
+    if device_name.startswith("cuda"):
+        torch.cuda.set_device(device_name)
     limit = timedelta(seconds=deadline_s)
     torch.distributed.init_process_group(backend, init_method=meeting, rank=rank, world_size=size, timeout=limit)
     commands = torch.distributed.new_group(backend="gloo", timeout=timedelta(seconds=idle_s))
     assert isinstance(commands, torch.distributed.ProcessGroup)
-    return Together(rank, size, place, commands)
+    return Together(rank, size, device_name, commands)

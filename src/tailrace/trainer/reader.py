@@ -1,7 +1,7 @@
 """What a mini-batch is planned from, and where the tokens of its samples come from.
 
 A mini-batch is planned from metadata alone: one `SampleInfo` per sample. Every rank makes the same plan and then reads
-just the samples of its own share, by id, through a `SampleReader`.
+just the samples of its own share, by id, through a `TrajectoryReader`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class SampleLengths(NamedTuple):
     sampled: int
 
 
-class SampleReader(Protocol):
+class TrajectoryReader(Protocol):
     def lengths(self, ids: Sequence[TrajectoryId]) -> Sequence[SampleLengths]: ...
 
     def read(self, ids: Sequence[TrajectoryId]) -> Iterable[Trajectory]:

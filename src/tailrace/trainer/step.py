@@ -51,7 +51,7 @@ from tailrace.trainer.optim import Optimiser
 from tailrace.trainer.packing import Pack, filler
 from tailrace.trainer.parallel import Alone, Ranks, pick_device
 from tailrace.trainer.policies import FrozenPolicy, ProximalPolicy, local
-from tailrace.trainer.reader import SampleInfo, SampleReader, in_memory
+from tailrace.trainer.reader import SampleInfo, TrajectoryReader, in_memory
 from tailrace.trainer.recompute import recompute_layers
 
 Stats = dict[str, Tensor]
@@ -88,7 +88,7 @@ class MicroBatch(NamedTuple):
     """A pack and all that is known of its sampled tokens before the weights change."""
 
     pack: Pack
-    placed: DevicePack
+    on_device: DevicePack
     weight: Tensor
     credit: Credit
     proximal: Tensor | None  # as in `OldScores`
@@ -143,7 +143,7 @@ class Learner:
         free_memory()  # a replica beside it may be taking its share just now
 
     def train_mini_batch(
-        self, step: int, mini_batch: int, samples: Sequence[SampleInfo], reader: SampleReader
+        self, step: int, mini_batch: int, samples: Sequence[SampleInfo], reader: TrajectoryReader
     ) -> dict[str, float]:
         """Train on one mini-batch. Returns what to plot."""
         began = time.perf_counter()
@@ -176,7 +176,7 @@ class Learner:
     @torch.no_grad()
     def scores(self, pack: Pack) -> Scores:
         """What the weights of now say of a pack."""
-        return self._forward(self._place(pack))
+        return self._forward(self._to_device(pack))
 
     # ----------------------------------------------------------------------------------------------------- trying again
 
@@ -210,14 +210,14 @@ class Learner:
 
     def _micro_batches(self, step: int, mini_batch: int, batch: MiniBatch) -> list[MicroBatch]:
         packs = self._packs(batch)
-        placed = [self._place(pack) for pack in packs]
+        on_device = [self._to_device(pack) for pack in packs]
         weights = token_weights(self.settings.loss, batch.counts, self.config.workload.max_completion_tokens)
-        before, reference = self._before(step, mini_batch, placed), self._logprobs_under(self._reference, placed)
+        before, reference = self._before(step, mini_batch, on_device), self._logprobs_under(self._reference, on_device)
         return [
             MicroBatch(
                 pack, spot, self._tensor(weights[pack.sequence]), self._credit(pack, old, batch), old.logprobs, other
             )
-            for pack, spot, old, other in zip(packs, placed, before, reference, strict=True)
+            for pack, spot, old, other in zip(packs, on_device, before, reference, strict=True)
         ]
 
     def _packs(self, batch: MiniBatch) -> list[Pack]:
@@ -261,11 +261,11 @@ class Learner:
         return dict(zip(names, sums.tolist(), strict=True)), float(self.ranks.largest(torch.stack(furthest).max()))
 
     def _forward_backward(self, micro_batch: MicroBatch) -> tuple[Stats, Tensor]:
-        scores = self._forward(micro_batch.placed, partial(self._token_loss, micro_batch))
+        scores = self._forward(micro_batch.on_device, partial(self._token_loss, micro_batch))
         assert scores.loss is not None
         assert scores.stats is not None
         (scores.loss * self.ranks.size).backward()  # sharded gradients are averaged over the ranks; this undoes it
-        ratios = (scores.logprobs - micro_batch.placed.behavior_logprobs).detach()
+        ratios = (scores.logprobs - micro_batch.on_device.behavior_logprobs).detach()
         furthest = ratios.max() if len(ratios) else ratios.new_tensor(-math.inf)
         counts = {"loss": scores.loss.detach(), "passed_tokens": ratios.new_tensor(len(ratios))}
         return scores.stats | counts | self._learn_values(micro_batch, scores), furthest
@@ -291,7 +291,7 @@ class Learner:
 
         return TokenBatch(
             new=logprobs,
-            behavior_logprobs=micro_batch.placed.behavior_logprobs[chunk],
+            behavior_logprobs=micro_batch.on_device.behavior_logprobs[chunk],
             proximal=logprobs.detach() if micro_batch.proximal is None else micro_batch.proximal[chunk],
             advantages=micro_batch.credit.advantages[chunk],
             weight=micro_batch.weight[chunk],
@@ -310,7 +310,7 @@ class Learner:
         with self._autocast(self._cast):
             return self.policy(pack.inputs, pack.where, pack.positions, pack.targets, token_loss)
 
-    def _place(self, pack: Pack) -> DevicePack:
+    def _to_device(self, pack: Pack) -> DevicePack:
         tokens = len(pack.inputs)
         room = self._room(tokens)
         inputs = pack.inputs if room is None else np.pad(pack.inputs, (0, room - tokens))

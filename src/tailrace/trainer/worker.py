@@ -35,12 +35,12 @@ def run(spec: ComponentSpec) -> None:
         if spec.rank:
             rank_group.follow()
         else:
-            Worker(spec, rank_group).run()
+            TrainerWorker(spec, rank_group).run()
     finally:
         rank_group.close()
 
 
-class Worker:
+class TrainerWorker:
     def __init__(self, spec: ComponentSpec, rank_group: RankGroup) -> None:
         self.spec = spec
         self.checkpoints = Path(spec.folder) / "checkpoints"

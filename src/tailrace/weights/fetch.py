@@ -26,7 +26,7 @@ def fetch(
 ) -> MappedVersion:
     """Copy a version into `memory` and map it. A broken connection is made again and resumes. A refusal, and what takes
     longer than `deadline_s`, is a `ChannelError` or a `SharedMemoryError`; then nothing is left behind."""
-    fetching = Fetch(version, memory)
+    fetching = VersionFetch(version, memory)
     until = time.monotonic() + deadline_s
     try:
         while True:
@@ -44,7 +44,7 @@ def fetch(
         raise
 
 
-class Fetch:
+class VersionFetch:
     """One version, over as many connections as it takes."""
 
     def __init__(self, version: Version, memory: SharedMemory) -> None:

@@ -40,7 +40,7 @@ from tailrace.wire.messages import (
     Ordered,
     Reconcile,
     Reported,
-    Stores,
+    StoreAddresses,
     WireError,
     decode_from_controller,
     encode,
@@ -59,7 +59,7 @@ class ControlClient:
         self,
         spec: ComponentSpec,
         load: Callable[[], Event | None] = lambda: None,
-        find_stores: Callable[[Stores], None] = lambda _: None,
+        find_stores: Callable[[StoreAddresses], None] = lambda _: None,
     ) -> None:
         self.incarnation = spec.incarnation  # grows with every controller that this component meets
         self.waiting_for = ""  # who holds this component up, in a few words, for people to see; set it from any thread
@@ -217,7 +217,7 @@ class ControlClient:
         if isinstance(message, BeatHere):
             self._beats_here, self._beat_at = message.on, 0.0
             return
-        if isinstance(message, Stores):
+        if isinstance(message, StoreAddresses):
             self._find_stores(message)
             return
         if isinstance(message, Introduce):

@@ -44,7 +44,7 @@ class Connection:
         self._filled = 0
         self._head: tuple[int, bytes] | None = None  # number and signature of the content that is on its way
         self._name = name
-        self._socket: socket.socket = socket.create_connection(_place(endpoint), timeout=max(within_s, 1e-3))
+        self._socket: socket.socket = socket.create_connection(_host_and_port(endpoint), timeout=max(within_s, 1e-3))
         try:
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if pinned:
@@ -180,7 +180,7 @@ class Connection:
         self.close()
 
 
-def _place(endpoint: str) -> tuple[str, int]:
+def _host_and_port(endpoint: str) -> tuple[str, int]:
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     return host.strip("[]"), int(port)
 

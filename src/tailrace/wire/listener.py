@@ -120,7 +120,7 @@ class Listener:
         self.callers: set[Caller] = set()  # all
         self.socket = _listen(listen, port)
         host, self.port = self.socket.getsockname()[:2]
-        self.place = f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
+        self.address = f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
         self.accepting = asyncio.get_running_loop().create_task(self._accept())
 
     @property

@@ -165,7 +165,7 @@ class StoreAddress(Struct):
     key: str = ""
 
 
-class Stores(Message):
+class StoreAddresses(Message):
     """To replicas, trainers and sample stores: all sample stores that are there now, and those that will not return."""
 
     addresses: tuple[StoreAddress, ...]
@@ -218,7 +218,7 @@ class Garbled(Struct):
 
 FromComponent = Beat | Hello | Reported | Measured | Offer | Accused | Collapsed
 FromController = (
-    Ordered | Assigned | Reconcile | Stores | Introduce | Acknowledged | BeatHere | Wanted | Dismissed | Ended
+    Ordered | Assigned | Reconcile | StoreAddresses | Introduce | Acknowledged | BeatHere | Wanted | Dismissed | Ended
 )
 UNNUMBERED = 0  # of what need not arrive: heartbeats, loads, introductions, offers, last words
 

@@ -99,7 +99,7 @@ class ControlServer:
         self._listener = Listener(self._key_of, self._serve, port, identity, listen)
         self._listener.accepting.add_done_callback(lambda _: self._arrived.set())
         self.port = self._listener.port
-        self.endpoint = f"tcp://{self._listener.place}"
+        self.endpoint = f"tcp://{self._listener.address}"
         self.liveness = Liveness(self._listener.socket)
         self._machines = 0  # among the peers
 

@@ -4,8 +4,8 @@
     keeper     process 1 of the namespace: ends the program at its deadline, and all of it with itself
     program    limits, Landlock, the filter; then the policy's code, in this same interpreter
 
-Without namespaces the starter keeps the program itself. Run by `sandbox.py` as `main()`, with an empty environment and
-no descriptor but four: nothing, two for output, and one on which "walls are up" is said.
+Without namespaces the starter keeps the program itself. ProgramRun by `sandbox.py` as `main()`, with an empty
+environment and no descriptor but four: nothing, two for output, and one on which "walls are up" is said.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def main() -> None:
     if layers != "limits":
         _end_with_parent()
         _go_first_when_memory_runs_out()
-    Run(source, named(layers), float(seconds), int(report), box, packages).start()
+    ProgramRun(source, named(layers), float(seconds), int(report), box, packages).start()
 
 
 def named(layers: str) -> dict[str, str]:
@@ -53,7 +53,7 @@ def named(layers: str) -> dict[str, str]:
     return {name: version for name, _, version in (word.partition("=") for word in layers.split(","))}
 
 
-class Run:
+class ProgramRun:
     def __init__(
         self, source: str, layers: dict[str, str], seconds: float, report: int, box: str, packages: Sequence[str]
     ) -> None:
@@ -187,7 +187,7 @@ def _end_as(status: int) -> None:
     os._exit(128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status))
 
 
-# ------------------------------------------------------------------------------------------------------------- probing
+# -------------------------------------------------------------------------------------------------------------- probing
 
 
 def probe() -> None:
