@@ -83,7 +83,7 @@ class Native:
         for i, (prompt, length) in enumerate(work):
             self.engine.submit(Job(i, i, id_bytes(prompt), len(prompt), length))
         sampled = 0
-        while self.engine.load().running or self.engine.load().waiting:
+        while self.engine.stats().running or self.engine.stats().waiting:
             found = self.engine.step()
             sampled += len(found.tokens)
             self.engine.forget(id for id, finish in zip(found.ids, found.finish, strict=True) if finish)

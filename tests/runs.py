@@ -109,11 +109,11 @@ class Run:
             return 0  # not there yet
 
     def controller(self) -> int:
-        """Its process id; 0 while there is none. The process that was started is its keeper."""
+        """Its process id; 0 while there is none. The process that was started is its supervisor."""
         assert self.child is not None
-        keeper = self.child.pid
+        supervisor = self.child.pid
         try:
-            return int(Path(f"/proc/{keeper}/task/{keeper}/children").read_text().split()[0])
+            return int(Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split()[0])
         except (OSError, IndexError):
             return 0
 

@@ -310,7 +310,7 @@ def profile(case: Case, options: argparse.Namespace) -> None:
     play(engine, case.warm_up(), 1_000_000)
     for at, (prompt, length) in enumerate(case.work()):
         engine.submit(Job(at, at, id_bytes(prompt), len(prompt), length))
-    while engine.load().waiting:
+    while engine.stats().waiting:
         engine.step()
     for _ in range(3):
         engine.step()

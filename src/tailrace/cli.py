@@ -21,7 +21,7 @@ from tailrace.errors import TailraceError, UsageError
 from tailrace.logs import LEVELS, for_command, set_level
 
 if TYPE_CHECKING:
-    from tailrace.launch.keeper import Keeper
+    from tailrace.launch.supervisor import Supervisor
 
 log = logging.getLogger(__name__)
 
@@ -106,16 +106,16 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    from tailrace.launch.keeper import Keeper
+    from tailrace.launch.supervisor import Supervisor
 
-    return Keeper().keep(lambda keeper: _guarded(lambda: _control(arguments, keeper)))
+    return Supervisor().keep(lambda supervisor: _guarded(lambda: _control(arguments, supervisor)))
 
 
-def _control(arguments: argparse.Namespace, keeper: Keeper) -> int:
-    """Imported by the controller's process alone: its keeper stays small."""
+def _control(arguments: argparse.Namespace, supervisor: Supervisor) -> int:
+    """Imported by the controller's process alone: its supervisor stays small."""
     from tailrace.launch.controller import control
 
-    return control(arguments.files, arguments.settings, arguments.resume, arguments.accept_changed_inputs, keeper)
+    return control(arguments.files, arguments.settings, arguments.resume, arguments.accept_changed_inputs, supervisor)
 
 
 def _worker(arguments: argparse.Namespace) -> int:

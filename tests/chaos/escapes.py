@@ -147,7 +147,7 @@ ESCAPES = {
     "see the parent's capabilities": CALL
     + "call({nr[capget]}, (ctypes.c_uint32 * 2)(0x20080522, {pid}), (ctypes.c_uint32 * 6)())",
     "see what the parent computes": "import time\ntime.clock_gettime(~{pid} << 3)",
-    "see what its keeper computes": "import os, time\ntime.clock_gettime(~os.getppid() << 3)",
+    "see what its supervisor computes": "import os, time\ntime.clock_gettime(~os.getppid() << 3)",
     "lend priority to another thread": CALL + "call({nr[futex]}, ctypes.byref(ctypes.c_uint(0)), 6, 0, 0, 0, 0)",
     # signals that the kernel sends for it
     "have the owner of a pipe killed": PIPE + "fcntl.fcntl(r, fcntl.F_SETOWN, {victim})\n" + KILL,

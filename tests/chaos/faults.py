@@ -26,7 +26,7 @@ from typing import NamedTuple
 from liar import Liar
 from victim import Victim
 
-from tailrace.runtime.local import read_traces
+from tailrace.runtime.local import read_records
 from tailrace.store.journal import Journal, JournalError
 from tailrace.wire.keys import JoinKey
 from tailrace.wire.messages import WireError
@@ -254,7 +254,7 @@ def liar_with_a_key(run: Victim, draw: random.Random) -> str:
         key = JoinKey.read((run.folder / "join.key").read_text())
     except (OSError, WireError):
         return ""
-    port = read_traces(run.folder).port
+    port = read_records(run.folder).port
     return Liar(f"tcp://127.0.0.1:{port}", key, draw).come_and_lie() if port else ""
 
 
@@ -265,7 +265,7 @@ def _hang_up(callers: list[socket.socket]) -> None:
 
 def _doors(run: Victim) -> list[tuple[str, int]]:
     """The controller's, and those of the relays."""
-    traces = read_traces(run.folder)
+    traces = read_records(run.folder)
     addresses = [f"127.0.0.1:{traces.port}"] * bool(traces.port) + [
         one.address for one in traces.components if one.address
     ]

@@ -17,7 +17,7 @@ from proof import Proof, prove
 
 from runs import EMULATED, Run, nothing_is_left
 from tailrace.protocol import HostJoined, HostLeft
-from tailrace.runtime.local import read_traces
+from tailrace.runtime.local import read_records
 from tailrace.store.journal import Journal
 
 DEADLINE_S = 60.0
@@ -107,7 +107,7 @@ def on_two_hosts(folder: Path, *options: str) -> Iterator[tuple[Network, Run, Ca
 
 def address(run: Run) -> str:
     """Where its controller listens."""
-    return f"127.0.0.1:{read_traces(run.folder).port}"
+    return f"127.0.0.1:{read_records(run.folder).port}"
 
 
 def joined(run: Run) -> list[HostJoined]:

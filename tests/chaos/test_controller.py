@@ -144,7 +144,7 @@ def test_without_its_keeper_everybody_leaves_and_the_run_is_resumed(tmp_path):
     run.until(lambda: run.events("Trained") >= 3, "a step")
     kill_controller(run)
     controller = run.controller()
-    run.kill()  # the process that was started: the keeper
+    run.kill()  # the process that was started: the supervisor
     run.child = None
     run.until(lambda: nothing_is_left(run) and not Path(f"/proc/{controller}").exists(), "everybody to leave")
     run.finish("--resume")
@@ -156,9 +156,9 @@ def test_asked_to_stop_and_then_killed_it_stays_down(tmp_path):
     run = Run(tmp_path, EMULATED, "--run.steps", "1000").start()
     run.until(lambda: run.events("Trained"), "a step")
     assert run.child is not None
-    keeper, controller, parts = run.child.pid, run.controller(), run.components()
+    supervisor, controller, parts = run.child.pid, run.controller(), run.components()
     os.kill(parts["trainer0"], signal.SIGSTOP)  # so that the end takes long enough to be disturbed
-    os.kill(keeper, signal.SIGINT)
+    os.kill(supervisor, signal.SIGINT)
     run.until(lambda: "replica0" not in run.components(), "the replicas to leave")
     os.kill(controller, signal.SIGKILL)
     status, _, err = run.wait()

@@ -97,7 +97,7 @@ def test_a_resumed_run_does_not_wait_for_the_machines_of_then(tmp_path):
     with a_run(tmp_path, "--run.steps", "60") as (run, join):
         guest = join()
         at_work(run, 1)
-        run.kill()  # the keeper, and so everybody but the worker
+        run.kill()  # the supervisor, and so everybody but the worker
         run.child = None
         run.finish("--resume")
         run.child = None

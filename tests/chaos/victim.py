@@ -75,7 +75,7 @@ class Victim(Run):
     # ---------------------------------------------------------------------------------------------------- its processes
 
     def processes(self) -> dict[str, list[int]]:
-        """By role and number: `controller`, `keeper`, `replica0`, `judge` ...; ranks of a trainer share a name."""
+        """By role and number: `controller`, `supervisor`, `replica0`, `judge` ...; ranks of a trainer share a name."""
         found: dict[str, list[int]] = {}
         for id in _ours():
             name = self._name_of(id)
@@ -83,7 +83,7 @@ class Victim(Run):
                 found.setdefault(name, []).append(id)
         child = self.child.pid if self.child is not None and self.child.poll() is None else 0
         if child and child not in found.get("controller", ()):
-            found["keeper"] = [child]
+            found["supervisor"] = [child]
         return found
 
     def _name_of(self, id: int) -> str:

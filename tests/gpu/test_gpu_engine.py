@@ -65,7 +65,7 @@ def play(engine: NativeEngine, work: list[Job], found: Found | None = None) -> F
     for job in work:
         engine.submit(job)
     for _ in range(5000):
-        if not (engine.load().running or engine.load().waiting):
+        if not (engine.stats().running or engine.stats().waiting):
             engine.check()
             return found
         take(engine, found)

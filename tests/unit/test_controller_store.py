@@ -19,7 +19,7 @@ from tailrace.runtime import controller as module
 from tailrace.runtime.components import RunHandle
 from tailrace.runtime.controller import Controller, PendingEvent
 from tailrace.runtime.hosts import Host
-from tailrace.runtime.local import HostTrace
+from tailrace.runtime.local import HostRecord
 from tailrace.store.errors import JournalError
 from tailrace.store.run import RunStore
 from tailrace.store.waiting import Locked
@@ -62,7 +62,7 @@ def test_while_it_is_held_up_nobody_is_found_silent_and_other_machines_hear_from
     async def scene() -> None:
         async with aclosing(Held(tmp_path / "run", config)) as held:
             controller, parts = held.controller, held.controller.components
-            host = Host(HostTrace("host-1/1", 1, (2,)))
+            host = Host(HostRecord("host-1/1", 1, (2,)))
             host.assign(ComponentSpec("replica", 2, 1, "", "", "", config))
             parts._hosts.present["host-1/1"] = host
             beginning = asyncio.create_task(controller._begin(held.watchdog))

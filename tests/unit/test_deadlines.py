@@ -81,12 +81,12 @@ def test_an_error_of_the_view_ends_the_run_at_once(monkeypatch: Any) -> None:
     monkeypatch.setattr(train, "Controller", Waits)
     monkeypatch.setattr(train, "LiveView", Broken)
     monkeypatch.setattr(train, "invite", lambda *_: "")
-    keeper: Any = SimpleNamespace(beat=lambda: None, rest=lambda: None)
+    supervisor: Any = SimpleNamespace(beat=lambda: None, rest=lambda: None)
     nothing: Any = SimpleNamespace(place=None)
 
     async def driven() -> None:
         async with asyncio.timeout(10.0):
-            await train._drive(nothing, nothing, nothing, keeper)
+            await train._drive(nothing, nothing, nothing, supervisor)
 
     with pytest.raises(OSError, match="the terminal is gone"):
         asyncio.run(driven())

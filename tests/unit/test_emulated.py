@@ -64,8 +64,8 @@ def finish(engine: EmulatedEngine) -> dict[int, list[Added]]:
     """Step until nothing is left; what came, by trajectory."""
     seen: dict[int, list[Added]] = {}
     for _ in range(100_000):
-        load = engine.load()
-        if not load.running and not load.waiting:
+        stats = engine.stats()
+        if not stats.running and not stats.waiting:
             return seen
         for sampled in added(engine.step()):
             seen.setdefault(sampled.id, []).append(sampled)
@@ -115,7 +115,7 @@ def test_time_that_python_takes_between_steps_is_made_good() -> None:
     for time, overhead in ((quick, 0.0), (slow, SLICE_S / 2)):
         engine = engine_of(config, time)
         engine.submit(job(0))
-        while engine.load().running + engine.load().waiting:
+        while engine.stats().running + engine.stats().waiting:
             engine.step()
             time.now += overhead
     assert slow.now == pytest.approx(quick.now + SLICE_S / 2)  # only what comes after the last step is lost
@@ -183,7 +183,7 @@ def test_a_moved_trajectory_has_the_tokens_of_one_that_stayed() -> None:
         (moving,) = engine.withdraw([longest, 999])
         assert tuple(ids_of(moving)) == PROMPT + got
         assert moving.max_tokens == 500 - len(got)
-        assert engine.load().kv_tokens == 0
+        assert engine.stats().kv_tokens == 0
     assert got == expected
 
 
@@ -242,7 +242,7 @@ def test_samples_of_a_group_share_their_prompt() -> None:
     engine.submit(job(1))
     engine.submit(job(GROUP))
     sampled = engine.step().tokens
-    assert engine.load().kv_tokens == 2 * len(PROMPT) + len(sampled)
+    assert engine.stats().kv_tokens == 2 * len(PROMPT) + len(sampled)
 
 
 def test_work_waits_when_the_pool_is_full_the_youngest_goes_back_and_all_of_it_ends() -> None:
@@ -253,16 +253,16 @@ def test_work_waits_when_the_pool_is_full_the_youngest_goes_back_and_all_of_it_e
     seen: dict[int, list[Added]] = {}
     went_back = False
     before = 12
-    while engine.load().running + engine.load().waiting:
+    while engine.stats().running + engine.stats().waiting:
         for sampled in added(engine.step()):
             seen.setdefault(sampled.id, []).append(sampled)
-        load = engine.load()
-        went_back |= load.waiting > before
-        before = load.waiting
-        assert load.kv_tokens <= 600
+        stats = engine.stats()
+        went_back |= stats.waiting > before
+        before = stats.waiting
+        assert stats.kv_tokens <= 600
     assert went_back
     assert {id: len(tokens_of(parts)) for id, parts in seen.items()} == {id: drawn(config, id) for id in range(12)}
-    assert engine.load().kv_tokens == 0
+    assert engine.stats().kv_tokens == 0
 
 
 def test_a_sequence_alone_in_a_full_pool_has_used_up_its_context() -> None:

@@ -118,10 +118,10 @@ def run(engine: NativeEngine, work: Iterable[Job], record: Record | None = None,
     for job in work:
         engine.submit(job)
     for _ in range(limit):
-        if not (engine.load().running or engine.load().waiting):
+        if not (engine.stats().running or engine.stats().waiting):
             return record
         record.step(engine)
-    raise AssertionError(f"not done after {limit} steps: {engine.load()}")
+    raise AssertionError(f"not done after {limit} steps: {engine.stats()}")
 
 
 def by_transformers(model: PreTrainedModel, job: Job) -> list[int]:
@@ -194,10 +194,10 @@ def test_a_small_pool_preempts_and_a_large_one_does_not() -> None:
         for job in work:
             subject.submit(job)
         running, steps[pool] = 0, 0
-        while subject.load().running or subject.load().waiting:
+        while subject.stats().running or subject.stats().waiting:
             subject.step()
-            steps[pool] += subject.load().running < running and subject.load().waiting > 0
-            running = subject.load().running
+            steps[pool] += subject.stats().running < running and subject.stats().waiting > 0
+            running = subject.stats().running
     assert steps[96] > 0
     assert steps[2048] == 0
 
@@ -244,7 +244,7 @@ def test_a_sequence_that_moves_has_the_tokens_of_one_that_stays() -> None:
         for _ in range(3):
             moved.step(host)
         carried = host.withdraw(job.id for job in work)
-        assert (host.load().kv_tokens, host.load().running, host.load().waiting) == (0, 0, 0)
+        assert (host.stats().kv_tokens, host.stats().running, host.stats().waiting) == (0, 0, 0)
     run(hosts[0], carried, moved)
     assert moved.tokens == stayed.tokens
     assert moved.finish == stayed.finish
@@ -280,12 +280,12 @@ def test_the_next_turn_goes_on_from_the_kv_of_the_last() -> None:
     second = job_of(job.id, job.group, (*ids_of(job), *record.tokens.pop(job.id), 5, 6, 7), job.prompt_tokens, 8)
     subject.submit(second)
     assert len(subject.step().tokens) == 1  # the turn needs one short prefill: everything before was kept
-    assert subject.load().kv_tokens >= second.length
+    assert subject.stats().kv_tokens >= second.length
     subject.withdraw([job.id])
     record = run(subject, [second])
     assert record.tokens[job.id] == by_transformers(model, second)
     subject.forget([job.id])
-    assert subject.load().kv_tokens == 0
+    assert subject.stats().kv_tokens == 0
 
 
 def test_new_weights_act_like_a_fresh_engine_even_in_the_middle() -> None:
@@ -298,7 +298,7 @@ def test_new_weights_act_like_a_fresh_engine_even_in_the_middle() -> None:
         record.step(subject)
     before = {id: list(tokens) for id, tokens in record.tokens.items()}
     subject.load_weights(3, dict(new.named_parameters()))
-    assert (subject.version, subject.load().kv_tokens) == (3, 0)
+    assert (subject.version, subject.stats().kv_tokens) == (3, 0)
     run(subject, [], record)
     for job in work:
         kept = before.get(job.id, [])
@@ -311,10 +311,10 @@ def test_kept_kv_outlives_new_weights_only_on_demand() -> None:
     subject = engine(tiny(seed=0))
     subject.submit(jobs()[-1])
     subject.step()
-    held = subject.load().kv_tokens
+    held = subject.stats().kv_tokens
     subject.load_weights(1, dict(tiny(seed=1).named_parameters()), keep_kv=True)
     assert held > 0
-    assert subject.load().kv_tokens == held
+    assert subject.stats().kv_tokens == held
 
 
 def test_tied_weights_stay_tied_and_column_major_ones_stay_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,7 +84,7 @@ def played(subject: NativeEngine, work: Sequence[Job]) -> dict[int, tuple[list[i
             found[sampled.id][0].extend(sampled.tokens)
             found[sampled.id][1].extend(sampled.logprobs)
         subject.check()
-        if not (subject.load().running or subject.load().waiting):
+        if not (subject.stats().running or subject.stats().waiting):
             return found
     raise AssertionError("it did not come to an end")
 

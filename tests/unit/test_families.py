@@ -151,7 +151,7 @@ def generated(engine: NativeEngine, work: Sequence[Job]) -> dict[int, list[int]]
     found: dict[int, list[int]] = {}
     for job in work:
         engine.submit(job)
-    while engine.load().running or engine.load().waiting:
+    while engine.stats().running or engine.stats().waiting:
         for one in added(engine.step()):
             found.setdefault(one.id, []).extend(one.tokens)
     return found

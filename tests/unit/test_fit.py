@@ -75,7 +75,7 @@ class Recorder:
         for group in range(groups):
             for id in range(GROUP * group, GROUP * group + GROUP):
                 engine.submit(job_of(id, group, range(20), 20, 400))
-            while engine.load().waiting + engine.load().running > 3 * (group % 7):
+            while engine.stats().waiting + engine.stats().running > 3 * (group % 7):
                 engine.step()
                 if self.now - told > 0.5:
                     told = self.now
@@ -217,7 +217,7 @@ def test_a_simulated_engine_is_as_fast_as_an_emulated_one() -> None:
             for id in range(GROUP * group, GROUP * group + GROUP):
                 engine.submit(job_of(id, group, range(20), 20, 400))
         engine.load_weights(step, {})
-        while engine.load().waiting + engine.load().running:
+        while engine.stats().waiting + engine.stats().running:
             engine.step()
     assert Simulation(config).run().virtual_s == pytest.approx(now, rel=0.03)
 

@@ -133,7 +133,7 @@ def generated(subject: NativeEngine, work: Sequence[Job]) -> tuple[dict[int, lis
     for job in work:
         subject.submit(job)
     for _ in range(2000):
-        if not (subject.load().running or subject.load().waiting):
+        if not (subject.stats().running or subject.stats().waiting):
             return found, logprobs
         for one in added(subject.step()):
             found.setdefault(one.id, []).extend(one.tokens)

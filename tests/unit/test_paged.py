@@ -76,7 +76,7 @@ def test_the_prompt_of_a_group_is_prefilled_once_and_its_blocks_counted_once() -
     ]
     source = subject.running[0].blocks[2]
     assert second.copies == [(source, each.blocks[2]) for each in subject.running[1:]]
-    assert subject.load().kv_tokens == BLOCK * (2 + 4)  # two shared blocks, one of each sample
+    assert subject.stats().kv_tokens == BLOCK * (2 + 4)  # two shared blocks, one of each sample
 
 
 def test_a_prompt_that_begins_like_another_takes_its_whole_blocks() -> None:
@@ -111,7 +111,7 @@ def test_the_youngest_loses_its_kv_when_the_pool_is_full_and_goes_on_later() -> 
         compute(subject)
     assert subject.running == [old]
     assert (young.blocks, young.cached) == ([], 0)
-    while subject.load().running or subject.load().waiting:
+    while subject.stats().running or subject.stats().waiting:
         compute(subject)
     assert (len(old.tokens), len(young.tokens)) == (24, 16)
 
@@ -119,10 +119,10 @@ def test_the_youngest_loses_its_kv_when_the_pool_is_full_and_goes_on_later() -> 
 def test_the_next_turn_computes_only_what_is_new() -> None:
     subject = scheduler(prefill_tokens=100)
     subject.submit(sequence(1, prompt=6, end=12))
-    while subject.load().running or subject.load().waiting:
+    while subject.stats().running or subject.stats().waiting:
         compute(subject)
     kept = subject.turns[1]
-    assert subject.load().kv_tokens == 0
+    assert subject.stats().kv_tokens == 0
     subject.submit(Sequence(job_of(1, 0, (*kept.tokens, 7, 50, 51), 6, 5), 19))
     (chunk,) = compute(subject).chunks
     assert (chunk.start, chunk.length) == (11, 3)
@@ -132,7 +132,7 @@ def test_the_next_turn_computes_only_what_is_new() -> None:
 def test_a_turn_that_does_not_continue_the_last_starts_anew() -> None:
     subject = scheduler(prefill_tokens=100)
     subject.submit(sequence(1, prompt=6, end=12))
-    while subject.load().running or subject.load().waiting:
+    while subject.stats().running or subject.stats().waiting:
         compute(subject)
     subject.forget(1)
     assert subject.pool.free == subject.pool.size
@@ -145,7 +145,7 @@ def test_kept_turns_give_way_oldest_first() -> None:
     subject = scheduler(blocks=10, prefill_tokens=100)
     for id in (1, 2):
         subject.submit(sequence(id, group=id, prompt=8, end=12))
-    while subject.load().running or subject.load().waiting:
+    while subject.stats().running or subject.stats().waiting:
         compute(subject)
     assert list(subject.turns) == [1, 2]
     subject.submit(sequence(3, group=3, prompt=24, end=26))
@@ -193,7 +193,7 @@ def test_blocks_are_conserved_whatever_happens(
             for _ in range(number):
                 compute(subject)
                 needed = {block for each in subject.running for block in each.blocks}
-                assert subject.load().kv_tokens == BLOCK * len(needed)
+                assert subject.stats().kv_tokens == BLOCK * len(needed)
         elif action == "withdraw":
             subject.withdraw(number)
         elif action == "forget":

@@ -9,7 +9,7 @@ import pytest
 
 from buffers import Added, ids_of, output_of
 from tailrace.config import Config, with_values
-from tailrace.engines.base import Job, Load, StepOutput
+from tailrace.engines.base import EngineStats, Job, StepOutput
 from tailrace.engines.emulated import EmulatedEngine
 from tailrace.envs.base import Answer, Faulted, Observed, Scored, Turn
 from tailrace.launch import models
@@ -71,8 +71,8 @@ class Scripted:
     def load_weights(self, version, tensors, keep_kv=False):
         self.version = version
 
-    def load(self) -> Load:
-        return Load(0, len(self.jobs), 0)
+    def stats(self) -> EngineStats:
+        return EngineStats(0, len(self.jobs), 0)
 
     def counters(self):
         return {}

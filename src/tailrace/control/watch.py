@@ -77,11 +77,11 @@ def _set_timers(context: Context) -> None:
 
 
 def _look_again(context: Context) -> None:
-    living = [record for _, _, record in _everybody(context.state) if record.live]
+    living = [record for _, _, record in _all_components(context.state) if record.live]
     _set_timer(context, "health", health.next_look(context.config.health, context.now, living))
 
 
-def _everybody(state: State) -> Iterator[tuple[Role, int, Replica | Relay | Store | Training]]:
+def _all_components(state: State) -> Iterator[tuple[Role, int, Replica | Relay | Store | Training]]:
     for replica in state.fleet.replicas.values():
         yield "replica", replica.id, replica
     for relay in state.relays.relays.values():
@@ -114,14 +114,14 @@ def find_late(config: Config, state: State, age_s: Callable[[Role, int], float])
     """For the drivers, each time that the timer `health` fires. `age_s`: how long ago somebody was last heard."""
     patience = health.late_after(config.health)
     ages: list[tuple[Role, int, int, float]] = [
-        (role, id, one.incarnation, age_s(role, id)) for role, id, one in _everybody(state) if one.live
+        (role, id, one.incarnation, age_s(role, id)) for role, id, one in _all_components(state) if one.live
     ]
     return Heartbeats(tuple([Late(*one) for one in ages if one[-1] >= patience]))
 
 
 def heartbeats(context: Context, event: Heartbeats) -> None:
     ages = {(one.role, one.id, one.incarnation): one.age_s for one in event.late}
-    for role, id, record in _everybody(context.state):
+    for role, id, record in _all_components(context.state):
         if record.live:
             record.last_seen = context.now - ages.get((role, id, record.incarnation), 0.0)
 
@@ -231,7 +231,7 @@ def controller_restarted(context: Context, _: ControllerRestarted) -> None:
     for restarted in (context.training, *context.stores.stores.values()):
         if health.hopeless(context.config.health, restarted):
             restarted.restarts = 0
-    for _role, _id, record in _everybody(context.state):
+    for _role, _id, record in _all_components(context.state):
         record.last_seen = context.now
         if record.restart_at > context.now:
             health.plan_restart(context.config.health, context.now, record)

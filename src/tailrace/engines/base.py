@@ -60,7 +60,7 @@ class StepOutput(NamedTuple):
             yield id, tokens[start:end], logprobs[start:end], finish
 
 
-class Load(Struct):
+class EngineStats(Struct):
     """How full an engine is."""
 
     kv_tokens: int  # in blocks that some sequence needs, shared blocks counted once
@@ -109,7 +109,7 @@ class Engine(Protocol):
         sequences) unless `keep_kv`."""
         ...
 
-    def load(self) -> Load: ...
+    def stats(self) -> EngineStats: ...
 
     def counters(self) -> dict[str, float]:
         """`Counters` by name. The simulator's costs are fitted to them."""

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from tailrace.config.errors import ConfigError
 from tailrace.config.tree import Config
-from tailrace.engines.base import Counters, Finish, Job, Load, StepOutput
+from tailrace.engines.base import Counters, EngineStats, Finish, Job, StepOutput
 from tailrace.lengths import LengthLaw
 from tailrace.types import GroupId, TrajectoryId, Version
 
@@ -107,8 +107,8 @@ class EmulatedEngine:
             self._kv = 0
         self._rest_if_idle()
 
-    def load(self) -> Load:
-        return Load(self._kv, len(self._batch), len(self._waiting))
+    def stats(self) -> EngineStats:
+        return EngineStats(self._kv, len(self._batch), len(self._waiting))
 
     def counters(self) -> dict[str, float]:
         """What was done since the start, as `sim/fit.py` reads it from a run's metrics."""

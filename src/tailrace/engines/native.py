@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from tailrace.config.errors import ConfigError
 from tailrace.config.tree import Config
 from tailrace.engines import attention, scheduler
-from tailrace.engines.base import Counters, Finish, Job, Load, StepOutput
+from tailrace.engines.base import Counters, EngineStats, Finish, Job, StepOutput
 from tailrace.engines.compiled import CompiledOperations
 from tailrace.engines.eager import NOTHING_DRAWN, Drawn, EagerExecutor
 from tailrace.engines.kv import KVCache, bytes_per_token
@@ -152,8 +152,8 @@ class NativeEngine:
         if not keep_kv:
             self._scheduler.drop_kv()
 
-    def load(self) -> Load:
-        return self._scheduler.load()
+    def stats(self) -> EngineStats:
+        return self._scheduler.stats()
 
     def counters(self) -> dict[str, float]:
         return self._counters.named()

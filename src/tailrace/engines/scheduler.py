@@ -22,7 +22,7 @@ from hashlib import blake2b
 from itertools import chain
 from typing import NamedTuple
 
-from tailrace.engines.base import Job, Load
+from tailrace.engines.base import EngineStats, Job
 from tailrace.engines.paged import BlockPool
 from tailrace.types import GroupId, TrajectoryId
 
@@ -166,8 +166,8 @@ class Scheduler:
         while self._evict():
             pass
 
-    def load(self) -> Load:
-        return Load(self.pool.needed * self.block_tokens, len(self.running), len(self.waiting))
+    def stats(self) -> EngineStats:
+        return EngineStats(self.pool.needed * self.block_tokens, len(self.running), len(self.waiting))
 
     # ------------------------------------------------------------------------------------------ a step
 

@@ -33,7 +33,7 @@ from tailrace.envs.jail.inside import LATE
 OUTPUT = 1 << 20  # bytes that a program may print
 SHOWN = 2000  # characters of output that the policy reads
 REAP_S = 10.0  # for what was killed to be gone
-GRACE_S = 2.0  # for the walls to go up, and for the keeper to end the program before we do
+GRACE_S = 2.0  # for the walls to go up, and for the supervisor to end the program before we do
 
 # what Landlock learned to refuse, with which version
 SINCE_LANDLOCK = {3: "truncating files", 4: "TCP", 5: "device ioctls", 6: "signals and abstract sockets"}

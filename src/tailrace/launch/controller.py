@@ -1,17 +1,18 @@
-"""What the controller's process of `tailrace train` does, after its keeper has forked it: settings, limits, the run."""
+"""What the controller's process of `tailrace train` does, after its supervisor has forked it: settings, limits, the
+run."""
 
 from __future__ import annotations
 
 from tailrace.config import load
-from tailrace.launch.keeper import Keeper
 from tailrace.launch.limits import allow_files, needed_files
+from tailrace.launch.supervisor import Supervisor
 
 
-def control(files: list[str], settings: list[str], resume: bool, accept: bool, keeper: Keeper) -> int:
+def control(files: list[str], settings: list[str], resume: bool, accept: bool, supervisor: Supervisor) -> int:
     """`accept`: a run that is resumed may have other inputs than before."""
     config = load(files, settings)
     allow_files(needed_files(config))
     from tailrace.launch.folder import run_folder
     from tailrace.launch.train import train
 
-    return 0 if train(config, run_folder(config, files), resume, keeper, accept) else 130
+    return 0 if train(config, run_folder(config, files), resume, supervisor, accept) else 130

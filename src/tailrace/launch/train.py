@@ -18,8 +18,8 @@ from tailrace.envs.sources import open_source, steps_short
 from tailrace.errors import TailraceError
 from tailrace.launch.evaluation import measure
 from tailrace.launch.folder import CHECKPOINTS, begin_store, resume_store, take_over_store
-from tailrace.launch.keeper import Keeper
 from tailrace.launch.machines import invite, withdraw
+from tailrace.launch.supervisor import Supervisor
 from tailrace.launch.view import LiveView
 from tailrace.logs import output
 from tailrace.model.advice import advice
@@ -28,7 +28,7 @@ from tailrace.obs.progress import Progress
 from tailrace.obs.summary import write_summary
 from tailrace.runtime.components import RunHandle
 from tailrace.runtime.controller import INTERRUPTED, Controller, RunError
-from tailrace.runtime.local import read_traces
+from tailrace.runtime.local import read_records
 from tailrace.store.database import has_log
 from tailrace.store.journal import Journal
 from tailrace.store.run import RunStore
@@ -46,27 +46,27 @@ DIVERGED = (
 )
 
 
-def train(config: Config, folder: Path, resume: bool, keeper: Keeper, accept: bool = False) -> bool:
+def train(config: Config, folder: Path, resume: bool, supervisor: Supervisor, accept: bool = False) -> bool:
     """Run until it is over (True) or interrupted (False). The folder has everything that came of it. `accept`: a run
     that is resumed may have other inputs than before."""
-    if keeper.begun and Journal(folder).complete:
+    if supervisor.begun and Journal(folder).complete:
         return _complete(folder, "the run was over already")
     descriptors.raise_limit()
-    source = None if keeper.begun else open_source(config)
+    source = None if supervisor.begun else open_source(config)
     notes = () if source is None else (check_devices(config), *advice(config), steps_short(config, source))
     for note in notes:
         if note:
             log.warning("%s", note)
     clear_abandoned()
-    keys = Keyring(keeper.secret, keeper.token)
-    handle = RunHandle(keys, keeper.lifeline, read_traces(folder) if keeper.begun else None)
-    store = _opened(folder, config, resume, keeper, accept)
-    keeper.begin()
+    keys = Keyring(supervisor.secret, supervisor.token)
+    handle = RunHandle(keys, supervisor.lifeline, read_records(folder) if supervisor.begun else None)
+    store = _opened(folder, config, resume, supervisor, accept)
+    supervisor.begin()
     try:
         if _evaluates(config) and store.meta.get(f"accuracy_{BEFORE}") is None:
             _evaluate(store, config, None, BEFORE)
             store.commit()
-        reason, complete = asyncio.run(_drive(store, config, handle, keeper))
+        reason, complete = asyncio.run(_drive(store, config, handle, supervisor))
         clear_abandoned()  # of relays that were killed and did not come back before the end
         store.run_folder.refuse_moved()
         if complete and _evaluates(config):
@@ -84,8 +84,8 @@ def train(config: Config, folder: Path, resume: bool, keeper: Keeper, accept: bo
     return False
 
 
-def _opened(folder: Path, config: Config, resume: bool, keeper: Keeper, accept: bool) -> RunStore:
-    if keeper.begun:
+def _opened(folder: Path, config: Config, resume: bool, supervisor: Supervisor, accept: bool) -> RunStore:
+    if supervisor.begun:
         return take_over_store(folder, config)
     return resume_store(folder, config, accept) if resume else begin_store(folder, config)
 
@@ -132,7 +132,7 @@ def _newest(folder: Path) -> Path | None:
     return newest(folder / CHECKPOINTS)
 
 
-async def _drive(store: RunStore, config: Config, handle: RunHandle, keeper: Keeper) -> tuple[str, bool]:
+async def _drive(store: RunStore, config: Config, handle: RunHandle, supervisor: Supervisor) -> tuple[str, bool]:
     view = LiveView(store, config)
     controller = Controller(store, config, handle, view)
     invitation = invite(controller, store.run_folder)
@@ -141,13 +141,13 @@ async def _drive(store: RunStore, config: Config, handle: RunHandle, keeper: Kee
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, controller.interrupt)
-    showing = asyncio.create_task(view.show(lambda: controller.now, keeper.beat))
+    showing = asyncio.create_task(view.show(lambda: controller.now, supervisor.beat))
     # It never ends by itself: what went wrong with it is raised below.
     showing.add_done_callback(lambda task: None if task.cancelled() else controller.interrupt())
     try:
         reason = await controller.run()
     finally:
-        keeper.rest()
+        supervisor.rest()
         showing.cancel()
         with suppress(asyncio.CancelledError):
             await showing

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from tailrace.engines.base import Load
+from tailrace.engines.base import EngineStats
 from tailrace.protocol import (
     SCORING_S,
     Assignment,
@@ -59,9 +59,9 @@ class RolloutWorker:
         self.spec = spec
         self.config = spec.config
         self.runner = build_runner(spec.config)
-        self.load = Load(0, 0, 0)
+        self.stats = EngineStats(0, 0, 0)
         self.samples = SampleClient(spec.name)
-        self.controller = ControlClient(spec, self._report_load, self.samples.find)
+        self.controller = ControlClient(spec, self._report_stats, self.samples.find)
         self._fetching: dict[Key, Request] = {}  # whose prompt and prefix are on their way
         self._unstored: set[Key] = set()  # complete, but not durable yet
         self.totals: dict[str, float] = {}
@@ -269,14 +269,14 @@ class RolloutWorker:
 
     def _take_stock(self) -> None:
         """For the client of the controller, which asks in another thread and must not look into a working engine."""
-        self.load = self.runner.engine.load()
+        self.stats = self.runner.engine.stats()
         self.totals = self.runner.engine.counters()
 
-    def _report_load(self) -> Progressed:
+    def _report_stats(self) -> Progressed:
         """Once per heartbeat, in that client's thread."""
         self._measure(self.totals)
-        load = self.load
-        return Progressed(self.spec.id, self.controller.incarnation, load.kv_tokens, load.running, load.waiting)
+        stats = self.stats
+        return Progressed(self.spec.id, self.controller.incarnation, stats.kv_tokens, stats.running, stats.waiting)
 
     def _measure(self, totals: dict[str, float]) -> None:
         """What the engine has done so far, unless it has done nothing since."""

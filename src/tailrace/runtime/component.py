@@ -2,8 +2,8 @@
 stdin.
 
 Secrets and settings come over the pipe, never on the command line. Beside it a component inherits the lifeline of the
-run: when that ends, however the run's keeper did, the component ends too, so nothing is left behind. A controller that
-dies alone is waited for (see `wire`): the component goes on with what it has.
+run: when that ends, however the run's supervisor did, the component ends too, so nothing is left behind. A controller
+that dies alone is waited for (see `wire`): the component goes on with what it has.
 """
 
 from __future__ import annotations

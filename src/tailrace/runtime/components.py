@@ -33,7 +33,16 @@ from tailrace.protocol import (
     TrainerLost,
 )
 from tailrace.runtime.hosts import Host, Hosts
-from tailrace.runtime.local import SHORTAGE, SHORTAGE_S, HostTrace, LocalProcesses, Process, Trace, Traces, last_lines
+from tailrace.runtime.local import (
+    SHORTAGE,
+    SHORTAGE_S,
+    ComponentRecord,
+    ComponentRecords,
+    HostRecord,
+    LocalProcesses,
+    Process,
+    last_lines,
+)
 from tailrace.store.folder import RunFolder
 from tailrace.types import RelayId
 from tailrace.watchdog import ask_for_stacks, is_stopped, look_at
@@ -65,7 +74,7 @@ class RunHandle(NamedTuple):
 
     keys: Keyring
     lifeline: int
-    left: Traces | None = None  # by an earlier controller with the same handle; None: there was none
+    left: ComponentRecords | None = None  # by an earlier controller with the same handle; None: there was none
 
 
 class RunControl(Protocol):
@@ -188,8 +197,8 @@ class Components:
 
     # --------------------------------------------------------------------------------------------------------- starting
 
-    def start_everybody(self) -> None:
-        """A resumed run: whoever was there is gone with the keeper of then."""
+    def start_all(self) -> None:
+        """A resumed run: whoever was there is gone with the supervisor of then."""
         self._start("store", FIRST_STORE)
         self._start("trainer", TRAINER)
         for id in range(self.config.local.relays):
@@ -372,7 +381,7 @@ class Components:
 
     # --------------------------------------------------------------------------------------- from an earlier controller
 
-    def missing(self, left: Traces | None) -> list[Event]:
+    def missing(self, left: ComponentRecords | None) -> list[Event]:
         """Who outlived the last controller is adopted; of the others control has to be told."""
         state, gone = self.control.state, "the run was stopped"
         here: set[tuple[str, int]] = set()
@@ -389,7 +398,7 @@ class Components:
         events += [HostLeft(id, gone) for id in self._absent_hosts()]
         return events if ("trainer", TRAINER) in here else [*events, TrainerLost(state.training.incarnation, gone)]
 
-    def _adopt(self, trace: Trace) -> bool:
+    def _adopt(self, trace: ComponentRecord) -> bool:
         """True if the component lives and control has heard of it, or soon will."""
         spec, host = self._spec(trace.role, trace.id, trace.incarnation), self._hosts.find(trace.role, trace.id)
         if host is None and not self.is_ours(trace.role, trace.id):
@@ -402,7 +411,7 @@ class Components:
             self._expect(process)
         return process.alive and not process.dismissed
 
-    def _find_hosts(self, left: Traces) -> None:
+    def _find_hosts(self, left: ComponentRecords) -> None:
         """Those of which the journal knows; others are new when they are heard of."""
         for one in left.hosts:
             if one.id in self.control.state.relays.relays:
@@ -478,7 +487,7 @@ class Components:
         given = [id for host in present for id in host.trace.replicas]
         first = 1 + max([self.config.local.replicas - 1, *state.fleet.replicas, *given])
         replicas = tuple(range(first, first + offer.replicas))
-        host = self._hosts.add(HostTrace(name, 1 + max(hosts), replicas, offer.store))
+        host = self._hosts.add(HostRecord(name, 1 + max(hosts), replicas, offer.store))
         self.control.tell(HostJoined(host.id, replicas, offer.store))
         return host
 

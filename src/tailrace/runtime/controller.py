@@ -7,8 +7,9 @@ locked, what arrives waits, so much and no more: then the server stops reading. 
 of their own (`wire.liveness`), so nobody looks dead because this loop is late. No token passes through here: replicas
 and trainers exchange them with the sample stores, which are told who may write what.
 
-Components outlive a controller that is killed. The next one, started by the same keeper, adopts them and asks each to
-join again; what they report is counted exactly once (see `wire`), so they go on with the work that they have in hand.
+Components outlive a controller that is killed. The next one, started by the same supervisor, adopts them and asks each
+to join again; what they report is counted exactly once (see `wire`), so they go on with the work that they have in
+hand.
 
 Who the components are, and what becomes of them, is known to `components`.
 """
@@ -191,7 +192,7 @@ class Controller:
         listening.add_done_callback(self._deaf)
         try:
             if self.resumed and self.handle.left is None:
-                self.components.start_everybody()
+                self.components.start_all()
             await self._until_stopped()
             if self.store.begin():  # else whoever resumes goes through more of the journal
                 self.store.snapshot(self.store.last_seq, self.plane.snapshot())
@@ -577,7 +578,7 @@ def _sender(process: Process) -> Sender:
 
 
 def _say(sentence: str) -> None:
-    """To the terminal: the disk of the log may be what it waits for. Replacing it is for its keeper."""
+    """To the terminal: the disk of the log may be what it waits for. Replacing it is for its supervisor."""
     to_terminal(f"the controller is {sentence}")
 
 

@@ -12,7 +12,7 @@ import asyncio
 import signal
 from collections.abc import Mapping
 
-from tailrace.runtime.local import HostTrace
+from tailrace.runtime.local import HostRecord
 from tailrace.types import HostId
 from tailrace.wire.messages import ComponentSpec, Wanted
 
@@ -42,7 +42,7 @@ class Distant:
 class Host:
     """A machine that has joined. `id` is that of its relay."""
 
-    def __init__(self, trace: HostTrace) -> None:
+    def __init__(self, trace: HostRecord) -> None:
         self.trace = trace
         self.distant: dict[str, Distant] = {}  # by the names of the components
 
@@ -90,14 +90,14 @@ class Hosts:
         self._of_component: dict[tuple[str, int], Host] = {}
 
     @property
-    def traces(self) -> tuple[HostTrace, ...]:
+    def traces(self) -> tuple[HostRecord, ...]:
         return tuple([host.trace for host in self.present.values()])
 
     def find(self, role: str, id: int) -> Host | None:
         """The one on which this component runs."""
         return self._of_component.get((role, id))
 
-    def add(self, trace: HostTrace) -> Host:
+    def add(self, trace: HostRecord) -> Host:
         host = self.present[trace.name] = Host(trace)
         self._of_component |= dict.fromkeys(host.components, host)
         return host

@@ -32,7 +32,7 @@ SHORTAGE_S = 1.0  # before the next try
 TERM_S = 5.0  # between asking a process to go and killing it
 
 
-class Trace(Struct):
+class ComponentRecord(Struct):
     """What is written down of a component: enough to find its processes again and to talk to it."""
 
     role: str
@@ -43,7 +43,7 @@ class Trace(Struct):
     arena: str = ""
 
 
-class HostTrace(Struct):
+class HostRecord(Struct):
     """Another machine that has joined: what it calls itself, the numbers of its relay and its replicas, and whether it
     has a sample store."""
 
@@ -53,10 +53,10 @@ class HostTrace(Struct):
     store: bool = False
 
 
-class Traces(Struct):
+class ComponentRecords(Struct):
     port: int = 0  # where the controller listened
-    components: tuple[Trace, ...] = ()
-    hosts: tuple[HostTrace, ...] = ()
+    components: tuple[ComponentRecord, ...] = ()
+    hosts: tuple[HostRecord, ...] = ()
 
 
 class Child(Protocol):
@@ -125,9 +125,9 @@ class Process:
         return not all(child.ended.is_set() for child in self.children)
 
     @property
-    def trace(self) -> Trace:
+    def trace(self) -> ComponentRecord:
         processes = tuple([(child.pid, child.started) for child in self.children])
-        return Trace(self.spec.role, self.spec.id, self.spec.incarnation, processes, self.address, self.arena)
+        return ComponentRecord(self.spec.role, self.spec.id, self.spec.incarnation, processes, self.address, self.arena)
 
     def kill(self) -> None:
         self.dismissed = True
@@ -138,7 +138,7 @@ class Process:
 class LocalProcesses:
     def __init__(self, folder: RunFolder, port: int, on_exit: Callable[[Process, str], None]) -> None:
         self.processes: dict[tuple[str, int], Process] = {}
-        self.hosts: tuple[HostTrace, ...] = ()
+        self.hosts: tuple[HostRecord, ...] = ()
         self._folder = folder
         self._port = port
         self._on_exit = on_exit
@@ -180,7 +180,7 @@ class LocalProcesses:
             process.kill()  # those that were begun
             raise
 
-    def adopt(self, spec: ComponentSpec, trace: Trace, elsewhere: Child | None = None) -> Process:
+    def adopt(self, spec: ComponentSpec, trace: ComponentRecord, elsewhere: Child | None = None) -> Process:
         """Take over a component that an earlier controller started, or what is left of it."""
         process = self._enter(spec)
         process.address, process.arena = trace.address, trace.arena
@@ -206,7 +206,7 @@ class LocalProcesses:
     def _write(self) -> None:
         """Whole or not at all, and for nobody else's eyes."""
         self._folder.refuse_moved()
-        traces = Traces(self._port, tuple([process.trace for process in self.processes.values()]), self.hosts)
+        traces = ComponentRecords(self._port, tuple([process.trace for process in self.processes.values()]), self.hosts)
         written = self._folder.path / f"{FILE}.new"
         try:
             written.touch(PRIVATE)
@@ -247,12 +247,12 @@ class LocalProcesses:
         (self._folder.now / FILE).unlink(missing_ok=True)
 
 
-def read_traces(folder: Path) -> Traces:
+def read_records(folder: Path) -> ComponentRecords:
     """Who was there when the last controller wrote it down; nobody, if there is no such file."""
     try:
-        return msgspec.json.decode((folder / FILE).read_bytes(), type=Traces)
+        return msgspec.json.decode((folder / FILE).read_bytes(), type=ComponentRecords)
     except FileNotFoundError:
-        return Traces()
+        return ComponentRecords()
 
 
 def _spawn(spec: ComponentSpec, log: Path) -> LocalChild:

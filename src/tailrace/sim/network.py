@@ -36,10 +36,10 @@ class Network:
         else:
             self._carry(sender, event)
 
-    def beat(self, sender: SimProcess, load: Event | None) -> None:
+    def beat(self, sender: SimProcess, stats: Event | None) -> None:
         """A heartbeat, and what is reported with it. One that does not get through is lost."""
         if not self.holds_back(sender):
-            self._carry(sender, load)
+            self._carry(sender, stats)
 
     def _carry(self, sender: SimProcess | None, event: Event | None) -> None:
         if self._unreliable:

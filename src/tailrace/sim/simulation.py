@@ -184,8 +184,8 @@ def _new_load(replica: SimReplica, now: float) -> Progressed | None:
     """What a replica has to report with its heartbeat, if anything has changed or was ordered since."""
     engine = replica.engine
     engine.advance(now)
-    load = Progressed(replica.id, replica.incarnation, int(engine.kv), len(engine.batch), len(engine.waiting))
-    if load == replica.reported:
+    stats = Progressed(replica.id, replica.incarnation, int(engine.kv), len(engine.batch), len(engine.waiting))
+    if stats == replica.reported:
         return None
-    replica.reported = load
-    return load
+    replica.reported = stats
+    return stats

@@ -51,22 +51,22 @@ LINGER_S = 2.0  # how long a closing component tries to get its last words out
 
 
 class ControlClient:
-    """A component's end: `send` and `report` at any time, `receive` what has come. `load` is asked once per heartbeat,
+    """A component's end: `send` and `report` at any time, `receive` what has come. `stats` is asked once per heartbeat,
     in its own thread; what it gives is reported if it has changed, or if an order has come since. `find_stores` is
     told there, at once, where the sample stores are: the component's loop may be waiting for one that has moved."""
 
     def __init__(
         self,
         spec: ComponentSpec,
-        load: Callable[[], Event | None] = lambda: None,
+        stats: Callable[[], Event | None] = lambda: None,
         find_stores: Callable[[StoreAddresses], None] = lambda _: None,
     ) -> None:
         self.incarnation = spec.incarnation  # grows with every controller that this component meets
         self.waiting_for = ""  # who holds this component up, in a few words, for people to see; set it from any thread
         self._spec = spec
-        self._load = load
+        self._stats = stats
         self._find_stores = find_stores
-        self._reported: Event | None = None  # the load
+        self._reported: Event | None = None  # the stats
         self._beats_here = False  # heartbeats go over the connection too
         self._hello = Hello()
         self._number = UNNUMBERED  # of the last report
@@ -191,10 +191,10 @@ class ControlClient:
         beats.send(self.incarnation, self.waiting_for)
         if as_frame:
             wire.send(UNNUMBERED, encode(Beat(self.waiting_for[:LONGEST_WAIT])))
-        load = self._load()
-        if load is not None and load != self._reported:
-            wire.send(UNNUMBERED, encode(Reported(load)))  # type: ignore[arg-type]
-        self._reported = load
+        stats = self._stats()
+        if stats is not None and stats != self._reported:
+            wire.send(UNNUMBERED, encode(Reported(stats)))  # type: ignore[arg-type]
+        self._reported = stats
 
     def _empty_outbox(self, wire: Connection) -> bool:
         """Send what is there; False once the component has hung up."""
@@ -225,7 +225,7 @@ class ControlClient:
             wire.send(UNNUMBERED, encode(self._hello))
             for number, content in self._kept:
                 wire.send(number, content)
-        self._reported = None  # control reckons with what was ordered until it hears of the load again
+        self._reported = None  # control reckons with what was ordered until it hears of the stats again
         self._inbox.put(message)
 
     def _let_go(self, committed: int) -> None:

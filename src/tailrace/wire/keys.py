@@ -1,9 +1,9 @@
 """Who may say what in whose name: a key for every component, and one by which other machines join.
 
-The controller's secret never leaves it and its keeper. Each component is told one key, made from that secret and the
-component's own name, so nobody can speak for another component: not a stranger, not a machine that joined, not another
-part of the run. Machines join with the run's token, by which they can prove names that begin with `HOST`, and no
-others.
+The controller's secret never leaves it and its supervisor. Each component is told one key, made from that secret and
+the component's own name, so nobody can speak for another component: not a stranger, not a machine that joined, not
+another part of the run. Machines join with the run's token, by which they can prove names that begin with `HOST`, and
+no others.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The sandbox's process: put up the walls, run the program, watch over it, tell how it ended.
 
     starter    reads the program, enters the namespaces; waits
-    keeper     process 1 of the namespace: ends the program at its deadline, and all of it with itself
+    supervisor     process 1 of the namespace: ends the program at its deadline, and all of it with itself
     program    limits, Landlock, the filter; then the policy's code, in this same interpreter
 
 Without namespaces the starter keeps the program itself. ProgramRun by `sandbox.py` as `main()`, with an empty
@@ -70,9 +70,9 @@ class ProgramRun:
     def _enter(self) -> None:
         self.box = walls.BOX
         user = walls.enter_namespaces(self.shown)
-        keeper = os.fork()
-        if keeper:
-            _end_as(os.waitpid(keeper, 0)[1])
+        supervisor = os.fork()
+        if supervisor:
+            _end_as(os.waitpid(supervisor, 0)[1])
         os.setsid()  # a group of its own, or a signal to the group would reach those outside
         walls.drop_privileges(user)
         _end_with_parent()

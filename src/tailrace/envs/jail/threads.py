@@ -1,8 +1,8 @@
 """How many threads a program has, where the kernel's own limit does not serve.
 
 RLIMIT_NPROC counts all processes of a user, so it fits only a user that has no others, as in a namespace. Elsewhere the
-program's keeper is asked about every thread before the kernel starts it: a seccomp filter that the program inherits
-from the keeper holds the call up until the keeper has counted.
+program's supervisor is asked about every thread before the kernel starts it: a seccomp filter that the program inherits
+from the supervisor holds the call up until the supervisor has counted.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The keeper: a controller that is killed is replaced, one that ends by itself ends the run."""
+"""The supervisor: a controller that is killed is replaced, one that ends by itself ends the run."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ import textwrap
 
 import pytest
 
-from tailrace.launch import keeper
+from tailrace.launch import supervisor
 
 DEADLINE_S = 60.0
 
 
 def kept(control: str) -> tuple[int, str, str]:
-    """What a keeper comes to whose controllers run this; `again`: it is not the first."""
+    """What a supervisor comes to whose controllers run this; `again`: it is not the first."""
     program = f"""
     import os, signal, sys
-    from tailrace.launch.keeper import Keeper
+    from tailrace.launch.supervisor import Supervisor
 
-    def control(keeper):
-        again = keeper.begun
-        keeper.begin()
+    def control(supervisor):
+        again = supervisor.begun
+        supervisor.begin()
         {control}
 
-    sys.exit(Keeper().keep(control))
+    sys.exit(Supervisor().keep(control))
     """
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(program)],
@@ -50,7 +50,7 @@ def test_one_that_is_killed_is_followed_by_another_that_knows_of_it():
 
 def test_controllers_that_die_at_once_are_given_up():
     status, out, err = kept("print('.', end='', flush=True); os.kill(os.getpid(), signal.SIGSEGV)")
-    assert (status, len(out)) == (2, keeper.IN_A_ROW + 1)
+    assert (status, len(out)) == (2, supervisor.IN_A_ROW + 1)
     assert "--resume" in err
 
 
@@ -67,13 +67,13 @@ def test_a_signal_for_the_keeper_reaches_the_controller_once():
 
 
 def test_keeping_needs_nothing_large():
-    program = "import sys, tailrace.cli, tailrace.launch.keeper; print({'msgspec', 'asyncio'} & set(sys.modules))"
+    program = "import sys, tailrace.cli, tailrace.launch.supervisor; print({'msgspec', 'asyncio'} & set(sys.modules))"
     out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
     assert out == "set()\n"
 
 
 def test_the_board_is_seen_by_both_processes():
-    board = keeper.Keeper()
+    board = supervisor.Supervisor()
     child = os.fork()
     if not child:
         board.begin()
@@ -81,4 +81,4 @@ def test_the_board_is_seen_by_both_processes():
         os._exit(0)
     os.waitpid(child, 0)
     assert board.begun
-    assert board._board[keeper.BEATS] == 1
+    assert board._board[supervisor.BEATS] == 1

@@ -1,10 +1,10 @@
 """The process in front of a run: it starts the controller, and starts it again when it is killed or gets stuck.
 
-`tailrace train` is this process. The controller is forked from it before anything large is imported, so a keeper costs
-no time and hardly any memory, and has next to nothing that could go wrong in it. It holds one end of a pipe, the
-lifeline, that everybody else in the run waits for: when the keeper is gone, by whatever signal, they all go.
+`tailrace train` is this process. The controller is forked from it before anything large is imported, so a supervisor
+costs no time and hardly any memory, and has next to nothing that could go wrong in it. It holds one end of a pipe, the
+lifeline, that everybody else in the run waits for: when the supervisor is gone, by whatever signal, they all go.
 
-    keeper  --fork-->  controller  --exec-->  trainer, relays, replicas
+    supervisor  --fork-->  controller  --exec-->  trainer, relays, replicas
        \\_______ lifeline _____/______________________/
 
 Ctrl-C and SIGTERM come here and are passed on; the controller has a process group of its own, so that it hears each
@@ -34,8 +34,8 @@ CANNOT_GO_ON, INTERRUPTED = 2, 130  # exit codes of the command
 BEGUN, BEATS = 0, 1  # on the board
 
 
-class Keeper:
-    """What a controller has of its keeper."""
+class Supervisor:
+    """What a controller has of its supervisor."""
 
     def __init__(self) -> None:
         self.token = os.urandom(32).hex()
@@ -45,7 +45,7 @@ class Keeper:
 
     @property
     def begun(self) -> bool:
-        """A controller of this keeper has opened the run: another one goes on with it."""
+        """A controller of this supervisor has opened the run: another one goes on with it."""
         return bool(self._board[BEGUN])
 
     def begin(self) -> None:
@@ -59,9 +59,9 @@ class Keeper:
         """No more beats are to be expected."""
         self._board[BEATS] = 0
 
-    # ---------------------------------------------------------------------------------------------- the keeper's side
+    # -------------------------------------------------------------------------------------------- the supervisor's side
 
-    def keep(self, control: Callable[[Keeper], int]) -> int:
+    def keep(self, control: Callable[[Supervisor], int]) -> int:
         """Run `control` in a process of its own until it ends by itself, or must be given up. Returns its status."""
         signal.pthread_sigmask(signal.SIG_BLOCK, WAITED_FOR)
         in_a_row = 0
@@ -76,7 +76,7 @@ class Keeper:
                 return INTERRUPTED if asked else CANNOT_GO_ON
             _say(f"the controller was killed by signal {-status}; another one takes over, everybody else goes on")
 
-    def _fork(self, control: Callable[[Keeper], int]) -> int:
+    def _fork(self, control: Callable[[Supervisor], int]) -> int:
         sys.stdout.flush()
         sys.stderr.flush()
         self.rest()
@@ -118,7 +118,8 @@ class Keeper:
 
 
 def _go_with(lifeline: int) -> None:
-    """The keeper is gone, so nobody is there to wait for the end: what is committed is safe, and the rest is lost."""
+    """The supervisor is gone, so nobody is there to wait for the end: what is committed is safe, and the rest is
+    lost."""
     os.read(lifeline, 1)
     os.kill(os.getpid(), signal.SIGKILL)
 
