@@ -258,6 +258,7 @@ def one_of_each(run: Victim, turn: int) -> Iterator[fleet.Recovery]:
             lambda tape, number=number: fleet.replica_recovery(run, tape, turn % fleet.REPLICAS, number),
             lambda tape, number=number: fleet.master_recovery(run, tape, number),
             lambda tape, number=number: fleet.trainer_recovery(run, tape, number),
+            lambda tape, number=number: fleet.store_recovery(run, tape, number),
         ):
             fleet.in_full_swing(run)
             with fleet.taped(run) as tape:

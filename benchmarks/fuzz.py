@@ -1,4 +1,4 @@
-"""Hostile input against all that decodes: wire, judges, relays, journal, run.db, checkpoints, settings, datasets, HTTP.
+"""Hostile input against all that decodes: wire, sample stores, judges, relays, files, settings, datasets, HTTP.
 
     python benchmarks/fuzz.py                  # a million inputs in all, always the same ones
     python benchmarks/fuzz.py --inputs 20000   # the short form that the tests run
@@ -23,6 +23,7 @@ from hostile.brought import arrow, calls, jsonl, model_shape, options, parquet, 
 from hostile.holders import machines, parts
 from hostile.inputs import Decoder
 from hostile.messages import (
+    heartbeats,
     hub,
     hub_stranger,
     judge_questions,
@@ -34,6 +35,7 @@ from hostile.messages import (
 )
 from hostile.page import on_loopback, stranger
 from hostile.runs import checkpoint_state, checkpoint_tensors, commands, events, journal_rows, run_file, snapshots
+from hostile.samples import from_store, orders, sample_file, to_store
 
 from tailrace.types import MALFORMED
 
@@ -43,23 +45,30 @@ ROOT = Path(__file__).parents[1]
 def decoders() -> list[Decoder]:
     from tailrace.config import ConfigError
     from tailrace.envs.judge_wire import FrameError
+    from tailrace.samples.client import SampleStoreError
     from tailrace.store.database import JournalError
     from tailrace.trainer.manifest import CheckpointError
     from tailrace.weights.channel import ChannelError
     from tailrace.weights.layout import LayoutError
+    from tailrace.wire.messages import WireError
 
     return [
-        Decoder("wire: parts to controller", 0.09, "msgpack", hub, ()),
+        Decoder("wire: parts to controller", 0.08, "msgpack", hub, ()),
         Decoder("wire: a stranger's bytes", 0.03, "bytes", hub_stranger, ()),
+        Decoder("wire: heartbeats", 0.03, "bytes", heartbeats, ()),
         Decoder("wire: lies of components", 0.015, "msgpack", parts, ()),
         Decoder("wire: lies of machines", 0.005, "msgpack", machines, ()),
-        Decoder("wire: controller to parts", 0.12, "msgpack", link, MALFORMED),
-        Decoder("judges: answers", 0.06, "bytes", judge_replies, (FrameError,)),
-        Decoder("judges: questions", 0.06, "msgpack", judge_questions, MALFORMED),
+        Decoder("wire: controller to parts", 0.09, "msgpack", link, MALFORMED),
+        Decoder("samples: clients to store", 0.03, "msgpack", to_store, ()),
+        Decoder("samples: store to clients", 0.03, "msgpack", from_store, (*MALFORMED, WireError, SampleStoreError)),
+        Decoder("samples: orders to store", 0.005, "msgpack", orders, MALFORMED),
+        Decoder("samples-0.db", 0.008, "bytes", sample_file, (JournalError,)),
+        Decoder("judges: answers", 0.05, "bytes", judge_replies, (FrameError,)),
+        Decoder("judges: questions", 0.05, "msgpack", judge_questions, MALFORMED),
         Decoder("relays: a stranger's bytes", 0.06, "bytes", relay_stream, (ChannelError,)),
-        Decoder("relays: signed messages", 0.08, "msgpack", relay_messages, (ChannelError,)),
-        Decoder("weights: layout", 0.08, "bytes", layout, (LayoutError,)),
-        Decoder("journal: events", 0.08, "json", events, MALFORMED),
+        Decoder("relays: signed messages", 0.07, "msgpack", relay_messages, (ChannelError,)),
+        Decoder("weights: layout", 0.06, "bytes", layout, (LayoutError,)),
+        Decoder("journal: events", 0.067, "json", events, MALFORMED),
         Decoder("journal: commands", 0.06, "json", commands, MALFORMED),
         Decoder("journal: rows", 0.02, "json", journal_rows, (JournalError,)),
         Decoder("journal: snapshots", 0.03, "msgpack", snapshots, MALFORMED),

@@ -202,17 +202,17 @@ class Played:
                 self.report(spec.name, ReplicaJoined(spec.id, spec.incarnation, spec.host, -1, 4000, 64))
         await self.turn()
 
-    async def welcome(self, name: str = "host-77/1", replicas: int = 1) -> None:
+    async def welcome(self, name: str = "host-77/1", replicas: int = 1, store: bool = False) -> None:
         """A machine joins, and what is wanted there comes up."""
         from tailrace import __version__
 
         self.say(name, Hello())
-        offer = Offer(__version__, replicas)
+        offer = Offer(__version__, replicas, store)
         for _ in range(2):
             self.say(name, offer)
             await self.turn()
             await self.turn()
-        for process in self.processes("relay", "replica"):
+        for process in self.processes("store", "relay", "replica"):
             if not process.joined:
                 await self.join(process)
         await self.settle()

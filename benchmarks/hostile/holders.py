@@ -23,8 +23,8 @@ from hostile.messages import examples
 sys.path.append(str(Path(__file__).parents[2] / "tests"))
 
 RUN = 500  # inputs; then a new one is begun, because everything is remembered
-PARTS = [("replica", 0), ("replica", 1), ("relay", 0), ("relay", 1), ("trainer", 0)]
-GUESTS = [("replica", 2), ("relay", 2)]
+PARTS = [("replica", 0), ("replica", 1), ("relay", 0), ("relay", 1), ("trainer", 0), ("store", 0)]
+GUESTS = [("replica", 2), ("relay", 2), ("store", 2)]
 SETTINGS = {
     "model.preset": "smollm2-135m",
     "rollout.engine": "emulated",
@@ -64,20 +64,22 @@ def machines(folder: Path) -> tuple[list[bytes], Decode]:
     from tailrace.wire.messages import Hello, Offer
 
     offers = [Offer(__version__, 1), Offer(__version__, 0), Offer(__version__, 1024), Offer("9.9", 1), Hello()]
-    offers += [Offer(__version__, 2, {"relay-2/1": "", "replica-2/1": "was killed by signal 9"})]
+    offers += [
+        Offer(__version__, 1, True),
+        Offer(__version__, 2, True, {"relay-2/1": "", "replica-2/1": "was killed by signal 9"}),
+    ]
     seeds = [msgspec.msgpack.encode(each) for each in offers]
     return seeds, _attacked(folder, lambda number, _: ("host", number % 7), seeds)
 
 
 def _truths() -> list[Any]:
     """Some of what is true at the start, so that what is nearly true is tried too."""
-    from tailrace.protocol import Finished, SampleFailed, TrajectoryMeta, WeightsLoaded
-    from tailrace.types import Segment
-    from tailrace.wire.messages import Grown, Growth, Reported
+    from tailrace.protocol import Finished, SampleFailed, SamplesLost, StoreJoined, TrajectoryMeta, WeightsLoaded
+    from tailrace.wire.messages import Accused, Reported
 
-    growth = Growth(0, 1, (Segment.of(0, (7, 8), (-0.5, -0.25)), Segment.of(None, (9,))))
-    finished = Finished(0, TrajectoryMeta(0, 1, 3, 0, 0, "stop", 1.0))
-    return [Grown((growth,)), *map(Reported, (finished, SampleFailed(0, 1, 1, "raised"), WeightsLoaded(0, 1, 0)))]
+    events = [Finished(0, TrajectoryMeta(0, 1, 3, 0, 0, "stop", 1.0)), SampleFailed(0, 1, 1, "raised")]
+    events += [WeightsLoaded(0, 1, 0), StoreJoined(0, 2), SamplesLost(0, 1, (0, 1)), SamplesLost(2, 1, (2,))]
+    return [*map(Reported, events), Accused("replica-1/1", "tokens of t0, which it was not given")]
 
 
 def _attacked(folder: Path, sender: Callable[[int, bytes], tuple[str, int]], seeds: list[bytes]) -> Decode:
@@ -95,7 +97,7 @@ def _attacked(folder: Path, sender: Callable[[int, bytes], tuple[str, int]], see
         shutil.rmtree(place.parent, ignore_errors=True)
         runs.append(Played(place, config))
         await runs[0].start()
-        await runs[0].welcome("host-5/1")
+        await runs[0].welcome("host-5/1", store=True)
 
     async def hear(data: bytes) -> bool:
         number = next(numbers)
@@ -109,7 +111,7 @@ def _attacked(folder: Path, sender: Callable[[int, bytes], tuple[str, int]], see
         await played.turn()
         assert played.goes_on, f"the run has ended: {played.controller.error or played.controller.state.stopped}"
         played.controller.plane.check()
-        dropped = any(one.refused for one in played.processes("relay", "trainer", "replica"))
+        dropped = any(one.refused for one in played.processes("store", "relay", "trainer", "replica"))
         sent_away = any(type(message).__name__ == "Dismissed" for _, message in played.orders)
         await played.revive()
         return not dropped and not sent_away

@@ -15,19 +15,18 @@ from hostile.inputs import Decode
 def examples() -> tuple[list[Any], list[Any]]:
     """One of everything that components and controller say."""
     from tailrace import protocol
-    from tailrace.types import Row, Segment, Trajectory, id_bytes
-    from tailrace.wire.messages import Collapsed, Ended, Grown, Growth, Hello, Measured, Offer, Ordered, Reported
+    from tailrace.wire import messages as wire
 
     events = [_example(each) for each in msgspec.inspect.type_info(protocol.AnyEvent).types]  # type: ignore[attr-defined]
     commands = [_example(each) for each in msgspec.inspect.type_info(protocol.AnyCommand).types]  # type: ignore[attr-defined]
-    segments = (Segment.of(None, (1, 2, 3)), Segment.of(4, (5, 6), (-0.5, -1.5)))
-    row = Row(1, id_bytes((1, 2)), [{"role": "user", "content": "2 + 2"}], {"answer": 4, "nested": {"a": [1, 2]}})
-    up = [Hello("127.0.0.1:1", "/dev/shm/arena"), Measured(1, {"loss": 0.5}), Collapsed("no", True)]
-    up += [Grown((Growth(7, 1, segments),)), Offer("0.1.0", 2, {"replica-3/1": "", "relay-1/1": "was killed"})]
-    up += [Reported(event) for event in events]
-    trajectory = Trajectory(1, 2, 3, segments, "stop", 1.0)
-    down = [Ended(True), Ordered(commands[0], {1: row}, {3: segments}, ((trajectory,),), {0: "127.0.0.1:1"}, "arena")]
-    return up, down + [Ordered(command) for command in commands]
+    up = [wire.Hello("127.0.0.1:1", "/dev/shm/arena"), wire.Measured(1, {"loss": 0.5}), wire.Collapsed("no", True)]
+    up += [wire.Offer("0.1.0", 2, True, {"replica-3/1": "", "relay-1/1": "was killed"})]
+    up += [wire.Beat("store 0"), wire.Accused("replica-1/1", "tokens of t7"), *map(wire.Reported, events)]
+    grants = (wire.Grant(0, 7, 2, 3, 4, True, 1), wire.Grant(1, 8, 1, 3, 4))
+    down = [wire.Ended(True), wire.Assigned(grants), wire.Reconcile(grants, (1, 2), {1: (1, 30)}, (9,), (4, 5))]
+    down += [wire.Stores((wire.StoreAddress(0, "tcp://127.0.0.1:1", "", "ab" * 32),), (1,)), wire.Introduce(3)]
+    down += [wire.Ordered(commands[0], {1: 0.5, 2: None}, {0: "127.0.0.1:1"}, "arena")]
+    return up, down + [wire.Ordered(command) for command in commands]
 
 
 def _example(kind: Any) -> Any:
@@ -78,12 +77,43 @@ def hub(_: Path) -> tuple[list[bytes], Decode]:
     one: Any = object.__new__(ControlServer)
     one._heard, one._received, one._arrived = {}, deque(), asyncio.Event()
     one._sizes, one._waiting_bytes = deque(), 0
+    one.liveness = _liveness()
 
     def decode(data: bytes) -> bool:
         one._hear(Peer, 0, data)
-        return not isinstance(one._received.pop().message, Garbled)
+        assert "".join(one.liveness.waiting.values()).isprintable(), "what it waits for cannot be shown"
+        return not one._received or not isinstance(one._received.pop().message, Garbled)  # a heartbeat is no message
 
     return [msgspec.msgpack.encode(each) for each in examples()[0]], decode
+
+
+def _liveness() -> Any:
+    """What the controller knows of heartbeats, without a socket and a thread."""
+    from tailrace.wire.liveness import ListeningClock, Liveness
+
+    one: Any = object.__new__(Liveness)
+    one.waiting, one._records, one._left = {}, {}, {}
+    one._beats, one._frames = ListeningClock(), ListeningClock()
+    return one
+
+
+def heartbeats(_: Path) -> tuple[list[bytes], Decode]:
+    """Datagrams of anybody, and half of them signed by a component: without its signature none counts."""
+    from tailrace.wire.liveness import TAG, _tag, datagram
+
+    one, key, name = _liveness(), bytes(range(32)), "replica-0/1"
+    seeds = [datagram(key, name.encode(), 7, 1), datagram(key, name.encode(), 9, 2, "store 0: 8.1 MB not yet stored")]
+
+    def decode(data: bytes) -> bool:
+        signed = data in seeds or len(data) % 2 == 0
+        one.admit(name, key)
+        one._take(_tag(key, data[TAG:]) + data[TAG:] if signed else data)
+        assert one.waiting.get(name, "").isprintable(), "what it waits for cannot be shown"
+        heard = one._records[name].counter > 0
+        assert signed or not heard, "a datagram counts that nobody has signed"
+        return heard
+
+    return seeds, decode
 
 
 def hub_stranger(_: Path) -> tuple[list[bytes], Decode]:

@@ -33,15 +33,14 @@ def commands(_: Path) -> tuple[list[bytes], Decode]:
 def _small_run(folder: Path) -> Path:
     """A run's store with something in every table."""
     from tailrace.config import load
+    from tailrace.protocol import Request, TrajectoryMeta
     from tailrace.store.run import RunStore
-    from tailrace.types import Row, Segment, id_bytes
 
     shutil.rmtree(folder / "run", ignore_errors=True)
     config = load([], ["--model.preset", "qwen2.5-7b"])
     with RunStore.create(folder / "run", config) as store:
-        store.vault.add_prompts([Row(0, id_bytes((1, 2, 3)), "2 + 2", {"answer": 4})])
-        store.vault.assign(0, 1, 0, 0, resume=False)
-        store.vault.append(0, 1, [Segment.of(0, (4, 5), (-0.1, -0.2))])
+        store.trajectories.assign([Request(id, 1, 0, 0, 3) for id in range(2)])
+        store.trajectories.finish(TrajectoryMeta(0, 1, 2, 0, 0, "stop", 1.0))
         store.metrics.measure(0.0, 1, "trainer", {"loss": 0.5})
         up, _ = examples()
         for number, each in enumerate(each for each in up if hasattr(each, "event")):
@@ -83,12 +82,11 @@ def journal_rows(folder: Path) -> tuple[list[bytes], Decode]:
 
 def run_file(folder: Path) -> tuple[list[bytes], Decode]:
     """run.db itself: read as `story`, `replay` and the page do, and opened as `--resume` does."""
-    from tailrace.store.vault import held
-
     from tailrace.page.follow import Follower
     from tailrace.store.journal import Journal, JournalError
     from tailrace.store.metrics import measurements
     from tailrace.store.run import RunStore
+    from tailrace.store.trajectories import known_trajectories
 
     path = _small_run(folder)
     whole = path.read_bytes()
@@ -102,7 +100,7 @@ def run_file(folder: Path) -> tuple[list[bytes], Decode]:
         trouble: JournalError | None = None
         for read in (
             lambda: [Journal(path).config, *Journal(path).entries()],
-            lambda: held(path, "trajectory", 0),
+            lambda: known_trajectories(path, "trajectory", 0),
             lambda: list(measurements(path)),
             lambda: Follower(path),
             lambda: _resumed(RunStore.reopen(path.parent)),
@@ -121,8 +119,7 @@ def _resumed(store: Any) -> None:
     with store:
         list(store.entries(0))
         store.newest_snapshot()
-        store.vault.row(0)
-        store.vault.read([0])
+        store.trajectories.rewards([0, 1])
 
 
 def snapshots(_: Path) -> tuple[list[bytes], Decode]:

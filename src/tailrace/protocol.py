@@ -178,7 +178,7 @@ class GenerationResumed(Event):
 
 
 class Finished(Event):
-    """A sample is generated and scored; its payload is in the vault."""
+    """A sample is generated and scored; its payload is in its sample store."""
 
     replica: ReplicaId
     meta: TrajectoryMeta
@@ -194,7 +194,7 @@ class SampleFailed(Event):
 
 
 class Parked(Event):
-    """Answer to `Release`: the replica has stopped these; their prefixes are in the vault."""
+    """Answer to `Release`: the replica has stopped these; their prefixes are in their sample stores."""
 
     replica: ReplicaId
     incarnation: Natural

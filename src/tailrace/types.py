@@ -110,7 +110,7 @@ class Segment(Struct):
 
 
 class Trajectory(Struct):
-    """One answer to one prompt, as the vault holds it. Loss mask and staleness are derived from the segments."""
+    """One answer to one prompt, as its sample store holds it. Loss mask and staleness are derived from the segments."""
 
     id: TrajectoryId
     group: GroupId

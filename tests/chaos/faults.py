@@ -179,16 +179,20 @@ def copied_while_in_use(run: Victim, draw: random.Random) -> str:
         return f"{len(told)} events"
 
 
-def locked_by_another_program(run: Victim, draw: random.Random) -> str:
-    """Somebody begins to write in `run.db`, and takes a while."""
-    seconds = draw.uniform(*LONG_S)
-    try:
-        shell = sqlite3.connect(f"file:{run.folder / 'run.db'}?mode=rw", uri=True, isolation_level=None)
-        shell.execute("BEGIN IMMEDIATE")
-    except sqlite3.OperationalError:
-        return ""  # there is no run yet
-    run.later(seconds, shell.close)
-    return f"for {seconds:.1f} s"
+def locked_by_another_program(file: str) -> Strike:
+    """Somebody begins to write there, and takes a while."""
+
+    def strike(run: Victim, draw: random.Random) -> str:
+        seconds = draw.uniform(*LONG_S)
+        try:
+            shell = sqlite3.connect(f"file:{run.folder / file}?mode=rw", uri=True, isolation_level=None)
+            shell.execute("BEGIN IMMEDIATE")
+        except sqlite3.OperationalError:
+            return ""  # there is no run yet
+        run.later(seconds, shell.close)
+        return f"for {seconds:.1f} s"
+
+    return strike
 
 
 def inputs_replaced(run: Victim, draw: random.Random) -> str:
@@ -324,8 +328,8 @@ def disk_full(run: Victim, draw: random.Random) -> str:
     return f"for {seconds:.1f} s"
 
 
-def store_disk_full(run: Victim, draw: random.Random) -> str:
-    """There is no room for more samples, while everything else can be written: the store's files may not grow."""
+def store_cannot_write(run: Victim, draw: random.Random) -> str:
+    """Writing samples fails, and everything else can be written: the store's files may not grow."""
     name, ids = _one(run, "store", draw)
     if not ids:
         return ""
@@ -391,7 +395,7 @@ KINDS: dict[str, Strike] = {
     "store stopped": stopped("store", LONG_S),
     "store stopped for good": stopped_for_good("store"),
     "store killed with the controller": killed_together("store", "controller"),
-    "store's disk full": store_disk_full,
+    "store cannot write": store_cannot_write,
     "judge killed": killed("judge"),
     "judge stopped for good": stopped_for_good("judge"),
     "reward stuck": reward("stuck"),
@@ -404,7 +408,8 @@ KINDS: dict[str, Strike] = {
     "version truncated in memory": version_truncated,
     "checkpoint cut short": checkpoint_damaged,
     "run.db copied while in use": copied_while_in_use,
-    "run.db locked by another program": locked_by_another_program,
+    "run.db locked by another program": locked_by_another_program("run.db"),
+    "samples-0.db locked by another program": locked_by_another_program("samples-0.db"),
     "inputs replaced": inputs_replaced,
     "strangers talk": strangers_talk,
     "strangers keep silent": strangers_keep_silent,
@@ -418,7 +423,7 @@ KINDS: dict[str, Strike] = {
 }
 RARE = {  # each costs a start of everybody
     *("everybody killed", "controller killed", "disk full", "checkpoint cut short", "inputs replaced"),
-    *("store killed with the controller", "store's disk full"),
+    *("store killed with the controller", "store cannot write"),
 }
 NEEDS_JUDGES = {"judge killed", "judge stopped for good", "inputs replaced"} | {
     kind for kind in KINDS if kind.startswith("reward")

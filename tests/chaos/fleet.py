@@ -13,7 +13,6 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from pathlib import Path
 from typing import NamedTuple
 
 from victim import Victim
@@ -21,10 +20,13 @@ from victim import Victim
 from tailrace.control.plane import ControlPlane
 from tailrace.protocol import (
     Command,
+    Finished,
     Generate,
     GiveUp,
     Publish,
     RelayLost,
+    StoreJoined,
+    StoreLost,
     Trained,
     TrainerJoined,
     TrainerLost,
@@ -68,44 +70,52 @@ steps = 1000
 """  # the trainer is what limits it, so one replica of four can be missed; heartbeats are the defaults
 # A trainer that waits for generation, and a buffer with room for half a minute of it.
 ROOM = ("--costs.train_mini_batch", "0.05", "--schedule.max_staleness", "60", "--costs.decode_step", "0.01")
-EVERYBODY = {"trainer0", *(f"replica{id}" for id in range(REPLICAS)), *(f"relay{id}" for id in range(RELAYS))}
+EVERYBODY = {"trainer0", "store0", *(f"replica{id}" for id in range(REPLICAS)), *(f"relay{id}" for id in range(RELAYS))}
 TAPE_S = 0.01
 
 
 class Tape:
-    """How far journal and vault were, moment by moment of our clock."""
+    """How far journal and sample store were, moment by moment of our clock."""
 
-    def __init__(self, database: Path) -> None:
+    def __init__(self, run: Victim) -> None:
         self.ahead = float("inf")  # our clock minus the controller's, by the freshest event ever seen
-        self.pieces: list[int] = []
+        self.segments: list[int] = []
         self.seen: list[float] = []
-        self._database = database
+        self._run = run
         self._ending = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread = threading.Thread(target=self._follow, daemon=True)
 
     @property
     def now(self) -> float:
         """In the controller's time."""
         return time.monotonic() - self.ahead
 
-    def when(self, piece: int) -> float:
-        """When this piece of a trajectory was first seen in the vault. Whoever asks may have seen it just before us."""
-        place = bisect_left(self.pieces, piece)
-        return self.seen[place] - self.ahead if place < len(self.seen) else self.now
+    def when(self, segment: int) -> float:
+        """When this segment of a sample was first seen in the store. Whoever asks may have seen it just before us."""
+        at = bisect_left(self.segments, segment)
+        return self.seen[at] - self.ahead if at < len(self.seen) else self.now
 
-    def _run(self) -> None:
-        with closing(sqlite3.connect(f"file:{self._database}?mode=ro", uri=True)) as database:
+    def _follow(self) -> None:
+        query = "SELECT (SELECT max(now) FROM journal), (SELECT coalesce(max(number), 0) FROM segments)"
+        with connected(self._run) as database:
             while not self._ending.wait(TAPE_S):
-                query = "SELECT (SELECT max(now) FROM journal), (SELECT coalesce(max(piece), 0) FROM segments)"
-                now, piece = database.execute(query).fetchone()
+                now, segment = database.execute(query).fetchone()
                 self.ahead = min(self.ahead, time.monotonic() - now)
-                self.pieces.append(piece)
+                self.segments.append(segment)
                 self.seen.append(time.monotonic())
 
 
 @contextmanager
+def connected(run: Victim) -> Iterator[sqlite3.Connection]:
+    """To run.db, and to the samples beside it."""
+    with closing(sqlite3.connect(f"file:{run.folder / 'run.db'}?mode=ro", uri=True)) as database:
+        database.execute("ATTACH ? AS store", (f"file:{run.folder / 'samples-0.db'}?mode=ro",))
+        yield database
+
+
+@contextmanager
 def taped(run: Victim) -> Iterator[Tape]:
-    tape = Tape(run.folder / "run.db")
+    tape = Tape(run)
     tape._thread.start()
     try:
         time.sleep(1.0)  # for the clock
@@ -243,7 +253,7 @@ class Recovery(NamedTuple):
 
 
 def replica_recovery(run: Victim, tape: Tape, id: int, number: signal.Signals) -> Recovery:
-    """Known; all its trajectories given to others; the first new token of one of them is in the vault."""
+    """Known; all its trajectories given to others; the first new token of one of them is stored."""
     at = tape.now
     run.send(number, run.processes()[f"replica{id}"])
     run.wait_until(lambda: _taken_over(run, id, at), f"others to go on with the work of replica {id}")
@@ -251,10 +261,10 @@ def replica_recovery(run: Victim, tape: Tape, id: int, number: signal.Signals) -
     known, again, moved = _taken_over(run, id, at) or (0.0, 0.0, {})
     if not moved:  # it had nothing in hand just then
         return Recovery(f"replica {_how(number)}", known, again, known)
-    pieces = run.query("SELECT piece, trajectory_id FROM segments ORDER BY piece")
-    shows = min(
-        (tape.when(piece) for piece, id in pieces if id in moved and tape.when(piece) > at + moved[id]), default=0.0
-    )
+    with connected(run) as database:
+        segments = database.execute("SELECT number, trajectory_id FROM segments").fetchall()
+    times = [(tape.when(number), at + moved[id]) for number, id in segments if id in moved]
+    shows = min([seen for seen, given in times if seen > given], default=0.0)
     return Recovery(f"replica {_how(number)}", known, again, shows - at)
 
 
@@ -303,9 +313,21 @@ def trainer_recovery(run: Victim, tape: Tape, number: signal.Signals) -> Recover
     return Recovery(f"trainer {_how(number)}", known, again, again + until(run, at + again, is_a(Trained)))
 
 
+def store_recovery(run: Victim, tape: Tape, number: signal.Signals) -> Recovery:
+    """Known; back on its file; a sample is complete."""
+    at = tape.now
+    run.send(number, run.processes()["store0"])
+    run.wait_until(lambda: until(run, at, is_a(StoreJoined)), "the store to be back")
+    again = until(run, at, is_a(StoreJoined))
+    run.wait_until(lambda: until(run, at + again, is_a(Finished)), "a sample")
+    known = until(run, at, is_the_loss(StoreLost), again)
+    return Recovery(f"store {_how(number)}", known, again, again + until(run, at + again, is_a(Finished)))
+
+
 def controller_recovery(run: Victim) -> Recovery:
     """By our clock: another controller is there; all its workers are; a sample is complete."""
-    wanted = {"ReplicaJoined": REPLICAS, "RelayJoined": RELAYS, "TrainerJoined": 1, "ControllerRestarted": 1}
+    joined = {"ReplicaJoined": REPLICAS, "RelayJoined": RELAYS, "TrainerJoined": 1, "StoreJoined": 1}
+    wanted = joined | {"ControllerRestarted": 1}
     before = {kind: run.events(kind) for kind in (*wanted, "Finished")}
     began = time.monotonic()
     run.send(signal.SIGKILL, run.processes()["controller"])

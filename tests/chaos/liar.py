@@ -1,4 +1,4 @@
-"""A machine that has the key of a run and lies: as itself, and as the relay and the replica that it is asked to start.
+"""A machine that has the key of a run and lies: as itself, and as the parts that it is asked to start.
 
 It joins as `tailrace worker` does, gets the specifications of its components, and then says in their names, and in that
 of others as far as it can, what nobody should. Whatever it says, the run has to drop it and go on.
@@ -24,13 +24,17 @@ from tailrace.protocol import (
     LinkFailed,
     Parked,
     Progressed,
+    PromptsAdded,
     PullFailed,
     RelayJoined,
     RelayLost,
     ReplicaJoined,
     ReplicaLost,
     SampleFailed,
+    SamplesLost,
     Stop,
+    StoreJoined,
+    StoreLost,
     TimerFired,
     Trained,
     TrainerJoined,
@@ -39,9 +43,11 @@ from tailrace.protocol import (
     VersionStored,
     WeightsLoaded,
 )
+from tailrace.types import Prompt
 from tailrace.wire.connection import Connection
 from tailrace.wire.keys import JoinKey, host_key
 from tailrace.wire.messages import (
+    Accused,
     Collapsed,
     ComponentSpec,
     Hello,
@@ -93,11 +99,11 @@ class Liar:
         self.said += 1
 
     def _join(self, machine: Connection) -> list[ComponentSpec]:
-        """Be asked to start a relay and a replica."""
+        """Be asked to start a relay, a store and a replica."""
         until, specs = time.monotonic() + WITHIN_S, dict[str, ComponentSpec]()
-        while len(specs) < 2 and time.monotonic() < until:
+        while len(specs) < 3 and time.monotonic() < until:
             self._say(machine, Hello())
-            self._say(machine, Offer(__version__, 1))
+            self._say(machine, Offer(__version__, 1, store=True))
             time.sleep(0.2)
             for content in machine.receive():
                 message = decode_from_controller(content)
@@ -106,7 +112,7 @@ class Liar:
 
     def _impersonate(self) -> None:
         """With the key that it has, as somebody else: nobody opens."""
-        for name in ("trainer-0/1", "replica-0/1", "relay-0/1"):
+        for name in ("trainer-0/1", "replica-0/1", "relay-0/1", "store-0/1"):
             for key in (host_key(self.key.token, name), self.key.token.encode(), bytes(32)):
                 try:
                     self._call(name, key).close()
@@ -117,8 +123,9 @@ class Liar:
     def _lie_as(self, spec: ComponentSpec) -> None:
         """Come up as an honest component would, then lie until one is hung up on."""
         with suppress(OSError, WireError), self._call(spec.name, bytes.fromhex(spec.key)) as wire:
-            honest, lies = (_relay(spec), self._of_a_relay(spec)) if spec.role == "relay" else (_replica(spec), [])
-            lies = lies or self._of_a_replica(spec)
+            honest = {"relay": _relay, "store": _store, "replica": _replica}[spec.role](spec)
+            of_role = {"relay": self._of_a_relay, "store": self._of_a_store, "replica": self._of_a_replica}
+            lies = of_role[spec.role](spec)
             for number, message in enumerate([*honest, *self.draw.sample(lies, 3)]):
                 self._say(wire, message, 0 if isinstance(message, Hello | bytes) else number)
                 time.sleep(0.05)
@@ -173,6 +180,24 @@ class Liar:
             Reported(Heartbeats((Late("trainer", 0, 1, 1e6),))),
             Collapsed("I say so", True),
         ]
+
+    def _of_a_store(self, spec: ComponentSpec) -> list[Any]:
+        some = self.draw.randrange(40)
+        return [
+            *self._of_anybody(),
+            Hello("127.0.0.1:9", "/dev/shm/nothing"),
+            Accused(self.draw.choice(("trainer-0/1", "replica-0/1", "store-0/1", "relay-0/1")), "I say so"),
+            Reported(SamplesLost(0, 1, (some, some + 1))),
+            Reported(SamplesLost(spec.id, spec.incarnation, (some, some + 1))),
+            Reported(PromptsAdded(0, (Prompt(0, 2**40),))),
+            Reported(StoreJoined(0, 9)),
+            Reported(StoreLost(0, 1, "I say so")),
+            Collapsed("I say so", True),
+        ]
+
+
+def _store(spec: ComponentSpec) -> list[Any]:
+    return [Hello("127.0.0.1:9"), Reported(StoreJoined(spec.id, spec.incarnation))]
 
 
 def _relay(spec: ComponentSpec) -> list[Any]:

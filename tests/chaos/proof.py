@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from audit import Audit
-from tailrace.control.ledger import NONE
+from tailrace.config.tree import Local
+from tailrace.control.ledger import NONE, Sample
 from tailrace.control.plane import ControlPlane
 from tailrace.control.state import State
 from tailrace.control.storage import FIRST
@@ -63,7 +64,8 @@ class Proof(NamedTuple):
 def prove(folder: Path, check_every: int = 50, elsewhere: Mapping[int, Path] | None = None) -> Proof:
     """`elsewhere`: the folders of stores on other machines. Those that have not left must be among them."""
     journal = Journal(folder)
-    plane, audit, versions, accounts = ControlPlane(journal.config), Audit(journal.config), Versions(), Accounts()
+    config = journal.config  # parsed anew whenever it is asked for
+    plane, audit, versions, accounts = ControlPlane(config), Audit(config), Versions(), Accounts()
     events, losses, orders = 0, Counter[str](), 0
     for entry in journal.entries():
         accounts.hear(plane.state, entry.event)
@@ -74,7 +76,7 @@ def prove(folder: Path, check_every: int = 50, elsewhere: Mapping[int, Path] | N
         versions.listen(entry.event)
         events += 1
         orders += sum(isinstance(command, Train) for command in commands)
-        _nobody_of_ours_was_dropped(journal, entry.event)
+        _nobody_of_ours_was_dropped(config.local, entry.event)
         name = type(entry.event).__name__
         losses[name.removesuffix("Lost")] += name.endswith("Lost")
         if events % check_every == 0:
@@ -100,9 +102,9 @@ def prove(folder: Path, check_every: int = 50, elsewhere: Mapping[int, Path] | N
     )
 
 
-def _nobody_of_ours_was_dropped(journal: Journal, event: Any) -> None:
+def _nobody_of_ours_was_dropped(local: Local, event: Any) -> None:
     """What the run's own components say is always something that they may say."""
-    dropped, local = "it was dropped, because it sent", journal.config.local
+    dropped = "it was dropped, because it sent"
     if isinstance(event, ReplicaLost | RelayLost | StoreLost | TrainerLost) and dropped in event.reason:
         guest = (
             (isinstance(event, ReplicaLost) and event.replica >= local.replicas)
@@ -148,25 +150,27 @@ class Accounts:
         self.forgotten: dict[int, set[int]] = {}  # by store: since it last joined
         self.regenerated = 0
         self.lost_a_file = False  # or a part of it, of the first store
-        self.doubtful: set[int] = set()  # damaged perhaps, and nobody has read them since
+        self.doubtful: set[int] = set()  # there was damage, and nobody has read them since
 
     def hear(self, state: State, event: Event) -> None:
         """Before control does: whether it counts depends on what control knew by then."""
         match event:
             case Finished(_, meta) if state.ledger.current(meta.id, meta.attempt):
                 self.known[meta.id].state, self.known[meta.id].meta = "finished", meta
+                self.doubtful.discard(meta.id)
             case SampleFailed(_, trajectory, attempt) if state.ledger.current(trajectory, attempt):
                 self.known[trajectory].state = "failed"
             case Trained(incarnation, step, part) if state.training.awaits(incarnation, step, part):
                 for id in [id for group in state.training.picked for id in group.trajectories]:
                     self.known[id].state, self.known[id].step = "trained", step
+                    self.doubtful.discard(id)
             case PromptsAdded(start, prompts) if start == len(self.prompts):
                 self.prompts |= {prompt.id: prompt.tokens for prompt in prompts}
             case StoreJoined(store):
                 self.forgotten[store] = set()
             case SamplesLost(store):
                 self.lost_a_file |= store == FIRST
-                self.doubtful |= {id for id, one in self.known.items() if one.step is not None or not one.kept}
+                self.doubtful |= self.known.keys()
             case _:
                 pass
 
@@ -175,7 +179,7 @@ class Accounts:
             match command:
                 case Generate(requests=requests):
                     self.known |= {one.trajectory: Account(one) for one in requests}
-                    self.doubtful -= {one.trajectory for one in requests}
+                    self.doubtful -= {one.trajectory for one in requests if not one.resume}
                 case Forget(trajectories=trajectories, reason=reason):
                     for id in trajectories:
                         self._forget(id, reason)
@@ -240,7 +244,7 @@ def _store_agrees(folder: Path, store: int, state: State, accounts: Accounts) ->
         if whole and (one.kept or payloads.get(id) == "archived"):
             assert id in found, f"t{id} is finished, and {path.name} does not have it"
             _is_whole(found[id], one)
-    _prefixes_are_kept(state, store, found)
+    _prefixes_are_kept([one for one in state.ledger.samples.values() if one.id not in accounts.doubtful], store, found)
     return len(found)
 
 
@@ -266,9 +270,9 @@ def _is_whole(sample: StoredSample, account: Account) -> None:
         assert (min(versions), max(versions)) == (meta.oldest, meta.newest), f"t{meta.id} has other versions than told"
 
 
-def _prefixes_are_kept(state: State, store: int, found: Mapping[int, StoredSample]) -> None:
+def _prefixes_are_kept(samples: Sequence[Sample], store: int, found: Mapping[int, StoredSample]) -> None:
     """What is not finished yet goes on from at least what was reported of it."""
-    for one in state.ledger.samples.values():
+    for one in samples:
         if one.store == store and one.oldest != NONE and one.state != "failed":
             there = _count(found[one.id]) if one.id in found else 0
             assert there >= one.tokens, f"t{one.id} has {there} tokens of the {one.tokens} that were reported"

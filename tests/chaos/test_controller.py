@@ -7,12 +7,13 @@ import random
 import signal
 import sqlite3
 import time
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
 
 from runs import EMULATED, Run, nothing_is_left, replayed
+from tailrace.samples.file import SampleReader, sample_file
 from tailrace.store.journal import Journal
 
 SYNC = ("--schedule.kind", "sync", "--run.archive", "true")
@@ -20,25 +21,23 @@ LONG = ("--workload.lengths.median", "80", "--costs.decode_step", "0.003")  # so
 
 
 def query(run: Run, statement: str) -> list[tuple]:
+    """Of both files as one."""
     with closing(sqlite3.connect(f"file:{run.folder / 'run.db'}?mode=ro", uri=True)) as database:
+        database.execute("ATTACH ? AS store", (f"file:{run.folder / 'samples-0.db'}?mode=ro",))
         return database.execute(statement).fetchall()
 
 
 def running(run: Run) -> dict[int, int]:
-    """The assignments of which the vault has some tokens already."""
-    return dict(
-        query(
-            run,
-            "SELECT DISTINCT id, attempt FROM trajectories JOIN segments ON trajectory_id = id AND state = 'running'",
-        )
-    )
+    """The assignments of which the store has some tokens already."""
+    begun = "id IN (SELECT trajectory_id FROM store.segments)"
+    return dict(query(run, f"SELECT id, attempt FROM main.trajectories WHERE state = 'running' AND {begun}"))
 
 
 def tokens(run: Run) -> dict[int, bytes]:
-    pieces: dict[int, bytes] = {}
-    for id, blob in query(run, "SELECT trajectory_id, tokens FROM segments ORDER BY piece"):
-        pieces[id] = pieces.get(id, b"") + blob
-    return pieces
+    """Of every sample that was trained."""
+    ids = [id for (id,) in query(run, "SELECT id FROM main.trajectories WHERE step IS NOT NULL")]
+    with closing(SampleReader(sample_file(run.folder, 0))) as reader:
+        return {one.id: b"".join([piece.tokens for piece in one.pieces]) for one in reader.read(ids)}
 
 
 def joined(run: Run) -> int:
@@ -82,7 +81,7 @@ def test_killed_again_and_again_it_makes_the_same_run(tmp_path):
         times.append(kill_controller(disturbed))
         assert disturbed.components() == parts, "the same processes"
         for id, attempt in at_death.items():
-            (now,) = query(disturbed, f"SELECT attempt FROM trajectories WHERE id = {id}")
+            (now,) = query(disturbed, f"SELECT attempt FROM main.trajectories WHERE id = {id}")
             assert now[0] == attempt, f"t{id} was given out again"
         kept += len(at_death)
     ended_well(disturbed)
@@ -93,7 +92,7 @@ def test_killed_again_and_again_it_makes_the_same_run(tmp_path):
     assert disturbed.events("%Lost") == 0
     assert disturbed.trained_prompts() == undisturbed.trained_prompts()
     assert tokens(disturbed) == tokens(undisturbed)
-    rewards = "SELECT id, finish, reward, step FROM trajectories WHERE step IS NOT NULL ORDER BY id"
+    rewards = "SELECT id, finish, reward, step FROM main.trajectories WHERE step IS NOT NULL ORDER BY id"
     assert query(disturbed, rewards) == query(undisturbed, rewards)
     measured = "SELECT step, count(*) FROM metrics WHERE name = 'reward' GROUP BY step ORDER BY step"
     assert query(disturbed, measured) == query(undisturbed, measured)
@@ -162,7 +161,8 @@ def test_asked_to_stop_and_then_killed_it_stays_down(tmp_path):
     run.until(lambda: "replica0" not in run.components(), "the replicas to leave")
     os.kill(controller, signal.SIGKILL)
     status, _, err = run.wait()
-    os.kill(parts["trainer0"], signal.SIGCONT)
+    with suppress(ProcessLookupError):
+        os.kill(parts["trainer0"], signal.SIGCONT)
     assert (status, "--resume goes on" in err) == (130, True)
 
 

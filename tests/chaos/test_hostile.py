@@ -82,7 +82,7 @@ def config() -> Config:
 
 @pytest.fixture
 def run(tmp_path: Path, config: Config) -> Path:
-    """A run that was interrupted, with tokens that somebody may want to go on from."""
+    """A run that was interrupted, with samples that the trainer may be told of."""
     with RunStore.create(tmp_path / "run", config) as store:
         for trajectory in range(40):
             store.trajectories.assign([Request(trajectory, 1, 0, 0, 3)])
@@ -116,8 +116,7 @@ def test_a_flipped_bit_is_found_or_changes_nothing(run: Path, config: Config) ->
         except JournalError:
             refused += 1
             continue
-        assert after[1] == before[1]
-        assert [one.segments for one in after[2]] == [one.segments for one in before[2]]  # type: ignore[attr-defined]
+        assert after[1:] == before[1:]
         assert after[0] == before[0] or after[0][0] is None or after[0][0].seq == 20  # type: ignore[attr-defined]
     assert refused > 50, "most of the file is data"
 
@@ -136,15 +135,7 @@ def test_a_damaged_snapshot_is_passed_over(run: Path) -> None:
         ("UPDATE journal SET now = now + 1 WHERE seq = 8", "event 8 is missing or not as it was"),
         ("UPDATE journal SET event = '{' WHERE seq = 8", "event 8 is missing or not as it was"),
         ("DELETE FROM journal WHERE seq = 8", "event 8 is missing or not as it was"),
-        (
-            "UPDATE segments SET tokens = zeroblob(256) WHERE trajectory_id = 7",
-            "what t7 holds is not as it was written",
-        ),
-        ("UPDATE segments SET logprobs = zeroblob(256) WHERE trajectory_id = 7", "what t7 holds is not as it was"),
-        ("UPDATE segments SET trajectory_id = 8 WHERE trajectory_id = 7", "what t8 holds is not as it was written"),
         ("UPDATE trajectories SET reward = 0.5 WHERE id = 7", "how t7 ended is not as it was written"),
-        ("UPDATE prompts SET columns = '{}'", "p0 is not as it was written"),
-        ("DELETE FROM prompts", "p0.* is missing"),
         ("DELETE FROM trajectories WHERE id = 7", "t7 is missing"),
         ("CREATE VIEW more AS SELECT * FROM journal", "'more' in it is more than a table"),
         ("CREATE TRIGGER t AFTER INSERT ON journal BEGIN DELETE FROM journal; END", "'t' in it is more than a table"),

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import signal
 
-from fleet import FLEET, controller_recovery, in_full_swing, master_recovery, replica_recovery, taped, trainer_recovery
+from fleet import (
+    FLEET,
+    controller_recovery,
+    in_full_swing,
+    master_recovery,
+    replica_recovery,
+    store_recovery,
+    taped,
+    trainer_recovery,
+)
 from proof import prove
 from victim import victim
 
@@ -20,6 +29,7 @@ def test_others_go_on_with_the_work_of_the_dead_and_nobody_waits_for_them(tmp_pa
                 replica_recovery(run, tape, 1, signal.SIGSTOP),
                 master_recovery(run, tape, signal.SIGKILL),
                 trainer_recovery(run, tape, signal.SIGKILL),
+                store_recovery(run, tape, signal.SIGKILL),
             ]
         table.append(controller_recovery(run))
         print(*table, sep="\n")

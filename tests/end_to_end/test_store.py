@@ -7,33 +7,40 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from sample_stores import PROMPT, grant, ids_in, piece, tokens_of
 from tailrace.config import load
 from tailrace.protocol import Finished, RelayJoined
+from tailrace.samples.file import SampleFile, SampleReader, sample_file
 from tailrace.store.journal import Journal, JournalError
 from tailrace.store.run import RunStore
-from tailrace.types import Segment
 
 WRITER = """
 import sys
 from pathlib import Path
+sys.path.append(sys.argv[2])
+from sample_stores import PROMPT, grant, piece
 from tailrace.config import load
-from tailrace.protocol import Finished, TrajectoryMeta
+from tailrace.protocol import Finished, Request, TrajectoryMeta
+from tailrace.samples.file import SampleFile, sample_file
 from tailrace.store.run import RunStore
-from tailrace.types import Row, Segment, id_bytes
 
 folder = Path(sys.argv[1])
 fresh = not folder.exists()
 store = RunStore.create(folder, load([], ["--model.preset", "qwen2.5-7b"])) if fresh else RunStore.reopen(folder)
-store.vault.add_prompts([Row(0, id_bytes((1, 2)), "p", {})])
+samples = SampleFile.at(sample_file(folder, 0))
+samples.add_prompts([PROMPT])
 for id in range(store.last_seq, 20_000):
-    store.vault.assign(id, 1, id, 0, False)
-    store.vault.append(id, 1, [Segment.of(0, (id,) * 50, (-0.5,) * 50)])
-    store.vault.finish(id, 1, "stop", 1.0)
-    seq = store.record(float(id), Finished(0, TrajectoryMeta(id, 1, 50, 0, 0, "stop", 1.0)), [])
+    samples.assign([grant(id)])
+    samples.append(0, id, 1, 0, piece(id, 0, 50))
+    samples.commit()
+    store.trajectories.assign([Request(id, 1, id // 4, PROMPT.id, 3)])
+    store.trajectories.finish(TrajectoryMeta(id, 1, 50, 1, 1, "stop", 1.0))
+    seq = store.record(float(id), Finished(0, TrajectoryMeta(id, 1, 50, 1, 1, "stop", 1.0)), [])
     store.commit()
     print(seq, flush=True)
 """
@@ -41,7 +48,7 @@ for id in range(store.last_seq, 20_000):
 
 def write_and_kill(folder: Path, after: int) -> int:
     """Let a process write until it has reported so many commits, then kill it; the last that it reported."""
-    words = [sys.executable, "-c", WRITER, str(folder)]
+    words = [sys.executable, "-c", WRITER, str(folder), str(Path(__file__).parents[1])]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         seen = [line for _, line in zip(range(after), process.stdout, strict=False)]
@@ -59,8 +66,9 @@ def test_a_killed_writer_loses_only_what_it_had_not_committed(tmp_path: Path) ->
         assert len(ids) >= reported
         with RunStore.reopen(folder) as store:
             assert store.last_seq == len(ids)
-            payloads = [one.segments[1] for one in store.vault.read(ids)]
-            assert payloads == [Segment.of(0, (id,) * 50, (-0.5,) * 50) for id in ids]
+            assert store.trajectories.rewards(ids) == dict.fromkeys(ids, 1.0)
+        with closing(SampleReader(sample_file(folder, 0))) as reader:
+            assert [ids_in(one) for one in reader.read(ids)] == [tokens_of(id, 0, 50).tolist() for id in ids]
 
 
 @pytest.fixture
@@ -88,3 +96,33 @@ def test_a_full_disk_leaves_what_was_committed(tiny_disk: Path) -> None:
         committed = store.last_seq - 1
     assert committed > 10
     assert len(list(Journal(folder).entries())) == committed
+
+
+def test_a_full_disk_leaves_the_samples_that_were_committed_and_the_store_goes_on_when_there_is_room(
+    tiny_disk: Path,
+) -> None:
+    file = SampleFile.create(sample_file(tiny_disk, 0))
+    file.add_prompts([PROMPT])
+    file.assign([grant(0)])
+    with pytest.raises(JournalError, match="the disk is full; what was committed before is kept"):
+        grow_without_end(file)
+    committed = file.heads[0].tokens
+    file.close()
+    assert committed > 1000
+    remount(tiny_disk, "2m")
+    with closing(SampleFile.open(sample_file(tiny_disk, 0))) as file:
+        file.append(0, 0, 1, committed, piece(0, committed, committed + 5))
+        file.commit()
+    with closing(SampleReader(sample_file(tiny_disk, 0))) as reader:
+        assert ids_in(*reader.read([0])) == tokens_of(0, 0, committed + 5).tolist()
+
+
+def grow_without_end(file: SampleFile) -> None:
+    while True:
+        start = file.heads[0].tokens if file.heads else 0
+        file.append(0, 0, 1, start, piece(0, start, start + 500))
+        file.commit()
+
+
+def remount(disk: Path, size: str) -> None:
+    subprocess.run(["mount", "-o", f"remount,size={size}", str(disk)], check=True, timeout=20)

@@ -159,7 +159,7 @@ def test_when_a_replica_is_lost_another_one_asks_its_own_judge():
     for request in list(drive.running(1)):
         drive.finish(request)
     later = {one.trajectory: one for one in given(drive.sent) if one.attempt == 2}
-    assert all(later[one.trajectory].resume for one in first), "from the prefix in the vault"
+    assert all(later[one.trajectory].resume for one in first), "from the prefix in the store"
 
 
 def test_a_release_leaves_what_is_complete_with_its_judge():

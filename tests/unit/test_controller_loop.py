@@ -16,6 +16,7 @@ from tailrace.config import Config, load
 from tailrace.protocol import ReplicaLost, Stop, TimerFired
 from tailrace.runtime.controller import INTERRUPTED, RunError
 from tailrace.runtime.local import Process
+from tailrace.wire.messages import Ended
 
 DEADLINE_S = 20.0
 QUIET = (  # nothing happens by itself
@@ -171,6 +172,26 @@ def test_a_part_that_can_never_be_started_again_is_lost_with_the_reason(tmp_path
         assert played.goes_on
 
     play(tmp_path / "run", scene)
+
+
+def test_stores_leave_last_when_those_who_write_to_them_are_gone(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr("tailrace.runtime.local.TERM_S", 0.01)
+    told: list[tuple[str, set[str]]] = []
+
+    async def scene(played: Played) -> None:
+        async def send(name: str, message: Any) -> None:
+            if isinstance(message, Ended):
+                there = played.processes("store", "relay", "trainer", "replica")
+                told.append((name, {one.spec.name for one in there if not one.children[0].ended.is_set()}))
+
+        server: Any = played.controller.server
+        server.send = send
+        await played.controller.components.end(complete=False, patience_s=0.01)
+
+    play(tmp_path / "run", scene)
+    *others, (store, left) = told
+    assert (store, left) == ("store-0/1", {"store-0/1"})
+    assert {name.partition("-")[0] for name, _ in others} == {"relay", "trainer", "replica"}
 
 
 def test_parts_json_is_written_when_there_is_a_descriptor_for_it(tmp_path, monkeypatch):

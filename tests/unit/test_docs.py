@@ -1,5 +1,5 @@
 """What the docs say is so: every code name in the design and the walkthrough exists, every answer in SQL is
-right, and so is the table of faults."""
+right, tables are as described, and so is the table of faults."""
 
 import ast
 import re
@@ -13,10 +13,14 @@ from typing import Any, get_args
 
 import pytest
 
+from sample_stores import PROMPT, grant, piece
 from tailrace.cli import main
+from tailrace.config import load
 from tailrace.config.tree import Config
-from tailrace.protocol import Role
+from tailrace.protocol import Request, Role
 from tailrace.runtime.component import ROLES
+from tailrace.samples.file import SampleFile, sample_file
+from tailrace.store.run import RunStore
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "tailrace"
@@ -128,6 +132,43 @@ def test_the_answers_in_sql_are_those_of_the_recorded_run(tmp_path: Path) -> Non
         for query, answer in questions:
             lines = [line.split() for line in answer.splitlines() if not line.startswith("--")]
             assert lines == answered(slow if "ScoringStarted" in query else run, query), query
+
+
+def a_real_run(folder: Path) -> sqlite3.Connection:
+    """With the tables of one, and two samples."""
+    with RunStore.create(folder, load([], ["--model.preset", "qwen2.5-7b"])) as store:
+        store.trajectories.assign([Request(id, 1, 4, PROMPT.id, 3) for id in (16, 17)])
+    with closing(SampleFile.create(sample_file(folder, 0), {"run": "x"})) as file:
+        file.add_prompts([PROMPT])
+        file.assign([grant(16), grant(17)])
+        file.append(0, 17, 1, 0, piece(17, 0, 3))
+        file.commit()
+    return sqlite3.connect(folder / "run.db")
+
+
+def columns(database: sqlite3.Connection, table: str) -> list[str]:
+    return [name for (name,) in database.execute("SELECT name FROM pragma_table_info(?)", (table,))]
+
+
+def test_the_tables_of_a_real_run_are_those_in_the_docs(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    text = (ROOT / "docs/journal.md").read_text()
+    monkeypatch.chdir(tmp_path)
+    with closing(a_real_run(Path("runs/demo"))) as run, closing(sqlite3.connect("runs/demo/samples-0.db")) as samples:
+        for section in ("run.db", "What a real run adds", "samples-0.db"):
+            told = text.partition(f"\n## {section}\n")[2].partition("\n## ")[0]
+            tables = re.findall(r"CREATE TABLE (\w+) +\((.*?)\);", told, re.S)
+            assert len(tables) >= 2
+            for table, content in tables:
+                names = [column.split()[0] for column in content.split(",")]
+                assert names == columns(samples if section == "samples-0.db" else run, table), table
+        section = text.partition("## Questions in SQL to a real run\n")[2].partition("\n## ")[0]
+        for query, answer in QUESTION.findall(section):
+            *attach, question = query.strip().removesuffix(";").split(";")
+            run.executescript(";".join(attach))
+            assert answered(run, question)[0] == answer.split("\n", 1)[0].split()
+    for program in re.findall(r"```python\n(.*?)```", text, re.S):
+        exec(program, {})
+    assert len(re.findall(r"\[119,? 150,? 181\]", capsys.readouterr().out)) == 2
 
 
 def test_the_table_of_faults_is_what_simulate_prints(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:

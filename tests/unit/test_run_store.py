@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import sqlite3
 import threading
 import time
@@ -265,3 +266,17 @@ def test_a_full_disk_is_one_sentence_and_loses_nothing_committed(folder: Path, c
     with RunStore.reopen(folder) as again:  # there is room now
         record(again, 100)
     assert len(list(Journal(folder).entries())) == committed + 100
+
+
+def test_a_disk_that_refuses_to_write_is_one_sentence_and_loses_nothing_committed(folder: Path, config: Config) -> None:
+    store, (limit, most) = RunStore.create(folder, config), resource.getrlimit(resource.RLIMIT_FSIZE)
+    record(store, 10)
+    store.commit()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, most))
+    try:
+        with pytest.raises(JournalError, match=r"disk I/O error \(a broken disk, or a quota\?\); what was committed"):
+            record_without_end(store)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, most))
+    store.close(complete=True)
+    assert len(list(Journal(folder).entries())) == 10

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sqlite3
 from pathlib import Path
 
@@ -138,7 +139,17 @@ def test_a_reopened_file_goes_on_where_its_commits_ended(path: Path, clean: bool
     assert ids(path, 8, again) == tokens_of(8, 0, 300).tolist()
     again.close()
     assert ids(path, 7) == tokens_of(7, 0, 305).tolist()  # by somebody who reads a finished run
+    assert ids(path, 8) == tokens_of(8, 0, 300).tolist()  # which has not grown since
     assert not path.with_name(f"{path.name}-wal").exists()
+
+
+def test_what_was_not_committed_takes_nothing_along(path: Path) -> None:
+    file = begun(path, 7)
+    add(file, 7, 0, 10)
+    file.commit()
+    file.assign([grant(7, attempt=2, resume=True)])
+    file.close()
+    assert ids(path, 7) == tokens_of(7, 0, 10).tolist()
 
 
 @pytest.mark.parametrize("archive", [True, False])
@@ -194,8 +205,13 @@ DAMAGE = {
     "a log-prob": "UPDATE segments SET logprobs = zeroblob(length(logprobs)) WHERE number = 2",
     "a version": "UPDATE segments SET version = 5 WHERE number = 2",
     "a lost row": "DELETE FROM segments WHERE number = 2",
+    "a value of another type": "UPDATE segments SET version = 'one' WHERE number = 2",
+    "tokens that are none": "UPDATE segments SET tokens = 5 WHERE number = 2",
+    "a chain that leads back to itself": "UPDATE segments SET previous = 3 WHERE number = 2",
     "a row of another sample": "UPDATE segments SET trajectory_id = 8 WHERE number = 2",
     "a prompt": "UPDATE prompts SET tokens = zeroblob(12)",
+    "a head without its payload": "UPDATE trajectories SET payload = x'00' WHERE id = 7",
+    "which segments are noted": "UPDATE meta SET value = 'none' WHERE key = 'heads'",
     "a head": "UPDATE trajectories SET tokens = tokens - 10 WHERE id = 7",
 }
 
@@ -217,6 +233,13 @@ def test_damage_is_refused(path: Path, statement: str) -> None:
 def test_a_file_of_something_else_is_refused(path: Path) -> None:
     path.write_text("not a database, but long enough to be read as one" * 10)
     with pytest.raises(JournalError, match="it is not a SQLite file"):
+        SampleFile.open(path)
+
+
+def test_half_a_file_is_refused(path: Path) -> None:
+    begun(path, 7).close()
+    os.truncate(path, path.stat().st_size // 2)
+    with pytest.raises(JournalError, match="is cut in the middle"):
         SampleFile.open(path)
 
 

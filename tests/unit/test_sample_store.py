@@ -337,6 +337,13 @@ def test_who_sends_what_is_not_its_own_to_send_is_cut_off_and_named(tmp_path: Pa
             stored(replica, 1)
 
 
+def test_a_prompt_that_never_was_is_refused_and_ends_nothing(tmp_path: Path) -> None:
+    with store(tmp_path) as running, client(running.port, "store-1/1") as other:
+        with pytest.raises(SampleStoreError, match="p99 is missing"):
+            other.rows([PROMPT.id, 99])
+        assert other.rows([PROMPT.id]) == [PROMPT]
+
+
 def test_a_stranger_is_not_let_in(tmp_path: Path) -> None:
     with store(tmp_path) as running, pytest.raises(StrangerError):
         Connection(f"tcp://127.0.0.1:{running.port}", "replica-0/1", sample_key(KEY, "replica-1/1"))

@@ -117,7 +117,7 @@ def test_a_trajectory_that_had_an_eventful_life() -> None:
         "failed in attempt 2: the tool hung",
         "tried again on r1 (attempt 3, version 0)",
         "r1 lost: its process ended",
-        "moved from r1, which lost it, to r0 (attempt 4, version 0); resumes from its prefix in the vault",
+        "moved from r1, which lost it, to r0 (attempt 4, version 0); resumes from its prefix in the sample store",
     ]
 
 

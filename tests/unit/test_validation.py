@@ -301,6 +301,21 @@ def test_a_part_of_another_machine_cannot_end_the_run_by_giving_up(tmp_path: Pat
     play(tmp_path / "run", scene)
 
 
+def test_a_store_of_another_machine_is_not_believed_about_those_of_this_one(tmp_path: Path) -> None:
+    async def scene(played: Played) -> None:
+        await played.welcome(store=True)
+        guest, neighbour = played.process("store", 2), played.process("replica", 2)
+        played.say(guest.spec.name, Accused(neighbour.spec.name, "tokens of t0, which it was not given"))
+        await played.turn()
+        assert (neighbour.refused, guest.refused) == (True, False)
+        played.say(guest.spec.name, Accused(played.process("trainer", 0).spec.name, "nonsense"))
+        await played.turn()
+        assert (played.process("trainer", 0).refused, guest.refused) == (False, True)
+        assert "what cannot be true of the trainer: that it sent nonsense" in played.notes
+
+    play(tmp_path / "run", scene)
+
+
 def test_for_every_event_it_is_said_who_may_report_it(tmp_path: Path) -> None:
     """A new one has to be entered in the table, or parts that report it are dropped."""
     noticed_here = {

@@ -1,6 +1,6 @@
 """An engine without a model: it takes the time that `[costs]` says and ends sequences where the law of lengths says.
 
-For fleets larger than this machine: everything around it is real (processes, wire, relays, vault), and a replica costs
+For fleets larger than this machine: everything around it is real (processes, wire, relays, stores), and a replica costs
 next to no processor time because it sleeps. The promises: a trajectory has the same tokens and the same length wherever
 and how often it is moved, and over a busy stretch the engine is as fast as the model, however long Python takes between
 the calls. Sequences that do not fit wait, the youngest goes back when the KV pool is full, and the samples of a group

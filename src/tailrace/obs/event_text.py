@@ -386,7 +386,7 @@ def _ignored(id: TrajectoryId, attempt: int, replica: ReplicaId, what: str) -> S
 
 
 def _from_prefix(request: Request) -> str:
-    return "resumes from its prefix in the vault" if request.resume else "restarts from its prompt"
+    return "resumes from its prefix in the sample store" if request.resume else "restarts from its prompt"
 
 
 def _is_trained(members: Sequence[SampleRecord]) -> bool:

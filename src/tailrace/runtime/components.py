@@ -531,13 +531,23 @@ class Components:
             process.kill()
 
     async def end(self, complete: bool, patience_s: float) -> None:
-        """Everybody is told, and waited for."""
-        for process in self._local.processes.values():
-            if process.joined:
-                await self.server.send(process.spec.name, Ended(complete))
-            else:
-                process.kill()
+        """Everybody is told, and waited for; stores last, because the others hand in there what they still have."""
+        self._local.dismiss()
+        processes = self._local.processes.values()
+        others = [process for process in processes if process.spec.role != "store"]
+        for process in others:
+            await self._tell_ended(process, complete)
         for host in self._hosts.present.values():
             await self.server.send(host.name, Ended(complete))
             host.leave("the run has ended")  # it ends what is there
+        await self._local.gone(others, patience_s)
+        for process in processes:
+            if process not in others:
+                await self._tell_ended(process, complete)
         await self._local.end(patience_s)
+
+    async def _tell_ended(self, process: Process, complete: bool) -> None:
+        if process.joined:
+            await self.server.send(process.spec.name, Ended(complete))
+        else:
+            process.kill()

@@ -408,13 +408,25 @@ class Controller:
                 if isinstance(event, ReplicaJoined | RelayJoined | StoreJoined | TrainerJoined):
                     process.joined, process.incarnation = True, max(process.incarnation, event.incarnation)
             case Accused(component, reason):
-                accused = self.components.named(component)
-                if accused is not None:
-                    self.components.refuse(accused, reason)
+                self._accuse(process, component, reason)
             case Measured(step, values):
                 self._measure(step, process.label, values)
             case Collapsed(reason, expected):
                 self.components.collapsed(process, reason[:LONGEST_REASON], expected)
+
+    def _accuse(self, store: Process, component: str, reason: str) -> None:
+        """A store elsewhere may lie as well as anybody there: of what runs on this machine it is not believed."""
+        accused = self.components.named(component)
+        if accused is None:
+            return
+        believed = self._is_ours(store) or not self._is_ours(accused)
+        if believed:
+            self.components.refuse(accused, reason)
+        else:
+            self.components.refuse(store, f"what cannot be true of {accused.title}: that it sent {reason}")
+
+    def _is_ours(self, process: Process) -> bool:
+        return self.components.is_ours(process.spec.role, process.spec.id)
 
     def _measure(self, step: int, source: str, values: Mapping[str, float]) -> None:
         self.store.metrics.measure(self.now, step, source, values)

@@ -15,7 +15,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
@@ -232,11 +232,19 @@ class LocalProcesses:
 
     async def end(self, patience_s: float) -> None:
         """Wait for everybody to leave, then make them."""
+        self.dismiss()
+        await self.gone(self.processes.values(), patience_s)
+        (self._folder.now / FILE).unlink(missing_ok=True)
+
+    def dismiss(self) -> None:
+        """Nobody who leaves from now on is missed."""
         for process in self.processes.values():
             process.dismissed = True
-        children = [child for process in self.processes.values() for child in process.children]
-        for child in children:
-            child.send(signal.SIGCONT)  # whoever was stopped shall hear that it is over
+            for child in process.children:
+                child.send(signal.SIGCONT)  # whoever was stopped shall hear that it is over
+
+    async def gone(self, processes: Iterable[Process], patience_s: float) -> None:
+        children = [child for process in processes for child in process.children]
         for wait_s, force in ((patience_s, signal.SIGTERM), (TERM_S, signal.SIGKILL), (TERM_S, signal.SIGKILL)):
             left = [child for child in children if not child.ended.is_set()]
             if not left:
@@ -244,7 +252,6 @@ class LocalProcesses:
             await asyncio.wait([asyncio.create_task(child.ended.wait()) for child in left], timeout=wait_s)
             for child in left:
                 child.send(force)
-        (self._folder.now / FILE).unlink(missing_ok=True)
 
 
 def read_records(folder: Path) -> ComponentRecords:

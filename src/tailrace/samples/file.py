@@ -25,10 +25,11 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from itertools import groupby
 from pathlib import Path
 from struct import Struct
+from struct import error as StructError  # noqa: N812
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -74,17 +75,24 @@ ADD_SEGMENT = "INSERT INTO segments VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
 PUT_HEAD = "INSERT OR REPLACE INTO trajectories VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
 ALL_HEADS = "SELECT * FROM trajectories WHERE payload = 'live' OR payload = 'deleting'"
 ONE_HEAD = "SELECT * FROM trajectories WHERE id = ?"
-ADDED_SINCE = "SELECT trajectory_id, number, start, version, length(tokens) FROM segments WHERE number > ?"
+ADDED_SINCE = "SELECT trajectory_id, number, start, version, coalesce(length(tokens), 0) FROM segments WHERE number > ?"
+NOTED = "SELECT value FROM meta WHERE key = 'heads'"
 CHAIN = """
 WITH RECURSIVE chain (at) AS (
-    VALUES (?) UNION ALL SELECT previous FROM segments JOIN chain ON number = at WHERE previous > 0)
-"""
+    VALUES (?)
+    UNION ALL SELECT previous FROM segments JOIN chain ON number = at WHERE previous BETWEEN 1 AND number - 1)
+"""  # it ends, whatever a damaged row says
 READ_CHAIN = f"""{CHAIN}
 SELECT number, trajectory_id, start, version, previous, tokens, logprobs, crc FROM chain JOIN segments ON number = at
 """
 SEGMENT = Struct("<qqqqq")  # for its checksum: number, trajectory, start, version and previous
 HEAD = Struct("<qqqqqqqqq")  # for its checksum: trajectory and `SampleHead`
 AMONG = "IN (SELECT value FROM json_each(?))"  # any number of ids as one value
+WRONG_TYPES = (StructError, AttributeError, TypeError)  # what a checksum of other values than were written may raise
+
+
+class PromptGoneError(JournalError):
+    """A prompt is asked for that is not here."""
 
 
 class SampleGoneError(JournalError):
@@ -163,10 +171,10 @@ class SampleFile:
         self.prompts: set[PromptId] = {id for (id,) in database.execute("SELECT id FROM prompts")}
         self.heads: Heads = {}
         self._deleting: deque[tuple[TrajectoryId, SampleHead]] = deque()
+        self._unnoted: set[TrajectoryId] = set()  # whose row in `trajectories` is older than its head
         self._number = self._load()
         self._growing: dict[TrajectoryId, UncommittedGrowth] = {}
         self._changed: dict[TrajectoryId, SampleHead | None] = {}  # since the last commit; None: forgotten
-        self._unnoted: set[TrajectoryId] = set()  # whose row in `trajectories` is older than its head
         self._bytes_unnoted = self._bytes_unmerged = 0
 
     @classmethod
@@ -177,7 +185,12 @@ class SampleFile:
     @classmethod
     def open(cls, path: Path, run: str = "") -> SampleFile:
         refuse_foreign(path, run)
-        return cls(Database.reopen(path, check=False))
+        database = Database.reopen(path, check=False)
+        try:
+            return cls(database)
+        except JournalError:
+            database.close()
+            raise
 
     @classmethod
     def at(cls, path: Path, run: str = "") -> SampleFile:
@@ -193,10 +206,11 @@ class SampleFile:
                 self.heads[id] = head
             else:
                 self._deleting.append((id, head))
-        noted = int(execute("SELECT value FROM meta WHERE key = 'heads'")[0][0])
+        noted = _noted(self.path, execute(NOTED))
         for id, number, *segment in execute(ADDED_SINCE, (noted,)):
             if id in self.heads and number > self.heads[id].last:
                 self.heads[id] = _extended(self.path, id, self.heads[id], number, *segment)
+                self._unnoted.add(id)
         newest = execute("SELECT coalesce(max(number), 0) FROM segments")[0][0]
         return max([newest, noted, *[head.last for head in self.heads.values()]])
 
@@ -379,16 +393,11 @@ class SampleFile:
     def close(self) -> None:
         """What is not committed is lost, as if the process had been killed."""
         try:
-            if not self._database.broken:
-                self._drop_uncommitted()
+            if not (self._database.broken or self._changed or self._growing):
+                self._note_heads()
+                self._database.commit()
         finally:
             self._database.close()
-
-    def _drop_uncommitted(self) -> None:
-        self._database.rollback()
-        self._changed, self._growing = {}, {}
-        self._note_heads()
-        self._database.commit()
 
 
 # --------------------------------------------------------------------------------------------------------- reading
@@ -414,7 +423,7 @@ class SampleReader:
         query = "SELECT id, tokens, prompt, columns, crc FROM prompts WHERE id = ?"
         found = self._query(query, (prompt,))
         if not found:
-            raise _damaged(self._path, f"p{prompt} is missing")
+            raise PromptGoneError(str(_damaged(self._path, f"p{prompt} is missing")))
         *values, crc = found[0]
         if _crc(*values) != crc:
             raise _damaged(self._path, f"p{prompt} is not as it was written")
@@ -463,8 +472,8 @@ class SampleReader:
         rows = self._query(READ_CHAIN, (head.last,)) if head.last else []
         start = head.tokens
         for row in rows:  # the newest first
-            start -= len(row[5]) // TOKEN_BYTES
-            if row[1] != trajectory or row[2] != start or _segment_crc(row) != row[7]:
+            start -= len(row[5]) // TOKEN_BYTES if isinstance(row[5], bytes) else 0
+            if (row[1], row[2]) != (trajectory, start) or not _is_as_written(row):
                 raise _damaged_sample(self._path, trajectory, f"what t{trajectory} holds is not as it was written")
         if start:
             self._known(trajectory)  # the writer may have deleted it in the meantime
@@ -477,7 +486,7 @@ class SampleReader:
         if not rows:
             return None
         head = _head(self._path, rows[0])
-        noted = int(self._query("SELECT value FROM meta WHERE key = 'heads'")[0][0])
+        noted = _noted(self._path, self._query(NOTED))
         for _, number, *segment in self._query(f"{ADDED_SINCE} AND trajectory_id = ?", (noted, trajectory)):
             if number > head.last:
                 head = _extended(self._path, trajectory, head, number, *segment)
@@ -515,9 +524,17 @@ def refuse_foreign(path: Path, run: str = "") -> None:
 def _head(path: Path, row: tuple[Any, ...]) -> SampleHead:
     trajectory, *values, payload, crc = row
     head = SampleHead(*values)
-    if _head_row(trajectory, head, payload)[-1] != crc:
-        raise _damaged(path, f"what is noted of t{trajectory} is not as it was written")
-    return head
+    with suppress(*WRONG_TYPES):
+        if _head_row(trajectory, head, payload)[-1] == crc:
+            return head
+    raise _damaged(path, f"what is noted of t{trajectory} is not as it was written")
+
+
+def _noted(path: Path, rows: list[Any]) -> int:
+    """The last segment that the heads have."""
+    with suppress(IndexError, TypeError, ValueError):
+        return int(rows[0][0])
+    raise _damaged(path, "it does not say which segments are noted")
 
 
 def _head_row(trajectory: TrajectoryId, head: SampleHead, payload: str) -> tuple[Any, ...]:
@@ -550,6 +567,12 @@ def _merged(rows: Iterable[tuple[Any, ...]]) -> Iterator[Piece]:
         same = list(run)
         tokens = same[0][5] if len(same) == 1 else b"".join([row[5] for row in same])
         yield Piece(version, tokens, None if version is None else b"".join([row[6] for row in same]))
+
+
+def _is_as_written(row: tuple[Any, ...]) -> bool:
+    with suppress(*WRONG_TYPES):
+        return _segment_crc(row) == row[7]
+    return False
 
 
 def _segment_crc(row: tuple[Any, ...]) -> int:

@@ -22,7 +22,7 @@ from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
 
-from tailrace.samples.file import SampleDamagedError, SampleFile, SampleGoneError, SampleReader
+from tailrace.samples.file import PromptGoneError, SampleDamagedError, SampleFile, SampleGoneError, SampleReader
 from tailrace.samples.messages import (
     LONGEST_FRAME,
     Append,
@@ -444,4 +444,7 @@ def _failure(request: int, error: SampleGoneError) -> Step:
 
 
 def _rows(request: int, ids: list[PromptId], reader: SampleReader) -> Step:
-    return Step(PromptRows(request, tuple([reader.row(id) for id in ids])))
+    try:
+        return Step(PromptRows(request, tuple([reader.row(id) for id in ids])))
+    except PromptGoneError as error:  # or a store of another machine asks for what never was
+        return Step(RequestFailed(request, str(error)))

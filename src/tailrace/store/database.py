@@ -1,9 +1,10 @@
 """The SQLite file of a run: how it is made, opened again and read, and what is said when that cannot be done.
 
-`Database` is the one connection through which a run is written: `journal`, `vault` and `metrics` write rows through it
-and `commit` makes them permanent together, so an event is never there without what it brought. The promise: what was
-committed survives a killed process and a full disk; whatever goes wrong is a `JournalError` with one sentence. Another
-program that has the file locked is waited for (`waiting`): here by standing still, or by a loop that asks `begin`.
+`Database` is the one connection through which a file is written: `journal`, `trajectories` and `metrics` write rows
+through it and `commit` makes them permanent together, so an event is never there without what it brought. The promise:
+what was committed survives a killed process and a full disk; whatever goes wrong is a `JournalError` with one sentence.
+Another program that has the file locked is waited for (`waiting`): here by standing still, or by a loop that asks
+`begin`.
 
 Whoever closes a run last, its writer or a reader, leaves one file.
 
@@ -196,9 +197,13 @@ def is_locked(error: Exception) -> bool:
 
 
 def _complaint(error: Exception) -> str:
-    if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL:
-        return "the disk is full; what was committed before is kept, so make room and go on from there"
-    return str(error)
+    match getattr(error, "sqlite_errorcode", 0) & 0xFF:
+        case sqlite3.SQLITE_FULL:
+            return "the disk is full; what was committed before is kept, so make room and go on from there"
+        case sqlite3.SQLITE_IOERR:
+            return f"{error} (a broken disk, or a quota?); what was committed before is kept, so go on once it can be"
+        case _:
+            return str(error)
 
 
 def as_stored(number: float) -> float:
@@ -304,7 +309,9 @@ def has_log(path: Path) -> bool:
 
 
 def _logs(path: Path) -> tuple[Path, Path]:
-    return path.with_name(f"{path.name}-wal"), path.with_name(f"{path.name}-shm")
+    """They lie beside the file itself, which may be elsewhere than its name."""
+    file = path.resolve()
+    return file.with_name(f"{file.name}-wal"), file.with_name(f"{file.name}-shm")
 
 
 def reason(error: Exception) -> str:

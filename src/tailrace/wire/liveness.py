@@ -141,9 +141,10 @@ class Liveness:
             record.frame_at = self._frames.read()
 
     def waits(self, name: str, waiting_for: str) -> None:
-        """What it says it waits for; empty: for nothing."""
-        if waiting_for:
-            self.waiting[name] = waiting_for
+        """What it says it waits for; empty: for nothing. It goes to the log and to the page."""
+        readable = "".join([letter for letter in waiting_for if letter.isprintable()])
+        if readable:
+            self.waiting[name] = readable
         else:
             self.waiting.pop(name, None)
 
@@ -203,9 +204,4 @@ class Liveness:
         if hmac.compare_digest(tag, _tag(key, body)):
             record.counter, record.incarnation = counter, incarnation
             record.beat_at = self._beats.read()
-            self.waits(name, _readable(body[BODY.size + length :]))
-
-
-def _readable(text: bytes) -> str:
-    """It goes to the log and to the page."""
-    return "".join([letter for letter in text.decode(errors="replace") if letter.isprintable()])
+            self.waits(name, body[BODY.size + length :].decode(errors="replace"))
