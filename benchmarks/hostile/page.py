@@ -21,9 +21,9 @@ import tailrace.page.http
 from hostile.inputs import Decode
 from tailrace.page.access import AccessControl, ListenAddress
 from tailrace.page.app import SECURITY_HEADERS, PageApp
-from tailrace.page.follow import PageData
+from tailrace.page.follow import PageContent
 from tailrace.page.http import MAX_BODY, MAX_HEAD, AsgiApplication, PageRequest, PageResponse
-from tailrace.page.server import Connection, PageListener, PageServer
+from tailrace.page.server import PageConnection, PageListener, PageServer
 
 TOKEN = "correct-horse-battery-staple"
 FIGURES = b'{"secret": "figures"}'
@@ -73,7 +73,7 @@ def _requests(token: bytes) -> Iterator[bytes]:
 
 def _decoder(seeds: list[bytes], address: ListenAddress, token: str | None, sees_figures: bool) -> Decode:
     ticks = count(step=3600.0)  # who guessed wrong may soon guess again
-    app = PageApp(AccessControl(address, token, clock=lambda: next(ticks)), lambda: PageData('"tag"', FIGURES))
+    app = PageApp(AccessControl(address, token, clock=lambda: next(ticks)), lambda: PageContent('"tag"', FIGURES))
     server = _Server(app)
 
     def decode(data: bytes) -> bool | None:
@@ -129,9 +129,9 @@ class _Server:
         writer.close()
         return found
 
-    def _connection(self) -> Connection:
+    def _connection(self) -> PageConnection:
         state = self._server.server_state
-        return Connection(self._listener, config=self._server.config, server_state=state, app_state={})
+        return PageConnection(self._listener, config=self._server.config, server_state=state, app_state={})
 
 
 def _pieces(data: bytes) -> list[bytes]:

@@ -113,7 +113,7 @@ def test_without_a_barrier_nothing_is_lost_or_doubled(tmp_path, kind):
     run.until(lambda: nothing_is_left(run), "its processes to be gone")
 
 
-def test_a_part_that_dies_with_the_controller_is_started_again(tmp_path):
+def test_a_component_that_dies_with_the_controller_is_started_again(tmp_path):
     run = Run(tmp_path, EMULATED, "--local.relays", "2", "--run.steps", "30").start()
     run.until(lambda: run.events("Trained") >= 2, "a step")
     before = run.components()

@@ -37,7 +37,7 @@ def test_a_machine_joins_works_leaves_and_another_one_stays_to_the_end(tmp_path)
         assert not (run.folder / "join.key").exists()
 
 
-def test_a_machine_that_dies_takes_its_parts_along_and_comes_back_as_a_new_one(tmp_path):
+def test_a_machine_that_dies_takes_its_components_along_and_comes_back_as_a_new_one(tmp_path):
     with a_run(tmp_path, "--run.steps", "1000") as (run, join):
         guest = join()
         at_work(run, 1)
@@ -62,7 +62,7 @@ def test_under_other_schedules_machines_come_and_go_too(tmp_path, kind):
         ends_well(run)
 
 
-def test_its_parts_are_started_again_like_any_other(tmp_path):
+def test_its_components_are_started_again_like_any_other(tmp_path):
     with a_run(tmp_path, "--run.steps", "1000") as (run, join):
         guest = join("--replicas", "2")
         at_work(run, 1, 2)

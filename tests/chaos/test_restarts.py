@@ -35,7 +35,7 @@ def kill_successors(run: Run, gone: dict[str, int]) -> dict[str, int]:
     return killed
 
 
-def test_parts_that_are_killed_while_they_restart_are_started_again(tmp_path):
+def test_components_that_are_killed_while_they_restart_are_started_again(tmp_path):
     run = Run(tmp_path, EMULATED, "--local.relays", "2", "--run.steps", "30").start()
     run.until(lambda: run.events("Trained") >= 2, "a step")
     killed = {name: id for name, id in run.components().items() if name in PARTS}

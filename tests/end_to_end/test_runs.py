@@ -92,11 +92,11 @@ def test_killed_and_interrupted_at_random_moments_it_trains_the_same_prompts_onc
     assert set(prompts.values()) == {1}
 
 
-@pytest.mark.parametrize(("part", "ranks"), [("replica0", "1"), ("relay0", "1"), ("trainer0", "2")])
-def test_the_death_of_a_part_does_not_stop_the_run(tmp_path, part, ranks):
+@pytest.mark.parametrize(("component", "ranks"), [("replica0", "1"), ("relay0", "1"), ("trainer0", "2")])
+def test_the_death_of_a_component_does_not_stop_the_run(tmp_path, component, ranks):
     run = Run(tmp_path, EMULATED, "--local.relays", "2", "--trainer.ranks", ranks, "--run.steps", "16").start()
     run.until(lambda: run.events("Trained") >= 4, "two steps")
-    os.kill(run.components()[part], signal.SIGKILL)
+    os.kill(run.components()[component], signal.SIGKILL)
     status, out, err = run.wait()
     assert status == 0, f"{out}\n{err}"
     tally = replayed(run).state.ledger.tally

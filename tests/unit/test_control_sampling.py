@@ -92,5 +92,5 @@ def test_under_wait_old_weights_start_only_what_comes_in_time():
     assert admits(settings(max_staleness=1, staleness_policy="wait"), Ledger(), 0, lag=1) == 2
 
 
-def test_parts_are_as_even_as_possible():
+def test_mini_batches_are_as_even_as_possible():
     assert mini_batch_sizes(10, 4) == [3, 3, 2, 2]

@@ -67,7 +67,7 @@ def test_a_checkpoint_that_overtakes_the_report_of_its_step_frees_nothing_too_ea
     assert (drive.plane.state.training.saved, drive.plane.state.training.durable) == (1, 0)
 
 
-def test_a_part_counts_once_and_only_from_the_living_trainer():
+def test_a_mini_batch_counts_once_and_only_from_the_living_trainer():
     drive = driven(trainer=Trainer(mini_batches=2))
     while not drive.orders(Train):
         drive.finish_all()

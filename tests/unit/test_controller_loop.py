@@ -141,7 +141,7 @@ def short_of(played: Played, times: int, number: int = errno.EMFILE) -> list[Pro
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN])
-def test_a_part_that_cannot_be_started_now_is_started_later(tmp_path, monkeypatch, number):
+def test_a_component_that_cannot_be_started_now_is_started_later(tmp_path, monkeypatch, number):
     monkeypatch.setattr("tailrace.runtime.components.SHORTAGE_S", 0.01)
 
     async def scene(played: Played) -> None:
@@ -158,7 +158,7 @@ def test_a_part_that_cannot_be_started_now_is_started_later(tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOENT])
-def test_a_part_that_can_never_be_started_again_is_lost_with_the_reason(tmp_path, monkeypatch, number):
+def test_a_component_that_can_never_be_started_again_is_lost_with_the_reason(tmp_path, monkeypatch, number):
     monkeypatch.setattr("tailrace.runtime.components.SHORTAGE_S", 0.01)
 
     async def scene(played: Played) -> None:
@@ -194,7 +194,7 @@ def test_stores_leave_last_when_those_who_write_to_them_are_gone(tmp_path: Path,
     assert {name.partition("-")[0] for name, _ in others} == {"relay", "trainer", "replica"}
 
 
-def test_parts_json_is_written_when_there_is_a_descriptor_for_it(tmp_path, monkeypatch):
+def test_components_json_is_written_when_there_is_a_descriptor_for_it(tmp_path, monkeypatch):
     monkeypatch.setattr("tailrace.runtime.local.SHORTAGE_S", 0.01)
     real, left = os.open, [3]
 

@@ -115,7 +115,7 @@ def test_thousands_of_strangers_leave_the_hub_its_descriptors_and_its_ears(tls: 
         client.close()
 
 
-def test_a_part_that_was_there_is_heard_all_the_while() -> None:
+def test_a_component_that_was_there_is_heard_all_the_while() -> None:
     with listening(tls=False) as (child, port):
         client = part(port)
         assert child.stdout is not None
@@ -175,7 +175,7 @@ def test_what_waits_to_be_handled_is_bounded_and_nothing_of_it_is_lost(monkeypat
     asyncio.run(scene())
 
 
-def test_who_has_the_token_cannot_keep_parts_out_by_calling_as_many_machines(monkeypatch) -> None:
+def test_who_has_the_token_cannot_keep_components_out_by_calling_as_many_machines(monkeypatch) -> None:
     monkeypatch.setattr("tailrace.wire.server.MACHINES", 3)
 
     async def scene() -> None:

@@ -241,7 +241,7 @@ def _short_of_memory(learner: Learner, most: int) -> list[int]:
     return passes
 
 
-def test_a_part_that_runs_out_of_memory_is_repeated_with_half_of_the_tokens(folder, caplog):
+def test_a_mini_batch_that_runs_out_of_memory_is_repeated_with_half_of_the_tokens(folder, caplog):
     short, roomy = (Learner(settings(folder, tokens_per_batch=400, kl=0.1, loss="ppo")) for _ in range(2))
     passes = _short_of_memory(short, most=60)
     mine, theirs = (learner.train_mini_batch(0, 0, *in_memory(GROUPS)) for learner in (short, roomy))

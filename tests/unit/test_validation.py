@@ -247,7 +247,7 @@ TRUTHS: dict[str, list[Any]] = {
 
 
 @pytest.mark.parametrize("role", TRUTHS)
-def test_what_honest_parts_say_is_heard(tmp_path: Path, role: str) -> None:
+def test_what_honest_components_say_is_heard(tmp_path: Path, role: str) -> None:
     async def scene(played: Played) -> None:
         for truth in TRUTHS[role]:
             speak(played, played.process(role, 0).spec.name, truth)
@@ -290,7 +290,7 @@ def test_failures_that_another_machine_reports_do_not_end_the_run(tmp_path: Path
     play(tmp_path / "run", scene, config("--groups.max_failures", "2"))
 
 
-def test_a_part_of_another_machine_cannot_end_the_run_by_giving_up(tmp_path: Path) -> None:
+def test_a_component_of_another_machine_cannot_end_the_run_by_giving_up(tmp_path: Path) -> None:
     async def scene(played: Played) -> None:
         await played.welcome()
         for role, id in (("replica", 2), ("relay", 2)):

@@ -89,7 +89,7 @@ def test_a_new_controller_hears_what_the_old_one_had_not_written_down_and_nothin
     asyncio.run(scene())
 
 
-def test_a_part_that_is_asked_who_it_is_becomes_a_new_incarnation_and_ignores_older_orders():
+def test_a_component_that_is_asked_who_it_is_becomes_a_new_incarnation_and_ignores_older_orders():
     async def scene() -> None:
         server = ControlServer(KEYS)
         client = beating(server)
@@ -127,7 +127,7 @@ def test_what_is_committed_is_not_kept():
     asyncio.run(scene())
 
 
-def test_a_part_that_has_much_to_say_at_once_does_not_wait_for_its_own_heartbeat_nor_that_for_it():
+def test_a_component_that_has_much_to_say_at_once_does_not_wait_for_its_own_heartbeat_nor_that_for_it():
     """More than the pipe that wakes the client's thread can hold; and that thread sends, too, with every heartbeat."""
     many = 3000
 
