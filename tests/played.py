@@ -38,8 +38,8 @@ from tailrace.runtime.controller import Controller
 from tailrace.runtime.local import Process
 from tailrace.store.run import RunStore
 from tailrace.types import Prompt
-from tailrace.wire.keys import Keyring
-from tailrace.wire.messages import UNNUMBERED, Beat, Hello, Offer, Ordered, Reported, Wanted
+from tailrace.wire.keys import Keyring, signed_receipt
+from tailrace.wire.messages import UNNUMBERED, Beat, Hello, Offer, Ordered, Receipt, Reported, Wanted
 from tailrace.wire.server import ReceivedMessage
 
 KEYS = Keyring(bytes(32), "ab" * 32)
@@ -217,8 +217,13 @@ class Played:
                 await self.join(process)
         await self.settle()
 
-    def report(self, name: str, event: Event) -> None:
-        self.say(name, Reported(event))  # type: ignore[arg-type]
+    def report(self, name: str, event: Event, *receipts: Receipt) -> None:
+        self.say(name, Reported(event, receipts))  # type: ignore[arg-type]
+
+    def receipt(self, meta: TrajectoryMeta, store: str = "store-0/1", **other: Any) -> Receipt:
+        """Of a store that has all that is said of a sample, or something else."""
+        values = {"tokens": meta.tokens, "oldest": meta.oldest, "newest": meta.newest} | other
+        return signed_receipt(store, KEYS.of(store), meta.id, meta.attempt, **values)
 
     def say(self, name: str, message: Any) -> None:
         """Through the server, as bytes. What need not arrive has no number."""
@@ -243,7 +248,7 @@ class Played:
     def finish(self, replica: int, trajectory: int, attempt: int, tokens: int) -> None:
         version = self.controller.state.fleet.replicas[replica].version
         meta = TrajectoryMeta(trajectory, attempt, tokens, version, version, "stop", 1.0)
-        self.report(self.process("replica", replica).spec.name, Finished(replica, meta))
+        self.report(self.process("replica", replica).spec.name, Finished(replica, meta), self.receipt(meta))
 
     # ------------------------------------------------------------------------------------------------------------- end
 

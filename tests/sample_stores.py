@@ -15,7 +15,7 @@ from tailrace.samples.file import SampleFile, sample_file
 from tailrace.samples.messages import CompletionLimits, Piece, StoredSample
 from tailrace.samples.server import SampleServer
 from tailrace.types import Row, id_bytes
-from tailrace.wire.keys import sample_key
+from tailrace.wire.keys import sample_key, signed_receipt
 from tailrace.wire.messages import Grant, StoreAddress
 from tailrace.wire.tls import Identity
 
@@ -64,7 +64,8 @@ class RunningStore:
     def _begin(self, folder: Path) -> None:
         self.folder, self.file = folder, SampleFile.at(sample_file(folder, 0))
         keys, answers = partial(sample_key, KEY), (self.accused.__setitem__, self.errors.append)
-        self.server = SampleServer(self.file, keys, *answers, LIMITS, self.identity, port=self.port)
+        sign = partial(signed_receipt, "store-0/1", KEY)
+        self.server = SampleServer(self.file, keys, sign, *answers, LIMITS, self.identity, port=self.port)
         self.server.start()
         self.port = int(self.server.address.partition("#")[0].rpartition(":")[2])
         self.server.add_prompts([PROMPT], lambda: None)

@@ -54,6 +54,7 @@ from tailrace.wire.messages import (
     Introduce,
     Measured,
     Offer,
+    Receipt,
     Reported,
     Wanted,
     WireError,
@@ -159,6 +160,7 @@ class Liar:
         return [
             *self._of_anybody(),
             Reported(Finished(id, foreign)),
+            Reported(Finished(id, foreign), (Receipt("store-0/1", some, 1, 3, 0, 0, bytes(32)),)),
             Reported(Finished(0, foreign)),
             Reported(SampleFailed(0, some, 1, "I say so")),
             Reported(Parked(id, spec.incarnation, (foreign,))),

@@ -20,7 +20,10 @@ import pytest
 from played import Played
 from tailrace.config import load
 from tailrace.config.tree import Config, Health
-from tailrace.protocol import Cancel, Event, Progressed
+from tailrace.obs.live import LiveRun
+from tailrace.protocol import Cancel, Event, Progressed, ReplicaJoined, RunStarted
+from tailrace.runtime import backpressure
+from tailrace.runtime.backpressure import Backpressure
 from tailrace.runtime.lag import KEPT, SAMPLE_S, LoopLag
 from tailrace.wire import liveness as module
 from tailrace.wire.client import ControlClient
@@ -309,27 +312,55 @@ def test_the_log_says_once_that_datagrams_do_not_get_through(tmp_path: Path) -> 
     asyncio.run(scene())
 
 
-def test_who_is_held_up_is_named_when_that_begins_and_when_it_ends(tmp_path: Path) -> None:
+def test_who_is_held_up_is_named_when_that_begins_and_when_it_ends(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(backpressure, "CALM_S", 1e-9)
+
     async def scene() -> None:
         async with playing(tmp_path / "run") as played:
             controller, name = played.controller, played.process("replica", 1).spec.name
             for waiting_for in ("store 0: 8.0 MB not yet stored", "store 0: 8.1 MB not yet stored"):
                 played.say(name, Beat(waiting_for))
                 controller._note_waiting()
-                assert controller.waiting == {"r1": waiting_for}
+                assert controller.backpressure.waiting == {"r1": waiting_for}
             played.say(name, Beat())
             controller._note_waiting()
-            assert controller.waiting == {}
+            assert controller.backpressure.waiting == {}
             await played.turn()
-            notes = [line.partition(": ")[2] for line in played.notes.splitlines() if " waits for" in line]
-            assert notes == [
-                "r1 waits for store 0: 8.0 MB not yet stored",
-                "r1 no longer waits for store 0: 8.1 MB not yet stored",
-            ]
-            rows = played.store._database.execute("SELECT source, value FROM metrics WHERE name = 'waiting'")
+            notes = [line.partition(": ")[2] for line in played.notes.splitlines() if " for store" in line]
+            assert notes == ["r1 waits for store 0: 8.0 MB not yet stored", "r1 no longer waits for store 0"]
+            rows = played.store._database.execute(
+                "SELECT source, value FROM metrics WHERE name = 'waiting_for/store 0'"
+            )
             assert list(rows) == [("r1", 1.0), ("r1", 0.0)]
 
     asyncio.run(scene())
+
+
+def test_many_who_wait_now_and_then_for_one_store_are_one_sentence() -> None:
+    pressure, slow = Backpressure(), {f"r{id}": "store 0: 0.3 MB not yet stored" for id in range(8)}
+    said = [str(one) for now in range(10) for one in pressure.look(now, {} if now % 2 or now > 4 else slow)]
+    assert said == [
+        "r0, r1, r2, r3, r4 and 3 more wait for store 0: 0.3 MB not yet stored",
+        "r0, r1, r2, r3, r4 and 3 more no longer wait for store 0",
+    ]
+    moved = [str(one) for one in pressure.look(20, {"r1": "store 0: a"}) + pressure.look(21, {"r1": "store 1: b"})]
+    assert moved == ["r1 waits for store 0: a", "r1 no longer waits for store 0", "r1 waits for store 1: b"]
+
+
+def test_people_see_who_waits_and_for_which_store() -> None:
+    live = LiveRun(Config())
+    live.see(0.0, RunStarted(2, 1), [])
+    for id in (0, 1):
+        live.see(1.0, ReplicaJoined(id, 1, 0, -1, 1000, 8), [])
+        live.measure(2.0, -1, f"r{id}", {"waiting_for/store 0": 1.0})
+    assert [one.state for one in live.view().replicas] == ["waits for store 0"] * 2
+    live.measure(3.0, -1, "r0", {"waiting_for/store 0": 0.0})
+    live.measure(3.0, -1, "r1", {"waiting_for/store 0": 0.0})
+    assert "waits for store 0" not in [one.state for one in live.view().replicas]
+    assert [one.text for one in live.notices if "store 0" in one.text] == [
+        "store 0 is slow: r0 waits for it, and others may",
+        "nobody waits for store 0 any more",
+    ]
 
 
 # ---------------------------------------------------------------------------------------------------------- the client

@@ -11,7 +11,17 @@ import pytest
 from sample_stores import PROMPT, grant, ids_in, piece, tokens_of
 from tailrace.samples import file as file_module
 from tailrace.samples.file import SampleFile, SampleGoneError, SampleReader, sample_file
-from tailrace.samples.messages import FENCED, GAP, STORED, UNKNOWN, SampleLength
+from tailrace.samples.messages import (
+    FENCED,
+    GAP,
+    STORED,
+    UNKNOWN,
+    Append,
+    Piece,
+    PieceColumns,
+    SampleLength,
+    column,
+)
 from tailrace.store.errors import JournalError
 from tailrace.types import Row, id_bytes
 
@@ -29,7 +39,14 @@ def begun(path: Path, *trajectories: int) -> SampleFile:
 
 
 def add(file: SampleFile, trajectory: int, start: int, end: int, attempt: int = 1, version: int | None = 1) -> int:
-    return file.append(0, trajectory, attempt, start, piece(trajectory, start, end, version))
+    return put(file, 0, trajectory, attempt, start, piece(trajectory, start, end, version))
+
+
+def put(file: SampleFile, replica: int, trajectory: int, attempt: int, start: int, one: Piece) -> int:
+    verdicts: dict[tuple[int, int], int] = {}
+    columns = column([trajectory]), column([attempt]), column([start]), column([0])
+    file.append(replica, Append(*columns, *PieceColumns.of([one])), verdicts)
+    return verdicts[trajectory, attempt]
 
 
 def ids(path: Path, trajectory: int, writer: SampleFile | None = None) -> list[int]:
@@ -68,12 +85,12 @@ def test_a_newer_attempt_fences_the_older_one_off(path: Path) -> None:
     add(file, 7, 0, 10)
     file.assign([grant(7, attempt=2, replica=1, resume=True)])
     assert add(file, 7, 10, 20) == FENCED
-    assert file.append(1, 7, 2, 10, piece(7, 10, 15)) == STORED
-    assert file.append(1, 7, 3, 15, piece(7, 15, 16)) == UNKNOWN
+    assert put(file, 1, 7, 2, 10, piece(7, 10, 15)) == STORED
+    assert put(file, 1, 7, 3, 15, piece(7, 15, 16)) == UNKNOWN
     with pytest.raises(PermissionError, match="t7, which it was not given"):
-        file.append(0, 7, 2, 15, piece(7, 15, 16))
+        put(file, 0, 7, 2, 15, piece(7, 15, 16))
     file.assign([grant(7, attempt=1), grant(7, attempt=2, replica=0)])  # late, and doubled
-    assert file.append(1, 7, 2, 15, piece(7, 15, 16)) == STORED
+    assert put(file, 1, 7, 2, 15, piece(7, 15, 16)) == STORED
     file.commit()
     assert ids(path, 7, file) == tokens_of(7, 0, 16).tolist()
     file.close()

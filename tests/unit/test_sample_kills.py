@@ -102,7 +102,7 @@ def test_what_was_sent_and_not_acknowledged_is_sent_again_by_itself(tmp_path: Pa
             process.stop()
             before = list(generation.acknowledged)
             generation.go_on(0.05)
-            until(lambda: not replica._uploads._ready[0])  # all of it is on its way
+            until(lambda: not replica._uploads.queue(0).ready)  # all of it is on its way
             process.kill()
             assert generation.acknowledged == before != generation.lengths
             process.start()

@@ -6,6 +6,7 @@ import random
 import threading
 import tracemalloc
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -42,7 +43,8 @@ from tailrace.samples.messages import (
     encode,
 )
 from tailrace.wire.connection import Connection
-from tailrace.wire.keys import sample_key
+from tailrace.wire.keys import sample_key, signed_receipt
+from tailrace.wire.messages import Receipt
 from tailrace.wire.session import StrangerError
 from tailrace.wire.tls import Identity
 
@@ -174,6 +176,49 @@ def test_a_store_that_has_lost_what_it_acknowledged_is_found_out(tmp_path: Path)
         assert refused.reason == "the store has 0 tokens of it, and had acknowledged 10"
 
 
+def test_a_complete_sample_has_a_receipt_of_its_store_and_does_not_grow_any_more(tmp_path: Path) -> None:
+    with store(tmp_path) as running, client(running.port) as replica:
+        running.assign(*[grant(id) for id in range(4)])
+        receipts: dict[int, Receipt | None] = {}
+        for start, version in ((0, 3), (10, None), (20, 2)):
+            replica.append(1, 1, start, [piece(1, start, start + 10, version)])
+        stream(replica, 2, [10])
+        stored(replica, 2)
+        for id, tokens in ((1, 30), (2, 10), (3, 0)):  # on its way, stored already, without any token
+            replica.complete(id, 1, tokens, partial(receipts.__setitem__, id))
+        until(lambda: len(receipts) == 3)
+        assert receipts == {
+            1: signed_receipt("store-0/1", KEY, 1, 1, 30, 2, 3),
+            2: signed_receipt("store-0/1", KEY, 2, 1, 10, 1, 1),
+            3: signed_receipt("store-0/1", KEY, 3, 1, 0, -1, -1),
+        }
+        assert not replica.unacknowledged_bytes
+        replica.append(1, 1, 30, [piece(1, 30, 40)])
+        assert fetched(replica) == AssignmentLost(1, 1, "there is a newer attempt, or nobody wants it any more")
+        running.assign(grant(1, attempt=2, resume=True))
+        replica.append(1, 2, 30, [piece(1, 30, 40)])
+        stored(replica, 1, attempt=2)
+        assert read(running, 1) == [tokens_of(1, 0, 40).tolist()]
+        replica.complete(1, 1, 30, partial(receipts.__setitem__, 1))
+        until(lambda: receipts[1] is None)
+
+
+def test_a_receipt_is_asked_for_again_on_a_new_connection(tmp_path: Path, monkeypatch) -> None:
+    with store(tmp_path) as running, client(running.port) as replica:
+        running.assign(grant(1))
+        stream(replica, 1, [10])
+        stored(replica, 1)
+        monkeypatch.setattr(running.server, "_acknowledge", lambda *_: None)  # committed, and never said
+        receipts: list[Receipt | None] = []
+        replica.append(1, 1, 10, [piece(1, 10, 20)])
+        replica.complete(1, 1, 20, receipts.append)
+        until(lambda: running.file.heads[1].tokens == 20)
+        running.restart()
+        until(lambda: receipts)
+        assert receipts == [signed_receipt("store-0/1", KEY, 1, 1, 20, 1, 1)]
+        assert read(running, 1) == [tokens_of(1, 0, 20).tolist()]
+
+
 def test_lengths_and_samples_come_in_the_order_asked_for_and_in_bounded_memory(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(server_module, "SLICE", 1 << 18)
     monkeypatch.setattr(client_module, "UNREAD", 1 << 19)
@@ -257,6 +302,43 @@ def test_a_slow_disk_uses_up_credits_by_name_and_all_recovers_by_itself(tmp_path
         assert not running.accused
 
 
+def test_all_replicas_share_one_budget_of_what_may_be_on_its_way(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(server_module, "BUDGET", 1 << 21)
+    with store(tmp_path) as running, ExitStack() as clients:
+        replicas = [clients.enter_context(client(running.port, f"replica-{id}/1")) for id in range(8)]
+        until(lambda: {replica._uploads.queue(0).credit for replica in replicas} == {1 << 18})
+        running.assign(*[grant(id, replica=id // 10) for id in range(80)])
+        free, commit = threading.Event(), running.file.commit
+        monkeypatch.setattr(running.file, "commit", lambda: (free.wait(), commit())[1])
+        for number, replica in enumerate(replicas):
+            generate_until_held_up(replica, number)
+        assert sum(replica.unacknowledged_bytes for replica in replicas) < (1 << 21) + 8 * 10 * 500 * 8
+        free.set()
+        until(lambda: not any(replica.unacknowledged_bytes for replica in replicas))
+        for replica in replicas[1:]:
+            replica.close(0.0)
+        until(lambda: replicas[0]._uploads.queue(0).credit == 1 << 21)  # who stays has what the others had
+
+
+def test_who_sends_more_than_its_share_is_not_read_until_that_is_stored(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(server_module, "BUDGET", 1 << 18)
+    with store(tmp_path) as running, client(running.port) as honest:
+        running.assign(grant(1), grant(2, replica=1))
+        free, commit = threading.Event(), running.file.commit
+        monkeypatch.setattr(running.file, "commit", lambda: (free.wait(), commit())[1])
+        greedy = Connection(f"tcp://127.0.0.1:{running.port}", "replica-1/1", sample_key(KEY, "replica-1/1"))
+        for number, start in enumerate(range(0, 20_000, 200), 1):
+            for _ in range(20):  # the same again and again
+                greedy.send(number, encode(frame(2, start, [piece(2, start, start + 200)])))
+        until(lambda: greedy.flush() or "replica-1/1" in running.server._clients)
+        until(lambda: greedy.flush() or not running.server._clients["replica-1/1"].may_send.is_set())
+        assert running.server._writer.queued_bytes < 1 << 19
+        stream(honest, 1, [10])
+        free.set()
+        stored(honest, 1)
+        greedy.close()
+
+
 def generate_until_held_up(replica: SampleClient, number: int) -> list[int]:
     """As an engine does: ten samples, a few tokens of each at a time."""
     lengths = [0] * 10
@@ -272,7 +354,7 @@ def generate_until_held_up(replica: SampleClient, number: int) -> list[int]:
 
 def frame(trajectory: int, start: int, pieces: list[Piece], attempt: int = 1) -> Append:
     many = len(pieces)
-    columns = column([trajectory] * many), column([attempt] * many), column([start] * many)
+    columns = column([trajectory] * many), column([attempt] * many), column([start] * many), column([0] * many)
     return Append(*columns, *PieceColumns.of(pieces))
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from played import Played
 from tailrace import __version__
@@ -49,7 +50,18 @@ from tailrace.protocol import (
 from tailrace.runtime.validation import MESSAGES
 from tailrace.store.journal import Journal
 from tailrace.types import Prompt, id_bytes
-from tailrace.wire.messages import Accused, Beat, Collapsed, Dismissed, FromComponent, Hello, Measured, Offer, Reported
+from tailrace.wire.messages import (
+    Accused,
+    Beat,
+    Collapsed,
+    Dismissed,
+    FromComponent,
+    Hello,
+    Measured,
+    Offer,
+    Receipt,
+    Reported,
+)
 
 LONGEST = 64  # tokens of a completion
 LOST = {"replica": ReplicaLost, "relay": RelayLost, "store": StoreLost, "trainer": TrainerLost}
@@ -253,6 +265,51 @@ def test_what_honest_components_say_is_heard(tmp_path: Path, role: str) -> None:
             speak(played, played.process(role, 0).spec.name, truth)
             await played.turn()
             assert not played.process(role, 0).refused, f"{truth}: {played.notes}"
+
+    play(tmp_path / "run", scene)
+
+
+CLAIM = meta(0, tokens=40)
+UNPROVEN: dict[str, tuple[Callable[[Played], list[Receipt]], str]] = {
+    "none": (lambda _: [], "t0 without a receipt of store 0"),
+    "of another sample": (lambda p: [p.receipt(meta(1, tokens=40))], "t0 without a receipt of store 0"),
+    "of another attempt": (lambda p: [p.receipt(meta(0, 2, tokens=40))], "t0 without a receipt of store 0"),
+    "of another store": (lambda p: [p.receipt(CLAIM, "store-7/1")], "t0 without a receipt of store 0"),
+    "of a replica": (lambda p: [p.receipt(CLAIM, "replica-0/1")], "t0 without a receipt of store 0"),
+    "forged": (lambda p: [replace(p.receipt(CLAIM), tokens=41)], "t0 without a receipt of store 0"),
+    "with fewer tokens": (lambda p: [p.receipt(CLAIM, tokens=30)], "t0 with 40 tokens, where store 0 has 30"),
+    "with older tokens": (
+        lambda p: [p.receipt(CLAIM, oldest=0, newest=1)],
+        "t0 of versions 0 to 0, where store 0 has 0 to 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("proof", UNPROVEN)
+def test_who_claims_what_its_store_does_not_have_is_dropped_with_the_reason(tmp_path: Path, proof: str) -> None:
+    receipts, sentence = UNPROVEN[proof]
+    for number, event in enumerate((Finished(0, CLAIM), Parked(0, 1, (CLAIM,)))):
+
+        async def scene(played: Played, event: Any = event) -> None:
+            liar = played.process("replica", 0)
+            played.report(liar.spec.name, event, *receipts(played))
+            await played.turn()
+            assert liar.refused
+            assert f"it sent {sentence}" in played.notes
+            assert played.goes_on
+            played.controller.plane.check()
+
+        play(tmp_path / f"run{number}", scene)
+
+
+def test_what_a_store_has_signed_counts_whatever_process_it_is_by_now(tmp_path: Path) -> None:
+    async def scene(played: Played) -> None:
+        name, nothing = played.process("replica", 0).spec.name, meta(1, tokens=0)
+        played.report(name, Finished(0, CLAIM), played.receipt(CLAIM, "store-0/9"))
+        played.report(name, Finished(0, nothing), played.receipt(nothing, oldest=-1, newest=-1))
+        await played.turn()
+        states = [played.controller.state.ledger.samples[id].state for id in (0, 1)]
+        assert states == ["done", "done"], played.notes
 
     play(tmp_path / "run", scene)
 

@@ -44,6 +44,7 @@ MEAN_STEPS = 10  # over which the reward and the rate that are shown are average
 NOTICES = 50  # kept to be shown
 STALL = "publish/stall_s"
 ENDED = "ended"  # the state of every process once the run is over
+WAITING_FOR = "waiting_for/"  # and for what: 1 while a process waits for it
 NO_ADVANTAGE = "without_advantage"
 NOT_FINITE = "its loss or gradient is not finite; after three in a row the run ends"
 
@@ -118,6 +119,7 @@ class LiveRun:
         self.notices: deque[Notice] = deque(maxlen=NOTICES)
         self.noticed: Counter[Level] = Counter()  # ever, so that a reader knows which are new
         self.measured: dict[str, float] = {}
+        self.waiting: dict[str, str] = {}  # processes that are held up (r0), and by what
         self.diverging = False  # the last update that had an advantage was not finite
         self._ending = LastStop()
         self.seconds = 0.0
@@ -148,6 +150,9 @@ class LiveRun:
         if STALL in values:
             self._stalls += 1
             self._stall_s += values[STALL]
+        for name, value in values.items():
+            if name.startswith(WAITING_FOR):
+                self._wait(source, name.removeprefix(WAITING_FOR), bool(value))
         if source == "trainer":
             self.measured.update(values)
             self._mini_batches += NO_ADVANTAGE in values
@@ -155,6 +160,18 @@ class LiveRun:
             self.diverging = bool(values.get("skipped", self.diverging))
             if values.get("skipped"):
                 self._notice(f"an update of step {step + 1} is skipped: {NOT_FINITE}", "warning")
+
+    def _wait(self, source: str, subject: str, began: bool) -> None:
+        """A process is held up by a slow one. The first that is, and the last, are worth a line."""
+        waited_for = set(self.waiting.values())
+        if began:
+            self.waiting[source] = subject
+        elif self.waiting.get(source) == subject:
+            del self.waiting[source]
+        if began and subject not in waited_for:
+            self._notice(f"{subject} is slow: {source} waits for it, and others may", "warning")
+        elif subject in waited_for and subject not in self.waiting.values():
+            self._notice(f"nobody waits for {subject} any more", "info")
 
     def _advance(self, now: float, event: Event) -> None:
         if self._last_now is not None and not isinstance(event, ControllerRestarted):
@@ -249,7 +266,8 @@ class LiveRun:
         kv = lane.kv_tokens / lane.kv_capacity if lane.kv_capacity else 0.0
         record, idle = self.fold.replica(id), self.activity.idle([lane], now)
         counts = (record.generating, lane.waiting, idle, record.scoring)
-        return ReplicaView(id, lane.state, record.version, min(1.0, kv), *counts)
+        slow = self.waiting.get(label("replica", id))
+        return ReplicaView(id, f"waits for {slow}" if slow else lane.state, record.version, min(1.0, kv), *counts)
 
     def _window(self) -> tuple[float, int, int]:
         """Seconds, steps and tokens of the last few steps."""

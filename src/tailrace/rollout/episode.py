@@ -68,6 +68,8 @@ class Episode:
         return Job(request.trajectory, request.group, self.tokens, self.row.length, room, request.failures)
 
     def sampled(self, version: Version, tokens: bytes, logprobs: bytes) -> None:
+        if not tokens:
+            return
         if not self._runs or self._runs[-1][0] != version:
             self._begin_run(version)
         self.tokens += tokens

@@ -37,14 +37,14 @@ from tailrace.protocol import (
 from tailrace.rollout.build import build_runner
 from tailrace.rollout.episode import Episode
 from tailrace.rollout.runner import Key, Outcome
-from tailrace.samples.client import SampleClient
+from tailrace.samples.client import Receipts, SampleClient
 from tailrace.samples.messages import AssignmentLost
 from tailrace.types import Version, label
 from tailrace.weights.fetch import RelayReaders
 from tailrace.weights.pull import Puller
 from tailrace.weights.region import SharedMemoryError
 from tailrace.wire.client import ControlClient
-from tailrace.wire.messages import ComponentSpec, Ended, Introduce, Ordered
+from tailrace.wire.messages import ComponentSpec, Ended, Introduce, Ordered, Receipt
 
 IDLE_S = 0.05  # how long to wait for orders when there is nothing to generate
 JUDGING_S = 0.001  # the same while only judges are at work, or weights are on their way
@@ -163,14 +163,15 @@ class RolloutWorker:
         """Hand everything back; what its store has by then is where somebody else goes on. What is complete and being
         scored stays: its judge would have to begin anew elsewhere. So does what has not begun."""
         self._stream(1)
-        leaving = {episode.key: episode.meta() for episode in self.runner.withdraw(self.runner.unfinished())}
+        leaving = {episode.key: episode for episode in self.runner.withdraw(self.runner.unfinished())}
         self._take_stock()
 
-        def park(durable: frozenset[Key]) -> None:
-            metas = tuple([meta for key, meta in leaving.items() if key in durable])
-            self.controller.report(Parked(self.spec.id, self.controller.incarnation, metas))
+        def park(receipts: Receipts) -> None:
+            metas = tuple([episode.meta() for key, episode in leaving.items() if key in receipts])
+            self.controller.report(Parked(self.spec.id, self.controller.incarnation, metas), tuple(receipts.values()))
 
-        self.samples.then_all(list(leaving), park)
+        ends = [(key, episode.completion_tokens, episode.request.store) for key, episode in leaving.items()]
+        self.samples.complete_all(ends, park)
 
     def _cancel(self, command: Cancel) -> None:
         self._withdraw([(one.trajectory, one.attempt) for one in command.samples])
@@ -226,13 +227,14 @@ class RolloutWorker:
             return
         meta = outcome.episode.meta(outcome.reward)
 
-        def finish() -> None:
-            self.controller.report(Finished(self.spec.id, meta))
+        def finish(receipt: Receipt | None) -> None:
+            if receipt is not None:
+                self.controller.report(Finished(self.spec.id, meta), (receipt,))
             self._unstored.discard(key)
 
         self._unstored.add(key)
         self._store([outcome.episode])
-        self.samples.then(*key, finish)
+        self.samples.complete(*key, outcome.episode.completion_tokens, finish, outcome.episode.request.store)
 
     def _report_scoring(self) -> None:
         """Whose turn a judge has had for a while, and who goes on after that; a few times a second at most, so that

@@ -86,7 +86,8 @@ class Agent:
         finally:
             if not self._ended_with_the_run:
                 self._offer(0)
-            await self._local.end(ENDING_S if self._ended_with_the_run else 0.0)
+            await self._local.end(self._local.processes.values(), ENDING_S if self._ended_with_the_run else 0.0)
+            self._local.forget()
             self._controller.close()
             os.close(self._held)
             if clean or not self._local.processes:  # else somebody may want to read the logs

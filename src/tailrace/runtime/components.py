@@ -531,23 +531,24 @@ class Components:
             process.kill()
 
     async def end(self, complete: bool, patience_s: float) -> None:
-        """Everybody is told, and waited for; stores last, because the others hand in there what they still have."""
-        self._local.dismiss()
-        processes = self._local.processes.values()
-        others = [process for process in processes if process.spec.role != "store"]
-        for process in others:
-            await self._tell_ended(process, complete)
+        """Everybody is told, and waited for; sample stores last, because others still read and write there. They may be
+        on other hosts, so these come last too."""
+        everybody = list(self._local.processes.values())
+        for process in everybody:
+            process.dismissed = True
+        away = {name for host in self._hosts.present.values() for name in host.distant}
+        first = [one for one in everybody if one.spec.role != "store" and one.spec.name not in away]
+        await self._end(first, complete, patience_s)
         for host in self._hosts.present.values():
             await self.server.send(host.name, Ended(complete))
             host.leave("the run has ended")  # it ends what is there
-        await self._local.gone(others, patience_s)
-        for process in processes:
-            if process not in others:
-                await self._tell_ended(process, complete)
-        await self._local.end(patience_s)
+        await self._end([one for one in everybody if one not in first], complete, patience_s)
+        self._local.forget()
 
-    async def _tell_ended(self, process: Process, complete: bool) -> None:
-        if process.joined:
-            await self.server.send(process.spec.name, Ended(complete))
-        else:
-            process.kill()
+    async def _end(self, processes: list[Process], complete: bool, patience_s: float) -> None:
+        for process in processes:
+            if process.joined:
+                await self.server.send(process.spec.name, Ended(complete))
+            else:
+                process.kill()
+        await self._local.end(processes, patience_s)

@@ -31,6 +31,7 @@ from tailrace.control.plane import ControlPlane
 from tailrace.control.state import State
 from tailrace.errors import TailraceError
 from tailrace.logs import open_log, to_stream
+from tailrace.obs.live import WAITING_FOR
 from tailrace.protocol import (
     TRAINER,
     Command,
@@ -60,6 +61,7 @@ from tailrace.protocol import (
     Trained,
     TrainerJoined,
 )
+from tailrace.runtime.backpressure import Backpressure
 from tailrace.runtime.components import FIRST_STORE, Components, RunHandle
 from tailrace.runtime.grants import granted, reconciliation
 from tailrace.runtime.lag import LoopLag
@@ -84,6 +86,7 @@ from tailrace.wire.messages import (
     Measured,
     Offer,
     Ordered,
+    Receipt,
     Reported,
 )
 from tailrace.wire.server import ControlServer
@@ -117,6 +120,7 @@ class PendingEvent(NamedTuple):
     event: Event
     process: Process | None = None
     sender: Sender | None = None
+    receipts: tuple[Receipt, ...] = ()  # of sample stores, for what it says of tokens
 
 
 class Controller:
@@ -133,12 +137,12 @@ class Controller:
         self.stopped = ""
         self.error: RunError | None = None
         self._began = time.monotonic() - store.last_now
-        self.waiting: dict[str, str] = {}  # components that are held up (r0, h0, trainer), and by what
+        self.backpressure = Backpressure()
         self.lag = LoopLag(self._sampled)
         self._arrived: deque[Callable[[], None]] = deque()  # what is to be taken in with the next transaction
         self._taken_in = asyncio.Event()  # there is nothing in it
         self._events: deque[PendingEvent] = deque()
-        self._validation = Validation(config, lambda: self.state)
+        self._validation = Validation(config, lambda: self.state, handle.keys.of)
         self.held_up = False  # by another program that has run.db locked
         self._outbox: list[Coroutine[Any, Any, None]] = []
         self._wake = asyncio.Event()
@@ -312,7 +316,7 @@ class Controller:
     def _handle_events(self) -> None:
         while self._events and not self.stopped:
             happened, now = self._events.popleft(), self.now
-            if self._is_refused(*happened):
+            if self._is_refused(happened):
                 continue
             event = happened.event
             self._keep(event)
@@ -327,12 +331,13 @@ class Controller:
                 self._since_snapshot = 0
                 self.store.snapshot(seq, self.plane.snapshot())
 
-    def _is_refused(self, event: Event, process: Process | None, sender: Sender | None) -> bool:
+    def _is_refused(self, happened: PendingEvent) -> bool:
         """Control may have learned something since it was heard."""
+        event, process, sender, receipts = happened
         if process is None or sender is None:
             return False
         if not process.refused:
-            complaint = self._validation.complaint_about_event(sender, event)
+            complaint = self._validation.complaint_about_event(sender, event, receipts)
             if complaint:
                 process.incarnation = sender.incarnation  # whatever it has called itself since
                 self.components.refuse(process, complaint)
@@ -403,8 +408,8 @@ class Controller:
         match message:
             case Hello(address, arena):
                 self.components.introduced(process, address, arena)
-            case Reported(event):
-                self._events.append(PendingEvent(shortened(event), process, _sender(process)))
+            case Reported(event, receipts):
+                self._events.append(PendingEvent(shortened(event), process, _sender(process), receipts))
                 if isinstance(event, ReplicaJoined | RelayJoined | StoreJoined | TrainerJoined):
                     process.joined, process.incarnation = True, max(process.incarnation, event.incarnation)
             case Accused(component, reason):
@@ -494,8 +499,9 @@ class Controller:
         self.components.send("replica", command.replica, Ordered(command))
 
     def _train(self, command: Train) -> None:
-        rewards = self.store.trajectories.rewards([id for group in command.groups for id in group.trajectories])
-        self.components.send("trainer", TRAINER, Ordered(command, rewards=rewards))
+        ids = [id for group in command.groups for id in group.trajectories]
+        rewards, versions = self.store.trajectories.rewards(ids), self.store.trajectories.versions(ids)
+        self.components.send("trainer", TRAINER, Ordered(command, rewards=rewards, versions=versions))
 
     def _publish(self, command: Publish) -> None:
         addresses = self.components.addresses((command.relay,))
@@ -539,17 +545,13 @@ class Controller:
             )
 
     def _note_waiting(self) -> None:
-        """Who is held up is named when that begins and when it ends."""
+        """Who is held up, and by which store, is named when that begins and when it ends."""
         found = [(self.components.named(name), what) for name, what in dict(self.server.liveness.waiting).items()]
-        before, self.waiting = self.waiting, {process.label: what for process, what in found if process is not None}
-        for component in sorted(self.waiting.keys() - before.keys()):
-            self._waits(component, f"waits for {self.waiting[component]}", 1.0)
-        for component in sorted(before.keys() - self.waiting.keys()):
-            self._waits(component, f"no longer waits for {before[component]}", 0.0)
-
-    def _waits(self, component: str, what: str, figure: float) -> None:
-        self.note(f"{component} {what}")
-        self._arrived.append(partial(self._measure, -1, component, {"waiting": figure}))
+        labels = {process.label: what for process, what in found if process is not None}
+        for change in self.backpressure.look(self.now, labels):
+            self.note(str(change))
+            values = {f"{WAITING_FOR}{change.subject}": float(change.began)}
+            self._arrived.extend([partial(self._measure, -1, name, values) for name in change.components])
 
     def _sampled(self) -> None:
         """Several times a second, whatever else there is to do."""

@@ -230,21 +230,14 @@ class LocalProcesses:
             process.kill()  # the other ranks cannot go on without this one
             self._on_exit(process, child.how)
 
-    async def end(self, patience_s: float) -> None:
-        """Wait for everybody to leave, then make them."""
-        self.dismiss()
-        await self.gone(self.processes.values(), patience_s)
-        (self._folder.now / FILE).unlink(missing_ok=True)
-
-    def dismiss(self) -> None:
-        """Nobody who leaves from now on is missed."""
-        for process in self.processes.values():
+    async def end(self, processes: Iterable[Process], patience_s: float) -> None:
+        """Wait for these to leave, then make them."""
+        children: list[Child] = []
+        for process in processes:
             process.dismissed = True
-            for child in process.children:
-                child.send(signal.SIGCONT)  # whoever was stopped shall hear that it is over
-
-    async def gone(self, processes: Iterable[Process], patience_s: float) -> None:
-        children = [child for process in processes for child in process.children]
+            children += process.children
+        for child in children:
+            child.send(signal.SIGCONT)  # whoever was stopped shall hear that it is over
         for wait_s, force in ((patience_s, signal.SIGTERM), (TERM_S, signal.SIGKILL), (TERM_S, signal.SIGKILL)):
             left = [child for child in children if not child.ended.is_set()]
             if not left:
@@ -252,6 +245,10 @@ class LocalProcesses:
             await asyncio.wait([asyncio.create_task(child.ended.wait()) for child in left], timeout=wait_s)
             for child in left:
                 child.send(force)
+
+    def forget(self) -> None:
+        """Nobody is left."""
+        (self._folder.now / FILE).unlink(missing_ok=True)
 
 
 def read_records(folder: Path) -> ComponentRecords:

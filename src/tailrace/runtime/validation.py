@@ -17,13 +17,15 @@ figure would spread: into the journal and every later controller. Numbers are bo
 `complaint_about` looks at a message when it is heard, `complaint_about_event` at an event when it is about to be
 handled, because control may have learned something in between. Each returns what is wrong with it, or nothing. What is
 merely late or doubled is fine: control ignores it.
+
+What a replica says of tokens (`Finished`, `Parked`) it has to prove with a receipt of the sample store that has them.
 """
 
 from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from math import isfinite
 from typing import Any, NamedTuple
 
@@ -58,7 +60,8 @@ from tailrace.protocol import (
     WeightsLoaded,
 )
 from tailrace.types import TrajectoryId
-from tailrace.wire.messages import Accused, Collapsed, FromComponent, Garbled, Hello, Measured, Offer, Reported
+from tailrace.wire.keys import is_genuine
+from tailrace.wire.messages import Accused, Collapsed, FromComponent, Garbled, Hello, Measured, Offer, Receipt, Reported
 
 LEAP = 1000  # incarnations that a component may be ahead of what is known: one for each controller that it met
 LONGEST_FINISH = 32
@@ -92,8 +95,11 @@ class Sender(NamedTuple):
 
 
 class Validation:
-    def __init__(self, config: Config, state: Callable[[], State]) -> None:
+    """`key_of`: that of each component, by its name; receipts of stores are signed with theirs."""
+
+    def __init__(self, config: Config, state: Callable[[], State], key_of: Callable[[str], bytes]) -> None:
         self._state = state
+        self._key_of = key_of
         self._most_tokens = config.workload.max_completion_tokens
         self._mini_batches_per_step = len(
             mini_batch_sizes(config.workload.prompts_per_step, config.trainer.mini_batches)
@@ -157,8 +163,30 @@ class Validation:
 
     # --------------------------------------------------------------------------------------------------------- events
 
-    def complaint_about_event(self, sender: Sender, event: Event) -> str:
-        return self._events[sender.role][type(event)](sender, event)
+    def complaint_about_event(self, sender: Sender, event: Event, receipts: Iterable[Receipt] = ()) -> str:
+        wrong = self._events[sender.role][type(event)](sender, event)
+        if wrong or not isinstance(event, Finished | Parked):
+            return wrong
+        known = {(one.trajectory, one.attempt): one for one in receipts}
+        metas = event.samples if isinstance(event, Parked) else (event.meta,)
+        return next(filter(None, (self._not_stored(meta, known.get((meta.id, meta.attempt))) for meta in metas)), "")
+
+    def _not_stored(self, meta: TrajectoryMeta, receipt: Receipt | None) -> str:
+        """What a replica says of a sample counts only as far as the sample's store has made it durable."""
+        sample = self._state().ledger.current(meta.id, meta.attempt)
+        if sample is None:
+            return ""
+        store = f"store {sample.store}"
+        of_store = receipt is not None and receipt.store.startswith(f"store-{sample.store}/")
+        if receipt is None or not of_store or not is_genuine(self._key_of(receipt.store), receipt):
+            return f"t{meta.id} without a receipt of {store}"
+        if receipt.tokens != meta.tokens:
+            return f"t{meta.id} with {meta.tokens:,} tokens, where {store} has {receipt.tokens:,}"
+        stored = (receipt.oldest, receipt.newest)
+        if receipt.newest >= 0 and stored != (meta.oldest, meta.newest):
+            said = f"t{meta.id} of versions {meta.oldest} to {meta.newest}"
+            return f"{said}, where {store} has {receipt.oldest} to {receipt.newest}"
+        return ""
 
     def _replica_joined(self, sender: Sender, event: ReplicaJoined) -> str:
         made = self._state().training.version

@@ -2,8 +2,8 @@
 
 `append` never waits. What was appended is kept until a store says that it is durable, and sent again on every new
 connection; a store skips what it has. `then` is called after that, so an event about data is sent once the data is
-durable. More than `credit_bytes` without an acknowledgement are too many: `waiting_for` says so, and who generates has
-to wait.
+durable. Each store says how many bytes it lets this client have without an acknowledgement. When there are more,
+`waiting_for` says so, and who generates has to wait.
 
 A store that does not answer is connected to again and again, each time in a thread of its own, so that one silent host
 does not keep the traffic with other stores waiting.
@@ -24,7 +24,9 @@ from math import inf
 
 from tailrace.errors import TailraceError
 from tailrace.samples.messages import (
+    Acknowledgement,
     AssignmentLost,
+    Credit,
     Fetch,
     Fetched,
     FromClient,
@@ -36,7 +38,6 @@ from tailrace.samples.messages import (
     ReadLengths,
     ReadPrompts,
     ReadSamples,
-    Receipt,
     Refusal,
     RequestFailed,
     SampleLength,
@@ -52,12 +53,12 @@ from tailrace.samples.messages import (
     samples_of,
     segment_of,
 )
-from tailrace.samples.uploads import Action, Key, Uploads
+from tailrace.samples.uploads import FIRST_CREDIT, Action, Completed, Key, Uploads
 from tailrace.types import MALFORMED, PromptId, Row, Segment, TrajectoryId
 from tailrace.wire.connection import Connection
-from tailrace.wire.messages import StoreAddress, StoreAddresses, WireError
+from tailrace.wire.messages import Receipt, StoreAddress, StoreAddresses, WireError
 
-CREDIT = 8 << 20  # bytes
+CREDIT = 8 << 20  # bytes that a client keeps at most, whatever the stores would let it have
 UNREAD = 16 << 20  # bytes of answers that wait for who asked; then nothing more is read from that store
 RETRY_S, RETRY_MAX_S = 0.1, 2.0  # before the next try to connect
 DIAL_S = 10.0  # until a connection is made and proven
@@ -66,6 +67,7 @@ IDLE_S = 1.0
 SILENT_S = 120.0  # without a word of a store that was asked
 ROWS_AT_ONCE = 64  # prompts
 
+Receipts = dict[Key, Receipt]
 Samples = Generator[StoredSample, None, None]
 
 
@@ -111,8 +113,13 @@ class StoreConnection:
         self.dialling = False
         self.dial_at = 0.0
         self.pause_s = RETRY_S
-        self.number = 0  # of the last frame with samples
+        self.number = self.answered = 0  # the last frame with samples, and the last that was answered
         self.outbox: deque[FromClient] = deque()  # small frames
+
+    @property
+    def is_answered(self) -> bool:
+        """Nothing is on its way, or waits to be committed."""
+        return self.answered >= self.number
 
     def hang_up(self, pause_s: float = 0.0) -> None:
         if self.wire is not None:
@@ -123,23 +130,23 @@ class StoreConnection:
 
 class SampleClient:
     """`name` is the component's, for which the keys in the addresses were made. Methods may be called from any thread;
-    only `lengths`, `read` and `close` wait."""
+    only `lengths`, `read` and `close` wait. Who has many clients in one thread calls `turn` of each, again and again,
+    instead of `open`, and `disconnect` instead of `close`."""
 
     def __init__(self, name: str, credit_bytes: int = CREDIT) -> None:
         self._name = name
-        self._credit = credit_bytes
+        self._most_credit = credit_bytes
         self._lock = threading.Lock()  # of all that follows
         self._addresses: dict[int, StoreAddress] = {}
         self._departed: frozenset[int] = frozenset()
         self._stores: dict[int, StoreConnection] = {}
-        self._uploads = Uploads()
+        self._uploads = Uploads(min(FIRST_CREDIT, credit_bytes))
         self._fetches: dict[Key, int] = {}  # and the store of each
         self._inquiries: dict[int, Inquiry] = {}
         self._asked = 0
         self._results: deque[Fetched | AssignmentLost] = deque()
         self._due: deque[Action] = deque()
         self._dialled: queue.SimpleQueue[tuple[StoreConnection, StoreAddress, Connection | None]] = queue.SimpleQueue()
-        self._held_up = False
         self._close_at = inf
         self._error: BaseException | None = None
         self._wake, self._woken = socket.socketpair()
@@ -165,11 +172,6 @@ class SampleClient:
         with self._lock:
             self._addresses = {address.store: address for address in addresses}
         self._call()
-
-    @property
-    def addresses(self) -> tuple[StoreAddress, ...]:
-        """Of all stores that there are now."""
-        return tuple(self._addresses.values())
 
     def _call(self) -> None:
         """The thread, unless it has been called and has not looked since."""
@@ -212,7 +214,10 @@ class SampleClient:
         self._refuse_broken()
         with self._lock:
             self._uploads.append((trajectory, attempt), store, start, pieces)
-        self._call()
+            found = self._stores.get(store)
+            due = found is None or self._uploads.may_send(store, found.is_answered)
+        if due:
+            self._call()
 
     def then(self, trajectory: TrajectoryId, attempt: int, action: Action) -> None:
         """Call it, in the client's thread, once all that was appended is durable; never if it is refused or withdrawn
@@ -241,6 +246,33 @@ class SampleClient:
             self._due.extend(self._uploads.then(key, ended))
         self._call()
 
+    def complete(
+        self, trajectory: TrajectoryId, attempt: int, tokens: int, completed: Completed, store: int = 0
+    ) -> None:
+        """This attempt ends with so many tokens after the prompt. Call `completed`, in the client's thread, with the
+        store's receipt once all of them are durable; with None if the attempt is refused or withdrawn before."""
+        self._refuse_broken()
+        with self._lock:
+            self._uploads.complete((trajectory, attempt), store, tokens, completed)
+        self._call()
+
+    def complete_all(self, attempts: Sequence[tuple[Key, int, int]], action: Callable[[Receipts], None]) -> None:
+        """The same for several, each with its tokens and its store: call `action` with the receipts of those that are
+        durable once each is durable or gone."""
+        left, receipts = {key for key, _, _ in attempts}, Receipts()
+
+        def ended(key: Key, receipt: Receipt | None) -> None:
+            left.discard(key)
+            if receipt is not None:
+                receipts[key] = receipt
+            if not left:
+                action(receipts)
+
+        if not attempts:
+            self._then((-1, -1), lambda _: action(receipts))
+        for key, tokens, store in attempts:
+            self.complete(*key, tokens, partial(ended, key), store)
+
     def withdraw(self, trajectory: TrajectoryId, attempt: int) -> None:
         """Nobody wants it any more."""
         key = (trajectory, attempt)
@@ -253,18 +285,14 @@ class SampleClient:
 
     @property
     def unacknowledged_bytes(self) -> int:
-        return sum(self._uploads.bytes.values())
+        return self._uploads.bytes
 
     @property
     def waiting_for(self) -> str:
         """Which store has to catch up before more may be generated; nothing if none has to."""
         with self._lock:
-            total = self.unacknowledged_bytes
-            self._held_up = total > (self._credit // 2 if self._held_up else self._credit)
-            if not self._held_up:
-                return ""
-            slowest = max(self._uploads.bytes, key=lambda store: self._uploads.bytes[store])
-            return f"store {slowest}: {self._uploads.bytes[slowest] / 1e6:.1f} MB not yet stored"
+            slow, size = self._uploads.slow_store()
+            return f"store {slow}: {size / 1e6:.1f} MB not yet stored" if size else ""
 
     # ------------------------------------------------------------------------------------------------------- trainers
 
@@ -340,20 +368,27 @@ class SampleClient:
     def _run(self) -> None:
         try:
             while not self._is_over():
-                self._turn()
+                self.turn()
+                if not self._due:
+                    self._wait()
         except BaseException as error:
             self._error = error
         finally:
-            for store in self._stores.values():
-                store.hang_up()
-            self._woken.close()
-            self._wake.close()
+            self.disconnect()
+
+    def disconnect(self) -> None:
+        """Hang up, whatever is under way."""
+        for store in self._stores.values():
+            store.hang_up()
+        self._woken.close()
+        self._wake.close()
 
     def _is_over(self) -> bool:
         left = self._due or self.unacknowledged_bytes
         return self._close_at < inf and (not left or time.monotonic() >= self._close_at)
 
-    def _turn(self) -> None:
+    def turn(self) -> None:
+        """Whatever can be done without waiting."""
         while self._due:
             self._due.popleft()()
         self._follow_addresses()
@@ -361,8 +396,6 @@ class SampleClient:
             self._begin(*self._dialled.get())
         for store in self._stores.values():
             self._serve(store)
-        if not self._due:
-            self._wait()
 
     def _follow_addresses(self) -> None:
         with self._lock:
@@ -404,7 +437,7 @@ class SampleClient:
             wire.close()
             return
         with self._lock:
-            store.wire, store.pause_s = wire, RETRY_S
+            store.wire, store.pause_s, store.answered = wire, RETRY_S, store.number
             self._uploads.begin_anew(store.id)
             fetches = [Fetch(*key) for key, at in self._fetches.items() if at == store.id]
             asked = [inquiry.frame for inquiry in self._inquiries.values() if inquiry.store == store.id]
@@ -420,7 +453,7 @@ class SampleClient:
         with self._lock:
             if store.outbox:
                 return store.outbox.popleft()
-            frame = self._uploads.take(store.id, store.number + 1, time.monotonic())
+            frame = self._uploads.take(store.id, store.number + 1, time.monotonic(), store.is_answered)
             store.number += frame is not None
             return frame
 
@@ -442,7 +475,8 @@ class SampleClient:
         now = time.monotonic()
         with self._lock:
             lost = [store.dial_at for store in self._stores.values() if store.wire is None and not store.dialling]
-            retries = [self._uploads.due_at(id) for id, store in self._stores.items() if _is_free(store)]
+            free = [(id, store) for id, store in self._stores.items() if _is_free(store)]
+            retries = [self._uploads.due_at(id, store.is_answered) for id, store in free]
         return min([now + IDLE_S, self._close_at, *lost, *retries])
 
     # --------------------------------------------------------------------------------------------------------- answers
@@ -456,16 +490,19 @@ class SampleClient:
             return
         for content in wire.receive():
             try:
-                self._take_in(decode_from_store(content))
+                self._take_in(store, decode_from_store(content))
             except MALFORMED as error:
                 raise WireError(f"{self._title(store.id)} sends what nobody knows ({error})") from None
             if not self._takes_answers(store.id):
                 return
 
-    def _take_in(self, frame: FromStore) -> None:
+    def _take_in(self, store: StoreConnection, frame: FromStore) -> None:
         with self._lock:
             match frame:
-                case Receipt():
+                case Credit(size):
+                    self._uploads.queue(store.id).credit = min(size, self._most_credit)
+                case Acknowledgement():
+                    store.answered = max(store.answered, frame.number)
                     self._settle(frame)
                 case Prefix(trajectory, attempt, row):
                     if self._fetches.pop((trajectory, attempt), None) is not None:
@@ -478,14 +515,15 @@ class SampleClient:
                     if request in self._inquiries:
                         self._inquiries[request].take_in(frame)
 
-    def _settle(self, receipt: Receipt) -> None:
-        columns = (receipt.trajectories, receipt.attempts, receipt.lengths, receipt.verdicts)
-        now = time.monotonic()
-        for trajectory, attempt, length, verdict in zip(*[read_column(c).tolist() for c in columns], strict=True):
-            due, lost = self._uploads.settle((trajectory, attempt), verdict, length, receipt.number, now)
+    def _settle(self, said: Acknowledgement) -> None:
+        receipts = {(one.trajectory, one.attempt): one for one in said.receipts}
+        columns, now = (said.trajectories, said.attempts, said.lengths, said.verdicts), time.monotonic()
+        for trajectory, attempt, length, verdict in zip(*[read_column(one).tolist() for one in columns], strict=True):
+            key = (trajectory, attempt)
+            due, lost = self._uploads.settle(key, verdict, length, said.number, now, receipts.get(key))
             self._due.extend(due)
             if lost:
-                self._refused((trajectory, attempt), lost)
+                self._refused(key, lost)
 
     def _refused(self, key: Key, reason: str) -> None:
         self._fetches.pop(key, None)

@@ -1,9 +1,10 @@
 """The SQLite file of a store: prompts, and the tokens of every sample while it grows and until nobody needs them.
 
     prompts(id, tokens, prompt, columns, crc)                prompt and columns are JSON text
-    trajectories(id, attempt, replica, group_id, prompt_id, last, tokens, sampled, span, payload, crc)
+    trajectories(id, attempt, replica, group_id, prompt_id, last, tokens, sampled, span, oldest, newest, payload, crc)
                                                              last: its newest segment; span: tokens up to the last
-                                                             sampled one; payload: live, archived, deleting, deleted
+                                                             sampled one; oldest, newest: versions, -1 if there are
+                                                             none; payload: live, archived, deleting, deleted
     segments(number, trajectory_id, start, version, previous, tokens, logprobs, crc)
                                                              version is NULL for what was not sampled; previous: the
                                                              segment before it of the same sample
@@ -26,7 +27,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from struct import Struct
 from struct import error as StructError  # noqa: N812
@@ -38,21 +39,27 @@ import msgspec
 from tailrace.samples.messages import (
     FENCED,
     GAP,
+    NOT_SAMPLED,
     STORED,
     TOKEN_BYTES,
     UNKNOWN,
+    Append,
+    AppendedRun,
     Buffer,
     Piece,
     SampleLength,
     StoredSample,
+    appended_in,
 )
 from tailrace.store.database import DAMAGE, Database, connect_to_read, reason, refuse_cut, refuse_foreign_schema
 from tailrace.store.errors import JournalError
 from tailrace.types import PromptId, Row, TrajectoryId
 from tailrace.wire.messages import Grant
 
-PAGE = 4096  # bytes
-HEADS_EVERY = 32 << 20  # bytes of segments between two updates of the table `trajectories`
+PAGE = 16384  # bytes
+CACHE = 64 << 20  # bytes of SQLite's pages in memory: a commit fits in
+ROWS_AT_ONCE = 64  # of one statement: it is carried out beside Python, and each return to it may have to wait
+HEADS_EVERY = 128 << 20  # bytes of segments between two updates of the table `trajectories`
 LOG = 32 << 20  # bytes in SQLite's log before it is merged into the file
 DELETED_AT_ONCE = 32  # samples per commit: deleting a step's worth at once would keep every replica waiting
 FORMAT = "1"
@@ -65,14 +72,17 @@ CREATE TABLE prompts (id INTEGER PRIMARY KEY, tokens BLOB NOT NULL, prompt TEXT 
 CREATE TABLE trajectories (
     id INTEGER PRIMARY KEY, attempt INTEGER NOT NULL, replica INTEGER NOT NULL, group_id INTEGER NOT NULL,
     prompt_id INTEGER NOT NULL, last INTEGER NOT NULL, tokens INTEGER NOT NULL, sampled INTEGER NOT NULL,
-    span INTEGER NOT NULL, payload TEXT NOT NULL, crc INTEGER NOT NULL);
+    span INTEGER NOT NULL, oldest INTEGER NOT NULL, newest INTEGER NOT NULL, payload TEXT NOT NULL,
+    crc INTEGER NOT NULL);
 CREATE TABLE segments (
     number INTEGER PRIMARY KEY, trajectory_id INTEGER NOT NULL, start INTEGER NOT NULL, version INTEGER,
     previous INTEGER NOT NULL, tokens BLOB NOT NULL, logprobs BLOB, crc INTEGER NOT NULL);
 CREATE INDEX trajectories_at_hand ON trajectories (payload) WHERE payload = 'live' OR payload = 'deleting';
 """
-ADD_SEGMENT = "INSERT INTO segments VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
-PUT_HEAD = "INSERT OR REPLACE INTO trajectories VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+ROW = "(?, ?, ?, ?, ?, ?, ?, ?)"
+ADD_SEGMENT = f"INSERT INTO segments VALUES {ROW}"
+ADD_SEGMENTS = f"INSERT INTO segments VALUES {', '.join([ROW] * ROWS_AT_ONCE)}"
+PUT_HEAD = "INSERT OR REPLACE INTO trajectories VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
 ALL_HEADS = "SELECT * FROM trajectories WHERE payload = 'live' OR payload = 'deleting'"
 ONE_HEAD = "SELECT * FROM trajectories WHERE id = ?"
 ADDED_SINCE = "SELECT trajectory_id, number, start, version, coalesce(length(tokens), 0) FROM segments WHERE number > ?"
@@ -86,7 +96,7 @@ READ_CHAIN = f"""{CHAIN}
 SELECT number, trajectory_id, start, version, previous, tokens, logprobs, crc FROM chain JOIN segments ON number = at
 """
 SEGMENT = Struct("<qqqqq")  # for its checksum: number, trajectory, start, version and previous
-HEAD = Struct("<qqqqqqqqq")  # for its checksum: trajectory and `SampleHead`
+HEAD = Struct("<qqqqqqqqqqq")  # for its checksum: trajectory and `SampleHead`
 AMONG = "IN (SELECT value FROM json_each(?))"  # any number of ids as one value
 WRONG_TYPES = (StructError, AttributeError, TypeError)  # what a checksum of other values than were written may raise
 
@@ -118,37 +128,54 @@ class SampleHead(NamedTuple):
     tokens: int = 0  # after the prompt
     sampled: int = 0
     span: int = 0  # tokens up to the last sampled one
+    oldest: int = NOT_SAMPLED  # version of what was sampled
+    newest: int = NOT_SAMPLED
 
-    def grown(self, number: int, count: int, sampled: bool) -> SampleHead:
+    def grown(self, number: int, count: int, version: int | None) -> SampleHead:
         """With a segment more. Spelled out, because this is done for every row: `_replace` takes ten times as long."""
-        attempt, replica, group, prompt, _, tokens, before, span = self
+        attempt, replica, group, prompt, _, tokens, sampled, span, oldest, newest = self
         tokens += count
-        if not sampled:
-            return SampleHead(attempt, replica, group, prompt, number, tokens, before, span)
-        return SampleHead(attempt, replica, group, prompt, number, tokens, before + count, tokens)
+        if version is None:
+            return SampleHead(attempt, replica, group, prompt, number, tokens, sampled, span, oldest, newest)
+        if version < oldest or newest == NOT_SAMPLED:
+            oldest = version
+        if version > newest:
+            newest = version
+        return SampleHead(attempt, replica, group, prompt, number, tokens, sampled + count, tokens, oldest, newest)
 
 
 Heads = dict[TrajectoryId, SampleHead]
+Verdicts = dict[tuple[TrajectoryId, int], int]  # by trajectory and attempt
 
 
 class UncommittedGrowth:
     """What is added to a sample with the next commit: runs of one version each."""
 
-    __slots__ = ("runs", "tokens")
+    __slots__ = ("is_complete", "owner", "runs", "tokens")
 
-    def __init__(self, tokens: int) -> None:
+    def __init__(self, replica: int, attempt: int, tokens: int, is_complete: bool) -> None:
+        self.owner = (replica, attempt)
+        self.is_complete = is_complete  # it must not grow
         self.tokens = tokens  # that there will be then
         self.runs: list[tuple[int | None, list[Buffer], list[Buffer]]] = []
 
-    def add(self, piece: Piece) -> None:
-        version, logprobs = piece.version, piece.logprobs
-        if not self.runs or self.runs[-1][0] != version:
-            self.runs.append((version, [], []))
-        run = self.runs[-1]
-        run[1].append(piece.tokens)
-        if logprobs is not None:
-            run[2].append(logprobs)
-        self.tokens += len(piece.tokens) // TOKEN_BYTES
+    def add(self, start: int, run: AppendedRun) -> int:
+        """A verdict."""
+        if start != self.tokens:
+            if start > self.tokens:
+                return GAP
+            run = _after(run, self.tokens - start)
+        version, tokens, logprobs = run
+        if tokens:
+            if self.is_complete:
+                return FENCED
+            if not self.runs or self.runs[-1][0] != version:
+                self.runs.append((version, [], []))
+            self.runs[-1][1].append(tokens)
+            if logprobs is not None:
+                self.runs[-1][2].append(logprobs)
+            self.tokens += len(tokens) // TOKEN_BYTES
+        return STORED
 
 
 def sample_file(folder: Path, store: int) -> Path:
@@ -168,12 +195,14 @@ class SampleFile:
         self._database = database
         database.execute("PRAGMA synchronous = FULL")  # a commit is on the disk before anybody is told of it
         database.execute("PRAGMA wal_autocheckpoint = 0")
+        database.execute(f"PRAGMA cache_size = {-CACHE // 1024}")
         self.prompts: set[PromptId] = {id for (id,) in database.execute("SELECT id FROM prompts")}
         self.heads: Heads = {}
         self._deleting: deque[tuple[TrajectoryId, SampleHead]] = deque()
         self._unnoted: set[TrajectoryId] = set()  # whose row in `trajectories` is older than its head
         self._number = self._load()
         self._growing: dict[TrajectoryId, UncommittedGrowth] = {}
+        self._complete: dict[TrajectoryId, int] = {}  # attempts that will not grow any more
         self._changed: dict[TrajectoryId, SampleHead | None] = {}  # since the last commit; None: forgotten
         self._bytes_unnoted = self._bytes_unmerged = 0
 
@@ -259,6 +288,7 @@ class SampleFile:
         self.forget([id for id in {**self.heads, **self._changed} if id not in wanted], archive)
         missing = sorted(id for id in keep if not self._has(id, as_finished.get(id)))
         self.assign(grants)
+        self._complete |= {id: attempt for id, (attempt, _) in as_finished.items() if self._head(id) is not None}
         return missing
 
     def _has(self, trajectory: TrajectoryId, finished: tuple[int, int] | None) -> bool:
@@ -280,12 +310,29 @@ class SampleFile:
         self._changed[trajectory] = head if payload == "live" else None
         if payload != "live":
             self.heads.pop(trajectory, None)
+            self._complete.pop(trajectory, None)
 
     # ----------------------------------------------------------------------------------------------------- growing
 
-    def append(self, replica: int, trajectory: TrajectoryId, attempt: int, start: int, piece: Piece) -> int:
-        """A verdict. What is there already is skipped; what would leave a gap is refused. `PermissionError`: this
-        replica was never given the assignment that it writes to."""
+    def append(self, replica: int, frame: Append, verdicts: Verdicts) -> None:
+        """Notes a verdict on each sample. What is there already is skipped; what would leave a gap is refused.
+        `PermissionError`: this replica was never given the assignment that it writes to."""
+        growing = self._growing
+        for trajectory, attempt, start, run in appended_in(frame):
+            growth = growing.get(trajectory)
+            if growth is None or growth.owner != (replica, attempt):
+                growth = self._growth(replica, trajectory, attempt)
+            verdicts[trajectory, attempt] = growth if isinstance(growth, int) else growth.add(start, run)
+
+    def complete(self, trajectory: TrajectoryId, attempt: int) -> None:
+        """What was stored of it last is the end of this attempt: it will not grow any more."""
+        self._complete[trajectory] = attempt
+        growth = self._growing.get(trajectory)
+        if growth is not None and growth.owner[1] == attempt:
+            growth.is_complete = True
+
+    def _growth(self, replica: int, trajectory: TrajectoryId, attempt: int) -> UncommittedGrowth | int:
+        """Of a sample that this replica may append to, or a verdict."""
         head = self._head(trajectory)
         if head is None:
             return FENCED if self._forgotten(trajectory) else UNKNOWN
@@ -293,15 +340,10 @@ class SampleFile:
             return FENCED if attempt < head.attempt else UNKNOWN
         if replica != head.replica:
             raise PermissionError(f"tokens of t{trajectory}, which it was not given")
-        growth = self._growing.get(trajectory)
-        known = head.tokens if growth is None else growth.tokens
-        if start > known:
-            return GAP
-        if start + len(piece.tokens) // TOKEN_BYTES > known:
-            if growth is None:
-                growth = self._growing[trajectory] = UncommittedGrowth(known)
-            growth.add(_after(piece, known - start))
-        return STORED
+        growth = self._growing[trajectory] = UncommittedGrowth(
+            replica, attempt, head.tokens, self._complete.get(trajectory) == attempt
+        )
+        return growth
 
     def length(self, trajectory: TrajectoryId) -> int:
         """How many tokens there are after the prompt, with those that the next commit adds."""
@@ -316,7 +358,10 @@ class SampleFile:
 
     def _write(self, growing: Mapping[TrajectoryId, UncommittedGrowth]) -> None:
         rows = [row for id, growth in growing.items() for row in self._rows(id, growth)]
-        self._database.executemany(ADD_SEGMENT, rows)
+        whole = len(rows) // ROWS_AT_ONCE * ROWS_AT_ONCE
+        for at in range(0, whole, ROWS_AT_ONCE):
+            self._database.execute(ADD_SEGMENTS, tuple(chain.from_iterable(rows[at : at + ROWS_AT_ONCE])))
+        self._database.executemany(ADD_SEGMENT, rows[whole:])
         size = sum([len(row[5]) + len(row[6] or b"") for row in rows])
         self._bytes_unnoted += size
         self._bytes_unmerged += size
@@ -331,7 +376,7 @@ class SampleFile:
             values = None if version is None else logprobs[0] if len(logprobs) == 1 else b"".join(logprobs)
             row = (self._number, trajectory, head.tokens, version, head.last, joined, values)
             yield (*row, _segment_crc(row))
-            head = head.grown(self._number, len(joined) // TOKEN_BYTES, version is not None)
+            head = head.grown(self._number, len(joined) // TOKEN_BYTES, version)
         self._changed[trajectory] = head
 
     # ----------------------------------------------------------------------------------------------------- prompts
@@ -380,7 +425,7 @@ class SampleFile:
             id, head = self._deleting.popleft()
             if self._head(id) is None:  # else it was assigned again, and what was there is deleted already
                 self._delete_chain(head)
-                self._put(id, head._replace(last=0, tokens=0, sampled=0, span=0), "deleted")
+                self._put(id, SampleHead(*head[:4]), "deleted")
 
     def _delete_chain(self, head: SampleHead) -> None:
         self._database.execute(f"DELETE FROM segments WHERE number IN ({CHAIN} SELECT at FROM chain)", (head.last,))
@@ -546,20 +591,18 @@ def _extended(
 ) -> SampleHead:
     if start != head.tokens:
         raise _damaged(path, f"tokens of t{trajectory} are missing")
-    return head.grown(number, size // TOKEN_BYTES, version is not None)
+    return head.grown(number, size // TOKEN_BYTES, version)
 
 
 def _length(id: TrajectoryId, head: SampleHead, prompt: int) -> SampleLength:
     return SampleLength(id, prompt, prompt + head.span if head.sampled else 0, head.sampled)
 
 
-def _after(piece: Piece, skipped: int) -> Piece:
+def _after(run: AppendedRun, skipped: int) -> AppendedRun:
     """Without what is known already."""
-    if not skipped:
-        return piece
+    version, tokens, logprobs = run
     at = skipped * TOKEN_BYTES
-    logprobs = None if piece.logprobs is None else memoryview(piece.logprobs)[at:]
-    return Piece(piece.version, memoryview(piece.tokens)[at:], logprobs)
+    return version, tokens[at:], None if logprobs is None else logprobs[at:]
 
 
 def _merged(rows: Iterable[tuple[Any, ...]]) -> Iterator[Piece]:

@@ -7,7 +7,8 @@ of numpy calls, and sliced without a copy.
     client  Append, Fetch, Withdraw                        of a replica
             ReadLengths, ReadSamples                       of a trainer rank
             ReadPrompts                                    of another store
-    store   Receipt, Prefix, Refusal, LengthTable, SampleSlice, PromptRows, RequestFailed
+    store   Credit, Acknowledgement, Prefix, Refusal       to a replica
+            LengthTable, SampleSlice, PromptRows, RequestFailed
 
 Integers are little-endian int64 in columns, tokens int32, log-probs float32.
 """
@@ -22,7 +23,7 @@ import msgspec
 import numpy as np
 
 from tailrace.types import Natural, Row, Segment, Struct
-from tailrace.wire.messages import WireError
+from tailrace.wire.messages import Receipt, WireError
 
 LONGEST_FRAME = 64 << 20  # bytes
 NOT_SAMPLED = -1  # in a column of versions: a prompt, or what a tool has answered
@@ -32,6 +33,7 @@ STORED, GAP, UNKNOWN, FENCED = range(4)  # verdicts on an append
 VERSIONS = 1 << 31
 
 Buffer = bytes | bytearray | memoryview
+AppendedRun = tuple[int | None, memoryview, memoryview | None]  # version, tokens, log-probs
 
 
 class Piece(Struct):
@@ -93,12 +95,13 @@ class Frame(Struct, tag_field="kind", tag=True):
 
 
 class Append(Frame):
-    """More of some samples. `starts`: how many tokens after the prompt come before each segment. `urgent`: something
-    waits until they are durable."""
+    """More of some samples. `starts`: how many tokens after the prompt come before each run. `finals`: 1 where nothing
+    will follow, and a receipt is wanted; such a run may be empty. `urgent`: something waits until they are durable."""
 
     trajectories: memoryview
     attempts: memoryview
     starts: memoryview
+    finals: memoryview
     versions: memoryview
     counts: memoryview
     tokens: memoryview
@@ -141,14 +144,22 @@ class ReadPrompts(Frame):
     ids: memoryview
 
 
-class Receipt(Frame):
-    """Frames up to `number` are durable, or refused: a verdict and the known length of each sample in them."""
+class Credit(Frame):
+    """A replica may have so many bytes that are not acknowledged; said at first, and whenever it changes."""
+
+    bytes: Natural
+
+
+class Acknowledgement(Frame):
+    """Frames up to `number` are durable, or refused: a verdict and the known length of each sample in them. Those that
+    were said to be complete, and are, have a receipt."""
 
     number: Natural
     trajectories: memoryview
     attempts: memoryview
     lengths: memoryview
     verdicts: memoryview
+    receipts: tuple[Receipt, ...] = ()
 
 
 class Prefix(Frame):
@@ -204,7 +215,7 @@ class RequestFailed(Frame):
 
 
 FromClient = Append | Fetch | Withdraw | ReadLengths | ReadSamples | ReadPrompts
-FromStore = Receipt | Prefix | Refusal | LengthTable | SampleSlice | PromptRows | RequestFailed
+FromStore = Credit | Acknowledgement | Prefix | Refusal | LengthTable | SampleSlice | PromptRows | RequestFailed
 
 encode = msgspec.msgpack.Encoder().encode
 decode_from_client = msgspec.msgpack.Decoder(FromClient).decode
@@ -242,15 +253,28 @@ class PieceColumns(NamedTuple):
         )
 
 
-def pieces_in(frame: Append | Prefix | SampleSlice) -> Iterator[Piece]:
-    """The pieces of a frame, as views of its buffers. The columns have to agree (`complaint_about`, or a store's)."""
+def pieces_in(frame: Prefix | SampleSlice) -> Iterator[Piece]:
+    """The pieces of a frame, as views of its buffers. The columns have to agree."""
+    return (Piece(*run) for run in _runs(frame))
+
+
+def appended_in(frame: Append) -> Iterator[tuple[int, int, int, AppendedRun]]:
+    """Trajectory, attempt, start and content of every run (as in a `Piece`), as views of the frame's buffers. The
+    columns have to agree (`complaint_about`)."""
+    columns = [read_column(view).tolist() for view in (frame.trajectories, frame.attempts, frame.starts)]
+    return zip(*columns, _runs(frame), strict=True)  # pyright: ignore[reportReturnType]
+
+
+def _runs(frame: Append | Prefix | SampleSlice) -> Iterator[AppendedRun]:
     versions, counts = read_column(frame.versions), read_column(frame.counts)
     token_ends, logprob_ends = _ends(counts), _ends(np.where(versions == NOT_SAMPLED, 0, counts))
+    tokens, logprobs = frame.tokens, frame.logprobs
     at = logprobs_at = 0
     for version, end, logprobs_end in zip(versions.tolist(), token_ends, logprob_ends, strict=True):
-        sampled = version != NOT_SAMPLED
-        logprobs = frame.logprobs[logprobs_at:logprobs_end] if sampled else None
-        yield Piece(version if sampled else None, frame.tokens[at:end], logprobs)
+        if version == NOT_SAMPLED:
+            yield None, tokens[at:end], None
+        else:
+            yield version, tokens[at:end], logprobs[logprobs_at:logprobs_end]
         at, logprobs_at = end, logprobs_end
 
 
@@ -291,24 +315,26 @@ class CompletionLimits(NamedTuple):
 def complaint_about(frame: Append, limits: CompletionLimits) -> str:
     """What is wrong with the content of a frame, whoever sent it; nothing if it can be true."""
     columns = [read_column(view) for view in frame_columns(frame)]
-    trajectories, attempts, starts, versions, counts = columns
+    trajectories, attempts, starts, finals, versions, counts = columns
     if len({len(each) for each in columns}) > 1:
         return "columns of different lengths"
     if not len(counts):
         return "an empty frame"
+    if (counts < (finals == 0)).any():
+        return "an empty run"
     wrong = _bad_columns(trajectories, attempts, starts, versions, counts, limits)
     return wrong or _bad_buffers(frame, versions, counts, limits)
 
 
 def frame_columns(frame: Append) -> tuple[memoryview, ...]:
-    return frame.trajectories, frame.attempts, frame.starts, frame.versions, frame.counts
+    return frame.trajectories, frame.attempts, frame.starts, frame.finals, frame.versions, frame.counts
 
 
 def _bad_columns(
     trajectories: Any, attempts: Any, starts: Any, versions: Any, counts: Any, limits: CompletionLimits
 ) -> str:
     most = limits.completion_tokens
-    if min(trajectories.min(), attempts.min(), starts.min()) < 0 or counts.min() < 1:
+    if min(trajectories.min(), attempts.min(), starts.min(), counts.min()) < 0:
         return "a negative number"
     if versions.min() < NOT_SAMPLED or versions.max() >= VERSIONS:
         return f"a version from {versions.min()} to {versions.max()}"
@@ -324,7 +350,7 @@ def _bad_buffers(frame: Append, versions: Any, counts: Any, limits: CompletionLi
         found = f"{len(frame.tokens) / TOKEN_BYTES:g} tokens and {len(frame.logprobs) / TOKEN_BYTES:g} log-probs"
         return f"{found}, where its counts say {tokens} and {sampled}"
     ids = np.frombuffer(frame.tokens, "<i4")
-    if ids.min() < 0 or ids.max() >= limits.vocabulary:
+    if tokens and (ids.min() < 0 or ids.max() >= limits.vocabulary):
         wrong = ids.min() if ids.min() < 0 else ids.max()
         return f"token {wrong}, where {limits.vocabulary} is the size of the vocabulary"
     logprobs = np.frombuffer(frame.logprobs, "<f4")

@@ -4,9 +4,10 @@
     writer   commits in groups, then acknowledges (`writer`)
     readers  threads with connections of their own, for fetches, lengths and reads
 
-Nothing grows without a bound. While more than `QUEUED` bytes wait for the writer, nobody is read from: TCP holds the
-replicas back, and their credits run out. Each client has one answer under way at a time, in slices of `SLICE` bytes;
-the next slice is sent when it has taken most of the last.
+Nothing grows without a bound. The replicas share one budget of bytes that are not committed: each is told its share
+(`Credit`), and is not read from while more of its bytes wait for the writer. While more than `QUEUED` bytes wait in
+all, nobody is read from: TCP holds the replicas back, and their credits run out. Each client has one answer under way
+at a time, in slices of `SLICE` bytes; the next slice is sent when it has taken most of the last.
 
 Who sends what cannot be true is cut off for good, and the controller gets a sentence about it.
 """
@@ -25,8 +26,10 @@ from typing import NamedTuple
 from tailrace.samples.file import PromptGoneError, SampleDamagedError, SampleFile, SampleGoneError, SampleReader
 from tailrace.samples.messages import (
     LONGEST_FRAME,
+    Acknowledgement,
     Append,
     CompletionLimits,
+    Credit,
     Fetch,
     FromClient,
     FromStore,
@@ -37,7 +40,6 @@ from tailrace.samples.messages import (
     ReadLengths,
     ReadPrompts,
     ReadSamples,
-    Receipt,
     Refusal,
     RequestFailed,
     Withdraw,
@@ -48,7 +50,7 @@ from tailrace.samples.messages import (
     read_column,
     slice_of,
 )
-from tailrace.samples.writer import GroupWriter, Key, ReceivedFrame
+from tailrace.samples.writer import GroupWriter, Key, ReceivedFrame, Sign
 from tailrace.types import MALFORMED, PromptId, Row, TrajectoryId
 from tailrace.wire import descriptors
 from tailrace.wire.listener import Listener, SignedChannel
@@ -59,6 +61,8 @@ from tailrace.wire.tls import Identity
 log = logging.getLogger(__name__)
 
 QUEUED = 32 << 20  # bytes that may wait for the writer
+BUDGET = 64 << 20  # bytes that all replicas may have on their way
+LEAST_CREDIT = 1 << 16  # bytes of each, however many there are: a step of a large batch
 SLICE = 4 << 20  # bytes of one answer to `ReadSamples`
 UNREAD = 64 << 20  # bytes that a client has not taken yet; then it is hung up on, and has to connect again
 READERS = 2
@@ -93,6 +97,9 @@ class Client:
         self.name = channel.name
         self.role, _, number = self.name.partition("/")[0].rpartition("-")
         self.id = int(number.partition(".")[0]) if number.partition(".")[0].isdecimal() else -1
+        self.queued_bytes = 0  # that wait for the writer
+        self.may_send = asyncio.Event()  # these are no more than it may have
+        self.may_send.set()
         self.fetches: set[Key] = set()
         self.jobs: asyncio.Queue[Job] = asyncio.Queue()
 
@@ -104,14 +111,15 @@ class Client:
 
 
 class SampleServer:
-    """`key_of`: the key of each component, by its name. `accuse(component, reason)`, `broken(error)` and `lost(ids)`,
-    of samples that somebody needs and that are gone or damaged, are called in threads of the server. All other methods
-    may be called from any thread."""
+    """`key_of`: the key of each component, by its name. `sign` makes receipts. `accuse(component, reason)`,
+    `broken(error)` and `lost(ids)`, of samples that somebody needs and that are gone or damaged, are called in threads
+    of the server. All other methods may be called from any thread."""
 
     def __init__(
         self,
         file: SampleFile,
         key_of: Callable[[str], bytes],
+        sign: Sign,
         accuse: Callable[[str, str], None],
         broken: Callable[[BaseException], None],
         limits: CompletionLimits = CompletionLimits(),
@@ -127,9 +135,10 @@ class SampleServer:
         self._tell = accuse
         self._limits = limits
         self._where = (port, identity, listen)
-        self._writer = GroupWriter(file, self)
+        self._writer = GroupWriter(file, self, sign)
         self._clients: dict[str, Client] = {}
         self._accused: set[str] = set()
+        self._credit = BUDGET  # bytes, of each replica
         self._held: dict[TrajectoryId, set[tuple[Client, Key]]] = {}  # fetches of what was not assigned yet
         self._local = threading.local()
         self._opened: list[SampleReader] = []
@@ -203,9 +212,9 @@ class SampleServer:
 
     # ------------------------------------------------------------------------------- what the writer tells (its thread)
 
-    def committed(self, receipts: list[tuple[Client, Receipt]]) -> None:
-        if receipts:
-            self._call(self._acknowledge, receipts)
+    def committed(self, acknowledgements: list[tuple[Client, int, Acknowledgement]]) -> None:
+        if acknowledgements:
+            self._call(self._acknowledge, acknowledgements)
 
     def accuse(self, client: Client, reason: str) -> None:
         self._call(self._cut_off, client, reason)
@@ -255,6 +264,7 @@ class SampleServer:
         answering = asyncio.create_task(self._answer(client))
         try:
             while True:
+                await client.may_send.wait()
                 await self._has_room.wait()
                 number, content = await channel.receive(LONGEST_FRAME)
                 self._hear(client, number, content)
@@ -270,10 +280,21 @@ class SampleServer:
         if client.role not in FRAMES or len(self._clients) >= descriptors.shares().known:
             raise WireError("there is no room for it")
         self._clients[client.name] = client
+        self._share_credit(client)
+
+    def _share_credit(self, newcomer: Client | None = None) -> None:
+        """Among the next power of two of replicas, so that few of those who come and go change everybody's share."""
+        replicas = [client for client in self._clients.values() if client.role == "replica"]
+        share = max(LEAST_CREDIT, BUDGET >> max(0, len(replicas) - 1).bit_length())
+        told = replicas if share != self._credit else [newcomer] if newcomer in replicas else []
+        self._credit = share
+        for client in told:
+            client.send(Credit(share))
 
     def _leave(self, client: Client) -> None:
         if self._clients.get(client.name) is client:
             del self._clients[client.name]
+            self._share_credit()
         for key in list(client.fetches):
             self._drop_fetch(client, key)
 
@@ -312,7 +333,11 @@ class SampleServer:
         if complaint:
             self._cut_off(client, complaint)
             return
-        self._writer.put(ReceivedFrame(client, client.id, number, frame))
+        received = ReceivedFrame(client, client.id, number, frame)
+        client.queued_bytes += received.size
+        if client.queued_bytes > self._credit:
+            client.may_send.clear()
+        self._writer.put(received)
         if self._writer.queued_bytes > QUEUED:
             self._has_room.clear()
 
@@ -320,9 +345,12 @@ class SampleServer:
         if self._writer.queued_bytes <= QUEUED // 2:
             self._has_room.set()
 
-    def _acknowledge(self, receipts: list[tuple[Client, Receipt]]) -> None:
-        for client, receipt in receipts:
-            client.send(receipt)
+    def _acknowledge(self, acknowledgements: list[tuple[Client, int, Acknowledgement]]) -> None:
+        for client, size, acknowledgement in acknowledgements:
+            client.queued_bytes -= size
+            if client.queued_bytes <= self._credit:
+                client.may_send.set()
+            client.send(acknowledgement)
 
     # ---------------------------------------------------------------------------------------------------------- fetches
 

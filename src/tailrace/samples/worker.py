@@ -10,6 +10,7 @@ prompt is missing waits for that, and everything after it.
 
 from __future__ import annotations
 
+import gc
 import queue
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -29,7 +30,7 @@ from tailrace.store.journal import Journal
 from tailrace.types import Prompt, PromptId, Row, TrajectoryId
 from tailrace.wire import descriptors
 from tailrace.wire.client import ControlClient
-from tailrace.wire.keys import sample_key
+from tailrace.wire.keys import sample_key, signed_receipt
 from tailrace.wire.messages import (
     LOOPBACK,
     Accused,
@@ -46,10 +47,12 @@ from tailrace.wire.tls import Identity, own_address
 PATIENCE_S = 0.5  # orders wake the loop; this bounds how late an error of another thread is seen
 NO_FOLDER = (0, 0)  # of a spec that does not say which directory it means
 FIRST = 0
+GARBAGE = 100_000  # new objects before cycles are looked for: a commit makes thousands of rows, and none is in one
 
 
 def run(spec: ComponentSpec) -> None:
     descriptors.raise_limit()
+    gc.set_threshold(GARBAGE)
     StoreWorker(spec).run()
 
 
@@ -178,4 +181,5 @@ def _server(
     limits = CompletionLimits(vocabulary_of(spec.config), spec.config.workload.max_completion_tokens)
     identity = None if host == LOOPBACK else Identity()
     file = SampleFile.at(sample_file(folder, spec.id), spec.run)
-    return SampleServer(file, partial(sample_key, key), accuse, broken, limits, identity, host, lost=lost)
+    sign = partial(signed_receipt, spec.name, key)
+    return SampleServer(file, partial(sample_key, key), sign, accuse, broken, limits, identity, host, lost=lost)

@@ -1,28 +1,32 @@
 """The one thread that writes a store's file: it commits in groups, and answers after each commit.
 
-Whatever has arrived within a few milliseconds, or some megabytes of it, is one transaction; the longer the disk takes,
-the larger the next one. What nobody waits for, as most that is streamed, waits longer: a run with few replicas would
-else commit, and sync the disk, for every frame. What waits is bounded by those who put it there: they look at
-`queued_bytes`.
+Whatever arrives within a while, or some megabytes of it, is one transaction. The while is a few milliseconds if
+somebody waits for it, and longer the longer the last commit took: a busy store commits less often and writes longer
+rows, each of which costs as much as a short one. What nobody waits for, as most that is streamed, waits longer still: a
+run with few replicas would else sync the disk for every frame. What waits is bounded by those who put it there: they
+look at `queued_bytes`.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
-from tailrace.samples.file import SampleFile
-from tailrace.samples.messages import Append, Receipt, column, pieces_in, read_column
+from tailrace.samples.file import SampleFile, Verdicts
+from tailrace.samples.messages import FENCED, STORED, Acknowledgement, Append, column, read_column
+from tailrace.wire.messages import Receipt
 
-URGENT_S = 0.005  # that a commit waits for company
-QUIET_S = 0.05  # the same while nobody waits for it
-ENOUGH = 4 << 20  # bytes that are worth a commit at once
-MOST = 16 << 20  # bytes of one commit
+URGENT_S, BUSY_S = 0.005, 1.0  # that a commit waits for company, at least and at most
+BUSY = 3.0  # times what the last commit took: in between
+QUIET_S = 0.5  # the same while nobody waits for it
+ENOUGH = 16 << 20  # bytes that are worth a commit at once
+MOST = 32 << 20  # bytes of one commit
 
 Key = tuple[int, int]  # trajectory and attempt
-Verdicts = dict[Key, int]
+Sign = Callable[[int, int, int, int, int], Receipt]  # trajectory, attempt, tokens, oldest and newest version
 
 
 class ReceivedFrame(NamedTuple):
@@ -44,7 +48,9 @@ Action = Callable[[SampleFile], Callable[[], None] | None]  # in a transaction; 
 class Answers(Protocol):
     """Who is told, in the writer's thread."""
 
-    def committed(self, receipts: list[tuple[Any, Receipt]]) -> None: ...
+    def committed(self, acknowledgements: list[tuple[Any, int, Acknowledgement]]) -> None:
+        """To each client, with the bytes of its frames."""
+        ...
 
     def accuse(self, client: Any, reason: str) -> None:
         """It has written to what was never its own."""
@@ -59,14 +65,26 @@ class Answers(Protocol):
         ...
 
 
+class ClientBatch:
+    """Of one client, in one commit."""
+
+    def __init__(self) -> None:
+        self.number = 0  # of its last frame
+        self.size = 0  # bytes
+        self.verdicts: Verdicts = {}
+        self.complete: list[Key] = []  # assignments that are said to end here
+
+
 class GroupWriter:
-    def __init__(self, file: SampleFile, answers: Answers) -> None:
+    def __init__(self, file: SampleFile, answers: Answers, sign: Sign) -> None:
         self._file = file
+        self._sign = sign
         self._answers = answers
         self._queue: deque[ReceivedFrame | Action] = deque()
         self._changed = threading.Condition()
         self._closing = False
         self._urgent = False  # somebody waits for the next commit
+        self._pause_s = URGENT_S  # that such a one waits for company
         self.queued_bytes = 0
         self._thread = threading.Thread(target=self._run, name="writer", daemon=True)
 
@@ -100,7 +118,9 @@ class GroupWriter:
         try:
             while work := self._collect():
                 self._answers.taken()
+                began = time.monotonic()
                 self._commit(work)
+                self._pause_s = min(max(URGENT_S, BUSY * (time.monotonic() - began)), BUSY_S)
         except BaseException as error:
             self._answers.broken(error)
 
@@ -111,9 +131,8 @@ class GroupWriter:
                 if self._file.is_deleting:
                     return [_nothing]
                 self._changed.wait()
-            if not self._changed.wait_for(self._is_urgent, QUIET_S):
-                return self._take()
-            self._changed.wait_for(self._is_full, URGENT_S)
+            if self._changed.wait_for(self._is_urgent, QUIET_S):
+                self._changed.wait_for(self._is_full, self._pause_s)
             return self._take()
 
     def _is_full(self) -> bool:
@@ -133,38 +152,57 @@ class GroupWriter:
         return work
 
     def _commit(self, work: list[ReceivedFrame | Action]) -> None:
-        verdicts: dict[Any, tuple[int, Verdicts]] = {}
+        batches: dict[Any, ClientBatch] = {}
         done: list[Callable[[], None]] = []
         for one in work:
             if isinstance(one, ReceivedFrame):
-                _, found = verdicts.get(one.client, (0, {}))
-                verdicts[one.client] = (one.number, found)
-                self._append(one, found)
+                batch = batches.setdefault(one.client, ClientBatch())
+                batch.number, batch.size = one.number, batch.size + one.size
+                self._append(one, batch)
             elif (action := one(self._file)) is not None:
                 done.append(action)
         self._file.commit()
-        self._answers.committed([(client, self._receipt(*found)) for client, found in verdicts.items()])
+        self._answers.committed(
+            [(client, batch.size, self._acknowledgement(batch)) for client, batch in batches.items()]
+        )
         for action in done:
             action()
 
-    def _append(self, upload: ReceivedFrame, verdicts: Verdicts) -> None:
-        frame, append, replica = upload.frame, self._file.append, upload.replica
-        columns = [read_column(view).tolist() for view in (frame.trajectories, frame.attempts, frame.starts)]
+    def _append(self, upload: ReceivedFrame, batch: ClientBatch) -> None:
+        frame = upload.frame
         try:
-            for trajectory, attempt, start, piece in zip(*columns, pieces_in(frame), strict=True):
-                verdicts[trajectory, attempt] = append(replica, trajectory, attempt, start, piece)
+            self._file.append(upload.replica, frame, batch.verdicts)
         except PermissionError as error:
             self._answers.accuse(upload.client, str(error))
+            return
+        for at in read_column(frame.finals).nonzero()[0].tolist():
+            key = int(read_column(frame.trajectories)[at]), int(read_column(frame.attempts)[at])
+            if batch.verdicts[key] == STORED:
+                self._file.complete(*key)
+                batch.complete.append(key)
 
-    def _receipt(self, number: int, verdicts: Verdicts) -> Receipt:
-        trajectories = [trajectory for trajectory, _ in verdicts]
-        return Receipt(
-            number,
+    def _acknowledgement(self, batch: ClientBatch) -> Acknowledgement:
+        receipts = self._receipts(batch)
+        trajectories = [trajectory for trajectory, _ in batch.verdicts]
+        return Acknowledgement(
+            batch.number,
             column(trajectories),
-            column([attempt for _, attempt in verdicts]),
+            column([attempt for _, attempt in batch.verdicts]),
             column([self._file.length(trajectory) for trajectory in trajectories]),
-            column(verdicts.values()),
+            column(batch.verdicts.values()),
+            receipts,
         )
+
+    def _receipts(self, batch: ClientBatch) -> tuple[Receipt, ...]:
+        """After the commit. An attempt that has ended with the same commit gets none."""
+        receipts: list[Receipt] = []
+        for key in batch.complete:
+            head = self._file.heads.get(key[0])
+            if head is not None and head.attempt == key[1]:
+                receipts.append(self._sign(*key, head.tokens, head.oldest, head.newest))
+            else:
+                batch.verdicts[key] = FENCED
+        return tuple(receipts)
 
 
 def _nothing(file: SampleFile) -> None:

@@ -132,6 +132,11 @@ class TrajectoryTable:
             raise self._damaged(f"t{missing} is missing")
         return found
 
+    def versions(self, ids: Sequence[TrajectoryId]) -> dict[TrajectoryId, tuple[Version, Version]]:
+        """The oldest and the newest that the tokens of these are of, as far as they are finished."""
+        query = f"SELECT id, oldest, newest FROM trajectories WHERE oldest IS NOT NULL AND id {AMONG}"
+        return {id: (oldest, newest) for id, oldest, newest in self._database.execute(query, (_list(ids),))}
+
     def _reward(self, row: Values) -> float | None:
         id, finish, reward, crc = row
         if (finish, reward, crc) == ("", None, None):

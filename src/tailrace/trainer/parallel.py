@@ -3,7 +3,8 @@
 `Alone` is a trainer of one process and never touches torch.distributed. `Together` shards weights, gradients and
 moments over the ranks (FSDP2) and adds up what the ranks computed. Every method of `Together` is a collective: all
 ranks call it, in the same order. A rank that dies breaks the connections of the others, who then fail at once; one that
-hangs is found out after `deadline_s`. Waiting for the next command has a longer limit of its own, `idle_s`.
+hangs is found out after `deadline_s`. Waiting for the next command has a longer limit of its own, `idle_s`. What rank 0
+announces is no collective: it is read whenever somebody looks.
 """
 
 from __future__ import annotations
@@ -15,9 +16,13 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
     from torch.distributed import ProcessGroup
 
     from tailrace.wire.messages import ComponentSpec
+
+
+ANNOUNCED = "announced"  # key of what rank 0 has announced
 
 
 def pick_device(wanted: str, rank: int = 0) -> str:
@@ -54,6 +59,14 @@ class Ranks(Protocol):
         """What rank 0 gives, on every rank."""
         ...
 
+    def announce(self, text: str) -> None:
+        """By rank 0, at any moment: the others find it when they look. Not a collective."""
+        ...
+
+    def announced(self) -> bytes:
+        """What rank 0 has announced last; nothing if it has not."""
+        ...
+
     def leave(self) -> None: ...
 
 
@@ -85,6 +98,12 @@ class Alone:
         assert data is not None
         return data
 
+    def announce(self, text: str) -> None:
+        return
+
+    def announced(self) -> bytes:
+        return b""
+
     def leave(self) -> None:
         return
 
@@ -92,9 +111,9 @@ class Alone:
 class Together:
     """One of several processes, after `join`."""
 
-    def __init__(self, rank: int, size: int, device: str, commands: ProcessGroup):
+    def __init__(self, rank: int, size: int, device: str, commands: ProcessGroup, board: Store):
         self.rank, self.size = rank, size
-        self._device, self._commands = device, commands
+        self._device, self._commands, self._board = device, commands, board
 
     def shard(self, module: nn.Module) -> None:
         from torch.distributed.device_mesh import init_device_mesh
@@ -138,6 +157,12 @@ class Together:
             torch.distributed.broadcast(body, 0, group=self._commands)
         return body.numpy().tobytes()
 
+    def announce(self, text: str) -> None:
+        self._board.set(ANNOUNCED, text)
+
+    def announced(self) -> bytes:
+        return self._board.get(ANNOUNCED) if self._board.check([ANNOUNCED]) else b""
+
     def leave(self) -> None:
         torch.distributed.destroy_process_group()
 
@@ -152,12 +177,17 @@ def join(
     rank: int, size: int, meeting: str, device: str = "", deadline_s: float = 600.0, idle_s: float = 86400.0
 ) -> Together:
     """Meet the other ranks at `meeting` (`tcp://127.0.0.1:PORT` or `file:///PATH`), each with a device of its own."""
+    from torch.distributed import PrefixStore, rendezvous  # pyright: ignore[reportPrivateImportUsage]
+
     device_name = pick_device(device, rank)
     backend = "cpu:gloo,cuda:nccl" if device_name.startswith("cuda") else "gloo"
     if device_name.startswith("cuda"):
         torch.cuda.set_device(device_name)
     limit = timedelta(seconds=deadline_s)
-    torch.distributed.init_process_group(backend, init_method=meeting, rank=rank, world_size=size, timeout=limit)
+    board, _, _ = next(iter(rendezvous(meeting, rank, size, timeout=limit)))
+    torch.distributed.init_process_group(
+        backend, store=PrefixStore("group", board), rank=rank, world_size=size, timeout=limit
+    )
     commands = torch.distributed.new_group(backend="gloo", timeout=timedelta(seconds=idle_s))
     assert isinstance(commands, torch.distributed.ProcessGroup)
-    return Together(rank, size, device_name, commands)
+    return Together(rank, size, device_name, commands, board)

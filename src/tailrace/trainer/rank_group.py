@@ -6,8 +6,10 @@ pack their shares; what concerns weights, of which it has next to none, is left 
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
@@ -18,7 +20,7 @@ from tailrace.trainer.emulated import EmulatedLearner
 from tailrace.trainer.pace import BYTES_PER_PARAMETER
 from tailrace.trainer.reader import SampleInfo, StoreReader
 from tailrace.types import Struct, Version
-from tailrace.wire.messages import ComponentSpec, StoreAddress
+from tailrace.wire.messages import ComponentSpec, Stores
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from tailrace.trainer.step import Learner
     from tailrace.weights.publisher import Publisher
 
+LOOK_S = 0.2  # how often the other ranks look where the sample stores are
 GiveUp = Callable[[Version, str], None]  # is told what could not be sent and why
 
 
@@ -56,6 +59,10 @@ class RankGroup(Protocol):
 
     def publish(self, version: Version, address: str, give_up: GiveUp) -> None:
         """Stream the last snapshot to a relay, in the background."""
+        ...
+
+    def find_stores(self, stores: Stores) -> None:
+        """Tell the other ranks where the sample stores are. May be called from any thread."""
         ...
 
     def follow(self) -> None:
@@ -127,7 +134,6 @@ class TrainCommand(RankCommand):
     step: int
     mini_batch: int
     samples: tuple[SampleInfo, ...]
-    stores: tuple[StoreAddress, ...]
 
 
 class GatherCommand(RankCommand):
@@ -165,25 +171,39 @@ class _Group(Generic[AnyLearner]):
     def train(
         self, step: int, mini_batch: int, samples: tuple[SampleInfo, ...], client: SampleClient
     ) -> dict[str, float]:
-        self._tell(TrainCommand(step, mini_batch, samples, client.addresses))
+        self._tell(TrainCommand(step, mini_batch, samples))
         return self.learner.train_mini_batch(step, mini_batch, samples, StoreReader(client, samples))
 
     def publish(self, version: Version, address: str, give_up: GiveUp) -> None:
         assert self.sender is not None, "only the first rank publishes"
         self.sender.send(version, address, give_up)
 
+    def find_stores(self, stores: Stores) -> None:
+        self.ranks.announce(msgspec.json.encode(stores).decode())
+
     def follow(self) -> None:
-        client = SampleClient(self.name)
+        client, over = SampleClient(self.name), threading.Event()
         client.open()
+        threading.Thread(target=self._follow_stores, args=(client, over), name="stores", daemon=True).start()
         try:
             while not isinstance(command := _decode(self.ranks.broadcast_bytes(None)), LeaveCommand):
                 self._obey(command, client)
         finally:
+            over.set()
             client.close()
+
+    def _follow_stores(self, client: SampleClient, over: threading.Event) -> None:
+        """Beside the commands: a store that has moved may be what this rank is waiting for."""
+        known = b""
+        while not over.wait(LOOK_S):
+            with suppress(RuntimeError):  # rank 0 has left, and this one is about to
+                announced = self.ranks.announced()
+                if announced != known:
+                    client.find(msgspec.json.decode(announced, type=Stores))
+                    known = announced
 
     def _obey(self, command: RankCommand, client: SampleClient) -> None:
         assert isinstance(command, TrainCommand), command
-        client.connect(command.stores)
         self.learner.train_mini_batch(
             command.step, command.mini_batch, command.samples, StoreReader(client, command.samples)
         )

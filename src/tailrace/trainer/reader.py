@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
-from tailrace.samples.client import SampleClient
+from tailrace.samples.client import SampleClient, SampleStoreError
 from tailrace.samples.messages import StoredSample, segment_of
-from tailrace.types import GroupId, StoreId, Struct, Trajectory, TrajectoryId
+from tailrace.types import GroupId, StoreId, Struct, Trajectory, TrajectoryId, Version
 
 
 class SampleInfo(Struct):
@@ -24,6 +24,7 @@ class SampleInfo(Struct):
     sampled: int
     prompt: int = 0
     store: StoreId = 0  # that has it
+    versions: tuple[Version, Version] | None = None  # the oldest and newest that its tokens may be of
 
 
 class SampleLengths(NamedTuple):
@@ -62,8 +63,12 @@ class StoreReader:
         return (self._trajectory(next(streams[self._samples[id].store])) for id in ids)
 
     def _trajectory(self, stored: StoredSample) -> Trajectory:
+        info, sampled = self._samples[stored.id], [one.version for one in stored.pieces if one.version is not None]
+        if info.versions and sampled and not info.versions[0] <= min(sampled) <= max(sampled) <= info.versions[1]:
+            found, said = f"versions {min(sampled)} to {max(sampled)}", f"{info.versions[0]} to {info.versions[1]}"
+            raise SampleStoreError(f"t{stored.id} is of {found} in store {info.store}, and finished with {said}")
         segments = tuple(map(segment_of, stored.pieces))
-        return Trajectory(stored.id, stored.group, stored.prompt, segments, "", self._samples[stored.id].reward)
+        return Trajectory(stored.id, stored.group, stored.prompt, segments, "", info.reward)
 
 
 class InMemoryReader(Struct):

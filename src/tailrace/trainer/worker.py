@@ -22,7 +22,7 @@ from tailrace.trainer.rank_group import RankGroup, build_rank_group
 from tailrace.trainer.reader import SampleInfo
 from tailrace.types import StoreId, TrajectoryId, Version
 from tailrace.wire.client import ControlClient
-from tailrace.wire.messages import Collapsed, ComponentSpec, Ended, FromController, Introduce, Ordered
+from tailrace.wire.messages import Collapsed, ComponentSpec, Ended, FromController, Introduce, Ordered, StoreAddresses
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class TrainerWorker:
         self.mini_batch = 0
         self.samples = SampleClient(spec.name)
         self.divergence = Divergence()
-        self.controller = ControlClient(spec, find_stores=self.samples.find)
+        self.controller = ControlClient(spec, find_stores=self._find_stores)
 
     def run(self) -> None:
         self.rank_group.snapshot(self.step)
@@ -70,6 +70,11 @@ class TrainerWorker:
         finally:
             self.samples.close()
             self.controller.close()
+
+    def _find_stores(self, stores: StoreAddresses) -> None:
+        """In the link's thread, at once: a rank may be waiting for one that has moved."""
+        self.samples.find(stores)
+        self.rank_group.find_stores(stores)
 
     def _join(self) -> None:
         """Say what is in the weights, at the beginning and whenever there is a new controller."""
@@ -102,7 +107,7 @@ class TrainerWorker:
     def _train(self, order: Ordered, command: Train) -> None:
         began, cpu = time.monotonic(), time.process_time()
         try:
-            samples = self._describe(command, order.rewards)
+            samples = self._describe(command, order)
             measured = self.rank_group.train(command.step, command.mini_batch, samples, self.samples)
         except SampleStoreError as error:
             self.controller.report(
@@ -126,16 +131,16 @@ class TrainerWorker:
         if command.last and not measured.get("skipped") and self.pace.is_due(self.step, time.monotonic()):
             self._save()
 
-    def _describe(self, command: Train, rewards: Mapping[TrajectoryId, float | None]) -> tuple[SampleInfo, ...]:
-        """All that the plan of a mini-batch needs: lengths from the stores, rewards from the controller."""
+    def _describe(self, command: Train, order: Ordered) -> tuple[SampleInfo, ...]:
+        """All that the plan of a mini-batch needs: lengths from the stores, the rest from the controller."""
         located = {id: (group.group, store) for group in command.groups for id, store in group.located()}
-        lengths = {one.id: one for one in self._lengths({id: store for id, (_, store) in located.items()})}
-        return tuple(
-            [
-                SampleInfo(id, group, rewards[id], lengths[id].length, lengths[id].sampled, lengths[id].prompt, store)
-                for id, (group, store) in located.items()
-            ]
-        )
+        lengths = {one.id: one[1:] for one in self._lengths({id: store for id, (_, store) in located.items()})}
+        rewards, versions = order.rewards, order.versions
+        infos: list[SampleInfo] = []
+        for id, (group, store) in located.items():
+            prompt, length, sampled = lengths[id]
+            infos.append(SampleInfo(id, group, rewards[id], length, sampled, prompt, store, versions.get(id)))
+        return tuple(infos)
 
     def _lengths(self, stores: Mapping[TrajectoryId, StoreId]) -> Iterator[SampleLength]:
         for store in sorted(set(stores.values())):

@@ -38,6 +38,7 @@ from tailrace.wire.messages import (
     Measured,
     Offer,
     Ordered,
+    Receipt,
     Reconcile,
     Reported,
     StoreAddresses,
@@ -90,8 +91,8 @@ class ControlClient:
     def send(self, message: FromComponent) -> None:
         self._put(message)
 
-    def report(self, event: Event) -> None:
-        self.send(Reported(event))  # type: ignore[arg-type]  # every Event is one of AnyEvent
+    def report(self, event: Event, receipts: tuple[Receipt, ...] = ()) -> None:
+        self.send(Reported(event, receipts))  # type: ignore[arg-type]  # every Event is one of AnyEvent
 
     def measure(self, step: int, values: Mapping[str, float]) -> None:
         self.send(Measured(step, dict(values)))

@@ -12,7 +12,9 @@ import hmac
 import re
 from typing import NamedTuple
 
-from tailrace.wire.messages import WireError
+from msgspec.structs import replace
+
+from tailrace.wire.messages import Receipt, WireError, encode
 
 RANK = re.compile(r"\.\d+/")  # in the name of a trainer's rank, but for the first
 HOST = "host-"  # what the names of other machines begin with
@@ -44,6 +46,22 @@ def sample_key(store: bytes, name: str) -> bytes:
     """That of a component for a sample store, made from the store's own key. Both the store and the controller can make
     it, and nobody else. The ranks of a trainer share one."""
     return hmac.digest(store, b"samples " + RANK.sub("/", name).encode(), "sha256")
+
+
+def signed_receipt(
+    name: str, store: bytes, trajectory: int, attempt: int, tokens: int, oldest: int, newest: int
+) -> Receipt:
+    """Of the store with this name and key."""
+    receipt = Receipt(name, trajectory, attempt, tokens, oldest, newest)
+    return replace(receipt, signature=_signature(store, receipt))
+
+
+def is_genuine(store: bytes, receipt: Receipt) -> bool:
+    return hmac.compare_digest(receipt.signature, _signature(store, receipt))
+
+
+def _signature(store: bytes, receipt: Receipt) -> bytes:
+    return hmac.digest(store, b"receipt " + encode(replace(receipt, signature=b"")), "sha256")
 
 
 class JoinKey(NamedTuple):

@@ -10,7 +10,18 @@ from msgspec import Meta
 from tailrace.config.tree import Config
 from tailrace.errors import TailraceError
 from tailrace.protocol import AnyCommand, AnyEvent
-from tailrace.types import GroupId, HostId, Natural, PromptId, RelayId, ReplicaId, StoreId, Struct, TrajectoryId
+from tailrace.types import (
+    GroupId,
+    HostId,
+    Natural,
+    PromptId,
+    RelayId,
+    ReplicaId,
+    StoreId,
+    Struct,
+    TrajectoryId,
+    Version,
+)
 
 LOOPBACK = "127.0.0.1"
 OFFER_S = 0.5  # how often a host offers itself
@@ -73,10 +84,24 @@ class Hello(Message):
     arena: Annotated[str, Meta(max_length=4096)] = ""
 
 
+class Receipt(Struct):
+    """What a sample store has of an attempt that will not grow any more, signed with a key that only this store and the
+    controller have (`keys.signed_receipt`)."""
+
+    store: Annotated[str, Meta(max_length=100)]  # the name of its process
+    trajectory: TrajectoryId
+    attempt: Natural
+    tokens: Natural  # after the prompt
+    oldest: Version  # of what was sampled; -1: nothing was
+    newest: Version
+    signature: Annotated[bytes, Meta(max_length=64)] = b""
+
+
 class Reported(Message):
-    """Something for the control plane."""
+    """Something for the control plane, and what proves it: a receipt for each sample in `Finished` and `Parked`."""
 
     event: AnyEvent
+    receipts: Annotated[tuple[Receipt, ...], Meta(max_length=1 << 16)] = ()
 
 
 class Measured(Message):
@@ -119,8 +144,11 @@ class Ordered(Message):
     """A command of the control plane, and what else is needed to carry it out. Tokens are in the sample stores."""
 
     command: AnyCommand
-    # Train: of each sample
+    # Train: of each sample, and the oldest and newest version that its tokens may be of
     rewards: dict[TrajectoryId, float | None] = msgspec.field(default_factory=dict[TrajectoryId, float | None])
+    versions: dict[TrajectoryId, tuple[Version, Version]] = msgspec.field(
+        default_factory=dict[TrajectoryId, tuple[Version, Version]]
+    )
     # Publish, Route: where relays listen
     addresses: dict[RelayId, str] = msgspec.field(default_factory=dict[RelayId, str])
     arena: str = ""  # LoadWeights: where the version lies
