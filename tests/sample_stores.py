@@ -12,7 +12,7 @@ import numpy as np
 
 from tailrace.samples.client import SampleClient
 from tailrace.samples.file import SampleFile, sample_file
-from tailrace.samples.messages import CompletionLimits, Piece, StoredSample
+from tailrace.samples.messages import Append, CompletionLimits, Piece, PieceColumns, StoredSample, column
 from tailrace.samples.server import SampleServer
 from tailrace.types import Row, id_bytes
 from tailrace.wire.keys import sample_key, signed_receipt
@@ -33,6 +33,14 @@ def tokens_of(trajectory: int, start: int, end: int) -> np.ndarray:
 def piece(trajectory: int, start: int, end: int, version: int | None = 1) -> Piece:
     tokens = tokens_of(trajectory, start, end)
     return Piece(version, tokens.tobytes(), None if version is None else (-tokens / 1e6).astype("<f4").tobytes())
+
+
+def put(file: SampleFile, replica: int, trajectory: int, attempt: int, start: int, one: Piece) -> int:
+    """Append to it as its store would; returns the verdict."""
+    verdicts: dict[tuple[int, int], int] = {}
+    columns = column([trajectory]), column([attempt]), column([start]), column([0])
+    file.append(replica, Append(*columns, *PieceColumns.of([one])), verdicts)
+    return verdicts[trajectory, attempt]
 
 
 def grant(trajectory: int, attempt: int = 1, replica: int = 0, resume: bool = False) -> Grant:

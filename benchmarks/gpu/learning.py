@@ -23,7 +23,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1] / "src")]
-from processes import ROOT, tailrace, tails, trained_parts  # noqa: E402
+from processes import ROOT, tailrace, tails, trained_mini_batches  # noqa: E402
 
 RECIPE = ROOT / "examples" / "gpu" / "smollm2_sums.toml"
 RESULTS = ROOT / "benchmarks" / "results" / "gpu_learning.json"
@@ -48,9 +48,9 @@ def train(kind: str, seed: int, steps: int, folder: Path, options: argparse.Name
         ["train", str(options.recipe), *words],
         log,
         options.deadline,
-        enough=lambda: not options.eval and trained_parts(run) >= steps,
+        enough=lambda: not options.eval and trained_mini_batches(run) >= steps,
     )
-    if code != 0 and trained_parts(run) < steps:
+    if code != 0 and trained_mini_batches(run) < steps:
         raise RuntimeError(f"tailrace train ended with {code} before it was done\n{tails(run, log)}")
     return run
 

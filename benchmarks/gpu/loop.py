@@ -27,7 +27,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1] / "src")]
-from processes import ROOT, tailrace, tails, trained_parts  # noqa: E402
+from processes import ROOT, tailrace, tails, trained_mini_batches  # noqa: E402
 from workloads import ROW  # noqa: E402
 
 RECIPE = ROOT / "examples" / "gpu" / "loop.toml"
@@ -75,7 +75,7 @@ def run_ours(kind: str, options: argparse.Namespace, folder: Path) -> Row:
         ["train", str(RECIPE), *words(kind, options, folder)],
         log,
         options.deadline,
-        enough=lambda: trained_parts(run) >= options.steps,
+        enough=lambda: trained_mini_batches(run) >= options.steps,
     )
     try:
         return read_run(run, options)

@@ -36,7 +36,7 @@ def tailrace(
             _stop(process)
 
 
-def trained_parts(run: Path) -> int:
+def trained_mini_batches(run: Path) -> int:
     """Mini-batches in the journal of a run that may be under way."""
     try:
         with closing(sqlite3.connect(f"file:{run / 'run.db'}?mode=ro", uri=True, timeout=5)) as database:

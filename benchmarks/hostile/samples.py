@@ -10,6 +10,7 @@ import asyncio
 import sys
 from collections.abc import Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -25,7 +26,7 @@ CLIENTS = ("replica-0/1", "replica-1/1", "trainer-0/1", "store-1/1")
 
 def store_file(folder: Path, name: str = "samples-0.db") -> Any:
     """With a prompt and some samples, half of each stored. Nobody waits for the disk here."""
-    from sample_stores import PROMPT, grant, piece
+    from sample_stores import PROMPT, grant, piece, put
     from tailrace.samples.file import SampleFile
 
     for rest in folder.glob(f"{name}*"):
@@ -35,7 +36,7 @@ def store_file(folder: Path, name: str = "samples-0.db") -> Any:
     file.add_prompts([PROMPT])
     file.assign([grant(id, replica=id // REPLICAS) for id in range(SAMPLES)])
     for id in range(SAMPLES):
-        file.append(id // REPLICAS, id, 1, 0, piece(id, 0, TOKENS))
+        put(file, id // REPLICAS, id, 1, 0, piece(id, 0, TOKENS))
         file.commit()
     return file
 
@@ -51,7 +52,7 @@ def client_frames() -> list[Any]:
     def append(trajectory: int, start: int, end: int) -> Append:
         pieces = [piece(trajectory, start, end), piece(trajectory, end, end + 2, None)]
         starts = ids([start, end])
-        return Append(ids([trajectory] * 2), ids([1, 1]), starts, *PieceColumns.of(pieces), urgent=True)
+        return Append(ids([trajectory] * 2), ids([1, 1]), starts, ids([0, 1]), *PieceColumns.of(pieces), urgent=True)
 
     reads = [ReadLengths(1, ids([0, 1])), ReadSamples(2, ids([3, 0, 2])), ReadPrompts(3, ids([3]))]
     appends = [append(0, 0, 5), append(0, TOKENS, TOKENS + 3), append(2, TOKENS - 1, TOKENS + 1)]
@@ -79,12 +80,14 @@ class Attacked:
     """A store whose threads take their turns here, one after the other."""
 
     def __init__(self, folder: Path) -> None:
-        from sample_stores import LIMITS
+        from sample_stores import KEY, LIMITS
         from tailrace.samples.server import SampleServer
+        from tailrace.wire.keys import signed_receipt
 
         self.file, self.errors, self.accused = store_file(folder), list[BaseException](), dict[str, str]()
-        keys, limits = (lambda _: b""), LIMITS._replace(completion_tokens=2 * TOKENS)
-        self.server: Any = SampleServer(self.file, keys, self.accused.__setitem__, self.errors.append, limits)
+        keys, sign = (lambda _: b""), partial(signed_receipt, "store-0/1", KEY)
+        limits = LIMITS._replace(completion_tokens=2 * TOKENS)
+        self.server: Any = SampleServer(self.file, keys, sign, self.accused.__setitem__, self.errors.append, limits)
         self.server._has_room = asyncio.Event()
         self.server._open_reader()
         self.before = self.stored()
@@ -154,12 +157,14 @@ def from_store(_: Path) -> tuple[list[bytes], Decode]:
     """Answers to a replica and to a trainer. A store that sends nonsense is hung up on, and connected to again."""
     from sample_stores import PROMPT, piece
     from tailrace.samples import messages
-    from tailrace.samples.client import Inquiry, SampleClient
+    from tailrace.samples.client import Inquiry, SampleClient, StoreConnection
     from tailrace.samples.messages import PieceColumns, column, encode, slice_of
     from tailrace.types import Segment
+    from tailrace.wire.messages import StoreAddress
 
+    store = StoreConnection(StoreAddress(0, "tcp://127.0.0.1:1", "", "ab"))
     sample = messages.StoredSample(1, 2, 3, (messages.Piece(None, PROMPT.tokens), piece(1, 0, 9)))
-    receipt = messages.Receipt(4, column([1, 2]), column([1, 1]), column([9, 0]), column([0, 3]))
+    receipt = messages.Acknowledgement(4, column([1, 2]), column([1, 1]), column([9, 0]), column([0, 3]))
     prefix = messages.Prefix(1, 1, PROMPT, *PieceColumns.of([piece(1, 0, 9), piece(1, 9, 12, None)]))
     answers = [receipt, prefix, messages.Refusal(2, 1, "there is a newer attempt"), slice_of(1, [sample])]
     answers += [messages.LengthTable(2, column([3, 12, 9])), messages.PromptRows(3, (PROMPT,))]
@@ -172,7 +177,7 @@ def from_store(_: Path) -> tuple[list[bytes], Decode]:
         one._inquiries = {number: Inquiry(number, 0, kind, [1]) for number, kind in enumerate(kinds, 1)}
         one._uploads.append((1, 1), 0, 0, [Segment.of(1, range(9), [-0.5] * 9)])
         try:
-            one._take_in(messages.decode_from_store(data))
+            one._take_in(store, messages.decode_from_store(data))
             one.poll()
             for inquiry in one._inquiries.values():
                 while not inquiry.answers.empty():
@@ -228,7 +233,7 @@ def _carry_out(file: Any, message: Any) -> None:
 
 def sample_file(folder: Path) -> tuple[list[bytes], Decode]:
     """samples-0.db itself: opened as a restarted store does, written to, and read as everybody does."""
-    from sample_stores import piece
+    from sample_stores import piece, put
     from tailrace.samples.file import SampleFile, SampleGoneError
     from tailrace.samples.messages import STORED
     from tailrace.store.errors import JournalError
@@ -240,7 +245,7 @@ def sample_file(folder: Path) -> tuple[list[bytes], Decode]:
     def write() -> None:
         with closing(SampleFile.open(path)) as file:
             file._database.execute("PRAGMA synchronous = OFF")
-            verdict = file.append(0, 0, 1, TOKENS, piece(0, TOKENS, TOKENS + 4))
+            verdict = put(file, 0, 0, 1, TOKENS, piece(0, TOKENS, TOKENS + 4))
             file.forget([1], archive=False)
             file.commit()
             assert verdict != STORED or file.length(0) == TOKENS + 4

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from sample_stores import PROMPT, grant, ids_in, piece, tokens_of
+from sample_stores import PROMPT, grant, ids_in, piece, put, tokens_of
 from tailrace.config import load
 from tailrace.protocol import Finished, RelayJoined
 from tailrace.samples.file import SampleFile, SampleReader, sample_file
@@ -23,7 +23,7 @@ WRITER = """
 import sys
 from pathlib import Path
 sys.path.append(sys.argv[2])
-from sample_stores import PROMPT, grant, piece
+from sample_stores import PROMPT, grant, piece, put
 from tailrace.config import load
 from tailrace.protocol import Finished, Request, TrajectoryMeta
 from tailrace.samples.file import SampleFile, sample_file
@@ -36,7 +36,7 @@ samples = SampleFile.at(sample_file(folder, 0))
 samples.add_prompts([PROMPT])
 for id in range(store.last_seq, 20_000):
     samples.assign([grant(id)])
-    samples.append(0, id, 1, 0, piece(id, 0, 50))
+    put(samples, 0, id, 1, 0, piece(id, 0, 50))
     samples.commit()
     store.trajectories.assign([Request(id, 1, id // 4, PROMPT.id, 3)])
     store.trajectories.finish(TrajectoryMeta(id, 1, 50, 1, 1, "stop", 1.0))
@@ -111,7 +111,7 @@ def test_a_full_disk_leaves_the_samples_that_were_committed_and_the_store_goes_o
     assert committed > 1000
     remount(tiny_disk, "2m")
     with closing(SampleFile.open(sample_file(tiny_disk, 0))) as file:
-        file.append(0, 0, 1, committed, piece(0, committed, committed + 5))
+        put(file, 0, 0, 1, committed, piece(0, committed, committed + 5))
         file.commit()
     with closing(SampleReader(sample_file(tiny_disk, 0))) as reader:
         assert ids_in(*reader.read([0])) == tokens_of(0, 0, committed + 5).tolist()
@@ -120,7 +120,7 @@ def test_a_full_disk_leaves_the_samples_that_were_committed_and_the_store_goes_o
 def grow_without_end(file: SampleFile) -> None:
     while True:
         start = file.heads[0].tokens if file.heads else 0
-        file.append(0, 0, 1, start, piece(0, start, start + 500))
+        put(file, 0, 0, 1, start, piece(0, start, start + 500))
         file.commit()
 
 

@@ -13,7 +13,7 @@ from typing import Any, get_args
 
 import pytest
 
-from sample_stores import PROMPT, grant, piece
+from sample_stores import PROMPT, grant, piece, put
 from tailrace.cli import main
 from tailrace.config import load
 from tailrace.config.tree import Config
@@ -141,7 +141,7 @@ def a_real_run(folder: Path) -> sqlite3.Connection:
     with closing(SampleFile.create(sample_file(folder, 0), {"run": "x"})) as file:
         file.add_prompts([PROMPT])
         file.assign([grant(16), grant(17)])
-        file.append(0, 17, 1, 0, piece(17, 0, 3))
+        put(file, 0, 17, 1, 0, piece(17, 0, 3))
         file.commit()
     return sqlite3.connect(folder / "run.db")
 

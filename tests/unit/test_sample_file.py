@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sample_stores import PROMPT, grant, ids_in, piece, tokens_of
+from sample_stores import PROMPT, grant, ids_in, piece, put, tokens_of
 from tailrace.samples import file as file_module
 from tailrace.samples.file import SampleFile, SampleGoneError, SampleReader, sample_file
 from tailrace.samples.messages import (
@@ -16,11 +16,7 @@ from tailrace.samples.messages import (
     GAP,
     STORED,
     UNKNOWN,
-    Append,
-    Piece,
-    PieceColumns,
     SampleLength,
-    column,
 )
 from tailrace.store.errors import JournalError
 from tailrace.types import Row, id_bytes
@@ -40,13 +36,6 @@ def begun(path: Path, *trajectories: int) -> SampleFile:
 
 def add(file: SampleFile, trajectory: int, start: int, end: int, attempt: int = 1, version: int | None = 1) -> int:
     return put(file, 0, trajectory, attempt, start, piece(trajectory, start, end, version))
-
-
-def put(file: SampleFile, replica: int, trajectory: int, attempt: int, start: int, one: Piece) -> int:
-    verdicts: dict[tuple[int, int], int] = {}
-    columns = column([trajectory]), column([attempt]), column([start]), column([0])
-    file.append(replica, Append(*columns, *PieceColumns.of([one])), verdicts)
-    return verdicts[trajectory, attempt]
 
 
 def ids(path: Path, trajectory: int, writer: SampleFile | None = None) -> list[int]:

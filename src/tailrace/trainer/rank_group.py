@@ -20,7 +20,7 @@ from tailrace.trainer.emulated import EmulatedLearner
 from tailrace.trainer.pace import BYTES_PER_PARAMETER
 from tailrace.trainer.reader import SampleInfo, StoreReader
 from tailrace.types import Struct, Version
-from tailrace.wire.messages import ComponentSpec, Stores
+from tailrace.wire.messages import ComponentSpec, StoreAddresses
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -61,7 +61,7 @@ class RankGroup(Protocol):
         """Stream the last snapshot to a relay, in the background."""
         ...
 
-    def find_stores(self, stores: Stores) -> None:
+    def find_stores(self, stores: StoreAddresses) -> None:
         """Tell the other ranks where the sample stores are. May be called from any thread."""
         ...
 
@@ -178,7 +178,7 @@ class _Group(Generic[AnyLearner]):
         assert self.sender is not None, "only the first rank publishes"
         self.sender.send(version, address, give_up)
 
-    def find_stores(self, stores: Stores) -> None:
+    def find_stores(self, stores: StoreAddresses) -> None:
         self.ranks.announce(msgspec.json.encode(stores).decode())
 
     def follow(self) -> None:
@@ -199,7 +199,7 @@ class _Group(Generic[AnyLearner]):
             with suppress(RuntimeError):  # rank 0 has left, and this one is about to
                 announced = self.ranks.announced()
                 if announced != known:
-                    client.find(msgspec.json.decode(announced, type=Stores))
+                    client.find(msgspec.json.decode(announced, type=StoreAddresses))
                     known = announced
 
     def _obey(self, command: RankCommand, client: SampleClient) -> None:
