@@ -38,7 +38,7 @@ kv_tokens = {kv}
 [trainer]
 mini_batches = 1
 [groups]
-attempts = 1
+max_failures = 1
 [run]
 steps = 2
 evaluate = false

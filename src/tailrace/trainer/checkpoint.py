@@ -158,9 +158,9 @@ def _write(draft: Path, learner: Learner, files: dict[str, dict[str, Tensor]]) -
 
 
 def _move_to(draft: Path, path: Path) -> None:
-    for path in draft.iterdir():
-        path.chmod(PRIVATE)
-        _flush(path)
+    for file in draft.iterdir():
+        file.chmod(PRIVATE)
+        _flush(file)
     _flush(draft)
     replaced = path.with_name(f".{path.name}.old")
     if path.exists():  # of a step that is trained for the second time
