@@ -49,10 +49,11 @@ Batch = set[tuple[int, int, tuple[int, ...], float]]  # (prompt, trajectory, com
 
 
 def batches_of(run: Run) -> list[Batch]:
-    """What every step was trained on, from the run's own store."""
+    """What every step was trained on, from the run's own files."""
     with closing(sqlite3.connect(run.folder / "run.db")) as database:
         rows = database.execute("SELECT step, prompt_id, id, reward FROM trajectories WHERE step NOT NULL").fetchall()
-        pieces = database.execute("SELECT trajectory_id, tokens FROM segments ORDER BY piece").fetchall()
+    with closing(sqlite3.connect(run.folder / "samples-0.db")) as database:
+        pieces = database.execute("SELECT trajectory_id, tokens FROM segments ORDER BY number").fetchall()
     tokens: dict[int, list[int]] = {}
     for id, blob in pieces:
         tokens.setdefault(id, []).extend(np.frombuffer(blob, "<i4").tolist())
