@@ -82,7 +82,7 @@ def test_an_error_of_the_view_ends_the_run_at_once(monkeypatch: Any) -> None:
     monkeypatch.setattr(train, "LiveView", Broken)
     monkeypatch.setattr(train, "invite", lambda *_: "")
     supervisor: Any = SimpleNamespace(beat=lambda: None, rest=lambda: None)
-    nothing: Any = SimpleNamespace(place=None)
+    nothing: Any = SimpleNamespace(run_folder=None)
 
     async def driven() -> None:
         async with asyncio.timeout(10.0):

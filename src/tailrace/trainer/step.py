@@ -69,7 +69,7 @@ class DevicePack(NamedTuple):
     behavior_logprobs: Tensor
 
 
-class Credit(NamedTuple):
+class TokenCredit(NamedTuple):
     """What a pack's sampled tokens are worth; values and returns only with a critic."""
 
     advantages: Tensor
@@ -90,7 +90,7 @@ class MicroBatch(NamedTuple):
     pack: Pack
     on_device: DevicePack
     weight: Tensor
-    credit: Credit
+    credit: TokenCredit
     proximal: Tensor | None  # as in `OldScores`
     reference: Tensor | None
 
@@ -246,11 +246,11 @@ class Learner:
         with snapshot.in_place():
             return [self._forward(pack).logprobs for pack in packs]
 
-    def _credit(self, pack: Pack, before: OldScores, batch: MiniBatch) -> Credit:
+    def _credit(self, pack: Pack, before: OldScores, batch: MiniBatch) -> TokenCredit:
         if before.values is None:
-            return Credit(self._tensor(batch.advantages[pack.sequence]))
+            return TokenCredit(self._tensor(batch.advantages[pack.sequence]))
         advantages, returns = token_credits(pack.members, batch, before.values.double().cpu().numpy(), self.settings)
-        return Credit(self._tensor(advantages), before.values, self._tensor(returns))
+        return TokenCredit(self._tensor(advantages), before.values, self._tensor(returns))
 
     def _backward(self, micro_batches: list[MicroBatch]) -> tuple[dict[str, float], float]:
         """Gradients of all micro-batches. Returns the statistics' sums over all tokens, and the largest log-ratio."""
