@@ -42,6 +42,7 @@ from data_path_rig import (
 )
 from msgspec.structs import replace
 from tailrace.launch.sources import Blanks
+from tailrace.runtime.parts import Tie
 
 from tailrace.config import load
 from tailrace.protocol import (
@@ -53,7 +54,6 @@ from tailrace.protocol import (
     TrajectoryMeta,
     WeightsLoaded,
 )
-from tailrace.runtime.components import RunHandle
 from tailrace.runtime.controller import Controller
 from tailrace.store.run import RunStore
 from tailrace.types import Segment
@@ -118,7 +118,7 @@ class MockReplica:
             match decode_from_controller(content):
                 case Ordered(Generate(_, _, requests)):
                     for one in requests:
-                        self._running[one.trajectory, one.attempt] = [0, self._end(), self._version]
+                        self._running[one.trajectory, one.epoch] = [0, self._end(), self._version]
                 case Ordered(LoadWeights(_, _, version)):
                     self._version = version
                     self._pieces = [Segment(version, one.tokens, one.logprobs) for one in self._pieces]
@@ -144,9 +144,9 @@ class MockReplica:
                 self._finish(*key, *self._running.pop(key))
         return count
 
-    def _finish(self, trajectory: int, attempt: int, tokens: int, _: int, oldest: int) -> None:
+    def _finish(self, trajectory: int, epoch: int, tokens: int, _: int, oldest: int) -> None:
         reward = float(self._random.random())
-        meta = TrajectoryMeta(trajectory, attempt, tokens, oldest, self._version, "length", reward)
+        meta = TrajectoryMeta(trajectory, epoch, tokens, oldest, self._version, "length", reward)
         self._report(Reported(Finished(self.id, meta)))
 
 
@@ -156,13 +156,15 @@ def control(pipe: Pipe, board: Board, folder: Path, config: Any) -> None:
         store: Any = RunStore.create(folder, config)
         board.kept.value, append = 0, store.vault.append
 
-        def count(trajectory: int, attempt: int, segments: tuple[Segment, ...]) -> bool:
-            stored = append(trajectory, attempt, segments)
+        def count(trajectory: int, epoch: int, segments: tuple[Segment, ...]) -> bool:
+            stored = append(trajectory, epoch, segments)
             board.kept.value += stored * sum([len(one.tokens) for one in segments])
             return stored
 
         store.vault.append = count
-        return Controller(store, config, Blanks(config), RunHandle(KEYS, lifeline), seen)  # type: ignore[call-arg]
+        controller: Any = Controller(store, config, Blanks(config), Tie(KEYS, lifeline), seen)
+        controller.components, controller.server = controller.parts, controller.hub  # their names today
+        return controller
 
     asyncio.run(ControllerProcess(pipe, board).run(make))
 

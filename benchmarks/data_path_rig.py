@@ -231,7 +231,7 @@ class ControllerProcess:
 
     async def run(self, make: Callable[[int, Seen], Any]) -> None:
         self._controller = make(self._lifeline, self._seen)
-        self._local: Any = self._controller.parts._local
+        self._local: Any = self._controller.components._local
         self._begin, self._local._begin = self._local._begin, self._begin_all_but_replicas
         running, asked = asyncio.create_task(self._controller.run()), ""
         while asked != "end":
@@ -278,7 +278,10 @@ class ControllerProcess:
         return {"port": self._controller.server.port, "heartbeat_s": config.health.heartbeat_s, "pids": pids}
 
     def _listen(self) -> None:
-        trainer, liveness = self._controller.parts.get("trainer", 0), getattr(self._controller.server, "liveness", None)
+        trainer, liveness = (
+            self._controller.components.get("trainer", 0),
+            getattr(self._controller.server, "liveness", None),
+        )
         if trainer is not None and liveness is not None and trainer.joined and not self._controller.stopped:
             self._silence_s = max(self._silence_s, liveness.age_s(trainer.spec.name))
 
