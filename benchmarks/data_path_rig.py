@@ -14,6 +14,7 @@ import os
 import shutil
 import statistics
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -303,12 +304,34 @@ class ControllerProcess:
         }
 
 
+class BareTimer:
+    """How late a thread wakes up that does nothing else: the share of every lag that is the machine's."""
+
+    def __init__(self) -> None:
+        self._samples: list[float] = []
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        due = time.monotonic()
+        while True:
+            time.sleep(max(0.0, due - time.monotonic()))
+            now = time.monotonic()
+            while due <= now:
+                self._samples.append(now - due)
+                due += SAMPLE_S
+
+    def p99_s(self) -> float:
+        """Since the last time."""
+        samples, self._samples = self._samples, []
+        return percentile(samples, 0.99)
+
+
 class Rig:
     """A controller, and its mock replicas."""
 
     def __init__(self, replicas: int, control: Callable[..., None], make: Callable[..., Any], *values: Any) -> None:
         self._context = multiprocessing.get_context("spawn")
-        self.board = Board(self._context, replicas)
+        self.board, self.timer = Board(self._context, replicas), BareTimer()
         self.controller = Controller(self._context, control, self.board, *values)
         up = self.controller.ask("up")  # its port, and the processes that it has started
         self.pids: dict[str, int] = {"controller": self.controller.process.pid or 0, **up["pids"]}
@@ -369,6 +392,7 @@ class Phase:
         self._rig, self.name, self._seconds, self._rate = rig, name, seconds, rate
         rig.board.rate.value = rate
         rig.controller.ask("mark")
+        rig.timer.p99_s()
         self._began, self._cpus, self._written = time.monotonic(), rig.cpus(), written_mb(rig.pids)
         self._stored = rig.board.tokens
         self._looks: list[dict[str, float]] = []
@@ -405,6 +429,7 @@ class Phase:
             "held_up": statistics.fmean([look["held_up"] for look in self._looks]),
             "written_mb_per_s": (written_mb(self._rig.pids) - self._written) / wall_s,
             **found,
+            "bare_timer_p99_s": self._rig.timer.p99_s(),
             "load": os.getloadavg()[0],
             "looks": thinned(self._looks),
         }
@@ -523,7 +548,8 @@ def figures(what: str, chosen: dict[str, Any], row: dict[str, Any]) -> Iterator[
     yield "  cores: " + _listed(row["cores"], "{:.2f}")
     yield "  controller: RSS " + _listed(row["controller_rss_mb"], "{:.0f} MB")
     lag = f"p50 {1e3 * row['lag_p50_s']:.1f} ms, p99 {1e3 * row['lag_p99_s']:.1f} ms"
-    yield f"  event-loop lag {lag}; declared dead: {row['deaths']}; trained tokens {row['trained_tokens'] / 1e6:.1f}M"
+    yield f"  event-loop lag {lag}; of a bare timer p99 {1e3 * row['bare_timer_p99_s']:.1f} ms"
+    yield f"  declared dead: {row['deaths']}; trained tokens {row['trained_tokens'] / 1e6:.1f}M"
     disk = f"written {row['written_mb_per_s']:.0f} MB/s, plain synced writes {row['disk_mb_per_s']:.0f} MB/s"
     yield f"  {disk}; load average {row['load']:.1f}"
 

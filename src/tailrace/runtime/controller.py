@@ -95,6 +95,7 @@ from tailrace.wire.tls import Identity
 SNAPSHOT_EVERY = 5000  # events; what a resumed run has to go through again at most
 ENDING_S = 60.0  # for everybody to leave; and for the trainer's last checkpoint
 SLOW_DISK = 100e6  # bytes per second
+TURN_S = 0.01  # of events in one transaction
 ACKNOWLEDGE_S = 0.5  # how often components are told what is committed
 LATE_BEATS = 1.5  # heartbeats without a datagram until frames are asked for
 LOOP_LAG, LAG_EVERY = "controller/loop_lag_p99_s", 100  # samples between two figures: ten seconds
@@ -245,18 +246,25 @@ class Controller:
             self._wake.clear()  # first of all: what happens from here on, also during an await, is seen below
             watchdog.expect("handling events and writing them to run.db", STUCK_S, "look at the disk of the run")
             self.store.run_folder.refuse_moved()
-            while self._arrived:
-                self._arrived.popleft()()
-            self._taken_in.set()
-            self._handle_events()
-            self._unacknowledged |= self.store.commit()
-            outbox, self._outbox = self._outbox, []
+            self._take_turn()
+            outbox, self._outbox = self._outbox, []  # what is added from here on waits for the next commit
+            self._unacknowledged |= await asyncio.to_thread(self.store.commit)  # the disk may be slow, the loop not
             watchdog.expect("sending orders and starting components", STUCK_S)
             for sending in outbox:
                 await sending
             await self._acknowledge()
-            if not self._events and not self._arrived:
-                await self._rest(watchdog)
+            await (asyncio.sleep(0) if self._events or self._arrived else self._rest(watchdog))
+
+    def _take_turn(self) -> None:
+        """What has arrived, but only so much that the loop is not kept from everything else. What is heard is handled
+        in the same transaction: its sender will not say it again."""
+        late = self.now + TURN_S
+        self._handle_events()
+        while self._arrived and self.now < late:
+            self._arrived.popleft()()
+            self._handle_events()
+        if not self._arrived:
+            self._taken_in.set()
 
     async def _begin(self, watchdog: Watchdog) -> bool:
         """A transaction, once nobody else has one; False if the run stops before that. Until then nothing is handled,
