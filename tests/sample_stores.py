@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,8 +12,9 @@ from pathlib import Path
 import numpy as np
 
 from tailrace.samples.client import SampleClient
-from tailrace.samples.file import SampleFile, sample_file
+from tailrace.samples.file import SampleFile
 from tailrace.samples.messages import Append, CompletionLimits, Piece, PieceColumns, StoredSample, column
+from tailrace.samples.schema import sample_file
 from tailrace.samples.server import SampleServer
 from tailrace.types import Row, id_bytes
 from tailrace.wire.keys import sample_key, signed_receipt
@@ -76,7 +78,9 @@ class RunningStore:
         self.server = SampleServer(self.file, keys, sign, *answers, LIMITS, self.identity, port=self.port)
         self.server.start()
         self.port = int(self.server.address.partition("#")[0].rpartition(":")[2])
-        self.server.add_prompts([PROMPT], lambda: None)
+        committed = threading.Event()
+        self.server.add_prompts([PROMPT], committed.set)
+        assert committed.wait(DEADLINE_S)
 
     def restart(self, folder: Path | None = None) -> None:
         """On its file, or on another one."""
@@ -123,8 +127,13 @@ def stream(one: SampleClient, trajectory: int, cuts: Sequence[int], attempt: int
         one.append(trajectory, attempt, start, [piece(trajectory, start, end)])
 
 
+def once_durable(one: SampleClient, trajectory: int, attempt: int, action: Callable[[], None]) -> None:
+    """Call it once all that was appended is durable; never if it is refused or withdrawn before."""
+    one.then_all([(trajectory, attempt)], lambda durable: action() if durable else None)
+
+
 def stored(one: SampleClient, trajectory: int, attempt: int = 1) -> None:
     """Wait until all that was appended is durable."""
     done: list[bool] = []
-    one.then(trajectory, attempt, lambda: done.append(True))
+    once_durable(one, trajectory, attempt, lambda: done.append(True))
     until(lambda: done)

@@ -234,8 +234,9 @@ def _carry_out(file: Any, message: Any) -> None:
 def sample_file(folder: Path) -> tuple[list[bytes], Decode]:
     """samples-0.db itself: opened as a restarted store does, written to, and read as everybody does."""
     from sample_stores import piece, put
-    from tailrace.samples.file import SampleFile, SampleGoneError
+    from tailrace.samples.file import SampleFile
     from tailrace.samples.messages import STORED
+    from tailrace.samples.schema import SampleGoneError
     from tailrace.store.errors import JournalError
 
     path = folder / "samples-0.db"
@@ -271,7 +272,8 @@ def sample_file(folder: Path) -> tuple[list[bytes], Decode]:
 
 def _read_all(path: Path) -> dict[int, Any]:
     """Every sample that can be read."""
-    from tailrace.samples.file import SampleGoneError, SampleReader
+    from tailrace.samples.reader import SampleReader
+    from tailrace.samples.schema import SampleGoneError
 
     found: dict[int, Any] = {}
     with closing(SampleReader(path)) as reader:

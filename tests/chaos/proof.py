@@ -42,8 +42,9 @@ from tailrace.protocol import (
     TrajectoryMeta,
     WeightsLoaded,
 )
-from tailrace.samples.file import SampleReader, sample_file
 from tailrace.samples.messages import StoredSample
+from tailrace.samples.reader import SampleReader
+from tailrace.samples.schema import sample_file
 from tailrace.store.journal import Journal
 
 

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from runs import EMULATED, Run, nothing_is_left, replayed
-from tailrace.samples.file import SampleReader, sample_file
+from tailrace.samples.reader import SampleReader
+from tailrace.samples.schema import sample_file
 from tailrace.store.journal import Journal
 
 SYNC = ("--schedule.kind", "sync", "--run.archive", "true")

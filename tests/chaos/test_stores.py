@@ -21,7 +21,9 @@ from victim import victim
 
 from runs import EMULATED, Run
 from tailrace.protocol import Forget
-from tailrace.samples.file import SampleFile, SampleReader, sample_file
+from tailrace.samples.file import SampleFile
+from tailrace.samples.reader import SampleReader
+from tailrace.samples.schema import sample_file
 from tailrace.store.journal import Journal
 
 GROWING = ("--workload.lengths.median", "80", "--costs.decode_step", "0.003", "--rollout.stream_tokens", "4")

@@ -15,7 +15,9 @@ import pytest
 from sample_stores import PROMPT, grant, ids_in, piece, put, tokens_of
 from tailrace.config import load
 from tailrace.protocol import Finished, RelayJoined
-from tailrace.samples.file import SampleFile, SampleReader, sample_file
+from tailrace.samples.file import SampleFile
+from tailrace.samples.reader import SampleReader
+from tailrace.samples.schema import sample_file
 from tailrace.store.journal import Journal, JournalError
 from tailrace.store.run import RunStore
 
@@ -26,7 +28,8 @@ sys.path.append(sys.argv[2])
 from sample_stores import PROMPT, grant, piece, put
 from tailrace.config import load
 from tailrace.protocol import Finished, Request, TrajectoryMeta
-from tailrace.samples.file import SampleFile, sample_file
+from tailrace.samples.file import SampleFile
+from tailrace.samples.schema import sample_file
 from tailrace.store.run import RunStore
 
 folder = Path(sys.argv[1])

@@ -19,7 +19,8 @@ from tailrace.config import load
 from tailrace.config.tree import Config
 from tailrace.protocol import Request, Role
 from tailrace.runtime.component import ROLES
-from tailrace.samples.file import SampleFile, sample_file
+from tailrace.samples.file import SampleFile
+from tailrace.samples.schema import sample_file
 from tailrace.store.run import RunStore
 
 ROOT = Path(__file__).parents[2]

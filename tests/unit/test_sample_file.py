@@ -10,7 +10,7 @@ import pytest
 
 from sample_stores import PROMPT, grant, ids_in, piece, put, tokens_of
 from tailrace.samples import file as file_module
-from tailrace.samples.file import SampleFile, SampleGoneError, SampleReader, sample_file
+from tailrace.samples.file import SampleFile
 from tailrace.samples.messages import (
     FENCED,
     GAP,
@@ -18,6 +18,8 @@ from tailrace.samples.messages import (
     UNKNOWN,
     SampleLength,
 )
+from tailrace.samples.reader import SampleReader
+from tailrace.samples.schema import SampleGoneError, sample_file
 from tailrace.store.errors import JournalError
 from tailrace.types import Row, id_bytes
 

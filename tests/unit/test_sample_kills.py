@@ -9,9 +9,10 @@ import sys
 import time
 from pathlib import Path
 
-from sample_stores import DEADLINE_S, client, ids_in, piece, tokens_of, until
+from sample_stores import DEADLINE_S, client, ids_in, once_durable, piece, tokens_of, until
 from tailrace.samples.client import SampleClient
-from tailrace.samples.file import SampleReader, sample_file
+from tailrace.samples.reader import SampleReader
+from tailrace.samples.schema import sample_file
 
 SAMPLES, KILLS = 12, 6
 CHILD = """
@@ -65,7 +66,7 @@ class Generation:
             if start + count <= 20_000:
                 self._replica.append(id, 1, start, [piece(id, start, start + count, version=start // 1000)])
                 self.lengths[id] += count
-                self._replica.then(id, 1, lambda id=id, end=start + count: self.note(id, end))
+                once_durable(self._replica, id, 1, lambda id=id, end=start + count: self.note(id, end))
             time.sleep(0.0002)
 
     def note(self, id: int, end: int) -> None:

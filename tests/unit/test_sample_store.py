@@ -20,6 +20,7 @@ from sample_stores import (
     client,
     grant,
     ids_in,
+    once_durable,
     piece,
     store,
     stored,
@@ -68,7 +69,7 @@ def test_samples_arrive_whole_and_an_action_follows_when_they_are_durable(tmp_pa
         durable: list[int] = []
         for id in range(20):
             stream(replica, id, range(10, 200, 17))
-            replica.then(id, 1, lambda id=id: durable.append(running.file.heads[id].tokens))
+            once_durable(replica, id, 1, lambda id=id: durable.append(running.file.heads[id].tokens))
         until(lambda: len(durable) == 20)
         assert durable == [range(10, 200, 17)[-1]] * 20
         assert read(running, *range(20)) == [tokens_of(id, 0, durable[0]).tolist() for id in range(20)]
@@ -118,7 +119,7 @@ def test_who_is_fenced_off_hears_it_and_its_actions_are_dropped(tmp_path: Path) 
         running.assign(grant(1, attempt=2, replica=1))
         called: list[str] = []
         replica.append(1, 1, 10, [piece(1, 10, 20)])
-        replica.then(1, 1, lambda: called.append("t1"))
+        once_durable(replica, 1, 1, lambda: called.append("t1"))
         stream(replica, 2, [10])
         replica.then_all([(1, 1), (2, 1)], lambda durable: called.append(str(sorted(durable))))
         until(lambda: called)
@@ -149,7 +150,7 @@ def test_what_the_store_has_not_heard_of_is_sent_until_it_has(tmp_path: Path) ->
     with store(tmp_path) as running, client(running.port) as replica:
         done: list[int] = []
         stream(replica, 1, range(10, 300, 10))
-        replica.then(1, 1, lambda: done.append(1))
+        once_durable(replica, 1, 1, lambda: done.append(1))
         stream(replica, 2, [10])
         replica.withdraw(2, 1)
         running.assign(grant(3))

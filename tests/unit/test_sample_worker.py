@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from sample_stores import DEADLINE_S, grant, ids_in, piece, tokens_of
+from sample_stores import DEADLINE_S, grant, ids_in, once_durable, piece, tokens_of
 from tailrace.config import with_values
 from tailrace.config.tree import Config
 from tailrace.protocol import Event, FetchPrompts, Forget, PromptsAdded, SamplesLost, StoreJoined
@@ -121,7 +121,7 @@ async def first_life(server: ControlServer, folder: Path) -> None:
         done: list[int] = []
         for id in (1, 2, 3):
             replica.append(id, 1, 0, [piece(id, 0, 100)])
-            replica.then(id, 1, lambda id=id: done.append(id))
+            once_durable(replica, id, 1, lambda id=id: done.append(id))
         await soon(lambda: len(done) == 3)
         await process.order(Ordered(Forget((2,))))
         liar = process.client("replica-1/1", place)
@@ -138,7 +138,7 @@ async def second_life(server: ControlServer, folder: Path) -> None:
         assert await process.says(SamplesLost) == SamplesLost(0, 2, (77,))
         replica, done = process.client("replica-0/2", place), list[int]()
         replica.append(1, 2, 100, [piece(1, 100, 120)])
-        replica.then(1, 2, lambda: done.append(1))
+        once_durable(replica, 1, 2, lambda: done.append(1))
         await soon(lambda: done)
         trainer = process.client("trainer-0/1", place)
         samples = await asyncio.to_thread(lambda: list(trainer.read([3, 1])))

@@ -36,20 +36,12 @@ from tailrace.protocol import (
     TRAINER,
     Command,
     ControllerRestarted,
-    Drop,
     Event,
-    FetchPrompts,
     Finished,
-    Forget,
-    Generate,
     GiveUp,
     HostLeft,
-    LoadWeights,
-    Publish,
     RelayJoined,
-    Release,
     ReplicaJoined,
-    Route,
     RunStarted,
     SampleFailed,
     SetTimer,
@@ -57,15 +49,15 @@ from tailrace.protocol import (
     Stop,
     StoreJoined,
     TimerFired,
-    Train,
     Trained,
     TrainerJoined,
 )
 from tailrace.runtime.backpressure import Backpressure
-from tailrace.runtime.components import FIRST_STORE, Components, RunHandle
-from tailrace.runtime.grants import granted, reconciliation
+from tailrace.runtime.components import Components, RunHandle
+from tailrace.runtime.grants import reconciliation
 from tailrace.runtime.lag import LoopLag
 from tailrace.runtime.local import Process
+from tailrace.runtime.orders import Orders
 from tailrace.runtime.validation import LONGEST_REASON, Sender, Validation, shortened
 from tailrace.store.folder import PRIVATE, PRIVATE_FOLDER
 from tailrace.store.journal import RUN
@@ -85,7 +77,6 @@ from tailrace.wire.messages import (
     Hello,
     Measured,
     Offer,
-    Ordered,
     Receipt,
     Reported,
 )
@@ -154,16 +145,8 @@ class Controller:
         self._log: TextIO = sys.stderr
         self._told_of_datagrams = False  # that they do not get through
         self._failures = 0  # samples in a row that could not be judged
-        self._actions: dict[type[Command], Callable[[Any], None]] = {
-            FetchPrompts: lambda command: self.components.send("store", FIRST_STORE, Ordered(command)),
-            Generate: self._generate,
-            Release: self._to_replica,
-            LoadWeights: self._load_weights,
-            Train: self._train,
-            Publish: self._publish,
-            Route: self._route,
-            Drop: lambda command: self.components.send("relay", command.relay, Ordered(command)),
-            Forget: self._forget,
+        self._orders = Orders(self.components, store.trajectories, config.run.archive)
+        self._own_actions: dict[type[Command], Callable[[Any], None]] = {
             GiveUp: self.components.give_up,
             Start: self.components.start,
             SetTimer: self._set_timer,
@@ -333,7 +316,7 @@ class Controller:
             self._introduce_stores(event)
             self.observer.see(now, event, commands)
             for command in commands:
-                self._actions.get(type(command), self._to_replica)(command)
+                self._own_actions.get(type(command), self._order)(command)
             self._since_snapshot += 1
             if self._since_snapshot >= SNAPSHOT_EVERY:
                 self._since_snapshot = 0
@@ -487,44 +470,8 @@ class Controller:
 
     # --------------------------------------------------------------------------------------------------------- commands
 
-    def _generate(self, command: Generate) -> None:
-        """The stores first: a replica has to find its prompts and prefixes there, and may write there."""
-        self.store.trajectories.assign(command.requests)
-        for store in {request.store for request in command.requests}:
-            self.components.send("store", store, granted(self.state.ledger, command, store))
-        self.components.send("replica", command.replica, Ordered(command))
-
-    def _load_weights(self, command: LoadWeights) -> None:
-        relay = self.components.get("relay", command.relay)
-        if relay is not None:  # else control is about to hear that it is gone
-            self.components.send(
-                "replica",
-                command.replica,
-                Ordered(command, addresses=self.components.addresses((command.relay,)), arena=relay.arena),
-            )
-
-    def _to_replica(self, command: Any) -> None:
-        self.components.send("replica", command.replica, Ordered(command))
-
-    def _train(self, command: Train) -> None:
-        ids = [id for group in command.groups for id in group.trajectories]
-        rewards, versions = self.store.trajectories.rewards(ids), self.store.trajectories.versions(ids)
-        self.components.send("trainer", TRAINER, Ordered(command, rewards=rewards, versions=versions))
-
-    def _publish(self, command: Publish) -> None:
-        addresses = self.components.addresses((command.relay,))
-        if addresses:
-            self.components.send("trainer", TRAINER, Ordered(command, addresses=addresses))
-
-    def _route(self, command: Route) -> None:
-        self.components.send(
-            "relay", command.relay, Ordered(command, addresses=self.components.addresses(command.targets))
-        )
-
-    def _forget(self, command: Forget) -> None:
-        self.store.trajectories.forget(command.trajectories, self.config.run.archive, command.reason)
-        for store in self.state.stores.stores:
-            self.components.send("store", store, Ordered(command))
+    def _order(self, command: Command) -> None:
+        self._orders.send(self.state, command)
 
     def _set_timer(self, command: SetTimer) -> None:
         self.later(max(0.0, command.at - self.now), partial(self._fire, command.timer))

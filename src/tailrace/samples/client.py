@@ -1,9 +1,9 @@
 """How replicas and trainer ranks reach the stores: one thread for all of them.
 
 `append` never waits. What was appended is kept until a store says that it is durable, and sent again on every new
-connection; a store skips what it has. `then` is called after that, so an event about data is sent once the data is
-durable. Each store says how many bytes it lets this client have without an acknowledgement. When there are more,
-`waiting_for` says so, and who generates has to wait.
+connection; a store skips what it has. What waits for that (`then_all`, `complete`) is called afterwards, so an event
+about data is sent once the data is durable. Each store says how many bytes it lets this client have without an
+acknowledgement. When there are more, `waiting_for` says so, and who generates has to wait.
 
 A store that does not answer is connected to again and again, each time in a thread of its own, so that one silent host
 does not keep the traffic with other stores waiting.
@@ -219,13 +219,9 @@ class SampleClient:
         if due:
             self._call()
 
-    def then(self, trajectory: TrajectoryId, attempt: int, action: Action) -> None:
-        """Call it, in the client's thread, once all that was appended is durable; never if it is refused or withdrawn
-        before."""
-        self._then((trajectory, attempt), lambda durable: action() if durable else None)
-
     def then_all(self, keys: Sequence[Key], action: Callable[[frozenset[Key]], None]) -> None:
-        """Call it once each of these is durable or gone, with those that are durable."""
+        """Call it, in the client's thread, once all that was appended to each of these is durable or gone (refused or
+        withdrawn), with those that are durable."""
         left, durable = set(keys), set[Key]()
 
         def ended(key: Key, is_durable: bool) -> None:
@@ -336,7 +332,8 @@ class SampleClient:
                 self._call()
                 yield self._answer(inquiry, within_s)
         finally:
-            del self._inquiries[inquiry.number]
+            with self._lock:  # the client's thread goes through them
+                del self._inquiries[inquiry.number]
 
     def _answer(self, inquiry: Inquiry, within_s: float) -> Answer:
         until = time.monotonic() + within_s

@@ -23,7 +23,7 @@ from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
 
-from tailrace.samples.file import PromptGoneError, SampleDamagedError, SampleFile, SampleGoneError, SampleReader
+from tailrace.samples.file import SampleFile
 from tailrace.samples.messages import (
     LONGEST_FRAME,
     Acknowledgement,
@@ -50,6 +50,8 @@ from tailrace.samples.messages import (
     read_column,
     slice_of,
 )
+from tailrace.samples.reader import SampleReader
+from tailrace.samples.schema import PromptGoneError, SampleDamagedError, SampleGoneError
 from tailrace.samples.writer import GroupWriter, Key, ReceivedFrame, Sign
 from tailrace.types import MALFORMED, PromptId, Row, TrajectoryId
 from tailrace.wire import descriptors

@@ -22,8 +22,9 @@ from tailrace.envs.sources import Later, PromptSource
 from tailrace.model.load import vocabulary_of
 from tailrace.protocol import FetchPrompts, Forget, PromptsAdded, SamplesLost, StoreJoined
 from tailrace.samples.client import SampleClient
-from tailrace.samples.file import SampleFile, sample_file
+from tailrace.samples.file import SampleFile
 from tailrace.samples.messages import CompletionLimits
+from tailrace.samples.schema import sample_file
 from tailrace.samples.server import SampleServer
 from tailrace.store.folder import refuse_moved
 from tailrace.store.journal import Journal
