@@ -123,10 +123,6 @@ class Trajectory(Struct):
     def sampled_tokens(self) -> int:
         return sum(len(s) for s in self.segments if s.version is not None)
 
-    @property
-    def oldest_version(self) -> Version | None:
-        return min((s.version for s in self.segments if s.version is not None), default=None)
-
 
 def token_ids(tokens: bytes | bytearray | memoryview) -> NDArray[np.int32]:
     """The token ids of a buffer, without a copy."""

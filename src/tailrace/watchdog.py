@@ -1,10 +1,10 @@
 """Turns silence into a diagnosis: for a loop that is stuck, from inside; for a process that says nothing, from outside.
 
 A component's heart beats in a thread, so a component whose loop hangs would look alive for ever. The loop therefore
-tells its `Watchdog` what it begins to do and how long that may take (`expect`). When that time is over, the heart stops
-(`guard`), the stacks of all threads go to the component's log, and `on_stuck` gets one sentence: what it was at, since
-when, where in the code, what to do. A process that cannot speak for itself (stopped, or in the kernel) is looked at
-with `look_at`.
+tells its `Watchdog` what it begins to do and how long that may take (`expect`). When that time is over, it is `stuck`
+and heartbeats stop, the stacks of all threads go to the component's log, and `on_stuck` gets one sentence: what it was
+at, since when, where in the code, what to do. A process that cannot speak for itself (stopped, or in the kernel) is
+looked at with `look_at`.
 
 Knows nothing of runs: whoever has a loop may use it. Costs a loop less than a microsecond a turn.
 """
@@ -22,7 +22,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple, Self, TextIO, TypeVar
+from typing import NamedTuple, Self, TextIO
 
 from tailrace.logs import to_stream
 
@@ -31,8 +31,6 @@ ASLEEP = 4  # looks missed in a row: then this whole process was stopped, and th
 REMEMBERED = 8  # things that a loop did before it got stuck
 STACKS = signal.SIGUSR1  # asks a process for the stacks of its threads
 IDLE = "nothing yet"
-
-Pulse = TypeVar("Pulse")
 
 
 class WatchedTask(NamedTuple):
@@ -77,10 +75,6 @@ class Watchdog:
         if what != self._task.what:
             self._before.append(self._task)
         self._task = WatchedTask(what, time.monotonic(), within_s, advice)
-
-    def guard(self, pulse: Callable[[], Pulse]) -> Callable[[], Pulse | None]:
-        """A heartbeat that stops while the loop is stuck."""
-        return lambda: None if self.stuck else pulse()
 
     # --------------------------------------------------------------------------------------------------------- watching
 

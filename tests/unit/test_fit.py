@@ -22,7 +22,7 @@ from tailrace.protocol import (
     TrajectoryMeta,
 )
 from tailrace.sim.cost_model import check_fit
-from tailrace.sim.fit import fit, fit_workload, fitted, fragment
+from tailrace.sim.fit import fit, fitted, fragment
 from tailrace.sim.journal_statistics import FitError
 from tailrace.sim.simulation import Simulation
 from tailrace.store.run import RunStore
@@ -164,7 +164,7 @@ def test_no_cost_is_negative_when_the_kinds_of_work_cannot_be_told_apart(tmp_pat
 
 
 def test_the_likeness_of_the_samples_of_a_prompt_is_found_again(run: Path) -> None:
-    lengths = fit_workload(run)
+    lengths = with_values(Config(), fitted(run)).workload.lengths
     assert lengths.correlation == pytest.approx(0.5, abs=0.08)
     again = LengthLaw(msgspec.structs.replace(Workload(), max_completion_tokens=400, lengths=lengths), 0)
     assert again.mean == pytest.approx(LengthLaw(settings().workload, 0).mean, rel=0.05)
@@ -179,7 +179,7 @@ def test_the_fragment_goes_after_any_settings_and_can_be_simulated(run: Path, tm
     (tmp_path / "fit.toml").write_text(fragment(run))
     config = load([tmp_path / "mine.toml", tmp_path / "fit.toml"], ["--run.steps", "4"])
     assert config.costs == fit(run)
-    assert config.workload.lengths == fit_workload(run)
+    assert config.workload.lengths == with_values(Config(), fitted(run)).workload.lengths
     assert (config.workload.prompt_tokens, config.rollout.roofline_batch, config.local.cores) == (20, 16, 0)
     check_fit(config)
     simulation = Simulation(config)

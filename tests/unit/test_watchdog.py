@@ -77,14 +77,13 @@ def test_a_stuck_loop_is_named_with_its_place_its_past_and_what_to_do(tmp_path, 
     assert "Thread" in log
 
 
-def test_the_heart_stops_while_the_loop_is_stuck_and_beats_again_after(tmp_path, monkeypatch):
+def test_a_loop_is_stuck_until_it_goes_on(tmp_path, monkeypatch):
     def act(dog, sentences):
-        heart = dog.guard(lambda: "alive")
-        assert heart() == "alive"
+        assert not dog.stuck
         dog.expect("a long step", 0.02)
-        until(lambda: heart() is None, "the heart to stop")
+        until(lambda: "a long step" in dog.stuck, "the loop to be stuck")
         dog.expect("orders", 60)
-        until(lambda: heart() == "alive", "the heart to beat")
+        until(lambda: not dog.stuck, "the loop to go on")
 
     sentences, _ = told(tmp_path, monkeypatch, act)
     assert len(sentences) == 1

@@ -62,7 +62,7 @@ class AsgiApplication:
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
         try:
             response = await self._response(_request(scope), receive)
-        except Exception:
+        except Exception:  # the border of a request
             log.exception("a request of the page cannot be answered")
             response = text_response(500, "The page cannot answer this; its log says why.")._replace(unread=True)
         if response is None:

@@ -368,7 +368,7 @@ class SampleClient:
                 self.turn()
                 if not self._due:
                     self._wait()
-        except BaseException as error:
+        except BaseException as error:  # the border of the thread: whoever calls next raises it
             self._error = error
         finally:
             self.disconnect()

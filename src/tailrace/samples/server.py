@@ -236,7 +236,7 @@ class SampleServer:
     def _run(self) -> None:
         try:
             self._loop.run_until_complete(self._listen())
-        except BaseException as error:
+        except BaseException as error:  # the border of the thread
             self._error = error
             self._broken(error)
         finally:
@@ -429,7 +429,7 @@ class SampleServer:
             if lost is not None:
                 self._lost([lost])
             return encode(frame) if frame is not None else b"", rest
-        except Exception as error:
+        except Exception as error:  # the border of the thread
             self._broken(error)
             return b"", None
 

@@ -108,27 +108,27 @@ class StoreWorker:
                 case Introduce():
                     self._join()
                 case Assigned(grants):
-                    self._submit(self._assign, grants)
+                    self._submit(self._orders, self._assign, grants)
                 case Reconcile() as order:
-                    self._submit(self._reconcile, order)
+                    self._submit(self._orders, self._reconcile, order)
                 case Ordered(Forget(trajectories)):
-                    self._submit(self.server.forget, trajectories, self.archive)
+                    self._submit(self._orders, self.server.forget, trajectories, self.archive)
                 case Ordered(FetchPrompts() as order):
-                    self._rendering.submit(self._fetch_prompts, order)
+                    self._submit(self._rendering, self._fetch_prompts, order)
                 case _:
                     pass  # for other roles
         return True
 
-    def _submit(self, carry_out: Callable[..., None], *values: object) -> None:
+    def _submit(self, thread: ThreadPoolExecutor, carry_out: Callable[..., None], *values: object) -> None:
         """In their order, and beside this loop: one that has to wait for prompts must not keep control waiting."""
 
         def attempt() -> None:
             try:
                 carry_out(*values)
-            except Exception as error:
+            except Exception as error:  # the border of the thread: the loop raises it
                 self._errors.put(error)
 
-        self._orders.submit(attempt)
+        thread.submit(attempt)
 
     def _assign(self, grants: tuple[Grant, ...]) -> None:
         self._bring({grant.prompt for grant in grants})
@@ -158,13 +158,9 @@ class StoreWorker:
         return self._rendering.submit(lambda: [row for id in prompts for row in self._source.rows(id, 1)]).result()
 
     def _fetch_prompts(self, order: FetchPrompts) -> None:
-        try:
-            total = self._source.total
-            count = order.count if total is None else max(0, min(order.count, total - order.start))
-            rows = self._source.rows(order.start, count)
-        except Exception as error:
-            self._errors.put(error)
-            return
+        total = self._source.total
+        count = order.count if total is None else max(0, min(order.count, total - order.start))
+        rows = self._source.rows(order.start, count)
         prompts = tuple([Prompt(row.id, row.length) for row in rows])
         last = total is not None and order.start + count >= total
         self.server.add_prompts(rows, partial(self.controller.report, PromptsAdded(order.start, prompts, last)))

@@ -121,7 +121,7 @@ class GroupWriter:
                 began = time.monotonic()
                 self._commit(work)
                 self._pause_s = min(max(URGENT_S, BUSY * (time.monotonic() - began)), BUSY_S)
-        except BaseException as error:
+        except BaseException as error:  # the border of the thread: a store that cannot write ends
             self._answers.broken(error)
 
     def _collect(self) -> list[ReceivedFrame | Action]:

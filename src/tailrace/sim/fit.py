@@ -44,11 +44,6 @@ def fit(run: Path) -> Costs:
     return _costs(run, _Measured(run), journal_statistics(run))
 
 
-def fit_workload(run: Path) -> Lengths:
-    """The law of lengths that the run showed: its own lengths, and how alike the samples of a prompt were."""
-    return _lengths(run, journal_statistics(run))
-
-
 def fitted(run: Path) -> dict[str, Any]:
     """Everything that can be known, as settings by dotted key: `with_values(config, fitted(run))`."""
     measured, work = _Measured(run), journal_statistics(run)
