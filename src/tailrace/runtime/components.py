@@ -1,30 +1,26 @@
 """The components of a run, wherever they are: started when control says so, watched until they have joined, given up
 when it says so, found again after a controller that died.
 
-Here it is known which process is which component, on this machine (`local`) or on another one that has joined
-(`hosts`). What goes wrong with a component becomes an event for control, or the end of the run if it cannot go on
+Here it is known which process is which component, on this machine (`local`) or on another one that has joined (`hosts`,
+`admission`). What goes wrong with a component becomes an event for control, or the end of the run if it cannot go on
 without; what goes wrong on another machine is that machine's loss, never the end of the run.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
-from tailrace import __version__
 from tailrace.config.tree import Config
-from tailrace.control.state import State
 from tailrace.logs import open_log, to_stream
 from tailrace.protocol import (
     TRAINER,
     Event,
     GiveUp,
-    HostJoined,
     HostLeft,
     RelayLost,
     ReplicaLost,
@@ -32,39 +28,33 @@ from tailrace.protocol import (
     StoreLost,
     TrainerLost,
 )
+from tailrace.runtime.admission import HostAdmission
 from tailrace.runtime.hosts import Host, Hosts
 from tailrace.runtime.local import (
     SHORTAGE,
     SHORTAGE_S,
     ComponentRecord,
     ComponentRecords,
-    HostRecord,
     LocalProcesses,
     Process,
     last_lines,
 )
+from tailrace.runtime.run_control import RunControl
 from tailrace.store.folder import RunFolder
 from tailrace.types import RelayId
 from tailrace.watchdog import ask_for_stacks, is_stopped, look_at
 from tailrace.wire.keys import HOST, JoinKey, Keyring, sample_key
 from tailrace.wire.messages import (
     LOOPBACK,
-    MOST_REPLICAS,
-    OFFER_S,
     ComponentSpec,
-    Dismissed,
     Ended,
     FromController,
-    Offer,
     StoreAddress,
     StoreAddresses,
-    Wanted,
 )
 from tailrace.wire.server import ControlServer
 
 FIRST_STORE = 0
-EVER = 16_384  # replicas that a run remembers: a number is never used again
-DROPPED = 1024  # machines that are remembered for having lied
 STACKS_S = 0.25  # for a component that is given up to write down where it is
 
 
@@ -77,42 +67,6 @@ class RunHandle(NamedTuple):
     left: ComponentRecords | None = None  # by an earlier controller with the same handle; None: there was none
 
 
-class RunControl(Protocol):
-    """Whom the components report to."""
-
-    @property
-    def now(self) -> float: ...
-
-    @property
-    def state(self) -> State: ...
-
-    @property
-    def stopped(self) -> str: ...
-
-    @property
-    def run_id(self) -> str: ...
-
-    def tell(self, event: Event) -> None:
-        """Something that control has to hear."""
-        ...
-
-    def fail(self, reason: str) -> None:
-        """The run cannot go on."""
-        ...
-
-    def then(self, doing: Coroutine[Any, Any, None]) -> None:
-        """To be done once the books are closed."""
-        ...
-
-    def later(self, wait_s: float, action: Callable[[], None]) -> None:
-        """To be done when everything that was said until then has been taken in."""
-        ...
-
-    def note(self, sentence: str) -> None:
-        """For the controller's log."""
-        ...
-
-
 class Components:
     def __init__(
         self, config: Config, handle: RunHandle, folder: RunFolder, server: ControlServer, control: RunControl
@@ -123,11 +77,10 @@ class Components:
         self.control = control
         self._folder = folder
         self._hosts = Hosts()
-        self._reassure_at = 0.0
         self._told_departed: tuple[int, ...] = ()  # sample stores that will not come back
-        self._dropped: dict[str, str] = {}  # machines, and why
         self._short_since: dict[tuple[str, int], float] = {}  # when a component could first not be started
         self._local = LocalProcesses(folder, server.port, self._ended)
+        self.admission = HostAdmission(config, self._hosts, server, control, self)
 
     @property
     def join_key(self) -> JoinKey | None:
@@ -190,10 +143,7 @@ class Components:
         loss."""
         process = self.get(role, id)
         if process is not None and process.joined:
-            self._post(process.spec.name, message)
-
-    def _post(self, name: str, message: FromController) -> None:
-        self.control.then(self.server.send(name, message))
+            self.control.then(self.server.send(process.spec.name, message))
 
     # --------------------------------------------------------------------------------------------------------- starting
 
@@ -314,7 +264,7 @@ class Components:
     def turn_away(self, name: str) -> None:
         """It has been replaced, or was started by a controller that died before it could say so."""
         if not name.startswith(HOST):
-            self._post(name, Ended(complete=False))
+            self.control.then(self.server.send(name, Ended(complete=False)))
 
     # ----------------------------------------------------------------------------------------------------------- losses
 
@@ -347,7 +297,7 @@ class Components:
         if self._known_incarnation(spec.role, spec.id):
             self._lost(process, how)
         elif host is not None:
-            self._send_away(host, sentence)
+            self.admission.send_away(host, sentence)
         elif self.is_ours(spec.role, spec.id):
             self.control.fail(sentence)
 
@@ -433,84 +383,12 @@ class Components:
 
     # --------------------------------------------------------------------------------------------------- other machines
 
-    def offered(self, name: str, offer: Offer) -> None:
-        host = self._hosts.present.get(name)
-        if name in self._dropped:
-            self._post(name, Dismissed(self._dropped[name]))
-        elif not offer.replicas:
-            if host is not None:
-                self._host_left(host, "its host left")
-            self._post(name, Wanted(()))
-        elif host is not None:
-            self._answer(host, offer)
-        elif why_not := self._no_room_for(offer):
-            self._post(name, Dismissed(why_not))
-        else:
-            self._answer(self._welcome(name, offer), offer)
+    def note_those_elsewhere(self) -> None:
+        """So that a later controller finds them."""
+        self._local.note_those_elsewhere()
 
-    def _answer(self, host: Host, offer: Offer) -> None:
-        """What is wanted there."""
-        wanted = host.hear(offer.components)
-        with suppress(OSError):  # no descriptor for that now: the next offer comes soon
-            self._local.note_those_elsewhere()
-            self._post(host.name, wanted)
-
-    def refuse_host(self, name: str, what: str) -> None:
-        """For good: it stays dropped under this name."""
-        if name in self._dropped:
-            return
-        self.control.note(f"{name} is dropped: it sent {what}")
-        self._dropped[name] = f"the run has dropped this machine, because it sent {what}"
-        while len(self._dropped) > DROPPED:
-            del self._dropped[next(iter(self._dropped))]
-        self._post(name, Dismissed(self._dropped[name]))
-        host = self._hosts.present.get(name)
-        if host is not None:
-            self._host_left(host, f"it was dropped, because it sent {what}")
-
-    def _no_room_for(self, offer: Offer) -> str:
-        """Why this machine cannot join."""
-        if offer.release != __version__:
-            return f"this run is of Tailrace {__version__}, the worker of {offer.release}; install the same there"
-        present = sum(len(host.trace.replicas) for host in self._hosts.present.values())
-        if present + offer.replicas > MOST_REPLICAS:
-            room = MOST_REPLICAS - present
-            return f"this run takes {MOST_REPLICAS:,} replicas of other machines, so there is room for {room:,} more"
-        if len(self.control.state.fleet.replicas) + offer.replicas > EVER:
-            return f"machines with {EVER:,} replicas in all have come and gone, and this run takes no more"
-        return ""
-
-    def _welcome(self, name: str, offer: Offer) -> Host:
-        """A machine that is new, or has been away for too long, gets numbers that nobody has had."""
-        state, present = self.control.state, self._hosts.present.values()
-        hosts = [self.config.local.relays - 1, *state.relays.relays, *[host.id for host in present]]
-        given = [id for host in present for id in host.trace.replicas]
-        first = 1 + max([self.config.local.replicas - 1, *state.fleet.replicas, *given])
-        replicas = tuple(range(first, first + offer.replicas))
-        host = self._hosts.add(HostRecord(name, 1 + max(hosts), replicas, offer.store))
-        self.control.tell(HostJoined(host.id, replicas, offer.store))
-        return host
-
-    def find_silent_hosts(self) -> None:
-        patience = self.config.health.strikes * max(self.config.health.heartbeat_s, OFFER_S)
-        ages = [(host, self.server.liveness.age_s(host.name)) for host in self._hosts.present.values()]
-        for host, age_s in ages:
-            if age_s >= patience:
-                self._host_left(host, f"nothing was heard of its host for {age_s:.1f} s")
-
-    async def reassure_hosts(self) -> None:
-        """They give up a controller that is not heard of: while their offers cannot be taken in, they hear from time to
-        time what they have been told before."""
-        if self.control.now >= self._reassure_at:
-            self._reassure_at = self.control.now + OFFER_S
-            for host in self._hosts.present.values():
-                await self.server.send(host.name, Wanted(host.wanted))
-
-    def _send_away(self, host: Host, reason: str) -> None:
-        self._post(host.name, Dismissed(reason))
-        self._host_left(host, reason)
-
-    def _host_left(self, host: Host, reason: str) -> None:
+    def host_left(self, host: Host, reason: str) -> None:
+        """With all that was there."""
         self._hosts.remove(host)
         for key in host.components:
             process = self._local.processes.pop(key, None)

@@ -265,7 +265,7 @@ class Controller:
             locked = locked or Locked(self.store.file, self._report)
             locked.still()
             watchdog.expect("waiting for run.db, which another program has locked", STUCK_S)
-            await self.components.reassure_hosts()
+            await self.components.admission.reassure_hosts()
             await asyncio.sleep(PAUSE_S)
         return False
 
@@ -391,9 +391,9 @@ class Controller:
     def _hear_host(self, name: str, message: FromComponent | Garbled) -> None:
         complaint = self._validation.complaint_about(Sender("host", 0, 0, 0, joined=True), message)
         if complaint:
-            self.components.refuse_host(name, complaint)
+            self.components.admission.refuse_host(name, complaint)
         elif isinstance(message, Offer):
-            self.components.offered(name, message)
+            self.components.admission.offered(name, message)
 
     def _take_in(self, process: Process, message: FromComponent | Garbled) -> None:
         match message:
@@ -478,7 +478,7 @@ class Controller:
 
     def _fire(self, timer: str) -> None:
         if timer == "health":
-            self.components.find_silent_hosts()
+            self.components.admission.find_silent_hosts()
             self._ask_for_frames()
             self._note_waiting()
             self.tell(self.plane.heartbeats(self.components.age_s))

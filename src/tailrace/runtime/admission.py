@@ -1,0 +1,119 @@
+"""Other machines that want to take part: which may join, what is answered to their offers, and when they are gone."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Protocol
+
+from tailrace import __version__
+from tailrace.config.tree import Config
+from tailrace.protocol import HostJoined
+from tailrace.runtime.hosts import Host, Hosts
+from tailrace.runtime.local import HostRecord
+from tailrace.runtime.run_control import RunControl
+from tailrace.wire.messages import MOST_REPLICAS, OFFER_S, Dismissed, FromController, Offer, Wanted
+from tailrace.wire.server import ControlServer
+
+EVER = 16_384  # replicas that a run remembers: a number is never used again
+DROPPED = 1024  # machines that are remembered for having lied
+
+
+class HostComponents(Protocol):
+    """Whoever knows the components that run there."""
+
+    def note_those_elsewhere(self) -> None: ...
+
+    def host_left(self, host: Host, reason: str) -> None: ...
+
+
+class HostAdmission:
+    def __init__(
+        self, config: Config, hosts: Hosts, server: ControlServer, control: RunControl, components: HostComponents
+    ) -> None:
+        self._config = config
+        self._hosts = hosts
+        self._server = server
+        self._control = control
+        self._components = components
+        self._reassure_at = 0.0
+        self._dropped: dict[str, str] = {}  # machines, and why
+
+    def _post(self, name: str, message: FromController) -> None:
+        self._control.then(self._server.send(name, message))
+
+    def offered(self, name: str, offer: Offer) -> None:
+        host = self._hosts.present.get(name)
+        if name in self._dropped:
+            self._post(name, Dismissed(self._dropped[name]))
+        elif not offer.replicas:
+            if host is not None:
+                self._components.host_left(host, "its host left")
+            self._post(name, Wanted(()))
+        elif host is not None:
+            self._answer(host, offer)
+        elif why_not := self._no_room_for(offer):
+            self._post(name, Dismissed(why_not))
+        else:
+            self._answer(self._welcome(name, offer), offer)
+
+    def _answer(self, host: Host, offer: Offer) -> None:
+        """What is wanted there."""
+        wanted = host.hear(offer.components)
+        with suppress(OSError):  # no descriptor for that now: the next offer comes soon
+            self._components.note_those_elsewhere()
+            self._post(host.name, wanted)
+
+    def refuse_host(self, name: str, what: str) -> None:
+        """For good: it stays dropped under this name."""
+        if name in self._dropped:
+            return
+        self._control.note(f"{name} is dropped: it sent {what}")
+        self._dropped[name] = f"the run has dropped this machine, because it sent {what}"
+        while len(self._dropped) > DROPPED:
+            del self._dropped[next(iter(self._dropped))]
+        self._post(name, Dismissed(self._dropped[name]))
+        host = self._hosts.present.get(name)
+        if host is not None:
+            self._components.host_left(host, f"it was dropped, because it sent {what}")
+
+    def _no_room_for(self, offer: Offer) -> str:
+        """Why this machine cannot join."""
+        if offer.release != __version__:
+            return f"this run is of Tailrace {__version__}, the worker of {offer.release}; install the same there"
+        present = sum(len(host.trace.replicas) for host in self._hosts.present.values())
+        if present + offer.replicas > MOST_REPLICAS:
+            room = MOST_REPLICAS - present
+            return f"this run takes {MOST_REPLICAS:,} replicas of other machines, so there is room for {room:,} more"
+        if len(self._control.state.fleet.replicas) + offer.replicas > EVER:
+            return f"machines with {EVER:,} replicas in all have come and gone, and this run takes no more"
+        return ""
+
+    def _welcome(self, name: str, offer: Offer) -> Host:
+        """A machine that is new, or has been away for too long, gets numbers that nobody has had."""
+        state, present = self._control.state, self._hosts.present.values()
+        hosts = [self._config.local.relays - 1, *state.relays.relays, *[host.id for host in present]]
+        given = [id for host in present for id in host.trace.replicas]
+        first = 1 + max([self._config.local.replicas - 1, *state.fleet.replicas, *given])
+        replicas = tuple(range(first, first + offer.replicas))
+        host = self._hosts.add(HostRecord(name, 1 + max(hosts), replicas, offer.store))
+        self._control.tell(HostJoined(host.id, replicas, offer.store))
+        return host
+
+    def find_silent_hosts(self) -> None:
+        patience = self._config.health.strikes * max(self._config.health.heartbeat_s, OFFER_S)
+        ages = [(host, self._server.liveness.age_s(host.name)) for host in self._hosts.present.values()]
+        for host, age_s in ages:
+            if age_s >= patience:
+                self._components.host_left(host, f"nothing was heard of its host for {age_s:.1f} s")
+
+    async def reassure_hosts(self) -> None:
+        """They give up a controller that is not heard of: while their offers cannot be taken in, they hear from time to
+        time what they have been told before."""
+        if self._control.now >= self._reassure_at:
+            self._reassure_at = self._control.now + OFFER_S
+            for host in self._hosts.present.values():
+                await self._server.send(host.name, Wanted(host.wanted))
+
+    def send_away(self, host: Host, reason: str) -> None:
+        self._post(host.name, Dismissed(reason))
+        self._components.host_left(host, reason)
