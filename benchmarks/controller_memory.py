@@ -71,7 +71,7 @@ class Controller:
             table.assign(command.requests)
         elif isinstance(command, Train):
             ids = [id for group in command.groups for id in group.trajectories]
-            table.rewards(ids)
+            table.results(ids)
             table.trained(ids, command.step)
         elif isinstance(command, Forget):
             table.forget(command.trajectories, self.archive, command.reason)

@@ -119,7 +119,7 @@ def _resumed(store: Any) -> None:
     with store:
         list(store.entries(0))
         store.newest_snapshot()
-        store.trajectories.rewards([0, 1])
+        store.trajectories.results([0, 1])
 
 
 def snapshots(_: Path) -> tuple[list[bytes], Decode]:

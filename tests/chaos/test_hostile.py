@@ -98,7 +98,7 @@ def resumed(run: Path) -> tuple[list[object], ...]:
     with RunStore.reopen(run) as store:
         snapshot = store.newest_snapshot()
         entries = list(store.entries(0))
-        return ([snapshot], [entry.event for entry in entries], [store.trajectories.rewards(range(40))])
+        return ([snapshot], [entry.event for entry in entries], [store.trajectories.results(range(40))])
 
 
 def test_a_flipped_bit_is_found_or_changes_nothing(run: Path, config: Config) -> None:

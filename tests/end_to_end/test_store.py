@@ -69,7 +69,7 @@ def test_a_killed_writer_loses_only_what_it_had_not_committed(tmp_path: Path) ->
         assert len(ids) >= reported
         with RunStore.reopen(folder) as store:
             assert store.last_seq == len(ids)
-            assert store.trajectories.rewards(ids) == dict.fromkeys(ids, 1.0)
+            assert {id: one.reward for id, one in store.trajectories.results(ids).items()} == dict.fromkeys(ids, 1.0)
         with closing(SampleReader(sample_file(folder, 0))) as reader:
             assert [ids_in(one) for one in reader.read(ids)] == [tokens_of(id, 0, 50).tolist() for id in ids]
 

@@ -235,7 +235,7 @@ def test_so_does_a_run_that_ends_because_its_file_is_damaged(folder: Path, confi
     store._database.execute("UPDATE trajectories SET crc = 0 WHERE id = 7")
     store.commit()
     with pytest.raises(JournalError, match="how t7 ended") as caught:
-        store.trajectories.rewards(range(40))
+        store.trajectories.results(range(40))
     store.close(complete=False)
     assert files(folder) == ["run.db"], f"the error and all that it refers to are still there: {caught}"
 

@@ -41,7 +41,7 @@ def test_any_finite_reward_comes_back(store: RunStore, reward: float) -> None:
     assert finish(store.trajectories, reward=reward)
     store.close(complete=False)
     with RunStore.reopen(store.folder) as again:
-        assert repr(again.trajectories.rewards([3])[3]) == repr(float(reward) or 0.0)
+        assert repr(again.trajectories.results([3])[3].reward) == repr(float(reward) or 0.0)
 
 
 @pytest.mark.parametrize("reward", [float("nan"), float("inf"), float("-inf")])
@@ -52,17 +52,19 @@ def test_a_reward_that_is_not_finite_is_refused(table: TrajectoryTable, reward: 
     assert finish(table, reward=1.0)
 
 
-def test_a_reward_that_was_damaged_on_the_disk_is_refused(store: RunStore) -> None:
+@pytest.mark.parametrize("damage", ["reward = 0.0", "tokens = 6", "oldest = 1", "newest = 2"])
+def test_what_was_damaged_on_the_disk_is_refused(store: RunStore, damage: str) -> None:
     begin(store.trajectories)
     finish(store.trajectories, reward=1.0)
-    store._database.execute("UPDATE trajectories SET reward = 0.0 WHERE id = 3")
+    assert store.trajectories.results([3]) == {3: (1.0, (2, 3))}
+    store._database.execute(f"UPDATE trajectories SET {damage} WHERE id = 3")
     with pytest.raises(JournalError, match="how t3 ended is not as it was written"):
-        store.trajectories.rewards([3])
+        store.trajectories.results([3])
 
 
 def test_what_is_missing_is_refused(table: TrajectoryTable) -> None:
     with pytest.raises(JournalError, match="t9 is missing"):
-        table.rewards([9])
+        table.results([9])
 
 
 def test_late_reports_are_ignored(table: TrajectoryTable) -> None:
@@ -73,7 +75,7 @@ def test_late_reports_are_ignored(table: TrajectoryTable) -> None:
     assert not table.fail(3, 1, "too late")
     assert finish(table, attempt=2, reward=0.5)
     assert not finish(table, attempt=2, reward=1.0)
-    assert table.rewards([3]) == {3: 0.5}
+    assert table.results([3])[3].reward == 0.5
 
 
 def test_after_a_crash_only_the_newest_attempt_counts(store: RunStore) -> None:

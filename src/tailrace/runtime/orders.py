@@ -64,7 +64,9 @@ class Orders:
 
     def _train(self, _: State, command: Train) -> None:
         ids = [id for group in command.groups for id in group.trajectories]
-        rewards, versions = self._trajectories.rewards(ids), self._trajectories.versions(ids)
+        results = self._trajectories.results(ids)
+        rewards = {id: result.reward for id, result in results.items()}
+        versions = {id: result.versions for id, result in results.items() if result.versions is not None}
         self._send("trainer", TRAINER, Ordered(command, rewards=rewards, versions=versions))
 
     def _publish(self, _: State, command: Publish) -> None:

@@ -4,8 +4,8 @@
                  payload, crc)
 
 The tokens themselves are in the files of the sample stores (see `samples`). The controller writes this table as events
-are handled, and commits it with the journal. What the trainer is told of a sample has a checksum (crc: of id, finish
-and reward): what a disk or a careless copy has damaged is refused, never trained on.
+are handled, and commits it with the journal. What the trainer is told of a sample has a checksum (crc: of id, tokens,
+oldest, newest, finish and reward): what a disk or a careless copy has damaged is refused, never trained on.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from math import inf, isfinite, nan
 from pathlib import Path
+from typing import NamedTuple
 from zlib import crc32
 
 import msgspec
@@ -68,6 +69,13 @@ class KnownTrajectory(Struct):
     payload: str  # live, archived, deleted
 
 
+class SampleResult(NamedTuple):
+    """What the trainer is told of a sample; nothing of one that is not finished."""
+
+    reward: float | None = None
+    versions: tuple[Version, Version] | None = None  # the oldest and the newest that its tokens are of
+
+
 class TrajectoryTable:
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -86,9 +94,8 @@ class TrajectoryTable:
             if not isfinite(reward):
                 raise JournalError(f"t{meta.id} cannot be stored with a reward of {reward}: it is not finite")
             reward = as_stored(reward)
-        crc = _crc(meta.id, meta.finish, reward)
-        counts = (meta.tokens, meta.oldest, meta.newest)
-        return self._end(meta.id, meta.attempt, ("finished", *counts, meta.finish, reward, "", crc, meta.id))
+        values = (meta.tokens, meta.oldest, meta.newest, meta.finish, reward)
+        return self._end(meta.id, meta.attempt, ("finished", *values, "", _crc(meta.id, *values), meta.id))
 
     def fail(self, trajectory: TrajectoryId, attempt: int, reason: str) -> bool:
         return self._end(trajectory, attempt, ("failed", None, None, None, "", None, reason, None, trajectory))
@@ -123,30 +130,25 @@ class TrajectoryTable:
         query = f"SELECT id, attempt, tokens FROM trajectories WHERE state IN ('finished', 'trained') AND id {AMONG}"
         return {id: (attempt, tokens) for id, attempt, tokens in self._database.execute(query, (_list(ids),))}
 
-    def rewards(self, ids: Sequence[TrajectoryId]) -> dict[TrajectoryId, float | None]:
+    def results(self, ids: Sequence[TrajectoryId]) -> dict[TrajectoryId, SampleResult]:
         """Of all of these, each checked against its checksum."""
-        query = f"SELECT id, finish, reward, crc FROM trajectories WHERE id {AMONG}"
-        found = {row[0]: self._reward(row) for row in self._database.execute(query, (_list(ids),))}
+        query = f"SELECT id, tokens, oldest, newest, finish, reward, crc FROM trajectories WHERE id {AMONG}"
+        found = {row[0]: self._result(row) for row in self._database.execute(query, (_list(ids),))}
         missing = next((id for id in ids if id not in found), None)
         if missing is not None:
             raise self._damaged(f"t{missing} is missing")
         return found
 
-    def versions(self, ids: Sequence[TrajectoryId]) -> dict[TrajectoryId, tuple[Version, Version]]:
-        """The oldest and the newest that the tokens of these are of, as far as they are finished."""
-        query = f"SELECT id, oldest, newest FROM trajectories WHERE oldest IS NOT NULL AND id {AMONG}"
-        return {id: (oldest, newest) for id, oldest, newest in self._database.execute(query, (_list(ids),))}
-
-    def _reward(self, row: Values) -> float | None:
-        id, finish, reward, crc = row
+    def _result(self, row: Values) -> SampleResult:
+        id, _, oldest, newest, finish, reward, crc = row
         if (finish, reward, crc) == ("", None, None):
-            return None  # it is not finished yet
-        if reward in (inf, -inf) or (reward is None and crc == _crc(id, finish, nan)):
+            return SampleResult()
+        if reward in (inf, -inf) or (reward is None and crc == _crc(*row[:-2], nan)):
             written = f"{self._database.path}: the reward of t{id} is not a finite number"
             raise JournalError(f"{written}, and it cannot be trained on; mend the reward, and begin a new run")
-        if _crc(id, finish, reward) != crc:
+        if _crc(*row[:-1]) != crc:
             raise self._damaged(f"how t{id} ended is not as it was written")
-        return reward
+        return SampleResult(reward, (oldest, newest))
 
     def _damaged(self, how: str) -> JournalError:
         """Nobody asks for what was never written down: what is missing was lost with a part of the file."""
