@@ -117,9 +117,9 @@ class Played:
     async def turn(self) -> None:
         """One turn of the controller's loop."""
         controller = self.controller
+        controller._take_turn()
         while controller._arrived:
-            controller._arrived.popleft()()
-        controller._handle_events()
+            controller._take_turn()
         self.store.commit()
         outbox, controller._outbox = controller._outbox, []
         for doing in outbox:

@@ -194,7 +194,7 @@ class Accounts:
         account.kept = False
         self.forgotten.setdefault(account.request.store, set()).add(id)
         if reason != "trained" and account.state != "failed":
-            account.state = reason
+            account.state = "lost" if reason == "regenerate" else reason  # until it is ordered again
         if reason in ("lost", "regenerate"):
             account.step, account.meta = None, None
             self.regenerated += 1

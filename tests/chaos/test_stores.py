@@ -77,7 +77,6 @@ def trained_on_both(run: Run) -> None:
     run.until(lambda: min((trained_from(run) - before)[store] for store in both) > 8, "samples of both to be trained")
 
 
-@pytest.mark.soak  # under load samples of both stores are not always trained in time
 @pytest.mark.skipif(bool(missing()), reason=missing() or "-")
 def test_a_host_keeps_its_samples_and_when_it_is_cut_off_they_are_generated_again(tmp_path):
     SampleFile.at(sample_file(tmp_path / "foreign", 1), "another run").close()

@@ -417,7 +417,7 @@ def test_many_machines_with_many_replicas_are_taken_up_to_a_number(tmp_path: Pat
 
 
 def test_machines_that_come_and_go_do_not_make_the_run_remember_without_end(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("tailrace.runtime.components.EVER", 50)
+    monkeypatch.setattr("tailrace.runtime.admission.EVER", 50)
 
     async def scene(played: Played) -> None:
         for number in range(20):
@@ -427,6 +427,21 @@ def test_machines_that_come_and_go_do_not_make_the_run_remember_without_end(tmp_
                 await played.turn()
         assert len(played.controller.state.fleet.replicas) == 2 + 40
         assert "takes no more" in dismissals(played)["host-19/1"]
+        assert played.goes_on
+
+    play(tmp_path / "run", scene)
+
+
+def test_a_machine_on_which_something_cannot_start_is_sent_away_for_good(tmp_path: Path) -> None:
+    async def scene(played: Played) -> None:
+        played.say("host-5/1", Hello())
+        for components in ({}, {"relay-2/1": "was killed"}, {}):  # the last was on its way when it was sent away
+            played.say("host-5/1", Offer(__version__, 1, components=components))
+            for _ in range(3):
+                await played.turn()
+                await asyncio.sleep(0)  # whoever waits for a process hears that it ended
+        assert "relay 2 was killed before it was up" in dismissals(played)["host-5/1"]
+        assert not played.controller.components._hosts.present
         assert played.goes_on
 
     play(tmp_path / "run", scene)

@@ -15,7 +15,7 @@ from tailrace.wire.messages import MOST_REPLICAS, OFFER_S, Dismissed, FromContro
 from tailrace.wire.server import ControlServer
 
 EVER = 16_384  # replicas that a run remembers: a number is never used again
-DROPPED = 1024  # machines that are remembered for having lied
+DISMISSED = 1024  # machines that are remembered
 
 
 class HostComponents(Protocol):
@@ -36,15 +36,15 @@ class HostAdmission:
         self._control = control
         self._components = components
         self._reassure_at = 0.0
-        self._dropped: dict[str, str] = {}  # machines, and why
+        self._dismissed: dict[str, str] = {}  # machines, and why: a worker that is started again has a new name
 
     def _post(self, name: str, message: FromController) -> None:
         self._control.then(self._server.send(name, message))
 
     def offered(self, name: str, offer: Offer) -> None:
         host = self._hosts.present.get(name)
-        if name in self._dropped:
-            self._post(name, Dismissed(self._dropped[name]))
+        if name in self._dismissed:  # it may not have heard of it yet
+            self._post(name, Dismissed(self._dismissed[name]))
         elif not offer.replicas:
             if host is not None:
                 self._components.host_left(host, "its host left")
@@ -64,17 +64,23 @@ class HostAdmission:
             self._post(host.name, wanted)
 
     def refuse_host(self, name: str, what: str) -> None:
-        """For good: it stays dropped under this name."""
-        if name in self._dropped:
+        if name in self._dismissed:
             return
         self._control.note(f"{name} is dropped: it sent {what}")
-        self._dropped[name] = f"the run has dropped this machine, because it sent {what}"
-        while len(self._dropped) > DROPPED:
-            del self._dropped[next(iter(self._dropped))]
-        self._post(name, Dismissed(self._dropped[name]))
+        self._dismiss(name, f"the run has dropped this machine, because it sent {what}")
         host = self._hosts.present.get(name)
         if host is not None:
             self._components.host_left(host, f"it was dropped, because it sent {what}")
+
+    def send_away(self, host: Host, reason: str) -> None:
+        self._dismiss(host.name, reason)
+        self._components.host_left(host, reason)
+
+    def _dismiss(self, name: str, reason: str) -> None:
+        self._dismissed[name] = reason
+        while len(self._dismissed) > DISMISSED:
+            del self._dismissed[next(iter(self._dismissed))]
+        self._post(name, Dismissed(reason))
 
     def _no_room_for(self, offer: Offer) -> str:
         """Why this machine cannot join."""
@@ -113,7 +119,3 @@ class HostAdmission:
             self._reassure_at = self._control.now + OFFER_S
             for host in self._hosts.present.values():
                 await self._server.send(host.name, Wanted(host.wanted))
-
-    def send_away(self, host: Host, reason: str) -> None:
-        self._post(host.name, Dismissed(reason))
-        self._components.host_left(host, reason)
