@@ -2,9 +2,9 @@
 
     python benchmarks/quiet_fleet.py [--replicas 256,1024,2048] [--seconds 30] [--profile]
 
-A real controller (event loop, journal, liveness thread) in a process of its own. Its replicas, a relay and a trainer
-are mocks, hundreds in a process, each with its own TCP connection and its own datagrams, signed as those of a real one;
-they join, report their load, and from then on send heartbeats and nothing else. Writes
+A real controller (event loop, journal, liveness thread) in a process of its own. Its replicas, a relay, a sample store
+and a trainer are mocks, hundreds in a process, each with its own TCP connection and its own datagrams, signed as those
+of a real one; they join, report their load, and from then on send heartbeats and nothing else. Writes
 benchmarks/results/quiet_fleet.json.
 """
 
@@ -33,8 +33,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tailrace.config import Config, load
-from tailrace.envs.sources import Blanks
-from tailrace.protocol import Event, Progressed, RelayJoined, ReplicaJoined, TrainerJoined
+from tailrace.protocol import Event, Progressed, RelayJoined, ReplicaJoined, StoreJoined, TrainerJoined
 from tailrace.runtime.components import RunHandle
 from tailrace.runtime.controller import Controller
 from tailrace.runtime.lag import LoopLag
@@ -48,6 +47,7 @@ from tailrace.wire.messages import Beat, BeatHere, Hello, Introduce, Reported, d
 ROOT = Path(__file__).parents[1]
 KEYS = Keyring(bytes(32), "ab" * 32)
 FLEETS = 4  # processes that the mocks are in
+OTHERS = 3  # a relay, a sample store and a trainer
 JOIN_S = 120.0  # for everybody to join
 TURN_MS = 10  # how often mocks whose heartbeat is due send it
 SETTLE_S = 5.0  # between the last joining and the measurement
@@ -96,6 +96,7 @@ def mocks(port: int, replicas: range) -> list[Mock]:
     made: list[Mock] = []
     if replicas.start == 0:
         made.append(Mock(port, "relay-0/1", "127.0.0.1:9", [RelayJoined(0, 1)]))
+        made.append(Mock(port, "store-0/1", "127.0.0.1:9", [StoreJoined(0, 1)]))
         made.append(Mock(port, "trainer-0/1", "", [TrainerJoined(1, 0)]))
     for id in replicas:
         events = [ReplicaJoined(id, 1, 0, -1, 4000, 64), Progressed(id, 1, 0, 0, 0)]
@@ -163,11 +164,11 @@ async def control(folder: Path, replicas: int, seconds: float, profile: bool) ->
     descriptors.raise_limit()
     config, seen = settings(replicas), Unseen()
     store = RunStore.create(folder, config)
-    controller = Controller(store, config, Blanks(config), RunHandle(KEYS, -1), seen)  # type: ignore[arg-type]
+    controller = Controller(store, config, RunHandle(KEYS, -1), seen)
     local: Any = controller.components._local
     local._begin, local._write = _begin, lambda: None  # there are no processes to find again
     running = asyncio.create_task(controller.run())
-    while len(local.processes) < replicas + 2 and not running.done():
+    while len(local.processes) < replicas + OTHERS and not running.done():
         await asyncio.sleep(0.05)
     print(controller.server.port, flush=True)
     async with asyncio.timeout(JOIN_S):
