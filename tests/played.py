@@ -118,8 +118,6 @@ class Played:
         """One turn of the controller's loop."""
         controller = self.controller
         controller._take_turn()
-        while controller._arrived:
-            controller._take_turn()
         self.store.commit()
         outbox, controller._outbox = controller._outbox, []
         for doing in outbox:

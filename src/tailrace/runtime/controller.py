@@ -86,7 +86,7 @@ from tailrace.wire.tls import Identity
 SNAPSHOT_EVERY = 5000  # events; what a resumed run has to go through again at most
 ENDING_S = 60.0  # for everybody to leave; and for the trainer's last checkpoint
 SLOW_DISK = 100e6  # bytes per second
-TURN_S = 0.01  # of events in one transaction
+TURN_S = 0.01  # between the beginnings of two transactions, and for the events of one
 ACKNOWLEDGE_S = 0.5  # how often components are told what is committed
 LATE_BEATS = 1.5  # heartbeats without a datagram until frames are asked for
 LOOP_LAG, LAG_EVERY = "controller/loop_lag_p99_s", 100  # samples between two figures: ten seconds
@@ -226,24 +226,26 @@ class Controller:
 
     async def _turn_over(self, watchdog: Watchdog) -> None:
         while await self._begin(watchdog):
+            until = self.now + TURN_S
             self._wake.clear()  # first of all: what happens from here on, also during an await, is seen below
             watchdog.expect("handling events and writing them to run.db", STUCK_S, "look at the disk of the run")
             self.store.run_folder.refuse_moved()
-            self._take_turn()
+            self._take_turn(until)
             outbox, self._outbox = self._outbox, []  # what is added from here on waits for the next commit
             self._unacknowledged |= await asyncio.to_thread(self.store.commit)  # the disk may be slow, the loop not
             watchdog.expect("sending orders and starting components", STUCK_S)
             for sending in outbox:
                 await sending
             await self._acknowledge()
-            await (asyncio.sleep(0) if self._events or self._arrived else self._rest(watchdog))
+            if not self._events and not self._arrived:
+                await self._rest(watchdog)
+            await asyncio.sleep(max(0.0, until - self.now))  # what else comes soon is of the same transaction
 
-    def _take_turn(self) -> None:
+    def _take_turn(self, until: float = inf) -> None:
         """What has arrived, but only so much that the loop is not kept from everything else. What is heard is handled
         in the same transaction: its sender will not say it again."""
-        late = self.now + TURN_S
         self._handle_events()
-        while self._arrived and self.now < late:
+        while self._arrived and self.now < until:
             self._arrived.popleft()()
             self._handle_events()
         if not self._arrived:

@@ -62,8 +62,8 @@ from tailrace.wire.tls import Identity
 
 log = logging.getLogger(__name__)
 
-QUEUED = 32 << 20  # bytes that may wait for the writer
-BUDGET = 64 << 20  # bytes that all replicas may have on their way
+QUEUED = 48 << 20  # bytes that may wait for the writer
+BUDGET = 128 << 20  # bytes that all replicas may have on their way
 LEAST_CREDIT = 1 << 16  # bytes of each, however many there are: a step of a large batch
 SLICE = 4 << 20  # bytes of one answer to `ReadSamples`
 UNREAD = 64 << 20  # bytes that a client has not taken yet; then it is hung up on, and has to connect again

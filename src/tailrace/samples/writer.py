@@ -19,11 +19,11 @@ from tailrace.samples.file import SampleFile, Verdicts
 from tailrace.samples.messages import FENCED, STORED, Acknowledgement, Append, column, read_column
 from tailrace.wire.messages import Receipt
 
-URGENT_S, BUSY_S = 0.005, 1.0  # that a commit waits for company, at least and at most
+URGENT_S, BUSY_S = 0.005, 2.0  # that a commit waits for company, at least and at most
 BUSY = 3.0  # times what the last commit took: in between
 QUIET_S = 0.5  # the same while nobody waits for it
-ENOUGH = 16 << 20  # bytes that are worth a commit at once
-MOST = 32 << 20  # bytes of one commit
+ENOUGH = 32 << 20  # bytes that are worth a commit at once
+MOST = 48 << 20  # bytes of one commit
 
 Key = tuple[int, int]  # trajectory and attempt
 Sign = Callable[[int, int, int, int, int], Receipt]  # trajectory, attempt, tokens, oldest and newest version
