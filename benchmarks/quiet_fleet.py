@@ -140,8 +140,8 @@ class Absent:
         self.ended.set()
 
 
-class Unseen:
-    """An observer that counts what happens."""
+class CountingObserver:
+    """Counts what happens."""
 
     def __init__(self) -> None:
         self.events: Counter[str] = Counter()
@@ -149,7 +149,7 @@ class Unseen:
     def see(self, now: float, event: Event, commands: Any) -> None:
         self.events.update([type(event).__name__, *[type(one).__name__ for one in commands]])
 
-    def measure(self, *_: Any) -> None:
+    def measure(self, *_: Any, **__: Any) -> None:
         pass
 
 
@@ -162,7 +162,7 @@ def settings(replicas: int) -> Config:
 async def control(folder: Path, replicas: int, seconds: float, profile: bool) -> None:
     """Prints its port, then, when everybody has joined, what it measured."""
     descriptors.raise_limit()
-    config, seen = settings(replicas), Unseen()
+    config, seen = settings(replicas), CountingObserver()
     store = RunStore.create(folder, config)
     controller = Controller(store, config, RunHandle(KEYS, -1), seen)
     local: Any = controller.components._local
@@ -191,7 +191,7 @@ def _begin(process: Process) -> None:
     process.children.append(Absent())
 
 
-async def measured(controller: Controller, seen: Unseen, seconds: float) -> dict[str, float]:
+async def measured(controller: Controller, seen: CountingObserver, seconds: float) -> dict[str, float]:
     store, before, lag = controller.store, dict(seen.events), LoopLag()
     beats = newest_beats(controller)
     begin, cpu, thread, rows, size = time.monotonic(), time.process_time(), thread_s(), store.last_seq, written(store)
