@@ -43,6 +43,7 @@ class Mock(Protocol):
 
     stored: int  # tokens that are known to be durable
     held_up: bool  # it waits for whoever stores them
+    lost: bool  # the controller does not know its connection any more: it waits to be started again
 
     def join(self) -> None: ...
 
@@ -113,7 +114,7 @@ class Crew:
             if wanted and wanted != known:
                 self._known[id] = (wanted, self._make(id, wanted))
                 self._known[id][1].join()
-        return [mock for _, mock in self._known.values()]
+        return [mock for _, mock in self._known.values() if not mock.lost]
 
 
 class Budget:
