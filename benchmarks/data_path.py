@@ -67,6 +67,7 @@ from tailrace.runtime.components import RunHandle
 from tailrace.runtime.controller import Controller
 from tailrace.samples.client import Receipts, SampleClient
 from tailrace.samples.messages import AssignmentLost, Piece
+from tailrace.samples.uploads import Growth
 from tailrace.store.run import RunStore
 from tailrace.wire import descriptors
 from tailrace.wire.connection import Connection
@@ -229,15 +230,16 @@ class MockReplica:
         self.held_up = bool(self._samples.waiting_for)
         if self.held_up:
             return 0
-        append, chunk, pieces, grown, ended = self._samples.append, self._chunk, self._pieces, 0, list[Key]()
+        chunk, pieces, grown, ended, growths = self._chunk, self._pieces, 0, list[Key](), list[Growth]()
         for key, start in self._running.items():
-            append(key[0], key[1], start, (pieces[(start // chunk + key[0]) % PIECES],))
+            growths.append(Growth(key, start, (pieces[(start // chunk + key[0]) % PIECES],)))
             if not start:
                 self._first[key] = self._version
             self._running[key] = start + chunk
             grown += chunk
             if start + chunk >= self._ends[key]:
                 ended.append(key)
+        self._samples.append_all(growths)
         self._appended += grown
         self._last = self._version
         for key in ended:

@@ -34,6 +34,7 @@ PIECES = 64  # of random tokens, which every answer is made of
 SAMPLE_S = 0.05  # how often the controller's process looks at itself
 LOSSES = ("ReplicaLost", "StoreLost", "TrainerLost", "RelayLost")
 IDLE_S = 0.01  # that mocks wait which may not generate
+AT_ONCE = 16  # mocks of a process that are served in one turn; they stand for other machines, and need no prompt answer
 JOIN_S = 180.0
 NICE = 5
 
@@ -124,17 +125,17 @@ class Budget:
         self._board, self._left, self._counted_at, self._next = board, 0.0, time.monotonic(), 0
 
     def spend(self, mocks: list[Mock]) -> int:
-        """A turn of all mocks, of which each generates while there is something left; returns the tokens."""
+        """A turn of some mocks, of which each generates while there is something left; returns the tokens."""
         now, rate, grown = time.monotonic(), self._board.rate.value / PROCESSES, 0
         self._left = min(self._left + (now - self._counted_at) * rate, rate)  # what is a second late is not made up for
         self._counted_at = now
-        for at in range(self._next, self._next + len(mocks)):
+        for at in range(self._next, self._next + min(AT_ONCE, len(mocks))):
             mock = mocks[at % len(mocks)]
             mock.take_in()
             if not rate or self._left > grown:
                 grown += mock.generate()
-                self._next = (at + 1) % len(mocks)
             mock.send()
+        self._next = (self._next + AT_ONCE) % max(1, len(mocks))
         self._left = max(self._left - grown, -rate) if rate else 0.0
         return grown
 

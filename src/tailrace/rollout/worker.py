@@ -39,6 +39,7 @@ from tailrace.rollout.episode import Episode
 from tailrace.rollout.runner import Key, Outcome
 from tailrace.samples.client import Receipts, SampleClient
 from tailrace.samples.messages import AssignmentLost
+from tailrace.samples.uploads import Growth
 from tailrace.types import Version, label
 from tailrace.weights.fetch import RelayReaders
 from tailrace.weights.pull import Puller
@@ -264,10 +265,12 @@ class RolloutWorker:
         self._store([one for one in self.runner.episodes.values() if one.unstored_tokens >= at_least])
 
     def _store(self, episodes: list[Episode]) -> None:
+        growths: list[Growth] = []
         for episode in episodes:
             if episode.unstored_tokens:
                 start = episode.completion_tokens - episode.unstored_tokens
-                self.samples.append(*episode.key, start, episode.take_growth(), episode.request.store)
+                growths.append(Growth(episode.key, start, episode.take_growth(), episode.request.store))
+        self.samples.append_all(growths)
 
     def _take_stock(self) -> None:
         """For the client of the controller, which asks in another thread and must not look into a working engine."""

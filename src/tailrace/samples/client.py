@@ -53,7 +53,7 @@ from tailrace.samples.messages import (
     samples_of,
     segment_of,
 )
-from tailrace.samples.uploads import FIRST_CREDIT, Action, Completed, Key, Uploads
+from tailrace.samples.uploads import FIRST_CREDIT, Action, Completed, Growth, Key, Uploads
 from tailrace.types import MALFORMED, PromptId, Row, Segment, TrajectoryId
 from tailrace.wire.connection import Connection
 from tailrace.wire.messages import Receipt, StoreAddress, StoreAddresses, WireError
@@ -211,13 +211,20 @@ class SampleClient:
         self, trajectory: TrajectoryId, attempt: int, start: int, pieces: Iterable[Piece | Segment], store: int = 0
     ) -> None:
         """`start`: how many tokens after the prompt come before these."""
+        self.append_all([Growth((trajectory, attempt), start, pieces, store)])
+
+    def append_all(self, growths: Sequence[Growth]) -> None:
         self._refuse_broken()
         with self._lock:
-            self._uploads.append((trajectory, attempt), store, start, pieces)
-            found = self._stores.get(store)
-            due = found is None or self._uploads.may_send(store, found.is_answered)
+            for growth in growths:
+                self._uploads.append(growth)
+            due = any(self._is_due(store) for store in {growth.store for growth in growths})
         if due:
             self._call()
+
+    def _is_due(self, store: int) -> bool:
+        found = self._stores.get(store)
+        return found is None or self._uploads.may_send(store, found.is_answered)
 
     def then_all(self, keys: Sequence[Key], action: Callable[[frozenset[Key]], None]) -> None:
         """Call it, in the client's thread, once all that was appended to each of these is durable or gone (refused or

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
 from math import inf
+from typing import NamedTuple
 
 from tailrace.samples.messages import FENCED, GAP, NOT_SAMPLED, STORED, TOKEN_BYTES, Append, Buffer, Piece, column
 from tailrace.types import Segment
@@ -26,6 +27,15 @@ Key = tuple[int, int]  # trajectory and attempt
 Ended = Callable[[bool], None]  # told whether all is durable; False: it was fenced off or withdrawn
 Completed = Callable[[Receipt | None], None]  # told what the store has of it; None: it was fenced off or withdrawn
 Action = Callable[[], None]
+
+
+class Growth(NamedTuple):
+    """What is appended to one assignment. `start`: how many tokens after the prompt come before it."""
+
+    key: Key
+    start: int
+    pieces: Iterable[Piece | Segment]
+    store: int = 0
 
 
 class QueuedRun:
@@ -149,7 +159,8 @@ class Uploads:
                 return store, queue.bytes
         return 0, 0
 
-    def append(self, key: Key, store: int, start: int, pieces: Iterable[Piece | Segment]) -> None:
+    def append(self, growth: Growth) -> None:
+        key, start, pieces, store = growth
         upload = self._uploads.get(key)
         if upload is None:
             upload = self._uploads[key] = Upload(key, store, start)
