@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from math import ceil
 from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
@@ -85,12 +85,13 @@ def produce(board: Board, at: int, make: Callable[[int, int], Mock], ids: list[i
     machines, so they leave the processor to the run's own processes where both want it."""
     os.nice(NICE)
     crew = Crew(board, make, ids)
-    began, beats, budget = time.monotonic(), 0, Budget(board)
+    began, beats, budget = time.monotonic(), 0, Budget(board, crew)
     while not board.over.value:
         mocks = crew.mocks()
         due = int((time.monotonic() - began) / heartbeat_s * len(ids))
         for turn in range(beats, due if mocks else beats):
-            mocks[turn % len(mocks)].beat()
+            with crew.giving_up(mocks[turn % len(mocks)]) as mock:
+                mock.beat()
         beats = due
         grown = budget.spend(mocks)
         board.stored[at] = sum([mock.stored for mock in mocks])
@@ -117,12 +118,21 @@ class Crew:
                 self._known[id][1].join()
         return [mock for _, mock in self._known.values() if not mock.lost]
 
+    @contextmanager
+    def giving_up(self, mock: Mock) -> Iterator[Mock]:
+        """What the controller has cut off waits to be started again."""
+        try:
+            yield mock
+        except ConnectionError:
+            mock.lost = True
+
 
 class Budget:
     """Tokens that the mocks of a process may generate, by the rate that is offered."""
 
-    def __init__(self, board: Board) -> None:
+    def __init__(self, board: Board, crew: Crew) -> None:
         self._board, self._left, self._counted_at, self._next = board, 0.0, time.monotonic(), 0
+        self._crew = crew
 
     def spend(self, mocks: list[Mock]) -> int:
         """A turn of some mocks, of which each generates while there is something left; returns the tokens."""
@@ -130,11 +140,11 @@ class Budget:
         self._left = min(self._left + (now - self._counted_at) * rate, rate)  # what is a second late is not made up for
         self._counted_at = now
         for at in range(self._next, self._next + min(AT_ONCE, len(mocks))):
-            mock = mocks[at % len(mocks)]
-            mock.take_in()
-            if not rate or self._left > grown:
-                grown += mock.generate()
-            mock.send()
+            with self._crew.giving_up(mocks[at % len(mocks)]) as mock:
+                mock.take_in()
+                if not rate or self._left > grown:
+                    grown += mock.generate()
+                mock.send()
         self._next = (self._next + AT_ONCE) % max(1, len(mocks))
         self._left = max(self._left - grown, -rate) if rate else 0.0
         return grown
