@@ -159,6 +159,7 @@ def from_store(_: Path) -> tuple[list[bytes], Decode]:
     from tailrace.samples import messages
     from tailrace.samples.client import Inquiry, SampleClient, StoreConnection
     from tailrace.samples.messages import PieceColumns, column, encode, slice_of
+    from tailrace.samples.uploads import Growth
     from tailrace.types import Segment
     from tailrace.wire.messages import StoreAddress
 
@@ -175,7 +176,7 @@ def from_store(_: Path) -> tuple[list[bytes], Decode]:
         one = SampleClient("replica-0/1")
         one._fetches = {(1, 1): 0, (2, 1): 0}
         one._inquiries = {number: Inquiry(number, 0, kind, [1]) for number, kind in enumerate(kinds, 1)}
-        one._uploads.append((1, 1), 0, 0, [Segment.of(1, range(9), [-0.5] * 9)])
+        one._uploads.append(Growth((1, 1), 0, [Segment.of(1, range(9), [-0.5] * 9)]))
         try:
             one._take_in(store, messages.decode_from_store(data))
             one.poll()
