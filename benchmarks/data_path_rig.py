@@ -84,13 +84,13 @@ def produce(board: Board, at: int, make: Callable[[int, int], Mock], ids: list[i
     """A process of mock replicas. Each has its own moment for its heartbeats, as processes have. They stand for other
     machines, so they leave the processor to the run's own processes where both want it."""
     os.nice(NICE)
-    crew = Crew(board, make, ids)
-    began, beats, budget = time.monotonic(), 0, Budget(board, crew)
+    fleet = MockFleet(board, make, ids)
+    began, beats, budget = time.monotonic(), 0, Budget(board, fleet)
     while not board.over.value:
-        mocks = crew.mocks()
+        mocks = fleet.mocks()
         due = int((time.monotonic() - began) / heartbeat_s * len(ids))
         for turn in range(beats, due if mocks else beats):
-            with crew.giving_up(mocks[turn % len(mocks)]) as mock:
+            with fleet.giving_up(mocks[turn % len(mocks)]) as mock:
                 mock.beat()
         beats = due
         grown = budget.spend(mocks)
@@ -100,7 +100,7 @@ def produce(board: Board, at: int, make: Callable[[int, int], Mock], ids: list[i
             time.sleep(IDLE_S)
 
 
-class Crew:
+class MockFleet:
     """The mocks of a process, as the controller wants them: one that it has killed ends, one that it starts begins."""
 
     def __init__(self, board: Board, make: Callable[[int, int], Mock], ids: list[int]) -> None:
@@ -130,9 +130,9 @@ class Crew:
 class Budget:
     """Tokens that the mocks of a process may generate, by the rate that is offered."""
 
-    def __init__(self, board: Board, crew: Crew) -> None:
+    def __init__(self, board: Board, fleet: MockFleet) -> None:
         self._board, self._left, self._counted_at, self._next = board, 0.0, time.monotonic(), 0
-        self._crew = crew
+        self._fleet = fleet
 
     def spend(self, mocks: list[Mock]) -> int:
         """A turn of some mocks, of which each generates while there is something left; returns the tokens."""
@@ -140,7 +140,7 @@ class Budget:
         self._left = min(self._left + (now - self._counted_at) * rate, rate)  # what is a second late is not made up for
         self._counted_at = now
         for at in range(self._next, self._next + min(AT_ONCE, len(mocks))):
-            with self._crew.giving_up(mocks[at % len(mocks)]) as mock:
+            with self._fleet.giving_up(mocks[at % len(mocks)]) as mock:
                 mock.take_in()
                 if not rate or self._left > grown:
                     grown += mock.generate()

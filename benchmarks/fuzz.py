@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 from hostile.attack import Result, attack
 from hostile.brought import arrow, calls, jsonl, model_shape, options, parquet, settings, splits, start_weights
-from hostile.holders import machines, parts
+from hostile.holders import components, machines
 from hostile.inputs import Decoder
 from hostile.messages import (
     heartbeats,
@@ -53,12 +53,12 @@ def decoders() -> list[Decoder]:
     from tailrace.wire.messages import WireError
 
     return [
-        Decoder("wire: parts to controller", 0.08, "msgpack", hub, ()),
+        Decoder("wire: components to controller", 0.08, "msgpack", hub, ()),
         Decoder("wire: a stranger's bytes", 0.03, "bytes", hub_stranger, ()),
         Decoder("wire: heartbeats", 0.03, "bytes", heartbeats, ()),
-        Decoder("wire: lies of components", 0.015, "msgpack", parts, ()),
+        Decoder("wire: lies of components", 0.015, "msgpack", components, ()),
         Decoder("wire: lies of machines", 0.005, "msgpack", machines, ()),
-        Decoder("wire: controller to parts", 0.09, "msgpack", link, MALFORMED),
+        Decoder("wire: controller to components", 0.09, "msgpack", link, MALFORMED),
         Decoder("samples: clients to store", 0.03, "msgpack", to_store, ()),
         Decoder("samples: store to clients", 0.03, "msgpack", from_store, (*MALFORMED, WireError, SampleStoreError)),
         Decoder("samples: orders to store", 0.005, "msgpack", orders, MALFORMED),

@@ -42,7 +42,7 @@ SETTINGS = {
 }
 
 
-def parts(folder: Path) -> tuple[list[bytes], Decode]:
+def components(folder: Path) -> tuple[list[bytes], Decode]:
     """Of every role, of this machine and of one that has joined."""
     from tailrace.wire.messages import Collapsed, decode_from_component
 
