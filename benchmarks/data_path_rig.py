@@ -135,17 +135,19 @@ class Budget:
         self._fleet = fleet
 
     def spend(self, mocks: list[Mock]) -> int:
-        """A turn of some mocks, of which each generates while there is something left; returns the tokens."""
+        """A turn of some mocks, while there is something left for them to generate; the next turn begins with the one
+        after them. Returns the tokens."""
         now, rate, grown = time.monotonic(), self._board.rate.value / PROCESSES, 0
         self._left = min(self._left + (now - self._counted_at) * rate, rate)  # what is a second late is not made up for
         self._counted_at = now
-        for at in range(self._next, self._next + min(AT_ONCE, len(mocks))):
-            with self._fleet.giving_up(mocks[at % len(mocks)]) as mock:
+        for _ in range(min(AT_ONCE, len(mocks))):
+            if rate and self._left <= grown:
+                break
+            with self._fleet.giving_up(mocks[self._next % len(mocks)]) as mock:
                 mock.take_in()
-                if not rate or self._left > grown:
-                    grown += mock.generate()
+                grown += mock.generate()
                 mock.send()
-        self._next = (self._next + AT_ONCE) % max(1, len(mocks))
+            self._next += 1
         self._left = max(self._left - grown, -rate) if rate else 0.0
         return grown
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -117,7 +118,7 @@ class Played:
     async def turn(self) -> None:
         """One turn of the controller's loop."""
         controller = self.controller
-        controller._take_turn()
+        controller._take_turn(until=math.inf)
         self.store.commit()
         outbox, controller._outbox = controller._outbox, []
         for doing in outbox:

@@ -241,7 +241,7 @@ class Controller:
                 await self._rest(watchdog)
             await asyncio.sleep(max(0.0, until - self.now))  # what else comes soon is of the same transaction
 
-    def _take_turn(self, until: float = inf) -> None:
+    def _take_turn(self, until: float) -> None:
         """What has arrived, but only so much that the loop is not kept from everything else. What is heard is handled
         in the same transaction: its sender will not say it again."""
         self._handle_events()
