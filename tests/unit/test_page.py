@@ -184,15 +184,20 @@ WRONG = {
         400,
         b"POST /login HTTP/1.1\r\n" + HOST + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n",
     ),
+    "a chunk that is none after a question for the head": (
+        400,
+        b"HEAD /data HTTP/1.1\r\n" + HOST + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n",
+    ),
     "two lengths": (400, b"POST /login HTTP/1.1\r\n" + HOST + b"Content-Length: 1\r\nContent-Length: 2\r\n\r\nxx"),
     "no HTTP": (400, b"\x16\x03\x01\x02\x00\r\n\r\n"),
 }
 
 
 @pytest.mark.parametrize(("expected", "request_"), WRONG.values(), ids=WRONG)
-def test_what_is_wrong_is_refused_and_dressed_like_every_answer(page, expected: int, request_: bytes) -> None:
+def test_what_is_wrong_is_refused_and_dressed_like_every_answer(page, caplog, expected: int, request_: bytes) -> None:
     answer = page.send(request_.replace(b"\r\n", b"\r\nConnection: close\r\n", 1))
     assert status(answer) == expected
+    assert not caplog.records, "something went wrong in the server itself"
     assert FIGURES not in answer
     for name, value in SECURITY_HEADERS:
         assert f"\r\n{name}: {value}\r\n".encode() in answer

@@ -128,6 +128,10 @@ class PageConnection(H11Protocol):
         state = self.conn.their_state
         return state is h11.SEND_BODY or (state is h11.IDLE and bool(self.conn.trailing_data[0]))
 
+    @property
+    def _answers_head(self) -> bool:
+        return self.conn.our_state is h11.SEND_RESPONSE and self.scope["method"] == "HEAD"
+
     def on_response_complete(self) -> None:
         self._client.served, self._client.heard = True, time.monotonic()
         super().on_response_complete()
@@ -160,7 +164,8 @@ class PageConnection(H11Protocol):
         response = text_response(error.error_status_hint, "This is not a request that can be understood.")
         headers = cast(AsgiApplication, self.config.app).headers(response._replace(unread=True))
         head = h11.Response(status_code=response.status, headers=headers)
-        for event in (head, h11.Data(data=response.body), h11.EndOfMessage()):
+        body = b"" if self._answers_head else response.body
+        for event in (head, h11.Data(data=body), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event) or b"")
         if self.transport.can_write_eof():
             self.transport.write_eof()
