@@ -545,7 +545,7 @@ def test_looking_does_not_stand_in_the_way_of_who_resumes(tmp_path: Path, config
 
     def poll() -> None:
         follower = Follower(tmp_path / "run")
-        while not stop.is_set():
+        while not stop.wait(0.001):  # a reader that never pauses would only compete for the interpreter
             follower.poll()
 
     thread = threading.Thread(target=poll)
