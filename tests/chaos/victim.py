@@ -75,7 +75,8 @@ class Victim(Run):
     # ---------------------------------------------------------------------------------------------------- its processes
 
     def processes(self) -> dict[str, list[int]]:
-        """By role and number: `controller`, `supervisor`, `replica0`, `judge` ...; ranks of a trainer share a name."""
+        """By role and number: `controller`, `supervisor`, `replica0`, `judge` ...; ranks of a trainer share a name. A
+        controller that has closed the run is `ending`."""
         found: dict[str, list[int]] = {}
         for id in _ours():
             name = self._name_of(id)
@@ -84,6 +85,8 @@ class Victim(Run):
         child = self.child.pid if self.child is not None and self.child.poll() is None else 0
         if child and child not in found.get("controller", ()):
             found["supervisor"] = [child]
+            ending = [id for id in _children(child) if id not in found.get("controller", ())]
+            found |= {"ending": ending} if ending else {}
         return found
 
     def _name_of(self, id: int) -> str:
@@ -244,6 +247,13 @@ def victim(*arguments: object, **named: object) -> Iterator[Victim]:
 def _ours() -> list[int]:
     """Processes that run Python; everything of a run does."""
     return [int(name) for name in os.listdir("/proc") if name.isdecimal() and "tailrace" in _words(int(name))]
+
+
+def _children(id: int) -> list[int]:
+    try:
+        return [int(child) for child in Path(f"/proc/{id}/task/{id}/children").read_text().split()]
+    except OSError:
+        return []
 
 
 def _words(id: int) -> str:

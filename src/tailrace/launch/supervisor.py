@@ -22,6 +22,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from tailrace.watchdog import show_stacks_when_asked
+
 log = logging.getLogger(__name__)
 
 PASSED_ON = (signal.SIGINT, signal.SIGTERM)
@@ -87,6 +89,7 @@ class Supervisor:
         try:
             os.close(self._held)
             os.setpgid(0, 0)
+            show_stacks_when_asked()
             signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # it may write to the terminal all the same
             threading.Thread(target=_go_with, args=(self.lifeline,), daemon=True).start()
             signal.pthread_sigmask(signal.SIG_UNBLOCK, WAITED_FOR)  # here alone: that thread hears none of them

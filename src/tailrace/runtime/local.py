@@ -15,6 +15,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -30,6 +31,7 @@ FILE = "components.json"
 SHORTAGE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)  # of what others may give back soon
 SHORTAGE_S = 1.0  # before the next try
 TERM_S = 5.0  # between asking a process to go and killing it
+CONTINUE_S = 1.0  # between two SIGCONT to those who are asked to go
 
 
 class ComponentRecord(Struct):
@@ -236,19 +238,27 @@ class LocalProcesses:
         for process in processes:
             process.dismissed = True
             children += process.children
-        for child in children:
-            child.send(signal.SIGCONT)  # whoever was stopped shall hear that it is over
         for wait_s, force in ((patience_s, signal.SIGTERM), (TERM_S, signal.SIGKILL), (TERM_S, signal.SIGKILL)):
-            left = [child for child in children if not child.ended.is_set()]
-            if not left:
-                break
-            await asyncio.wait([asyncio.create_task(child.ended.wait()) for child in left], timeout=wait_s)
-            for child in left:
-                child.send(force)
+            await _until_ended(children, wait_s)
+            for child in children:
+                child.send(force)  # nothing, to one that has ended
 
     def forget(self) -> None:
         """Nobody is left."""
         (self._folder.now / FILE).unlink(missing_ok=True)
+
+
+async def _until_ended(children: list[Child], wait_s: float) -> None:
+    """Whoever is stopped, even now, is let go on: it shall hear that it is over."""
+    waiting = [asyncio.create_task(child.ended.wait()) for child in children]
+    until = time.monotonic() + wait_s
+    while waiting and time.monotonic() < until:
+        for child in children:
+            child.send(signal.SIGCONT)
+        _, left = await asyncio.wait(waiting, timeout=min(CONTINUE_S, wait_s))
+        waiting = list(left)
+    for task in waiting:
+        task.cancel()
 
 
 def read_records(folder: Path) -> ComponentRecords:
