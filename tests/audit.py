@@ -17,6 +17,8 @@ from tailrace.protocol import (
     Generate,
     GenerationResumed,
     GiveUp,
+    HostJoined,
+    HostLeft,
     Parked,
     PromptsAdded,
     Publish,
@@ -40,6 +42,7 @@ class Audit:
         self.oldest: dict[tuple[int, int], int] = {}  # as reported for a trajectory under an attempt
         self.place: dict[int, int] = {}  # the replica that has a trajectory, as far as is known
         self.judged: set[int] = set()  # trajectories that judges have there
+        self.guests: dict[int, tuple[int, ...]] = {}  # replicas of a host that joined
         self.failures: Counter[int] = Counter()
         self.mini_batches: dict[tuple[int, int], Train] = {}  # first order to train (step, mini-batch)
         self.step_of: dict[int, int] = {}  # of a group, once it is trained on
@@ -65,6 +68,11 @@ class Audit:
                 self._leaves(meta.id)
         elif isinstance(event, ReplicaLost | ReplicaJoined):
             self._empties(event.replica)
+        elif isinstance(event, HostJoined):
+            self.guests[event.host] = event.replicas
+        elif isinstance(event, HostLeft):
+            for replica in self.guests.get(event.host, ()):
+                self._empties(replica)
         elif isinstance(event, ScoringStarted):
             self._judged(event)
         elif isinstance(event, GenerationResumed):

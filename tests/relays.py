@@ -27,10 +27,10 @@ TOKEN = b"t" * 32
 DEADLINE_S = 20.0
 
 
-def until(holds: Callable[[], object], what: str) -> None:
-    end = time.monotonic() + DEADLINE_S
+def until(holds: Callable[[], object], what: str, deadline_s: float = DEADLINE_S) -> None:
+    end = time.monotonic() + deadline_s
     while not holds():
-        assert time.monotonic() < end, f"waited {DEADLINE_S} s for {what}"
+        assert time.monotonic() < end, f"waited {deadline_s} s for {what}"
         time.sleep(0.005)
 
 

@@ -24,6 +24,7 @@ pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "-")
 SIZE = 6 * PIECE + 1234
 STALL_S = 2.0
 PATIENCE_S = 60.0
+SLOW_S = 300.0  # one TCP stream with 100 ms of delay and 5 % of loss carries some 40 KB/s, and there are five hops
 
 
 @contextmanager
@@ -48,9 +49,9 @@ def link_up(chain: list[RelayProcess], attempt: int) -> None:
         relay.route(attempt, [following] if following else [])
 
 
-def delivered(version: int, relays: list[RelayProcess], size: int = SIZE) -> None:
+def delivered(version: int, relays: list[RelayProcess], size: int = SIZE, patience_s: float = PATIENCE_S) -> None:
     for relay in relays:
-        relay.wait_for("stored", version, PATIENCE_S)
+        relay.wait_for("stored", version, patience_s)
         assert relay.read(version) == made_up(version, size)
 
 
@@ -152,15 +153,17 @@ def test_three_minutes_of_random_faults_leave_every_relay_with_the_newest_versio
             trainer.publish(version, SIZE, chain[0])
             away = draw.randrange(1, len(chain))
             fault = draw.choice(["cut", "stop", "kill", "none"])
-            until(lambda: chain[-1].arriving_bytes(version) or version in chain[-1].versions(), "the begin")  # noqa: B023
+            begun = lambda: chain[-1].arriving_bytes(version) or version in chain[-1].versions()  # noqa: B023, E731
+            until(begun, "the last relay to receive the first bytes", SLOW_S)
             strike(network, chain, away, fault, tmp_path)
             there = [relay for relay in chain if relay is not chain[away] or fault in ("none", "kill")]
             link_up(there, attempt)
-            delivered(version, there)
+            delivered(version, there, patience_s=SLOW_S)
             network.heal()
             chain[away].wake()
             link_up(chain, attempt + 1)
-            until(lambda: all(version in relay.versions() for relay in chain), "the newest everywhere")  # noqa: B023
+            everywhere = lambda: all(version in relay.versions() for relay in chain)  # noqa: B023, E731
+            until(everywhere, "the newest version on every relay", SLOW_S)
         assert version >= 5
         assert all(relay.read(version) == made_up(version, SIZE) for relay in chain)
 

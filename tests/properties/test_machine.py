@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from audit import Audit
@@ -342,7 +342,15 @@ def keep_promises(seed: int, actions: list[tuple[int, int]]) -> Fleet:
     return fleet
 
 
+A_HOST_LEAVES_WHILE_ITS_SAMPLES_ARE_JUDGED = [
+    *[(2, 0), (0, 0), (1, 0), (1, 2), (2, 0), (2, 0), (1, 0), (2, 0), *[(0, 0)] * 7, (0, 698526), *[(1, 0)] * 7],
+    *[(10, 100483), (10, 1), (2, 0), (2, 0), (2, 0), (2, 2), (1, 0), (1, 0), (2, 0), (2, 0), (2, 0), *[(0, 0)] * 4],
+    *[(0, 7), (11, 7)],
+]
+
+
 @given(st.integers(0, 200), ACTIONS)
+@example(3, A_HOST_LEAVES_WHILE_ITS_SAMPLES_ARE_JUDGED)
 @QUICK
 def test_no_order_duplication_or_loss_of_messages_breaks_an_invariant(seed, actions):
     keep_promises(seed, actions)
