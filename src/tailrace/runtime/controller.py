@@ -85,6 +85,7 @@ from tailrace.wire.tls import Identity
 
 SNAPSHOT_EVERY = 5000  # events; what a resumed run has to go through again at most
 ENDING_S = 60.0  # for everybody to leave; and for the trainer's last checkpoint
+FAILED_S = 2.0  # the same after a failure: somebody may wait for what will not come
 SLOW_DISK = 100e6  # bytes per second
 TURN_S = 0.01  # between the beginnings of two transactions, and for the events of one
 ACKNOWLEDGE_S = 0.5  # how often components are told what is committed
@@ -178,6 +179,7 @@ class Controller:
         self._events += [PendingEvent(event) for event in self._beginning]
         listening = asyncio.create_task(self._listen())
         listening.add_done_callback(self._deaf)
+        patience_s = FAILED_S
         try:
             if self.resumed and self.handle.left is None:
                 self.components.start_all()
@@ -185,10 +187,11 @@ class Controller:
             if self.store.begin():  # else whoever resumes goes through more of the journal
                 self.store.snapshot(self.store.last_seq, self.plane.snapshot())
                 self.store.commit()
+            patience_s = FAILED_S if self.error else self._ending_s
         finally:
             listening.cancel()
             self.lag.close()
-            await self.components.end(self.complete, 2.0 if self.error else self._ending_s)
+            await self.components.end(self.complete, patience_s)
             await self.server.close()
         if self.error:
             raise self.error
