@@ -264,14 +264,14 @@ class Controller:
                 self.held_up = False
                 return True
             self.held_up = True
-            locked = locked or Locked(self.store.file, self._report)
+            locked = locked or Locked(self.store.file, self.report)
             locked.still()
             watchdog.expect("waiting for run.db, which another program has locked", STUCK_S)
             await self.components.admission.reassure_hosts()
             await asyncio.sleep(PAUSE_S)
         return False
 
-    def _report(self, sentence: str) -> None:
+    def report(self, sentence: str) -> None:
         """To the terminal and to the log."""
         to_terminal(sentence)
         self.note(sentence)
@@ -481,6 +481,7 @@ class Controller:
     def _fire(self, timer: str) -> None:
         if timer == "health":
             self.components.admission.find_silent_hosts()
+            self.components.look_for_missing()
             self._ask_for_frames()
             self._note_waiting()
             self.tell(self.plane.heartbeats(self.components.age_s))
