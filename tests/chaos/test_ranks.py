@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sqlite3
-import time
+import subprocess
 from contextlib import closing
-from pathlib import Path
 
 import pytest
-from guests import Guest, at_work, ends_well, gone, left, on_hosts, waiting_run
+from guests import Guest, at_work, ends_well, joined, left, on_hosts, waiting_run
 from hosts import Network, missing
-from proof import prove
 
-from runs import EMULATED, Run
+from runs import EMULATED, NATIVE, Run
+from tailrace.runtime.local import read_records
 
 TWO = ("--trainer.ranks", "2", "--trainer.interface", "lo", "--run.steps", "100000")
 needs_hosts = pytest.mark.skipif(bool(missing()), reason=missing() or "-")
@@ -62,3 +62,107 @@ def test_ranks_of_workers_that_come_late_train_die_and_are_found_again_by_a_new_
         assert [guest.wait()[0] for guest in (first, second)] == [0, 0]
         waits = "the trainer waits for 2 more ranks: tailrace worker --join 127.0.0.1:"
         assert waits in (run.folder / "logs" / "controller.log").read_text()
+
+
+# ------------------------------------------------------------------------------------------------- hosts of their own
+
+NETWORK = ("--trainer.interface", "10.77.0.0/24")
+ENDLESS = ("--run.steps", "100000", "--local.replicas", "1")
+
+
+def host_of_rank(run: Run, rank: int) -> int:
+    """The number of the machine, by the newest start of the trainer."""
+    (record,) = [one for one in read_records(run.folder).components if one.role == "trainer"]
+    return record.rank_hosts[rank]
+
+
+@needs_hosts
+@pytest.mark.soak
+def test_when_the_host_of_a_rank_or_of_the_meeting_dies_others_take_its_place(tmp_path):
+    """Five machines: the controller's without ranks, and room for five of three ranks on the others."""
+    options = ("--trainer.ranks", "3", "--local.ranks", "0", *NETWORK, *ENDLESS)
+    with on_hosts(5, tmp_path, EMULATED, *options) as (network, run, join):
+        guests = {}
+        for number, ranks in ((1, 1), (2, 1), (3, 2), (4, 1)):
+            guests[number] = join(number, "--ranks", str(ranks), "--replicas", "1")
+            run.until(lambda n=number: len(joined(run)) == n, "it to join")
+        trained(run)
+        assert [host_of_rank(run, rank) for rank in range(3)] == [1, 2, 3]
+        only_on(network, 1)
+
+        back = run.events("TrainerJoined")
+        kill(guests[2])  # the host of rank 1
+        came_back(run, back)
+        assert [host_of_rank(run, rank) for rank in range(3)] == [1, 3, 3]
+        back = run.events("TrainerJoined")
+        kill(guests[1])  # the host of rank 0, where they meet
+        came_back(run, back)
+        assert [host_of_rank(run, rank) for rank in range(3)] == [3, 3, 4]
+        back, made = run.events("TrainerJoined"), run.events("Finished")
+        network.isolate(4)  # too few are left
+        run.until(lambda: run.events("TrainerWaits") >= 3, "the trainer to wait")
+        run.until(lambda: run.events("Finished") > made, "rollouts to go on")
+        network.heal()  # it joins again by itself
+        came_back(run, back)
+        proof = ends_well(run)
+        assert proof.lost["Trainer"] >= 3
+
+
+def kill(guest: Guest) -> None:
+    """As when its machine loses power: nobody there says anything more."""
+    for id in guest.components().values():
+        os.kill(id, signal.SIGKILL)
+    guest.child.kill()
+    guest.wait()
+
+
+def only_on(network: Network, number: int) -> None:
+    """Whatever listens on that host does so at its one address in the network, or on the loopback."""
+    command = [*network[number].inside, "cat", "/proc/net/tcp", "/proc/net/tcp6"]
+    listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    rows = [line.split() for line in listed.splitlines()]
+    listening = {row[1].partition(":")[0] for row in rows if len(row) > 3 and row[3] == "0A"}
+    there = f"{int.from_bytes(socket.inet_aton(network[number].address), 'little'):08X}"
+    assert there in listening
+    assert listening <= {there, "0100007F"}, listening
+
+
+@needs_hosts
+@pytest.mark.soak
+def test_a_rank_that_hangs_is_found_by_the_deadline_of_collectives(tmp_path):
+    options = ("--trainer.ranks", "2", "--local.ranks", "1", *NETWORK, *ENDLESS, "--trainer.collective_s", "5")
+    with on_hosts(2, tmp_path, EMULATED, *options) as (_, run, join):
+        guest = join(1, "--ranks", "1")
+        trained(run)
+        back = run.events("TrainerJoined")
+        os.kill(guest.components()["trainer0.1"], signal.SIGSTOP)
+        came_back(run, back)
+        assert ends_well(run).lost["Trainer"] == 1
+
+
+def figures(run: Run) -> dict[tuple[int, str], float]:
+    query = "SELECT step, name, value FROM metrics WHERE name IN ('loss', 'grad_norm') AND source = 'trainer'"
+    with closing(sqlite3.connect(run.folder / "run.db")) as database:
+        return {(step, name): value for step, name, value in database.execute(query)}
+
+
+@needs_hosts
+@pytest.mark.soak
+def test_ranks_on_two_hosts_have_the_losses_of_one_and_resume_on_any_number(tmp_path):
+    """Four hosts: relays and replicas on all, ranks on two; then the run goes on with other numbers of ranks."""
+    (tmp_path / "alone").mkdir()
+    sync = ("--schedule.kind", "sync", "--schedule.max_staleness", "0", "--trainer.checkpoint_every", "1")
+    alone = Run(tmp_path / "alone", NATIVE, *sync, "--run.steps", "3")
+    alone.finish()
+    ranks = ("--trainer.ranks", "2", "--local.ranks", "1", *NETWORK)
+    with on_hosts(4, tmp_path, NATIVE, *sync, *ranks, "--run.steps", "3") as (_, run, join):
+        guests = [join(number, *("--ranks", "1")[: 2 * (number == 1)], "--replicas", "1") for number in (1, 2, 3)]
+        status, out, err = run.wait()
+        assert status == 0, f"{out}\n{err}\n{run.logs()}"
+        assert [guest.wait()[0] for guest in guests] == [0, 0, 0]
+        assert (run.events("RelayJoined"), run.events("ReplicaJoined")) == (4, 4)
+    ours, theirs = figures(run), figures(alone)
+    assert ours.keys() == theirs.keys()
+    assert len(ours) == 6
+    assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-6)
+    assert run.trained_prompts() == alone.trained_prompts()

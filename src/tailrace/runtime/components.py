@@ -9,6 +9,7 @@ without; what goes wrong on another machine is that machine's loss, never the en
 from __future__ import annotations
 
 import asyncio
+import signal
 from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
@@ -306,6 +307,8 @@ class Components:
         if process.dismissed:
             return
         process.dismissed = True
+        for other in process.children[1:]:
+            other.send(signal.SIGKILL)
         at_work = process.joined or process.spec.role == "store"  # what is wrong with its file is so the next time
         if expected and at_work and self.is_ours(process.spec.role, process.spec.id):
             self.control.fail(f"{process.title} cannot go on: {reason}")

@@ -3,8 +3,8 @@
 `Alone` is a trainer of one process and never touches torch.distributed. `Together` shards weights, gradients and
 moments over the ranks (FSDP2) and adds up what the ranks computed. Every method of `Together` is a collective: all
 ranks call it, in the same order. A rank that dies breaks the connections of the others, who then fail at once; one that
-hangs is found out after `deadline_s` (`trainer.collective_s`). Waiting for the next command has a longer limit of its
-own, `idle_s`. What rank 0 announces is no collective: it is read whenever somebody looks.
+hangs is found out after `deadline_s` (`trainer.collective_s`). The others may wait longer for a command of rank 0,
+`idle_s`. What rank 0 announces is no collective: it is read whenever somebody looks.
 
 Nothing here is authenticated or encrypted but what is announced. So ranks on one machine meet on its loopback, and
 those on several in the network that the user trusts (`trainer.interface`), at one address of it and no other.
@@ -224,7 +224,8 @@ def join(
     torch.distributed.init_process_group(
         backend, store=PrefixStore("group", board), rank=rank, world_size=size, timeout=limit
     )
-    commands = torch.distributed.new_group(backend="gloo", timeout=timedelta(seconds=idle_s))
+    waiting = timedelta(seconds=idle_s) if rank else limit  # a command is sent once all others take it
+    commands = torch.distributed.new_group(backend="gloo", timeout=waiting)
     assert isinstance(commands, torch.distributed.ProcessGroup)
     return Together(rank, size, device_name, commands, board, Announcements(key))
 

@@ -30,14 +30,28 @@ PATIENCE_S = 1.0  # orders wake the loop; this only bounds how long it sleeps
 
 
 def run(spec: ComponentSpec) -> None:
+    """After an error the other ranks are not told to leave: they may be in the middle of anything, or hang, and see
+    that this one has ended. Only a divergence is noticed while they wait for the next command."""
     rank_group = build_rank_group(spec)
     try:
         if spec.rank:
             rank_group.follow()
         else:
             TrainerWorker(spec, rank_group).run()
-    finally:
+    except DivergedError:
         rank_group.close()
+        raise
+    except RuntimeError as error:
+        raise explained(error, spec.config.trainer.collective_s) from error
+    rank_group.close()
+
+
+def explained(error: RuntimeError, deadline_s: float) -> RuntimeError:
+    """What gloo and NCCL say of a rank that hangs, for people."""
+    if "Timed out" not in str(error) and "timeout" not in str(error).lower():
+        return error
+    late = f"a collective took longer than {deadline_s:g} s (trainer.collective_s), so another rank hangs"
+    return RuntimeError(f"{late}, or the network between them: {error}")
 
 
 class TrainerWorker:
