@@ -146,23 +146,38 @@ def figures(run: Run) -> dict[tuple[int, str], float]:
         return {(step, name): value for step, name, value in database.execute(query)}
 
 
+STEPS = 8
+SYNC = ("--schedule.kind", "sync", "--schedule.max_staleness", "0", "--run.steps", str(STEPS))
+RANKS = {2: (1, 1, 0, 0), 3: (1, 2, 0, 0), 4: (0, 1, 1, 2)}  # on each of four hosts, the controller's first
+
+
 @needs_hosts
 @pytest.mark.soak
-def test_ranks_on_two_hosts_have_the_losses_of_one_and_resume_on_any_number(tmp_path):
-    """Four hosts: relays and replicas on all, ranks on two; then the run goes on with other numbers of ranks."""
+def test_ranks_on_several_hosts_have_the_losses_of_one_and_resume_on_any_number(tmp_path):
+    """Four hosts with a relay and a replica each; the run goes on with 2, 3, 4 ranks, and at last with one."""
     (tmp_path / "alone").mkdir()
-    sync = ("--schedule.kind", "sync", "--schedule.max_staleness", "0", "--trainer.checkpoint_every", "1")
-    alone = Run(tmp_path / "alone", NATIVE, *sync, "--run.steps", "3")
+    alone = Run(tmp_path / "alone", NATIVE, *SYNC)
     alone.finish()
-    ranks = ("--trainer.ranks", "2", "--local.ranks", "1", *NETWORK)
-    with on_hosts(4, tmp_path, NATIVE, *sync, *ranks, "--run.steps", "3") as (_, run, join):
-        guests = [join(number, *("--ranks", "1")[: 2 * (number == 1)], "--replicas", "1") for number in (1, 2, 3)]
+    with on_hosts(4, tmp_path, NATIVE, *SYNC, *NETWORK, *ranks(2)) as (_, run, join):
+        begun = run.options
+        for number in RANKS:
+            guests = [join(host, "--replicas", "1", "--ranks", str(RANKS[number][host])) for host in (1, 2, 3)]
+            run.until(lambda n=number: run.events("Trained") >= 2 * (n - 1), "two more steps")
+            assert run.interrupt()[0] == 130
+            assert [guest.wait()[0] for guest in guests] == [0, 0, 0]
+            run.options = [*begun, "--resume", *ranks(number + 1 if number < 4 else 1)]
+            run.start()
+            run.until((run.folder / "join.key").exists, "its key")
         status, out, err = run.wait()
         assert status == 0, f"{out}\n{err}\n{run.logs()}"
-        assert [guest.wait()[0] for guest in guests] == [0, 0, 0]
-        assert (run.events("RelayJoined"), run.events("ReplicaJoined")) == (4, 4)
     ours, theirs = figures(run), figures(alone)
     assert ours.keys() == theirs.keys()
-    assert len(ours) == 6
+    assert len(ours) == 2 * STEPS
     assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-6)
     assert run.trained_prompts() == alone.trained_prompts()
+    assert run.events("RelayJoined") == 4 * len(RANKS) + 1
+
+
+def ranks(number: int) -> tuple[str, ...]:
+    here = RANKS[number][0] if number in RANKS else number
+    return "--trainer.ranks", str(number), "--local.ranks", str(here)

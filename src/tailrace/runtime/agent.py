@@ -35,7 +35,6 @@ from tailrace.wire.interfaces import interfaces
 from tailrace.wire.keys import JoinKey, host_key
 from tailrace.wire.messages import (
     OFFER_S,
-    RANKS_MARK,
     ComponentSpec,
     Dismissed,
     Ended,
@@ -43,6 +42,7 @@ from tailrace.wire.messages import (
     Hello,
     Offer,
     Wanted,
+    is_marked,
 )
 
 IN_ORDER = how_it_ended(0)
@@ -217,11 +217,7 @@ def _title(spec: ComponentSpec) -> str:
 def _refuse_other_folder(spec: ComponentSpec) -> None:
     """Checkpoints are written and read by all ranks."""
     folder = Path(spec.folder)
-    try:
-        is_the_same = (folder / RANKS_MARK).read_text() == spec.folder_mark
-    except OSError:
-        is_the_same = False
-    if not is_the_same:
+    if not is_marked(spec):
         raise AgentError(
             f"the run's folder {folder} is not shared with this machine, and ranks on several machines write their "
             "checkpoints there; mount it here at the same path, or join with --replicas alone"

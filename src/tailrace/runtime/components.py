@@ -274,7 +274,8 @@ class Components:
     def _overdue(self, process: Process) -> None:
         if self._is_starting(process):
             process.kill()
-            self._not_up(process, f"is not up after {self.config.local.start_s:g} s (local.start_s); see {process.log}")
+            log = "the logs of its hosts" if process.is_elsewhere else process.log
+            self._not_up(process, f"is not up after {self.config.local.start_s:g} s (local.start_s); see {log}")
 
     def _is_starting(self, process: Process) -> bool:
         current = self.get(process.spec.role, process.spec.id) is process

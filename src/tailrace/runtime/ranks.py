@@ -40,13 +40,16 @@ class TrainerRanks:
             return []
         alone, first_here = len(found.hosts) == 1, self._host(found.hosts[0]) is None
         meeting = "" if alone else placement.meeting(found, first_here)
-        return [self._of_rank(spec, rank, found, meeting) for rank in range(len(found.hosts))]
+        same = replace(spec, rank_hosts=found.hosts, meeting=meeting)
+        if any(map(self._host, found.hosts)):
+            key = self._keys.of(f"ranks of {spec.name}").hex()
+            same = replace(same, rank_key=key, folder_mark=self._keys.folder_mark(spec.name))
+        return [self._of_rank(same, rank, found) for rank in range(len(found.hosts))]
 
     def members(self, specs: Sequence[ComponentSpec]) -> list[ComponentSpec | Child]:
         """As they are to be started: here, or by their hosts."""
+        self._mark_folder(specs[0].folder_mark)
         hosts = [self._host(spec.host) for spec in specs]
-        if any(hosts):
-            self._mark_folder()
         return [host.assign(spec) if host else spec for host, spec in zip(hosts, specs, strict=True)]
 
     def adopted(self, spec: ComponentSpec, trace: ComponentRecord) -> dict[int, Child | None]:
@@ -73,19 +76,15 @@ class TrainerRanks:
         one = replace(spec, rank=rank)
         return replace(one, key=self._keys.of(one.name).hex())
 
-    def _of_rank(self, spec: ComponentSpec, rank: int, found: Placement, meeting: str) -> ComponentSpec:
-        return replace(
-            self._named(spec, rank),
-            host=found.hosts[rank],
-            rank_hosts=found.hosts,
-            meeting=meeting,
-            interface=found.endpoints[rank].interface,
-            rank_key=self._keys.of(f"ranks of {spec.name}").hex() if any(map(self._host, found.hosts)) else "",
-            folder_mark=self._keys.folder_mark,
-        )
+    def _of_rank(self, same: ComponentSpec, rank: int, found: Placement) -> ComponentSpec:
+        return replace(self._named(same, rank), host=found.hosts[rank], interface=found.endpoints[rank].interface)
 
-    def _mark_folder(self) -> None:
-        """So that another machine can tell whether it has the same directory, not one of the same name."""
+    def _mark_folder(self, text: str) -> None:
+        """So that another machine can tell whether it has the same directory, not one of the same name; and so that an
+        earlier trainer, which may live on where nobody can reach it, writes no more checkpoints."""
         mark = self._folder.path / RANKS_MARK
-        mark.touch(PRIVATE)
-        mark.write_text(self._keys.folder_mark)
+        if text:
+            mark.touch(PRIVATE)
+            mark.write_text(text)
+        else:
+            mark.unlink(missing_ok=True)

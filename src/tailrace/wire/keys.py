@@ -32,10 +32,9 @@ class Keyring(NamedTuple):
             return host_key(self.token, name)
         return hmac.digest(self.secret, b"component " + name.encode(), "sha256")
 
-    @property
-    def folder_mark(self) -> str:
-        """By which a machine knows the folder of this very run."""
-        return hmac.digest(self.secret, b"folder", "sha256").hex()
+    def folder_mark(self, name: str) -> str:
+        """By which another machine knows the folder of this run, and this trainer as the one that writes there."""
+        return hmac.digest(self.secret, b"folder " + name.encode(), "sha256").hex()
 
     @property
     def identity(self) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -27,7 +28,7 @@ LOOPBACK = "127.0.0.1"
 OFFER_S = 0.5  # how often a host offers itself
 MOST_REPLICAS = 1024  # of other machines that a run takes
 MOST_RANKS = 1024  # of the trainer
-RANKS_MARK = "ranks.mark"  # a file in the run's folder while ranks are on other machines
+RANKS_MARK = "ranks.mark"  # a file in the run's folder while ranks are on other machines: whose checkpoints count
 
 
 ShortText = Annotated[str, Meta(max_length=64)]
@@ -62,7 +63,8 @@ class ComponentSpec(Struct):
     meeting: str = ""  # trainer: where its ranks find each other
     interface: str = ""  # trainer: by which this rank talks to the others
     rank_key: str = ""  # trainer: that all of its ranks have, and nobody else
-    folder_mark: str = ""  # trainer: what a file in the run's folder says, so that another machine knows it as the same
+    # trainer with ranks elsewhere: what a file in the run's folder says, so that another machine knows it as the same
+    folder_mark: str = ""
 
     @property
     def name(self) -> str:
@@ -75,6 +77,14 @@ class ComponentSpec(Struct):
     def slot(self) -> tuple[str, int]:
         """Its role, with the rank if that is not the first, and its number: the same for every start."""
         return f"{self.role}.{self.rank}" if self.rank else self.role, self.id
+
+
+def is_marked(spec: ComponentSpec) -> bool:
+    """Whether the folder that this trainer was told is here, and the trainer the newest."""
+    try:
+        return (Path(spec.folder) / RANKS_MARK).read_text() == spec.folder_mark
+    except OSError:
+        return False
 
 
 # -------------------------------------------------------------------------------------------------- from the components
