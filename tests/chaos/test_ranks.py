@@ -6,6 +6,7 @@ Each test without a network of its own plays the machines on the loopback: `tail
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import sqlite3
@@ -13,7 +14,7 @@ import subprocess
 from contextlib import closing
 
 import pytest
-from guests import Guest, at_work, ends_well, joined, left, on_hosts, waiting_run
+from guests import Guest, address, at_work, ends_well, joined, left, on_hosts, waiting_run
 from hosts import Network, missing
 
 from runs import EMULATED, NATIVE, Run
@@ -62,6 +63,43 @@ def test_ranks_of_workers_that_come_late_train_die_and_are_found_again_by_a_new_
         assert [guest.wait()[0] for guest in (first, second)] == [0, 0]
         waits = "the trainer waits for 2 more ranks: tailrace worker --join 127.0.0.1:"
         assert waits in (run.folder / "logs" / "controller.log").read_text()
+
+
+OTHER_FOLDER = ("unshare", "--mount", "sh", "-c", 'mount -t tmpfs none "$0" && exec "$@"')  # then the folder
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a machine with another file system is made by root")
+def test_a_run_with_nothing_of_its_own_waits_for_what_others_bring_and_sends_away_who_does_not_fit(tmp_path):
+    nothing = ("--local.ranks", "0", "--local.replicas", "0", "--run.steps", "100000", "--trainer.ranks", "1")
+    with waiting_run(tmp_path, *nothing) as (run, join):
+        run.until(lambda: run.events("TrainerWaits"), "the sentence")
+        key, where = (run.folder / "join.key").read_text(), ("--join", address(run))
+        elsewhere = Guest(tmp_path / "other", *where, "--ranks", "1", inside=(*OTHER_FOLDER, str(run.folder)), key=key)
+        status, err = elsewhere.wait()
+        assert (status, "is not shared with this machine" in err.splitlines()[-1]) == (2, True), err
+        run.until(lambda: left(run), "its leaving")
+        assert "is not shared with this machine" in left(run)[0].reason
+
+        training, generating = join("--ranks", "1"), join()
+        trained(run)
+        assert training.components().keys() == {"relay2", "trainer0"}
+        assert generating.interrupt()[0] == 130
+        run.until(lambda: len(left(run)) == 2, "its leaving")
+        join()
+        trained(run)
+        ends_well(run)
+        assert training.wait()[0] == 0
+        log = (run.folder / "logs" / "controller.log").read_text()
+        assert len(re.findall("the run waits for a replica: tailrace worker --join .* --replicas 1", log)) == 2
+        assert "the trainer waits for 1 more rank: tailrace worker" in log
+
+
+def test_nobody_comes_and_the_run_ends_with_the_sentence(tmp_path):
+    wait = ("--local.ranks", "0", "--trainer.ranks", "2", "--trainer.interface", "lo", "--local.wait_s", "1")
+    run = Run(tmp_path, EMULATED, "--local.listen", "127.0.0.1", *wait).start()
+    status, _, err = run.wait()
+    assert status == 2, err
+    assert "nobody came within 1 s (local.wait_s), and the trainer waits for 2 more ranks: tailrace worker" in err
 
 
 # ------------------------------------------------------------------------------------------------- hosts of their own

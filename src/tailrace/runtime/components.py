@@ -44,17 +44,16 @@ from tailrace.runtime.local import (
 from tailrace.runtime.provision import Provision
 from tailrace.runtime.ranks import TrainerRanks
 from tailrace.runtime.run_control import RunControl
+from tailrace.runtime.store_directory import StoreDirectory
 from tailrace.store.folder import RunFolder
 from tailrace.types import RelayId
 from tailrace.watchdog import ask_for_stacks, is_stopped, look_at
-from tailrace.wire.keys import HOST, JOIN_KEY, JoinKey, Keyring, sample_key
+from tailrace.wire.keys import HOST, JOIN_KEY, JoinKey, Keyring
 from tailrace.wire.messages import (
     LOOPBACK,
     ComponentSpec,
     Ended,
     FromController,
-    StoreAddress,
-    StoreAddresses,
 )
 from tailrace.wire.server import ControlServer
 
@@ -84,10 +83,10 @@ class Components:
         self._ranks = TrainerRanks(config, self._hosts, handle.keys, folder)
         self._provision = Provision(config, server.endpoint, folder.path / JOIN_KEY)
         self._ranks_wait = False  # there is no room for all of them
-        self._told_departed: tuple[int, ...] = ()  # sample stores that will not come back
         self._short_since: dict[tuple[str, int], float] = {}  # when a component could first not be started
         self._local = LocalProcesses(folder, server.port, self._ended)
         self.admission = HostAdmission(config, self._hosts, server, control, self)
+        self.stores = StoreDirectory(handle.keys, control, self._local.processes, self.send)
 
     @property
     def join_key(self) -> JoinKey | None:
@@ -118,37 +117,6 @@ class Components:
         """Where the trainer's weights go: to the master, and to the relays on the hosts of its ranks."""
         trainer = self.get("trainer", TRAINER)
         return self.addresses((master, *(trainer.spec.rank_hosts if trainer else ())))
-
-    def tell_stores(self) -> None:
-        """Everybody who exchanges tokens with them hears where the sample stores are."""
-        self._told_departed = self._departed()
-        for process in self._local.processes.values():
-            if process.joined and process.spec.role in ("replica", "store", "trainer"):
-                self.tell_stores_to(process.spec.role, process.spec.id)
-
-    def tell_departed(self) -> None:
-        """Nobody is to wait for a store that does not come back."""
-        if self._departed() != self._told_departed:
-            self.tell_stores()
-
-    def _departed(self) -> tuple[int, ...]:
-        return tuple([store.id for store in self.control.state.stores.stores.values() if store.departed])
-
-    def tell_stores_to(self, role: str, id: int) -> None:
-        process = self.get(role, id)
-        if process is not None:
-            addresses = [self._address(store, process) for store in self._stores()]
-            self.send(role, id, StoreAddresses(tuple(addresses), self._departed()))
-
-    def _stores(self) -> list[Process]:
-        """Those that have joined."""
-        known = [self.get("store", id) for id in self.control.state.stores.stores]
-        return [process for process in known if process is not None and process.joined]
-
-    def _address(self, store: Process, reader: Process) -> StoreAddress:
-        endpoint, _, fingerprint = store.address.partition("#")
-        key = sample_key(self.handle.keys.of(store.spec.name), reader.spec.name)
-        return StoreAddress(store.spec.id, f"tcp://{endpoint}", fingerprint, key.hex())
 
     def send(self, role: str, id: int, message: FromController) -> None:
         """To be sent once the books are closed. A component that is gone gets nothing: control will hear of its
@@ -466,12 +434,10 @@ class Components:
         everybody = list(self._local.processes.values())
         for process in everybody:
             process.dismissed = True
-        away = {name for host in self._hosts.present.values() for name in host.distant}
-        first = [
-            one
-            for one in everybody
-            if one.spec.role == "trainer" or (one.spec.role != "store" and one.spec.name not in away)
-        ]
+        away = {
+            name for host in self._hosts.present.values() for name in host.distant if not name.startswith("trainer")
+        }
+        first = [one for one in everybody if one.spec.role != "store" and one.spec.name not in away]
         hearing = asyncio.create_task(self.admission.hear_endings())
         await self._end(first, complete, patience_s)
         hearing.cancel()

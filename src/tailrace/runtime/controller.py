@@ -355,14 +355,14 @@ class Controller:
         """A store that joins hears what is under way, and everybody hears where it is; so does whoever joins later."""
         match event:
             case StoreJoined(store):
-                self.components.tell_stores()
+                self.components.stores.tell()
                 self.components.send("store", store, reconciliation(self.state, self.store.trajectories, store))
             case HostLeft() | TimerFired():
-                self.components.tell_departed()
+                self.components.stores.tell_departed()
             case ReplicaJoined(replica):
-                self.components.tell_stores_to("replica", replica)
+                self.components.stores.tell_one("replica", replica)
             case TrainerJoined():
-                self.components.tell_stores_to("trainer", TRAINER)
+                self.components.stores.tell_one("trainer", TRAINER)
             case _:
                 pass
 
