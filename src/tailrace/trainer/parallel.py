@@ -241,8 +241,9 @@ def meet(rank: int, size: int, meeting: str, patience: timedelta) -> Store:
     try:
         return TCPStore(host, int(port), size, rank == 0, timeout=patience, master_listen_fd=listening)
     except DistError as error:
+        why, wait_s = str(error).partition("\n")[0], patience.total_seconds()
         raise MeetingError(
-            f"rank {rank} has not met the others at {host}:{port} within {patience.total_seconds():g} s ({error}); "
+            f"rank {rank} has not met the others at {host}:{port} within {wait_s:g} s ({why}); "
             "trainer.interface has to be a network in which all machines with ranks reach each other"
         ) from error
 
