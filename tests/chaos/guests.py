@@ -71,6 +71,7 @@ def waiting_run(folder: Path, *options: str) -> Iterator[tuple[Run, Callable[...
     run, guests = Run(folder, EMULATED, *LISTEN, *options).start(), list[Guest]()
     try:
         run.until((run.folder / "join.key").exists, "its key")
+        run.until(lambda: read_records(run.folder).port, "its address")
 
         def join(*more: str) -> Guest:
             where = ("--join", address(run), "--key", str(run.folder / "join.key"))

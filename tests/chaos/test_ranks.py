@@ -14,7 +14,7 @@ import subprocess
 from contextlib import closing
 
 import pytest
-from guests import Guest, address, at_work, ends_well, joined, left, on_hosts, waiting_run
+from guests import Guest, address, at_work, ends_well, gone, joined, left, on_hosts, waiting_run
 from hosts import Network, missing
 
 from runs import EMULATED, NATIVE, Run
@@ -100,6 +100,39 @@ def test_nobody_comes_and_the_run_ends_with_the_sentence(tmp_path):
     status, _, err = run.wait()
     assert status == 2, err
     assert "nobody came within 1 s (local.wait_s), and the trainer waits for 2 more ranks: tailrace worker" in err
+
+
+@pytest.mark.soak
+def test_what_dies_together_with_the_controller_is_missed_by_the_next_one(tmp_path):
+    """A rank on another machine, and then the whole machine; one is in reserve."""
+    with waiting_run(tmp_path, *TWO, "--local.ranks", "1") as (run, join):
+        guests = [join("--ranks", "1")]
+        trained(run)
+        guests.append(join("--ranks", "1"))
+        run.until(lambda: len(joined(run)) == 2, "the reserve")
+        for whom in ("rank", "machine"):
+            back, victim = run.events("TrainerJoined"), guests[0]
+            ids = [victim.components()["trainer0.1"]] if whom == "rank" else [victim.child.pid]
+            for id in (run.controller(), *ids):
+                os.kill(id, signal.SIGKILL)
+            came_back(run, back)
+        gone(run, guests[0])
+        assert "trainer0.1" in guests[1].components()
+        assert ends_well(run).lost["Trainer"] >= 2
+
+
+@pytest.mark.soak
+def test_a_worker_that_leaves_takes_its_rank_along_and_the_trainer_waits_for_another(tmp_path):
+    with waiting_run(tmp_path, *TWO, "--local.ranks", "1") as (run, join):
+        first = join("--ranks", "1")
+        trained(run)
+        back, finished = run.events("TrainerJoined"), run.events("Finished")
+        assert first.interrupt()[0] == 130
+        run.until(lambda: run.events("TrainerWaits") == 2, "the trainer to wait")
+        run.until(lambda: run.events("Finished") > finished, "rollouts to go on")
+        join("--ranks", "3")
+        came_back(run, back)
+        ends_well(run)
 
 
 # ------------------------------------------------------------------------------------------------- hosts of their own

@@ -37,6 +37,7 @@ from tailrace.protocol import (
     Stop,
     TrainerJoined,
     TrainerLost,
+    TrainerWaits,
 )
 from tailrace.types import ReplicaId, Version, label
 
@@ -309,6 +310,8 @@ def _notices(event: Event, commands: Sequence[Command]) -> Noticed:
         yield f"{_name(event)} is back", "info"
     elif isinstance(event, ReplicaLost | RelayLost | TrainerLost):
         yield f"{_name(event)} lost: {event.reason}", "warning"
+    elif isinstance(event, TrainerWaits):
+        yield event.reason, "detail"  # the controller has said it on the terminal
     elif isinstance(event, PullFailed):
         yield f"r{event.replica} could not load version {event.version}: {event.reason}", "warning"
     elif isinstance(event, ControllerRestarted):

@@ -18,6 +18,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -166,6 +167,7 @@ class Agent:
             if spec.name not in self._components:
                 _refuse_missing_model(spec.config)
                 if spec.role == "trainer":
+                    _refuse_missing_torch()
                     _refuse_other_folder(spec)
                 self._start(self._at_home(spec))
 
@@ -212,6 +214,11 @@ class Agent:
 def _title(spec: ComponentSpec) -> str:
     """For people."""
     return f"rank {spec.rank} of the trainer" if spec.role == "trainer" else f"{spec.role} {spec.id}"
+
+
+def _refuse_missing_torch() -> None:
+    if find_spec("torch") is None:
+        raise AgentError("ranks of the trainer need torch, which is not installed here: pip install 'tailrace[train]'")
 
 
 def _refuse_other_folder(spec: ComponentSpec) -> None:
