@@ -121,7 +121,7 @@ def _control(arguments: argparse.Namespace, supervisor: Supervisor) -> int:
 def _worker(arguments: argparse.Namespace) -> int:
     from tailrace.launch.machines import work
 
-    return work(arguments.join, arguments.replicas, arguments.key, arguments.store)
+    return work(arguments.join, arguments.replicas, arguments.ranks, arguments.key, arguments.store)
 
 
 def _eval(arguments: argparse.Namespace) -> int:
@@ -220,9 +220,11 @@ def _add_training(add: Add) -> None:
     accept = "with --resume: go on though data, reward or model are not what the run was begun with"
     train.add_argument("--accept-changed-inputs", action="store_true", help=accept)
 
-    worker = add("worker", _worker, "let this machine generate for a run elsewhere, until Ctrl-C or its end")
+    worker = add("worker", _worker, "let this machine generate or train for a run elsewhere, until Ctrl-C or its end")
     worker.add_argument("--join", required=True, metavar="HOST:PORT", help="where the run listens (local.listen)")
-    worker.add_argument("--replicas", type=_replicas, default=1, metavar="N", help="how many to start here (1)")
+    replicas = "how many to start here (1; with --ranks: 0)"
+    worker.add_argument("--replicas", type=_replicas, metavar="N", help=replicas)
+    worker.add_argument("--ranks", type=_ranks, default=0, metavar="M", help="ranks of its trainer to start here (0)")
     key = "join.key of the run's folder; unset: TAILRACE_JOIN_KEY has its content"
     worker.add_argument("--key", type=_path, metavar="FILE", help=key)
     store = "keep the tokens that are generated here in this directory; unset: they go to the run's machine"
@@ -332,15 +334,19 @@ def _version(text: str) -> int:
 
 
 def _replicas(text: str) -> int:
-    return _whole(text, 1024, "a number of replicas; write --replicas 2")
+    return _whole(text, 1024, "a number of replicas; write --replicas 2", least=0)
+
+
+def _ranks(text: str) -> int:
+    return _whole(text, 1024, "a number of ranks; write --ranks 2", least=0)
 
 
 def _rounds(text: str) -> int:
     return _whole(text, 100, "a number of rounds; write --rounds 3")
 
 
-def _whole(text: str, most: int, what: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= most:
+def _whole(text: str, most: int, what: str, least: int = 1) -> int:
+    if not text.isdecimal() or not least <= int(text) <= most:
         raise argparse.ArgumentTypeError(f"'{text}' is not {what}, at most {most}")
     return int(text)
 

@@ -108,11 +108,12 @@ class RunStarted(Event):
 
 class HostJoined(Event):
     """Another machine is there, on which a relay and these replicas are to be started. Its number was never used.
-    `store`: a sample store too, which has the same number."""
+    `store`: a sample store too, which has the same number. `ranks`: it has room for so many ranks of the trainer."""
 
     host: HostId
     replicas: tuple[ReplicaId, ...]
     store: bool = False
+    ranks: Natural = 0
 
 
 class HostLeft(Event):
@@ -293,6 +294,12 @@ class TrainerLost(Event):
     reason: str
 
 
+class TrainerWaits(Event):
+    """Answer to `Start`: there is no room for all of its ranks. It starts by itself once there is."""
+
+    reason: str
+
+
 class Trained(Event):
     """Answer to `Train`: this mini-batch of this step is in the weights."""
 
@@ -367,6 +374,7 @@ AnyEvent = (
     | SamplesLost
     | TrainerJoined
     | TrainerLost
+    | TrainerWaits
     | Trained
     | TrainFailed
     | Checkpointed

@@ -60,10 +60,18 @@ class Guest:
 @contextmanager
 def a_run(folder: Path, *options: str) -> Iterator[tuple[Run, Callable[..., Guest]]]:
     """A run that machines may join, and how one does. Everybody is gone at the end."""
+    with waiting_run(folder, *options) as (run, join):
+        run.until(lambda: run.events("Trained"), "a step")
+        yield run, join
+
+
+@contextmanager
+def waiting_run(folder: Path, *options: str) -> Iterator[tuple[Run, Callable[..., Guest]]]:
+    """The same before it has trained anything: it may have to wait for those who join."""
     run, guests = Run(folder, EMULATED, *LISTEN, *options).start(), list[Guest]()
     try:
         run.until((run.folder / "join.key").exists, "its key")
-        run.until(lambda: run.events("Trained"), "a step")
+        run.until(lambda: read_records(run.folder).port, "its address")
 
         def join(*more: str) -> Guest:
             where = ("--join", address(run), "--key", str(run.folder / "join.key"))
@@ -85,21 +93,31 @@ def _end(run: Run, guests: list[Guest]) -> None:
 @contextmanager
 def on_two_hosts(folder: Path, *options: str) -> Iterator[tuple[Network, Run, Callable[..., Guest]]]:
     """A run on the first one, and how the second one joins it."""
+    with on_hosts(2, folder, EMULATED, "--local.replicas", "1", *options) as (network, run, join):
+        run.until(lambda: run.events("Trained"), "a step")
+        yield network, run, lambda *more: join(1, *more)
+
+
+@contextmanager
+def on_hosts(
+    count: int, folder: Path, settings: str, *options: str
+) -> Iterator[tuple[Network, Run, Callable[..., Guest]]]:
+    """A run on the first of so many, and how another one joins it, by its number."""
     clear_abandoned()
-    with hosts(2) as network:
+    with hosts(count) as network:
         where, guests = network[0].address, list[Guest]()
-        listen = ("--local.listen", where, "--local.replicas", "1", "--local.port", str(PORT))
-        run = Run(folder, EMULATED, *listen, *options)
+        run = Run(folder, settings, "--local.listen", where, "--local.port", str(PORT), *options)
         run.inside = network[0].inside
 
-        def join(*more: str) -> Guest:
+        def join(number: int, *more: str) -> Guest:
             join_words = ("--join", f"{where}:{PORT}", "--key", str(run.folder / "join.key"))
-            guests.append(Guest(folder / f"guest{len(guests)}", *join_words, *more, inside=tuple(network[1].inside)))
+            inside = tuple(network[number].inside)
+            guests.append(Guest(folder / f"guest{len(guests)}", *join_words, *more, inside=inside))
             return guests[-1]
 
         run.start()
         try:
-            run.until(lambda: run.events("Trained"), "a step")
+            run.until((run.folder / "join.key").exists, "its key")
             yield network, run, join
         finally:
             _end(run, guests)

@@ -13,38 +13,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from runs import Run
+from runs import NATIVE, START, Run
 from tailrace.store.journal import Journal
 
 ROOT = Path(__file__).parents[2]
-START = ROOT / "examples" / "running_total" / "start"
-NATIVE = f"""
-[model]
-path = "{START}"
-[task]
-name = "running_total"
-[workload]
-prompts_per_step = 4
-group_size = 4
-prompt_tokens = 100
-max_completion_tokens = 320
-[rollout]
-kv_tokens = 4096
-stream_tokens = 8
-[trainer]
-mini_batches = 1
-learning_rate = 3e-4
-tokens_per_batch = 4096
-threads = 1
-[health]
-heartbeat_s = 0.5
-strikes = 60
-[run]
-steps = 3
-evaluate = false
-[local]
-replicas = 1
-"""
 Batch = set[tuple[int, int, tuple[int, ...], float]]  # (prompt, trajectory, completion, reward)
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from tailrace.config.tree import Config
 from tailrace.trainer.batch import plan_mini_batch
 from tailrace.trainer.checkpoint import CheckpointError, newest, restore, save
 from tailrace.trainer.emulated import EmulatedLearner
-from tailrace.trainer.parallel import Ranks, join
+from tailrace.trainer.parallel import MeetingError, Ranks, join, meet
 from tailrace.trainer.reader import in_memory
 from tailrace.trainer.step import Learner
 from trainer_cases import Watched, group, poisoned, settings, tiny_folder
@@ -131,6 +133,28 @@ def _is_saved_as_one_rank_saves(place: Path, alone: Learner, folder: Path) -> No
     assert "lm_head.weight" not in load_file(place / "model.safetensors")
     loaded: Any = AutoModelForCausalLM.from_pretrained(place)
     assert loaded.get_output_embeddings().weight is loaded.get_input_embeddings().weight
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def test_the_store_of_the_ranks_listens_at_one_address_and_no_other():
+    """By default torch would listen at all of them."""
+    port = free_port()
+    board = meet(0, 1, f"tcp://127.0.0.1:{port}", timedelta(seconds=20))
+    board.set("a", "b")
+    rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()]
+    assert [row[1] for row in rows if row[1].endswith(f":{port:04X}") and row[3] == "0A"] == [f"0100007F:{port:04X}"]
+
+
+def test_ranks_that_do_not_meet_say_so():
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(MeetingError, match="rank 0 cannot listen"):
+        meet(0, 2, f"tcp://127.0.0.1:{taken.getsockname()[1]}", timedelta(seconds=5))
+    with pytest.raises(MeetingError, match=r"rank 1 has not met the others at 127.0.0.1:.* trainer.interface"):
+        meet(1, 2, f"tcp://127.0.0.1:{free_port()}", timedelta(seconds=1))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from drive import Drive, config
-from tailrace.config.tree import Schedule
+from tailrace.config.tree import Local, Schedule
 from tailrace.control.plane import ControlPlane
 from tailrace.obs.event_text import EventText
 from tailrace.obs.fold import Fold
@@ -25,6 +25,9 @@ from tailrace.protocol import (
     SampleFailed,
     Start,
     Stop,
+    TrainerJoined,
+    TrainerLost,
+    TrainerWaits,
     VersionStored,
 )
 
@@ -215,3 +218,44 @@ def test_a_replica_that_can_never_load_weights_is_quarantined_with_the_reason():
         drive.tell(PullFailed(1, incarnation, 0, "no room on the device"))
     assert "no room on the device" in drive.plane.state.fleet.replicas[1].reason
     assert [one.reason for one in drive.orders(GiveUp) if "quarantined" in one.reason]
+
+
+# ------------------------------------------------------------------------------------------------ what others bring
+
+
+def test_a_trainer_that_waits_for_ranks_is_not_started_again_and_again_and_its_wait_does_not_count():
+    drive = fleet(1)
+    training = drive.plane.state.training
+    drive.tell(TrainerLost(1, "a host was lost"))
+    restarts = training.restarts
+    assert ("trainer", 0) in starts(drive.tick(60.0))
+    drive.tell(TrainerWaits("the trainer waits for 2 more ranks"))
+    drive.tell(TrainerWaits("the trainer waits for 1 more rank"))
+    assert (training.restarts, training.reason) == (restarts, "the trainer waits for 1 more rank")
+    assert ("trainer", 0) not in starts(drive.tick(1000.0))
+    drive.tell(TrainerJoined(2, 0))
+    assert training.live
+
+
+def test_a_trainer_that_waited_is_ordered_anew_after_a_restart_of_the_controller_or_a_failed_start():
+    drive = fleet(1)
+    drive.tell(TrainerLost(1, "a host was lost"))
+    drive.tick(60.0)
+    drive.tell(TrainerWaits("the trainer waits"))
+    drive.tell(ControllerRestarted())
+    assert ("trainer", 0) in starts(drive.tick(60.0))
+    drive.tell(TrainerWaits("the trainer waits"))
+    drive.tell(TrainerLost(2, "it ended before it was up"))
+    assert ("trainer", 0) in starts(drive.tick(60.0))
+
+
+def test_a_run_without_replicas_of_its_own_waits_for_machines_that_bring_some():
+    drive = Drive(config(local=Local(replicas=0, listen="10.0.0.1")), replicas=0).join_all()
+    for host in (1, 2):
+        drive.tell(HostJoined(host, (host,), ranks=1))
+        drive.tell(HostLeft(host, "its host left"))
+    drive.tell(HostJoined(3, (), ranks=2))
+    drive.tell(HostLeft(3, "its host left"))
+    assert not drive.orders(Stop)
+    drive.tell(HostJoined(4, (4,)))
+    assert ("replica", 4) in starts(drive.sent)

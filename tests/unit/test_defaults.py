@@ -29,6 +29,8 @@ MEANINGLESS = {  # whatever the others are
     ("trainer.dual_clip", 0.01): "write a value above 1",
     ("trainer.dual_clip", 0.97): "write a value above 1",
     ("trainer.dual_clip", 1.0): "write a value above 1",
+    ("local.replicas", 0): "write local.listen",
+    ("local.ranks", 0): "write local.listen",
 }
 
 
@@ -91,6 +93,7 @@ FOLLOWING = [
     ({"workload.lengths.file": "/lengths.json"}, "workload.lengths.law", "empirical"),
     ({"workload.turns.mean": 3}, "workload.turns.maximum", 6),
     ({"task.tools": "calculator"}, "task.max_turns", 3),
+    ({"local.ranks": 3}, "trainer.ranks", 3),
     ({"schedule.publish_every": 6}, "schedule.max_staleness", 5),
     ({"schedule.kind": "stream", "schedule.steps_ahead": 7}, "schedule.max_staleness", 7),
     ({"health.backoff_s": 90}, "health.backoff_max_s", 90),

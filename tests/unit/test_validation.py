@@ -43,6 +43,7 @@ from tailrace.protocol import (
     Trained,
     TrainerJoined,
     TrainerLost,
+    TrainerWaits,
     TrajectoryMeta,
     VersionStored,
     WeightsLoaded,
@@ -377,7 +378,7 @@ def test_for_every_event_it_is_said_who_may_report_it(tmp_path: Path) -> None:
     """A new one has to be entered in the table, or parts that report it are dropped."""
     noticed_here = {
         *(RunStarted, HostJoined, HostLeft, Heartbeats, TimerFired, ControllerRestarted),
-        *(ReplicaLost, RelayLost, StoreLost, TrainerLost),
+        *(ReplicaLost, RelayLost, StoreLost, TrainerLost, TrainerWaits),
     }
 
     async def scene(played: Played) -> None:

@@ -247,9 +247,50 @@ def _controller_listens(config: Config) -> Iterator[str]:
         yield f'local.listen is "{listen}", which is everywhere; write one address of this host, such as "10.0.0.1"'
 
 
+def _others_bring_what_is_missing(config: Config) -> Iterator[str]:
+    local, ranks = config.local, config.trainer.ranks
+    if config.local_ranks > ranks:
+        yield f"local.ranks is {local.ranks}, more than trainer.ranks; write {ranks} or less, or leave it out"
+    if local.listen:
+        return
+    advice = "write local.listen, an address of this host, so that other machines can bring"
+    if not local.replicas:
+        yield f"local.replicas is 0, and nobody can join; {advice} some, or write 1 or more"
+    if config.local_ranks < ranks:
+        yield f"local.ranks is {local.ranks} of trainer.ranks = {ranks}, and nobody can join; {advice} the rest"
+
+
+def _ranks_meet_on_a_trusted_network(config: Config) -> Iterator[str]:
+    interface, listen = config.trainer.interface, config.local.listen
+    if 0 < config.local_ranks < config.trainer.ranks and not interface:
+        yield (
+            f"local.ranks is {config.local_ranks} of trainer.ranks = {config.trainer.ranks}, so ranks are on several "
+            "machines, where gloo and NCCL neither authenticate nor encrypt; write trainer.interface, the interface "
+            'or network of a network that you trust, such as "eth1" or "10.0.0.0/24"'
+        )
+    if "/" in interface and _network(interface) is None:
+        yield f'trainer.interface is "{interface}", which is no network; write one such as "10.0.0.0/24", or "eth1"'
+    if interface and listen and _is_loopback(interface) and not _is_loopback(listen):
+        yield f'trainer.interface is "{interface}", the loopback, which no other machine reaches; write their network'
+
+
+def _network(text: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network | None:
+    try:
+        return ipaddress.ip_network(text, strict=False)
+    except ValueError:
+        return None
+
+
+def _is_loopback(text: str) -> bool:
+    network = _network(text)
+    return text == "lo" or (network is not None and network.is_loopback)
+
+
 RULES: tuple[Rule, ...] = (
     _relays_listen,
     _controller_listens,
+    _others_bring_what_is_missing,
+    _ranks_meet_on_a_trusted_network,
     _devices_have_names,
     _emulation_is_whole,
     _model_is_complete,

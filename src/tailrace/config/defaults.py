@@ -181,6 +181,7 @@ FOLLOWING: dict[str, Callable[[Settings], Any]] = {
         _plain("workload.prompts_per_step"), settings["trainer.mini_batches"]
     ),
     "trainer.mini_batches": lambda settings: min(_plain("trainer.mini_batches"), settings["workload.prompts_per_step"]),
+    "trainer.ranks": lambda settings: max(_plain("trainer.ranks"), settings["local.ranks"] or 0),
     "schedule.max_staleness": _max_staleness,
     "health.backoff_s": lambda settings: min(_plain("health.backoff_s"), settings["health.backoff_max_s"]),
     "health.backoff_max_s": lambda settings: max(_plain("health.backoff_max_s"), settings["health.backoff_s"]),

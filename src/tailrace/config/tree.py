@@ -20,6 +20,7 @@ Natural = Annotated[int, Meta(ge=0)]
 Amount = Annotated[float, Meta(ge=0)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Processes = Annotated[int, Meta(ge=1, le=1024)]
+SomeProcesses = Annotated[int, Meta(ge=0, le=1024)]  # 0: other machines bring them
 PerHour = Annotated[float, Meta(ge=0, le=1e6)]
 Pause = Annotated[float, Meta(ge=0.01)]  # seconds between two of something that goes on for ever
 
@@ -269,6 +270,10 @@ class Trainer(Section):
     recompute: bool = False  # activation checkpointing: recompute activations in backward instead of keeping them
     compile: bool = True  # on a GPU in bfloat16: compile the model's blocks, which takes a while for each size of pack
     ranks: Processes = 1  # processes over which weights, gradients and moments are sharded (FSDP2)
+    # the trusted network of ranks on several machines: the name of an interface, or a network in which each machine
+    # takes its own address; gloo and NCCL neither authenticate nor encrypt
+    interface: str = ""
+    collective_s: Annotated[float, Meta(gt=0)] = 300.0  # a collective that takes longer ends the rank that waits in it
     threads: Natural = 0  # CPU threads per rank; 0: torch's choice
     device: str = ""  # "cpu", "cuda"; empty: the GPU if there is one
     engine: Literal["native", "emulated"] = "native"  # emulated: takes the time that [costs] says, trains nothing
@@ -338,13 +343,15 @@ class Faults(Section):
 class Local(Section):
     """The processes of a run on this machine."""
 
-    replicas: Processes = 2
+    replicas: SomeProcesses = 2  # 0, with `listen`: other machines bring them
+    ranks: SomeProcesses | None = None  # of the trainer; unset: all `trainer.ranks`; fewer, with `listen`: as above
     relays: Processes = 1  # as if there were so many hosts; replicas are dealt out to them in turn
     port: Annotated[int, Meta(ge=0, le=65_535)] = 0  # of the controller; 0: any free one
     # an address of this host at which workers of other machines may join, with the key in the run's folder; empty:
     # nobody but the run's own processes, on loopback
     listen: str = ""
     start_s: Annotated[float, Meta(gt=0)] = 180.0  # until a process that was started must have joined
+    wait_s: Annotated[float, Meta(gt=0)] = 3600.0  # until other machines must have brought the ranks, and a replica
     cores: Natural = 0  # simulation: [costs] are processor seconds, shared by all processes on so many; 0: wall seconds
 
 
@@ -404,6 +411,11 @@ class Config(Section):
     @property
     def replicas(self) -> int:
         return self.local.replicas if self.costs.measured else self.rollout_gpus // self.split.tensor_parallel
+
+    @property
+    def local_ranks(self) -> int:
+        """Ranks of the trainer on the controller's machine."""
+        return self.trainer.ranks if self.local.ranks is None else self.local.ranks
 
     @property
     def hosts(self) -> int:

@@ -154,7 +154,8 @@ def quarantine(context: Context, replica: Replica, reason: str) -> None:
 
 
 def stop_if_none_is_left(context: Context, reason: str) -> None:
-    if all(one.given_up for one in context.fleet.replicas.values()):
+    """A run that has none of its own waits for machines that bring some."""
+    if context.config.local.replicas and all(one.given_up for one in context.fleet.replicas.values()):
         steps.stop(context, f"no replica is left; the last one was given up because: {reason}", failed=True)
 
 

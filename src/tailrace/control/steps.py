@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from math import inf
+
 from tailrace.control import groups, health, sampling, stores
 from tailrace.control.ledger import NONE
 from tailrace.control.state import Context
 from tailrace.control.training import PickedGroup
-from tailrace.protocol import Checkpointed, Forget, Stop, Trained, TrainerJoined, TrainerLost, TrainFailed
+from tailrace.protocol import Checkpointed, Forget, Stop, Trained, TrainerJoined, TrainerLost, TrainerWaits, TrainFailed
 
 
 def train(context: Context) -> None:
@@ -91,6 +93,15 @@ def lost(context: Context, event: TrainerLost) -> None:
         lose(context, event.reason)
     elif not training.live and event.incarnation > training.incarnation:
         health.start_failed(context.config.health, context.now, training, event.incarnation, event.reason)
+
+
+def waits(context: Context, event: TrainerWaits) -> None:
+    """Nothing is wrong with it: the start that was ordered does not count, and no other one is."""
+    training = context.training
+    if not training.live:
+        training.reason = event.reason
+        training.restarts -= training.restart_at < inf and training.restarts > 0
+        training.restart_at = inf
 
 
 def lose(context: Context, reason: str) -> None:

@@ -293,7 +293,7 @@ def _pool_blocks(config: Config, context: int, token_bytes: int, device: torch.d
     if config.rollout.kv_tokens:
         blocks, reason = config.rollout.kv_tokens // size, "raise rollout.kv_tokens"
     else:
-        room = _gpu_room(config, device) if device.type == "cuda" else _free_bytes() * CPU_SHARE / config.local.replicas
+        room = _gpu_room(config, device) if device.type == "cuda" else _free_bytes() * CPU_SHARE / _here(config)
         blocks = min(int(max(room, 0) / (token_bytes * size)), wanted * config.rollout.max_running)
         reason = _how_to_get_more(config, device)
     if blocks < wanted:
@@ -302,6 +302,11 @@ def _pool_blocks(config: Config, context: int, token_bytes: int, device: torch.d
             f"workload.max_completion_tokens) can take {longest}; {reason} or lower workload.max_completion_tokens"
         )
     return blocks
+
+
+def _here(config: Config) -> int:
+    """Replicas on this machine. Where other machines bring them all, this is an evaluation."""
+    return max(1, config.local.replicas)
 
 
 def _how_to_get_more(config: Config, device: torch.device) -> str:
@@ -314,7 +319,7 @@ def _gpu_room(config: Config, device: torch.device) -> float:
     free, total = torch.cuda.mem_get_info(device)
     held, cached = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
     cards = torch.cuda.device_count()
-    replicas, share = -(-config.local.replicas // cards), share_of_replicas(config, cards)
+    replicas, share = -(-_here(config) // cards), share_of_replicas(config, cards)
     mine = share * total / replicas
     if mine <= held:
         raise ConfigError(

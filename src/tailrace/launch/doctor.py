@@ -149,7 +149,8 @@ def _training(config: Config) -> Iterator[Section]:
     work, local, emulated = config.workload, config.local, config.rollout.engine == "emulated"
     longest = work.prompt_tokens + work.max_completion_tokens
     pool = f"{config.rollout.kv_tokens:,} tokens" if config.rollout.kv_tokens else "what memory allows"
-    ranks = f"a trainer of {config.trainer.ranks} ranks" if config.trainer.ranks > 1 else "a trainer"
+    elsewhere = f", {config.local_ranks} of them here" if config.local_ranks < config.trainer.ranks else ""
+    ranks = f"a trainer of {config.trainer.ranks} ranks{elsewhere}" if config.trainer.ranks > 1 else "a trainer"
     yield (
         "training here",
         [

@@ -25,6 +25,11 @@ MAY_CHANGE = {
     "local.port",
     "local.listen",
     "local.start_s",
+    "local.wait_s",
+    "local.ranks",  # a checkpoint is resumed on any number of ranks, anywhere
+    "trainer.ranks",
+    "trainer.interface",
+    "trainer.collective_s",
     "trainer.learning_rate",  # that of a run that has diverged was too high
     "trainer.critic_learning_rate",
     "trainer.max_grad_norm",

@@ -13,18 +13,18 @@ import signal
 import socket
 from pathlib import Path
 
+from tailrace.errors import UsageError
 from tailrace.launch.limits import BASE, EACH, STRANGERS, allow_files
-from tailrace.runtime.agent import Agent, AgentError
+from tailrace.runtime.agent import Agent, AgentError, Room
 from tailrace.runtime.controller import Controller
 from tailrace.store.folder import PRIVATE, PRIVATE_FOLDER, RunFolder
 from tailrace.weights.shared_memory import clear_abandoned
 from tailrace.wire import descriptors
-from tailrace.wire.keys import JoinKey
+from tailrace.wire.keys import JOIN_KEY, JoinKey
 from tailrace.wire.messages import WireError
 
 log = logging.getLogger(__name__)
 
-FILE = "join.key"
 VARIABLE = "TAILRACE_JOIN_KEY"
 
 
@@ -34,7 +34,7 @@ def invite(controller: Controller, folder: RunFolder) -> str:
     if key is None:
         return ""
     folder.refuse_moved()
-    path = folder.path / FILE
+    path = folder.path / JOIN_KEY
     written = path.with_suffix(".new")
     written.touch(PRIVATE)
     written.write_text(f"{key}\n")
@@ -44,25 +44,28 @@ def invite(controller: Controller, folder: RunFolder) -> str:
 
 
 def withdraw(folder: RunFolder) -> None:
-    (folder.now / FILE).unlink(missing_ok=True)
+    (folder.now / JOIN_KEY).unlink(missing_ok=True)
 
 
-def work(join: str, replicas: int, file: Path | None, store: Path | None = None) -> int:
-    """Until the run is over (0), or Ctrl-C (130)."""
-    allow_files(BASE + EACH * replicas + STRANGERS)
+def work(join: str, replicas: int | None, ranks: int, file: Path | None, store: Path | None = None) -> int:
+    """Until the run is over (0), or Ctrl-C (130). `replicas`: None: one, unless this machine is for ranks."""
+    room = Room(int(not ranks) if replicas is None else replicas, ranks, store)
+    if not room.replicas and not room.ranks:
+        raise UsageError("0 is not a number of replicas for a worker without ranks; write --replicas 1 or --ranks 1")
+    allow_files(BASE + EACH * (room.replicas + room.ranks) + STRANGERS)
     endpoint, key = _endpoint(join), _key(file)
-    if store is not None:
-        _prepare(store)
+    if room.store is not None:
+        _prepare(room.store)
     descriptors.raise_limit()
     clear_abandoned()
     try:
-        return asyncio.run(_work(endpoint, key, replicas, store))
+        return asyncio.run(_work(endpoint, key, room))
     finally:
         clear_abandoned()  # of relays that were killed
 
 
-async def _work(endpoint: str, key: JoinKey, replicas: int, store: Path | None) -> int:
-    agent = Agent(endpoint, key, replicas, _say, store)
+async def _work(endpoint: str, key: JoinKey, room: Room) -> int:
+    agent = Agent(endpoint, key, room, _say)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, agent.interrupt)
@@ -84,13 +87,13 @@ def _endpoint(join: str) -> str:
 def _key(file: Path | None) -> JoinKey:
     if file is None and VARIABLE not in os.environ:
         raise WireError(
-            f"a join key is needed; write --key FILE with the run's {FILE}, or set {VARIABLE} to its content"
+            f"a join key is needed; write --key JOIN_KEY with the run's {JOIN_KEY}, or set {VARIABLE} to its content"
         )
     try:
         text = os.environ.pop(VARIABLE) if file is None else file.read_text()  # not for those whom we start
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise WireError(f"the join key {file} cannot be read ({why}); it is {FILE} in the run's folder") from None
+        raise WireError(f"the join key {file} cannot be read ({why}); it is {JOIN_KEY} in the run's folder") from None
     return JoinKey.read(text)
 
 

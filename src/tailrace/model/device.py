@@ -144,8 +144,10 @@ def _too_few_gpus(config: Config, seen: Survey) -> Iterator[str]:
     ranks, wanted, cards = config.trainer.ranks, config.trainer.device, len(seen.cards)
     if ranks > 1 and ":" in wanted:
         yield f'trainer.device is "{wanted}", one GPU for {ranks} trainer.ranks; write trainer.device = "cuda"'
-    elif ranks > cards:
-        yield f"trainer.ranks is {ranks}, but there are only {cards} GPUs here, and each rank needs one; write {cards}"
+    elif config.local_ranks > cards:
+        which = "trainer.ranks" if config.local.ranks is None else "local.ranks"
+        few = f"there are only {cards} GPUs here, and each rank needs one"
+        yield f"{which} is {config.local_ranks}, but {few}; write {cards}"
 
 
 def _too_old(role: ComputeRole, precision: str, card: Card, seen: Survey) -> Iterator[str]:

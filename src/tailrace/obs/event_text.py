@@ -274,7 +274,8 @@ class EventText:
 
     def _host_joined(self, event: HostJoined) -> Sentences:
         self._joined_hosts[event.host] = event.replicas
-        room = span("replica", set(event.replicas))
+        ranks = [f"{event.ranks} of the trainer's ranks"] if event.ranks else []
+        room = " and ".join([*([span("replica", set(event.replicas))] if event.replicas else []), *ranks])
         yield ("relay", event.host), f"host {event.host} joined from elsewhere, with room for {room}"
         for id in event.replicas:
             yield ("replica", id), f"r{id} is to run on host {event.host}, which joined"

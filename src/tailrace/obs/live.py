@@ -37,6 +37,7 @@ from tailrace.protocol import (
     Stop,
     TrainerJoined,
     TrainerLost,
+    TrainerWaits,
 )
 from tailrace.types import ReplicaId, Version, label
 
@@ -302,13 +303,15 @@ def _notices(event: Event, commands: Sequence[Command]) -> Noticed:
             "info",
         )
     elif isinstance(event, HostJoined):
-        yield f"host {event.host} joined, for {_count(len(event.replicas), 'replica')}", "info"
+        yield f"host {event.host} joined, for {_brought(event)}", "info"
     elif isinstance(event, HostLeft):
         yield f"host {event.host} left: {event.reason}", "warning"
     elif isinstance(event, ReplicaJoined | TrainerJoined) and event.incarnation > 1:
         yield f"{_name(event)} is back", "info"
     elif isinstance(event, ReplicaLost | RelayLost | TrainerLost):
         yield f"{_name(event)} lost: {event.reason}", "warning"
+    elif isinstance(event, TrainerWaits):
+        yield event.reason, "detail"  # the controller has said it on the terminal
     elif isinstance(event, PullFailed):
         yield f"r{event.replica} could not load version {event.version}: {event.reason}", "warning"
     elif isinstance(event, ControllerRestarted):
@@ -320,6 +323,12 @@ def _notices(event: Event, commands: Sequence[Command]) -> Noticed:
             name = "the trainer" if command.role == "trainer" else label(command.role, command.id)
             yield f"{name} lost: {command.reason}", "warning"
     yield from _endings(commands)
+
+
+def _brought(event: HostJoined) -> str:
+    """What a machine has room for."""
+    counts = ((len(event.replicas), "replica"), (event.ranks, "rank"))
+    return " and ".join([_count(number, noun) for number, noun in counts if number]) or "nothing"
 
 
 def _is_power_of_ten(number: int) -> bool:

@@ -5,11 +5,14 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Protocol
 
+from msgspec.structs import replace
+
 from tailrace import __version__
 from tailrace.config.tree import Config
 from tailrace.protocol import HostJoined
 from tailrace.runtime.hosts import Host, Hosts
 from tailrace.runtime.local import HostRecord
+from tailrace.runtime.placement import refusal
 from tailrace.runtime.run_control import RunControl
 from tailrace.wire.messages import MOST_REPLICAS, OFFER_S, Dismissed, FromController, Offer, Wanted
 from tailrace.wire.server import ControlServer
@@ -22,6 +25,8 @@ class HostComponents(Protocol):
     """Whoever knows the components that run there."""
 
     def note_those_elsewhere(self) -> None: ...
+
+    def host_joined(self) -> None: ...
 
     def host_left(self, host: Host, reason: str) -> None: ...
 
@@ -45,9 +50,9 @@ class HostAdmission:
         host = self._hosts.present.get(name)
         if name in self._dismissed:  # it may not have heard of it yet
             self._post(name, Dismissed(self._dismissed[name]))
-        elif not offer.replicas:
+        elif offer.leaving or not (offer.replicas or offer.ranks):
             if host is not None:
-                self._components.host_left(host, "its host left")
+                self._components.host_left(host, f"its host left: {offer.reason}" if offer.reason else "its host left")
             self._post(name, Wanted(()))
         elif host is not None:
             self._answer(host, offer)
@@ -92,7 +97,7 @@ class HostAdmission:
             return f"this run takes {MOST_REPLICAS:,} replicas of other machines, so there is room for {room:,} more"
         if len(self._control.state.fleet.replicas) + offer.replicas > EVER:
             return f"machines with {EVER:,} replicas in all have come and gone, and this run takes no more"
-        return ""
+        return refusal(self._config, offer.ranks, offer.interfaces) if offer.ranks else ""
 
     def _welcome(self, name: str, offer: Offer) -> Host:
         """A machine that is new, or has been away for too long, gets numbers that nobody has had."""
@@ -101,8 +106,10 @@ class HostAdmission:
         given = [id for host in present for id in host.trace.replicas]
         first = 1 + max([self._config.local.replicas - 1, *state.fleet.replicas, *given])
         replicas = tuple(range(first, first + offer.replicas))
-        host = self._hosts.add(HostRecord(name, 1 + max(hosts), replicas, offer.store))
-        self._control.tell(HostJoined(host.id, replicas, offer.store))
+        record = HostRecord(name, 1 + max(hosts), replicas, offer.store, offer.ranks, offer.interfaces)
+        host = self._hosts.add(record)
+        self._control.tell(HostJoined(host.id, replicas, offer.store, offer.ranks))
+        self._components.host_joined()
         return host
 
     def find_silent_hosts(self) -> None:
@@ -111,6 +118,14 @@ class HostAdmission:
         for host, age_s in ages:
             if age_s >= patience:
                 self._components.host_left(host, f"nothing was heard of its host for {age_s:.1f} s")
+
+    async def hear_endings(self) -> None:
+        """While the run ends: of the ranks that are on other machines. Nothing new is begun there."""
+        while True:
+            for name, _, message in await self._server.receive():
+                host = self._hosts.present.get(name)
+                if host is not None and isinstance(message, Offer):
+                    await self._server.send(name, replace(host.hear(message.components), specs=()))
 
     async def reassure_hosts(self) -> None:
         """They give up a controller that is not heard of: while their offers cannot be taken in, they hear from time to

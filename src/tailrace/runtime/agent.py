@@ -1,6 +1,6 @@
 """A machine that works for a run elsewhere: `tailrace worker`. It starts the components that the controller wants here.
 
-    agent       Offer(so many replicas; these components are here, those ended)      twice a second
+    agent       Offer(so many replicas and ranks; these components are here, those ended)      twice a second
     controller  Wanted(these components)
 
 What is wanted and not here is started, what is here and not wanted is ended, as processes of this machine (`local`)
@@ -18,7 +18,9 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
@@ -26,13 +28,25 @@ from tailrace import __version__
 from tailrace.config.tree import Config
 from tailrace.errors import TailraceError
 from tailrace.runtime.hosts import LONGEST
-from tailrace.runtime.local import LocalProcesses, Process, last_lines
-from tailrace.store.folder import RunFolder
+from tailrace.runtime.local import LocalProcesses, Process, how_it_ended, last_lines
+from tailrace.store.folder import RunFolder, identity_of
 from tailrace.wire.client import ControlClient
 from tailrace.wire.connection import check_join_key
+from tailrace.wire.interfaces import interfaces
 from tailrace.wire.keys import JoinKey, host_key
-from tailrace.wire.messages import OFFER_S, ComponentSpec, Dismissed, Ended, FromController, Hello, Offer, Wanted
+from tailrace.wire.messages import (
+    OFFER_S,
+    ComponentSpec,
+    Dismissed,
+    Ended,
+    FromController,
+    Hello,
+    Offer,
+    Wanted,
+    is_marked,
+)
 
+IN_ORDER = how_it_ended(0)
 JOIN_CHECK_S = 10.0  # until the run must have let us in
 SILENCE_S = 60.0  # without a word of the controller, which may have to be replaced
 ENDING_S = 10.0  # for the components to leave
@@ -43,18 +57,23 @@ class AgentError(TailraceError):
     """Why this machine cannot work for the run, for the person who asked it to."""
 
 
+class Room(NamedTuple):
+    """What this machine has for a run. `store`: the folder for the tokens of what is generated here; None: they go to
+    the run's own machine."""
+
+    replicas: int
+    ranks: int = 0
+    store: Path | None = None
+
+
 class Agent:
-    def __init__(
-        self, endpoint: str, key: JoinKey, replicas: int, say: Callable[[str], None], store: Path | None = None
-    ) -> None:
-        """`store`: the folder for the tokens of what is generated here; None: they go to the run's own machine."""
+    def __init__(self, endpoint: str, key: JoinKey, room: Room, say: Callable[[str], None]) -> None:
         spec = ComponentSpec(
             "host", secrets.randbits(48), 1, endpoint, key.token, "", Config(), fingerprint=key.fingerprint
         )
         self._spec = replace(spec, key=host_key(key.token, spec.name).hex())
         check_join_key(endpoint, spec.name, host_key(key.token, spec.name), key.fingerprint, JOIN_CHECK_S)
-        self._replicas = replicas
-        self._store = store
+        self._room = room
         self._say = say
         self._own, self._held = os.pipe()
         self._folder = Path(tempfile.mkdtemp(prefix="tailrace-worker-"))
@@ -63,7 +82,7 @@ class Agent:
         self._controller = ControlClient(self._spec)
         self._heard_at = time.monotonic()
         self._leaving = False
-        self._over = ""
+        self._over = self._trouble = ""
         self._ended_with_the_run = False  # then the components have been told
 
     def interrupt(self) -> None:
@@ -83,9 +102,12 @@ class Agent:
         try:
             await self._serve()
             clean = True
+        except AgentError as error:
+            self._trouble = str(error)[:LONGEST]
+            raise
         finally:
             if not self._ended_with_the_run:
-                self._offer(0)
+                self._offer(leaving=True)
             await self._local.end(self._local.processes.values(), ENDING_S if self._ended_with_the_run else 0.0)
             self._local.forget()
             self._controller.close()
@@ -97,7 +119,7 @@ class Agent:
     async def _serve(self) -> None:
         leave_at = float("inf")
         while not self._over:
-            self._offer(0 if self._leaving else self._replicas)
+            self._offer(self._leaving)
             if self._leaving:
                 leave_at = min(leave_at, time.monotonic() + FAREWELL_S)
             if time.monotonic() > leave_at:
@@ -106,9 +128,11 @@ class Agent:
                 raise AgentError(f"nothing was heard of the run for {SILENCE_S:g} s; if it goes on, join it again")
             await self._listen(time.monotonic() + OFFER_S)
 
-    def _offer(self, replicas: int) -> None:
+    def _offer(self, leaving: bool) -> None:
+        room, networks = self._room, interfaces() if self._room.ranks else {}
+        offer = Offer(__version__, room.replicas, room.store is not None, self._components, room.ranks, networks)
         self._controller.send(Hello())
-        self._controller.send(Offer(__version__, replicas, self._store is not None, self._components))
+        self._controller.send(replace(offer, leaving=leaving, reason=self._trouble))
 
     async def _listen(self, until: float) -> None:
         """Between two offers. Something that changes here is worth one at once."""
@@ -137,11 +161,14 @@ class Agent:
         for process in list(self._local.processes.values()):
             if process.spec.name not in names:
                 process.kill()
-                del self._local.processes[process.spec.role, process.spec.id]
+                del self._local.processes[process.spec.slot]
         self._components = {name: how for name, how in self._components.items() if name in names}
         for spec in wanted.specs:
             if spec.name not in self._components:
                 _refuse_missing_model(spec.config)
+                if spec.role == "trainer":
+                    _refuse_missing_torch()
+                    _refuse_other_folder(spec)
                 self._start(self._at_home(spec))
 
     def _start(self, spec: ComponentSpec) -> None:
@@ -151,7 +178,7 @@ class Agent:
             self._welcomed(spec)
             self._components[spec.name] = ""
         except OSError as error:
-            self._say(f"{spec.role} {spec.id} cannot be started ({error.strerror}); it is tried again")
+            self._say(f"{_title(spec)} cannot be started ({error.strerror}); it is tried again")
 
     def _welcomed(self, spec: ComponentSpec) -> None:
         if not self._components:
@@ -162,13 +189,48 @@ class Agent:
         """The same with what is different on this machine."""
         listen = spec.listen if "/" in spec.listen else _own_address(self._spec.endpoint)
         here = replace(
-            spec, endpoint=self._spec.endpoint, fingerprint=self._spec.fingerprint, lifeline=self._own, listen=listen
+            spec,
+            endpoint=self._spec.endpoint,
+            fingerprint=self._spec.fingerprint,
+            lifeline=self._own,
+            listen=listen,
+            config=self._sized(spec.config),
         )
-        return replace(here, folder=str(self._store), folder_id=(0, 0)) if spec.role == "store" else here
+        if spec.role == "trainer":
+            return replace(here, folder_id=identity_of(Path(spec.folder)) or spec.folder_id)
+        return replace(here, folder=str(self._room.store), folder_id=(0, 0)) if spec.role == "store" else here
+
+    def _sized(self, config: Config) -> Config:
+        """Processes share what is here with those that are here."""
+        local = replace(config.local, replicas=max(1, self._room.replicas), ranks=self._room.ranks)
+        return replace(config, local=local)
 
     def _ended(self, process: Process, how: str) -> None:
-        self._say(f"{process.spec.role} {process.spec.id} {how}; see {process.log}")
+        if how != IN_ORDER:
+            self._say(f"{_title(process.spec)} {how}; see {process.log}")
         self._components[process.spec.name] = f"{how}; its log ends with: {last_lines(process.log, 2)}"[:LONGEST]
+
+
+def _title(spec: ComponentSpec) -> str:
+    """For people."""
+    return f"rank {spec.rank} of the trainer" if spec.role == "trainer" else f"{spec.role} {spec.id}"
+
+
+def _refuse_missing_torch() -> None:
+    if find_spec("torch") is None:
+        raise AgentError("ranks of the trainer need torch, which is not installed here: pip install 'tailrace[train]'")
+
+
+def _refuse_other_folder(spec: ComponentSpec) -> None:
+    """Checkpoints are written and read by all ranks."""
+    folder = Path(spec.folder)
+    if not is_marked(spec):
+        raise AgentError(
+            f"the run's folder {folder} is not shared with this machine, and ranks on several machines write their "
+            "checkpoints there; mount it here at the same path, or join with --replicas alone"
+        )
+    if not os.access(folder, os.W_OK):
+        raise AgentError(f"the run's folder {folder} cannot be written here; let this user write it")
 
 
 def _refuse_missing_model(config: Config) -> None:
@@ -186,4 +248,4 @@ def _own_address(endpoint: str) -> str:
         return asking.getsockname()[0]
 
 
-__all__ = ["Agent", "AgentError"]
+__all__ = ["Agent", "AgentError", "Room"]

@@ -9,6 +9,7 @@ without; what goes wrong on another machine is that machine's loss, never the en
 from __future__ import annotations
 
 import asyncio
+import signal
 from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
@@ -27,6 +28,7 @@ from tailrace.protocol import (
     Start,
     StoreLost,
     TrainerLost,
+    TrainerWaits,
 )
 from tailrace.runtime.admission import HostAdmission
 from tailrace.runtime.hosts import Host, Hosts
@@ -39,18 +41,19 @@ from tailrace.runtime.local import (
     Process,
     last_lines,
 )
+from tailrace.runtime.provision import Provision
+from tailrace.runtime.ranks import TrainerRanks
 from tailrace.runtime.run_control import RunControl
+from tailrace.runtime.store_directory import StoreDirectory
 from tailrace.store.folder import RunFolder
 from tailrace.types import RelayId
 from tailrace.watchdog import ask_for_stacks, is_stopped, look_at
-from tailrace.wire.keys import HOST, JoinKey, Keyring, sample_key
+from tailrace.wire.keys import HOST, JOIN_KEY, JoinKey, Keyring
 from tailrace.wire.messages import (
     LOOPBACK,
     ComponentSpec,
     Ended,
     FromController,
-    StoreAddress,
-    StoreAddresses,
 )
 from tailrace.wire.server import ControlServer
 
@@ -77,10 +80,13 @@ class Components:
         self.control = control
         self._folder = folder
         self._hosts = Hosts()
-        self._told_departed: tuple[int, ...] = ()  # sample stores that will not come back
+        self._ranks = TrainerRanks(config, self._hosts, handle.keys, folder)
+        self._provision = Provision(config, server.endpoint, folder.path / JOIN_KEY)
+        self._ranks_wait = False  # there is no room for all of them
         self._short_since: dict[tuple[str, int], float] = {}  # when a component could first not be started
         self._local = LocalProcesses(folder, server.port, self._ended)
         self.admission = HostAdmission(config, self._hosts, server, control, self)
+        self.stores = StoreDirectory(handle.keys, control, self._local.processes, self.send)
 
     @property
     def join_key(self) -> JoinKey | None:
@@ -107,36 +113,10 @@ class Components:
         found = {id: self.get("relay", id) for id in relays}
         return {id: process.address for id, process in found.items() if process is not None}
 
-    def tell_stores(self) -> None:
-        """Everybody who exchanges tokens with them hears where the sample stores are."""
-        self._told_departed = self._departed()
-        for process in self._local.processes.values():
-            if process.joined and process.spec.role in ("replica", "store", "trainer"):
-                self.tell_stores_to(process.spec.role, process.spec.id)
-
-    def tell_departed(self) -> None:
-        """Nobody is to wait for a store that does not come back."""
-        if self._departed() != self._told_departed:
-            self.tell_stores()
-
-    def _departed(self) -> tuple[int, ...]:
-        return tuple([store.id for store in self.control.state.stores.stores.values() if store.departed])
-
-    def tell_stores_to(self, role: str, id: int) -> None:
-        process = self.get(role, id)
-        if process is not None:
-            addresses = [self._address(store, process) for store in self._stores()]
-            self.send(role, id, StoreAddresses(tuple(addresses), self._departed()))
-
-    def _stores(self) -> list[Process]:
-        """Those that have joined."""
-        known = [self.get("store", id) for id in self.control.state.stores.stores]
-        return [process for process in known if process is not None and process.joined]
-
-    def _address(self, store: Process, reader: Process) -> StoreAddress:
-        endpoint, _, fingerprint = store.address.partition("#")
-        key = sample_key(self.handle.keys.of(store.spec.name), reader.spec.name)
-        return StoreAddress(store.spec.id, f"tcp://{endpoint}", fingerprint, key.hex())
+    def publish_addresses(self, master: RelayId) -> dict[RelayId, str]:
+        """Where the trainer's weights go: to the master, and to the relays on the hosts of its ranks."""
+        trainer = self.get("trainer", TRAINER)
+        return self.addresses((master, *(trainer.spec.rank_hosts if trainer else ())))
 
     def send(self, role: str, id: int, message: FromController) -> None:
         """To be sent once the books are closed. A component that is gone gets nothing: control will hear of its
@@ -173,10 +153,22 @@ class Components:
         spec = self._spec(role, id, 1 + max(self._known_incarnation(role, id), used))
         self._local.hosts = self._hosts.traces
         try:
-            self._expect(self._local.start(spec, host and host.assign(spec)))
+            if role == "trainer":
+                self._start_ranks(spec)
+            else:
+                self._expect(self._local.start(spec, [host.assign(spec)] if host else []))
             self._short_since.pop((role, id), None)
         except OSError as error:
             self._cannot_start(role, id, error)
+
+    def _start_ranks(self, spec: ComponentSpec) -> None:
+        """Those on other machines begin with the next answers to these."""
+        specs = self._ranks.specs(spec)
+        self._ranks_wait = not specs
+        if specs:
+            self._expect(self._local.start(specs[0], self._ranks.members(specs)))
+        else:
+            self.control.tell(TrainerWaits(self._provision.for_ranks(self._ranks.missing)))
 
     def _cannot_start(self, role: str, id: int, error: OSError) -> None:
         """There are no descriptors, no memory or no processes left. Others may give some back: it is tried again for as
@@ -250,7 +242,8 @@ class Components:
     def _overdue(self, process: Process) -> None:
         if self._is_starting(process):
             process.kill()
-            self._not_up(process, f"is not up after {self.config.local.start_s:g} s (local.start_s); see {process.log}")
+            log = "the logs of its hosts" if process.is_elsewhere else process.log
+            self._not_up(process, f"is not up after {self.config.local.start_s:g} s (local.start_s); see {log}")
 
     def _is_starting(self, process: Process) -> bool:
         current = self.get(process.spec.role, process.spec.id) is process
@@ -268,33 +261,49 @@ class Components:
 
     # ----------------------------------------------------------------------------------------------------------- losses
 
+    def look_for_missing(self) -> None:
+        """Whether the run waits for other machines, and for how long."""
+        replicas = sum(len(host.trace.replicas) for host in self._hosts.present.values())
+        missing = self._ranks.missing if self._ranks_wait else 0
+        for sentence in self._provision.look(self.control.now, missing, replicas):
+            self.control.report(sentence)
+        if overdue := self._provision.overdue(self.control.now):
+            self.control.fail(overdue)
+
     def collapsed(self, process: Process, reason: str, expected: bool) -> None:
-        """A component says why it cannot go on. If it is at work and would fail again, neither can the run."""
+        """A component says why it cannot go on. If it is at work and would fail again, neither can the run. A rank may
+        say so though its end is known: another one had ended before."""
+        if process.dismissed:
+            return
         process.dismissed = True
+        for other in process.children[1:]:
+            other.send(signal.SIGKILL)
         at_work = process.joined or process.spec.role == "store"  # what is wrong with its file is so the next time
         if expected and at_work and self.is_ours(process.spec.role, process.spec.id):
             self.control.fail(f"{process.title} cannot go on: {reason}")
         elif not process.joined:
-            self._not_up(process, f"cannot start: {reason}")
+            self._not_up(process, f"cannot start: {reason}", final=expected)
         else:
             self._lost(process, reason)
 
     def _ended(self, process: Process, how: str) -> None:
         if process.joined:
             self._lost(process, how)
-        elif not self.is_ours(process.spec.role, process.spec.id):
+        elif process.is_elsewhere:
             self._not_up(process, f"{how} before it was up")
         else:
             tail = last_lines(process.log)
             self._not_up(process, f"{how} before it was up; the end of {process.log} says:\n{tail}")
 
-    def _not_up(self, process: Process, how: str) -> None:
-        """Who has been up before in this run is tried again, by control's rules. Without a component of its own that
-        never was, a run cannot go on; without another machine it can."""
+    def _not_up(self, process: Process, how: str, final: bool = False) -> None:
+        """Who has been up before in this run is tried again, by control's rules; so are ranks on several machines,
+        unless it is known that this comes to nothing (`final`). Without a component of its own that never was, a run
+        cannot go on; without another machine it can."""
         spec = process.spec
         sentence = f"{process.title} {how}"
         host = self._hosts.find(spec.role, spec.id)
-        if self._known_incarnation(spec.role, spec.id):
+        spread = spec.role == "trainer" and process.is_elsewhere
+        if self._known_incarnation(spec.role, spec.id) or (spread and not final):
             self._lost(process, how)
         elif host is not None:
             self.admission.send_away(host, sentence)
@@ -322,10 +331,11 @@ class Components:
     def _diagnose(self, process: Process, reason: str) -> None:
         """What its processes are doing, to its log; their stacks too, where they can still be had. Those on another
         machine are out of sight."""
-        if not self.is_ours(process.spec.role, process.spec.id):
+        seen = [child for child in process.children if child.pid]
+        if not seen:
             return
         with suppress(OSError), open_log(process.log) as log:
-            for child in process.children:
+            for child in seen:
                 to_stream(log).warning("%s is given up (%s): %s", process.title, reason, look_at(child.pid))
                 ask_for_stacks(child.pid)
 
@@ -353,7 +363,8 @@ class Components:
         spec, host = self._spec(trace.role, trace.id, trace.incarnation), self._hosts.find(trace.role, trace.id)
         if host is None and not self.is_ours(trace.role, trace.id):
             return False
-        process = self._local.adopt(spec, trace, host and host.assign(spec))
+        away = self._ranks.adopted(spec, trace) if trace.role == "trainer" else {0: host.assign(spec)} if host else {}
+        process = self._local.adopt(replace(spec, rank_hosts=trace.rank_hosts), trace, away)
         known = self._known_incarnation(trace.role, trace.id)
         if known >= trace.incarnation:
             process.joined, process.incarnation = True, known
@@ -387,6 +398,15 @@ class Components:
         """So that a later controller finds them."""
         self._local.note_those_elsewhere()
 
+    def host_joined(self) -> None:
+        """It may have the room that the trainer waits for."""
+        if self._ranks_wait:
+            self.control.then(self._started_at_last())
+
+    async def _started_at_last(self) -> None:
+        if self._ranks_wait:
+            await self._started("trainer", TRAINER)
+
     def host_left(self, host: Host, reason: str) -> None:
         """With all that was there."""
         self._hosts.remove(host)
@@ -410,18 +430,23 @@ class Components:
 
     async def end(self, complete: bool, patience_s: float) -> None:
         """Everybody is told, and waited for; sample stores last, because others still read and write there. They may be
-        on other hosts, so these come last too."""
+        on other hosts, so these come last too. The trainer, wherever it is, has a checkpoint to write."""
         everybody = list(self._local.processes.values())
         for process in everybody:
             process.dismissed = True
-        away = {name for host in self._hosts.present.values() for name in host.distant}
+        away = {
+            name for host in self._hosts.present.values() for name in host.distant if not name.startswith("trainer")
+        }
         first = [one for one in everybody if one.spec.role != "store" and one.spec.name not in away]
+        hearing = asyncio.create_task(self.admission.hear_endings())
         await self._end(first, complete, patience_s)
+        hearing.cancel()
         for host in self._hosts.present.values():
             await self.server.send(host.name, Ended(complete))
             host.leave("the run has ended")  # it ends what is there
         await self._end([one for one in everybody if one not in first], complete, patience_s)
         self._local.forget()
+        self._ranks.forget()
 
     async def _end(self, processes: list[Process], complete: bool, patience_s: float) -> None:
         for process in processes:

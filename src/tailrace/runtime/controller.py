@@ -267,14 +267,14 @@ class Controller:
                 self.held_up = False
                 return True
             self.held_up = True
-            locked = locked or Locked(self.store.file, self._report)
+            locked = locked or Locked(self.store.file, self.report)
             locked.still()
             watchdog.expect("waiting for run.db, which another program has locked", STUCK_S)
             await self.components.admission.reassure_hosts()
             await asyncio.sleep(PAUSE_S)
         return False
 
-    def _report(self, sentence: str) -> None:
+    def report(self, sentence: str) -> None:
         """To the terminal and to the log."""
         to_terminal(sentence)
         self.note(sentence)
@@ -358,14 +358,14 @@ class Controller:
         """A store that joins hears what is under way, and everybody hears where it is; so does whoever joins later."""
         match event:
             case StoreJoined(store):
-                self.components.tell_stores()
+                self.components.stores.tell()
                 self.components.send("store", store, reconciliation(self.state, self.store.trajectories, store))
             case HostLeft() | TimerFired():
-                self.components.tell_departed()
+                self.components.stores.tell_departed()
             case ReplicaJoined(replica):
-                self.components.tell_stores_to("replica", replica)
+                self.components.stores.tell_one("replica", replica)
             case TrainerJoined():
-                self.components.tell_stores_to("trainer", TRAINER)
+                self.components.stores.tell_one("trainer", TRAINER)
             case _:
                 pass
 
@@ -484,6 +484,7 @@ class Controller:
     def _fire(self, timer: str) -> None:
         if timer == "health":
             self.components.admission.find_silent_hosts()
+            self.components.look_for_missing()
             self._ask_for_frames()
             self._note_waiting()
             self.tell(self.plane.heartbeats(self.components.age_s))

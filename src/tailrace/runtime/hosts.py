@@ -13,6 +13,7 @@ import signal
 from collections.abc import Mapping
 
 from tailrace.runtime.local import HostRecord
+from tailrace.runtime.placement import Machine
 from tailrace.types import HostId
 from tailrace.wire.messages import ComponentSpec, Wanted
 
@@ -20,19 +21,27 @@ LONGEST = 1000  # characters of how something ended
 
 
 class Distant:
-    """A process on another machine, known by what is said of it there."""
+    """A process on another machine, known by what is said of it there. `adopted`: it was begun for an earlier
+    controller."""
 
     pid = started = 0
 
-    def __init__(self, spec: ComponentSpec) -> None:
+    def __init__(self, spec: ComponentSpec, adopted: bool = False) -> None:
         self.spec = spec
         self.wanted = True
+        self._may_begin = not (adopted and spec.role == "trainer")
         self.ended = asyncio.Event()
         self.how = ""
 
     def send(self, number: int) -> None:
         """A signal. It takes effect with the next answer to its host."""
         self.wanted = self.wanted and number not in (signal.SIGTERM, signal.SIGKILL)
+
+    def is_gone(self, components: Mapping[str, str]) -> bool:
+        """By what its host says. What is missing there is begun, unless it is not wanted any more, or is a rank of a
+        trainer that is at work, which the others would not wait for."""
+        name = self.spec.name
+        return bool(components.get(name)) or (name not in components and not (self.wanted and self._may_begin))
 
     def end(self, how: str) -> None:
         self.how = how
@@ -60,14 +69,19 @@ class Host:
         store = [("store", self.id)] if self.trace.store else []
         return [("relay", self.id), *store, *[("replica", id) for id in self.trace.replicas]]
 
-    def assign(self, spec: ComponentSpec) -> Distant:
+    @property
+    def machine(self) -> Machine:
+        """As a place for ranks of the trainer."""
+        return Machine((self.id,) * self.trace.ranks, self.trace.interfaces)
+
+    def assign(self, spec: ComponentSpec, adopted: bool = False) -> Distant:
         """A process that is to be there."""
-        return self.distant.setdefault(spec.name, Distant(spec))
+        return self.distant.setdefault(spec.name, Distant(spec, adopted))
 
     def hear(self, components: Mapping[str, str]) -> Wanted:
         """Take in what is there, and say what should be."""
         for name, distant in list(self.distant.items()):
-            if components.get(name) or (name not in components and not distant.wanted):
+            if distant.is_gone(components):
                 distant.end(components.get(name, "ended")[:LONGEST])
                 del self.distant[name]
         missing = tuple([self.distant[name].spec for name in self.wanted if name not in components])
@@ -94,8 +108,13 @@ class Hosts:
         return tuple([host.trace for host in self.present.values()])
 
     def find(self, role: str, id: int) -> Host | None:
-        """The one on which this component runs."""
+        """The one on which this component runs. The ranks of a trainer may be on several."""
         return self._of_component.get((role, id))
+
+    @property
+    def machines(self) -> list[Machine]:
+        """With room for ranks, in the order in which they joined."""
+        return [host.machine for host in self.present.values() if host.trace.ranks]
 
     def add(self, trace: HostRecord) -> Host:
         host = self.present[trace.name] = Host(trace)

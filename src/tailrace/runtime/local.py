@@ -3,7 +3,7 @@
 `LocalProcesses.start` begins a process for a component (several for a trainer with ranks); `on_exit` is told when one
 ends by itself. A component that is asked for again is ended first: there is never more than one of it. Who is there is
 written to `components.json` in the run's folder, so that the next controller can `adopt` the components that outlive
-this one. A component may be on another machine: then it has a stand-in here (see `hosts`).
+this one. A component, or a rank of one, may be on another machine: then it has a stand-in here (see `hosts`).
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ import asyncio
 import errno
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
@@ -25,7 +24,7 @@ import msgspec
 
 from tailrace.store.folder import PRIVATE, PRIVATE_FOLDER, RunFolder
 from tailrace.types import HostId, ReplicaId, Struct, label
-from tailrace.wire.messages import LOOPBACK, ComponentSpec, WireError
+from tailrace.wire.messages import ComponentSpec, WireError
 
 FILE = "components.json"
 SHORTAGE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)  # of what others may give back soon
@@ -40,19 +39,23 @@ class ComponentRecord(Struct):
     role: str
     id: int
     incarnation: int  # that it was started as
-    processes: tuple[tuple[int, int], ...] = ()  # process id and time of its start; none yet: about to be started
+    # process id and time of its start, zeros if it is elsewhere; none yet: about to be started
+    processes: tuple[tuple[int, int], ...] = ()
     address: str = ""
     arena: str = ""
+    rank_hosts: tuple[HostId, ...] = ()  # of a trainer, by rank
 
 
 class HostRecord(Struct):
-    """Another machine that has joined: what it calls itself, the numbers of its relay and its replicas, and whether it
-    has a sample store."""
+    """Another machine that has joined: what it calls itself, the numbers of its relay and its replicas, whether it has
+    a sample store, how many ranks of the trainer it has room for, and by which interfaces those may talk."""
 
     name: str
     id: HostId
     replicas: tuple[ReplicaId, ...]
     store: bool = False
+    ranks: int = 0
+    interfaces: dict[str, str] = msgspec.field(default_factory=dict[str, str])
 
 
 class ComponentRecords(Struct):
@@ -105,6 +108,7 @@ class Process:
     def __init__(self, spec: ComponentSpec, log: Path) -> None:
         self.spec = spec
         self.log = log
+        self.members: tuple[ComponentSpec | Child, ...] = ()  # of what it is to be made, by rank
         self.children: list[Child] = []
         self.incarnation = spec.incarnation  # of its last joining
         self.joined = False
@@ -123,13 +127,31 @@ class Process:
         return "trainer" if self.spec.role == "trainer" else label(self.spec.role, self.spec.id)
 
     @property
+    def distant(self) -> list[Child]:
+        """Those on other machines."""
+        return [one for one in self.members if not isinstance(one, ComponentSpec)]
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Or a part of it."""
+        return not all(child.pid for child in self.children)
+
+    @property
     def alive(self) -> bool:
         return not all(child.ended.is_set() for child in self.children)
 
     @property
     def trace(self) -> ComponentRecord:
-        processes = tuple([(child.pid, child.started) for child in self.children])
-        return ComponentRecord(self.spec.role, self.spec.id, self.spec.incarnation, processes, self.address, self.arena)
+        spec, processes = self.spec, tuple([(child.pid, child.started) for child in self.children])
+        known = (spec.incarnation, processes, self.address, self.arena, spec.rank_hosts)
+        return ComponentRecord(spec.role, spec.id, *known)
+
+    def how(self, child: Child) -> str:
+        """How one of its processes ended, with the rank where there are several."""
+        if len(self.children) < 2:
+            return child.how
+        rank = self.children.index(child)
+        return f"lost its rank {rank}, on host {self.spec.rank_hosts[rank]}, which {child.how}"
 
     def kill(self) -> None:
         self.dismissed = True
@@ -139,7 +161,7 @@ class Process:
 
 class LocalProcesses:
     def __init__(self, folder: RunFolder, port: int, on_exit: Callable[[Process, str], None]) -> None:
-        self.processes: dict[tuple[str, int], Process] = {}
+        self.processes: dict[tuple[str, int], Process] = {}  # by `slot` of their specs
         self.hosts: tuple[HostRecord, ...] = ()
         self._folder = folder
         self._port = port
@@ -147,20 +169,22 @@ class LocalProcesses:
         self._unwritten = False  # something is not in the file
         self._watchers: set[asyncio.Task[None]] = set()
 
-    def start(self, spec: ComponentSpec, elsewhere: Child | None = None) -> Process:
-        """Start the component's processes, unless it is elsewhere; an earlier incarnation of it is killed first.
-        `OSError`: the system cannot start any now."""
-        earlier = self.processes.get((spec.role, spec.id))
+    def start(self, spec: ComponentSpec, members: Sequence[ComponentSpec | Child] = ()) -> Process:
+        """Start the component's processes; an earlier incarnation of it is killed first. `members`: its ranks, each to
+        be started here or begun elsewhere; nothing: it is one process, here. `OSError`: the system cannot start any
+        now."""
+        earlier = self.processes.get(spec.slot)
         if earlier is not None:
             earlier.kill()
         process = self._enter(spec)
         self._unwritten = True
-        if elsewhere is not None:
-            process.children.append(elsewhere)
-        else:
+        process.members = tuple(members) or (spec,)
+        if any(isinstance(one, ComponentSpec) for one in process.members):
             self._write()  # before there is anything: the next controller must not use the name again
             self._begin(process)
             self.write()
+        else:
+            process.children = list(process.distant)
         self._watch(process)
         return process
 
@@ -170,23 +194,23 @@ class LocalProcesses:
             self._write()
 
     def _begin(self, process: Process) -> None:
-        spec = process.spec
         process.log.parent.mkdir(mode=PRIVATE_FOLDER, exist_ok=True)
         process.log.touch(PRIVATE)
-        ranks = spec.config.trainer.ranks if spec.role == "trainer" else 1
-        meeting = f"tcp://{LOOPBACK}:{_free_port()}" if ranks > 1 else ""
         try:
-            for rank in range(ranks):
-                process.children.append(_spawn(msgspec.structs.replace(spec, rank=rank, meeting=meeting), process.log))
+            for one in process.members:
+                process.children.append(_spawn(one, process.log) if isinstance(one, ComponentSpec) else one)
         except OSError:
+            process.children += process.distant
             process.kill()  # those that were begun
             raise
 
-    def adopt(self, spec: ComponentSpec, trace: ComponentRecord, elsewhere: Child | None = None) -> Process:
-        """Take over a component that an earlier controller started, or what is left of it."""
+    def adopt(self, spec: ComponentSpec, trace: ComponentRecord, elsewhere: Mapping[int, Child | None]) -> Process:
+        """Take over a component that an earlier controller started, or what is left of it. `elsewhere`: its ranks on
+        other machines, as far as those are there."""
         process = self._enter(spec)
         process.address, process.arena = trace.address, trace.arena
-        found = [elsewhere] if elsewhere else [_find(pid, started) for pid, started in trace.processes]
+        ranks = range(max(1, len(trace.processes), len(trace.rank_hosts)))
+        found = [elsewhere[rank] if rank in elsewhere else _found(trace, rank) for rank in ranks]
         process.children = [child for child in found if child]
         if len(process.children) < len(found):
             process.kill()
@@ -194,8 +218,9 @@ class LocalProcesses:
         return process
 
     def _enter(self, spec: ComponentSpec) -> Process:
-        process = Process(spec, self._folder.path / "logs" / f"{spec.role}{spec.id}.log")
-        self.processes[spec.role, spec.id] = process
+        rank = f".{spec.rank}" if spec.rank else ""
+        process = Process(spec, self._folder.path / "logs" / f"{spec.role}{spec.id}{rank}.log")
+        self.processes[spec.slot] = process
         return process
 
     def write(self) -> None:
@@ -230,7 +255,7 @@ class LocalProcesses:
         await child.ended.wait()
         if not process.dismissed:
             process.kill()  # the other ranks cannot go on without this one
-            self._on_exit(process, child.how)
+            self._on_exit(process, process.how(child))
 
     async def end(self, processes: Iterable[Process], patience_s: float) -> None:
         """Wait for these to leave, then make them."""
@@ -292,8 +317,12 @@ def _spawn(spec: ComponentSpec, log: Path) -> LocalChild:
         raise
 
 
+def _found(trace: ComponentRecord, rank: int) -> LocalChild | None:
+    """Its process, if that was begun and is still the one that was started then."""
+    return _find(*trace.processes[rank]) if rank < len(trace.processes) else None
+
+
 def _find(pid: int, started: int) -> LocalChild | None:
-    """The process, if it is still the one that was started then."""
     try:
         child = LocalChild(pid)
     except ProcessLookupError:
@@ -326,10 +355,3 @@ def last_lines(log: Path, count: int = 5) -> str:
     if not log.is_file():
         return ""
     return "\n".join(log.read_text(errors="replace").splitlines()[-count:])
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((LOOPBACK, 0))
-        port: int = probe.getsockname()[1]
-        return port

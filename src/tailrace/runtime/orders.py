@@ -70,8 +70,8 @@ class Orders:
         self._send("trainer", TRAINER, Ordered(command, rewards=rewards, versions=versions))
 
     def _publish(self, _: State, command: Publish) -> None:
-        addresses = self._components.addresses((command.relay,))
-        if addresses:
+        addresses = self._components.publish_addresses(command.relay)
+        if command.relay in addresses:
             self._send("trainer", TRAINER, Ordered(command, addresses=addresses))
 
     def _route(self, _: State, command: Route) -> None:

@@ -41,3 +41,7 @@ class RunControl(Protocol):
     def note(self, sentence: str) -> None:
         """For the controller's log."""
         ...
+
+    def report(self, sentence: str) -> None:
+        """For the terminal, and the log."""
+        ...

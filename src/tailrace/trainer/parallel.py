@@ -3,17 +3,26 @@
 `Alone` is a trainer of one process and never touches torch.distributed. `Together` shards weights, gradients and
 moments over the ranks (FSDP2) and adds up what the ranks computed. Every method of `Together` is a collective: all
 ranks call it, in the same order. A rank that dies breaks the connections of the others, who then fail at once; one that
-hangs is found out after `deadline_s`. Waiting for the next command has a longer limit of its own, `idle_s`. What rank 0
-announces is no collective: it is read whenever somebody looks.
+hangs is found out after `deadline_s` (`trainer.collective_s`). The others may wait longer for a command of rank 0,
+`idle_s`. What rank 0 announces is no collective: it is read whenever somebody looks.
+
+Nothing here is authenticated or encrypted but what is announced. So ranks on one machine meet on its loopback, and
+those on several in the network that the user trusts (`trainer.interface`), at one address of it and no other.
 """
 
 from __future__ import annotations
 
+import os
+import socket
 from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch._C._distributed_c10d import FileStore, PrefixStore, TCPStore
+from torch.distributed import DistError
+
+from tailrace.trainer.announcements import Announcements
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -23,6 +32,13 @@ if TYPE_CHECKING:
 
 
 ANNOUNCED = "announced"  # key of what rank 0 has announced
+IDLE_S = 86400.0  # that ranks wait for the next command
+MEETING_SHARE = 0.8  # of `local.start_s`, so that a rank that waits in vain can still say for what
+BACKLOG = 1024
+
+
+class MeetingError(RuntimeError):
+    """Why ranks have not found each other. The next start may be luckier."""
 
 
 def pick_device(wanted: str, rank: int = 0) -> str:
@@ -111,9 +127,12 @@ class Alone:
 class Together:
     """One of several processes, after `join`."""
 
-    def __init__(self, rank: int, size: int, device: str, commands: ProcessGroup, board: Store):
+    def __init__(
+        self, rank: int, size: int, device: str, commands: ProcessGroup, board: Store, announcements: Announcements
+    ) -> None:
         self.rank, self.size = rank, size
         self._device, self._commands, self._board = device, commands, board
+        self._announcements = announcements
 
     def shard(self, module: nn.Module) -> None:
         from torch.distributed.device_mesh import init_device_mesh
@@ -158,10 +177,10 @@ class Together:
         return body.numpy().tobytes()
 
     def announce(self, text: str) -> None:
-        self._board.set(ANNOUNCED, text)
+        self._board.set(ANNOUNCED, self._announcements.write(text))
 
     def announced(self) -> bytes:
-        return self._board.get(ANNOUNCED) if self._board.check([ANNOUNCED]) else b""
+        return self._announcements.read(self._board.get(ANNOUNCED)) if self._board.check([ANNOUNCED]) else b""
 
     def leave(self) -> None:
         torch.distributed.destroy_process_group()
@@ -169,25 +188,72 @@ class Together:
 
 def ranks_of(spec: ComponentSpec, device: str) -> Ranks:
     """What the rank with this spec is one of."""
-    size = spec.config.trainer.ranks
-    return join(spec.rank, size, spec.meeting, device) if size > 1 else Alone()
+    size, settings = max(1, len(spec.rank_hosts)), spec.config.trainer
+    if size == 1:
+        return Alone()
+    use_interface(spec.interface)
+    patience_s = MEETING_SHARE * spec.config.local.start_s
+    return join(spec.rank, size, spec.meeting, device, settings.collective_s, IDLE_S, patience_s, spec.rank_key)
+
+
+def use_interface(name: str) -> None:
+    """For gloo and NCCL, which choose one by themselves otherwise; before either is begun."""
+    if name:
+        os.environ["GLOO_SOCKET_IFNAME"] = name
+        os.environ["NCCL_SOCKET_IFNAME"] = f"={name}"  # this one, not all whose names begin so
 
 
 def join(
-    rank: int, size: int, meeting: str, device: str = "", deadline_s: float = 600.0, idle_s: float = 86400.0
+    rank: int,
+    size: int,
+    meeting: str,
+    device: str = "",
+    deadline_s: float = 600.0,
+    idle_s: float = IDLE_S,
+    patience_s: float = 0.0,
+    key: str = "",
 ) -> Together:
-    """Meet the other ranks at `meeting` (`tcp://127.0.0.1:PORT` or `file:///PATH`), each with a device of its own."""
-    from torch.distributed import PrefixStore, rendezvous  # pyright: ignore[reportPrivateImportUsage]
-
+    """Meet the other ranks at `meeting` (`tcp://127.0.0.1:PORT` or `file:///PATH`) within `patience_s`, each with a
+    device of its own. `key`: that all ranks have."""
     device_name = pick_device(device, rank)
     backend = "cpu:gloo,cuda:nccl" if device_name.startswith("cuda") else "gloo"
     if device_name.startswith("cuda"):
         torch.cuda.set_device(device_name)
     limit = timedelta(seconds=deadline_s)
-    board, _, _ = next(iter(rendezvous(meeting, rank, size, timeout=limit)))
+    board = meet(rank, size, meeting, timedelta(seconds=patience_s or deadline_s))
     torch.distributed.init_process_group(
         backend, store=PrefixStore("group", board), rank=rank, world_size=size, timeout=limit
     )
-    commands = torch.distributed.new_group(backend="gloo", timeout=timedelta(seconds=idle_s))
+    waiting = timedelta(seconds=idle_s) if rank else limit  # a command is sent once all others take it
+    commands = torch.distributed.new_group(backend="gloo", timeout=waiting)
     assert isinstance(commands, torch.distributed.ProcessGroup)
-    return Together(rank, size, device_name, commands, board)
+    return Together(rank, size, device_name, commands, board, Announcements(key))
+
+
+def meet(rank: int, size: int, meeting: str, patience: timedelta) -> Store:
+    """The store of all ranks, which rank 0 keeps. torch would have it listen at all addresses of the machine: here it
+    gets a socket that listens at one."""
+    if meeting.startswith("file://"):
+        return FileStore(meeting.removeprefix("file://"), size)
+    host, _, port = meeting.removeprefix("tcp://").rpartition(":")
+    host = host.strip("[]")
+    listening = _listen(host, int(port)) if rank == 0 else None
+    try:
+        return TCPStore(host, int(port), size, rank == 0, timeout=patience, master_listen_fd=listening)
+    except DistError as error:
+        why, wait_s = str(error).partition("\n")[0], patience.total_seconds()
+        raise MeetingError(
+            f"rank {rank} has not met the others at {host}:{port} within {wait_s:g} s ({why}); "
+            "trainer.interface has to be a network in which all machines with ranks reach each other"
+        ) from error
+
+
+def _listen(host: str, port: int) -> int:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as listening:
+        try:
+            listening.bind((host, port))
+            listening.listen(BACKLOG)
+        except OSError as error:
+            raise MeetingError(f"rank 0 cannot listen at {host}:{port} ({error.strerror})") from error
+        return listening.detach()

@@ -17,12 +17,22 @@ from tailrace.samples.client import SampleClient, SampleStoreError
 from tailrace.samples.messages import SampleLength
 from tailrace.store.folder import refuse_moved
 from tailrace.trainer.divergence import DivergedError, Divergence, put_aside_after, way_back
+from tailrace.trainer.manifest import CheckpointError
 from tailrace.trainer.pace import CheckpointPace
 from tailrace.trainer.rank_group import RankGroup, build_rank_group
 from tailrace.trainer.reader import SampleInfo
 from tailrace.types import StoreId, TrajectoryId, Version
 from tailrace.wire.client import ControlClient
-from tailrace.wire.messages import Collapsed, ComponentSpec, Ended, FromController, Introduce, Ordered, StoreAddresses
+from tailrace.wire.messages import (
+    Collapsed,
+    ComponentSpec,
+    Ended,
+    FromController,
+    Introduce,
+    Ordered,
+    StoreAddresses,
+    is_marked,
+)
 
 log = logging.getLogger(__name__)
 
@@ -30,14 +40,28 @@ PATIENCE_S = 1.0  # orders wake the loop; this only bounds how long it sleeps
 
 
 def run(spec: ComponentSpec) -> None:
+    """After an error the other ranks are not told to leave: they may be in the middle of anything, or hang, and see
+    that this one has ended. Only a divergence is noticed while they wait for the next command."""
     rank_group = build_rank_group(spec)
     try:
         if spec.rank:
             rank_group.follow()
         else:
             TrainerWorker(spec, rank_group).run()
-    finally:
+    except DivergedError:
         rank_group.close()
+        raise
+    except RuntimeError as error:
+        raise explained(error, spec.config.trainer.collective_s) from error
+    rank_group.close()
+
+
+def explained(error: RuntimeError, deadline_s: float) -> RuntimeError:
+    """What gloo and NCCL say of a rank that hangs, for people."""
+    if "Timed out" not in str(error) and "timeout" not in str(error).lower():
+        return error
+    late = f"a collective took longer than {deadline_s:g} s (trainer.collective_s), so another rank hangs"
+    return RuntimeError(f"{late}, or the network between them: {error}")
 
 
 class TrainerWorker:
@@ -170,8 +194,11 @@ class TrainerWorker:
         self.rank_group.publish(command.version, order.addresses[command.relay], give_up)
 
     def _refuse_moved(self) -> None:
-        """Checkpoints are read and written by name: there may be another run of that name by now."""
+        """Checkpoints are read and written by name: there may be another run of that name by now, or another trainer of
+        this one, if this machine was cut off."""
         refuse_moved(Path(self.spec.folder), self.spec.folder_id)
+        if self.spec.folder_mark and not is_marked(self.spec):
+            raise CheckpointError(f"another trainer writes checkpoints in {self.spec.folder} by now")
 
     def _save(self) -> None:
         self._refuse_moved()

@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from tailrace.wire.messages import Receipt, WireError, encode
 
 RANK = re.compile(r"\.\d+/")  # in the name of a trainer's rank, but for the first
+JOIN_KEY = "join.key"  # the file in a run's folder by which other machines join
 HOST = "host-"  # what the names of other machines begin with
 
 
@@ -30,6 +31,10 @@ class Keyring(NamedTuple):
         if name.startswith(HOST):
             return host_key(self.token, name)
         return hmac.digest(self.secret, b"component " + name.encode(), "sha256")
+
+    def folder_mark(self, name: str) -> str:
+        """By which another machine knows the folder of this run, and this trainer as the one that writes there."""
+        return hmac.digest(self.secret, b"folder " + name.encode(), "sha256").hex()
 
     @property
     def identity(self) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -26,6 +27,11 @@ from tailrace.types import (
 LOOPBACK = "127.0.0.1"
 OFFER_S = 0.5  # how often a host offers itself
 MOST_REPLICAS = 1024  # of other machines that a run takes
+MOST_RANKS = 1024  # of the trainer
+RANKS_MARK = "ranks.mark"  # a file in the run's folder while ranks are on other machines: whose checkpoints count
+
+
+ShortText = Annotated[str, Meta(max_length=64)]
 
 
 class WireError(TailraceError):
@@ -48,12 +54,17 @@ class ComponentSpec(Struct):
     fingerprint: str = (
         ""  # fingerprint of the controller's certificate; empty: the connection is plain, within this host
     )
-    host: HostId = 0  # of whose relay a replica gets its weights
+    host: HostId = 0  # of whose relay a replica gets its weights, and to which a trainer's rank publishes
     listen: str = LOOPBACK  # relay: where it takes weights
     run: str = ""  # by which the files of its sample stores are known
     rank: int = 0
     step: int = 0  # trainer: the last step that the controller knows to be complete
+    rank_hosts: tuple[HostId, ...] = ()  # trainer: by rank
     meeting: str = ""  # trainer: where its ranks find each other
+    interface: str = ""  # trainer: by which this rank talks to the others
+    rank_key: str = ""  # trainer: that all of its ranks have, and nobody else
+    # trainer with ranks elsewhere: what a file in the run's folder says, so that another machine knows it as the same
+    folder_mark: str = ""
 
     @property
     def name(self) -> str:
@@ -61,6 +72,19 @@ class ComponentSpec(Struct):
         for."""
         rank = f".{self.rank}" if self.rank else ""
         return f"{self.role}-{self.id}{rank}/{self.incarnation}"
+
+    @property
+    def slot(self) -> tuple[str, int]:
+        """Its role, with the rank if that is not the first, and its number: the same for every start."""
+        return f"{self.role}.{self.rank}" if self.rank else self.role, self.id
+
+
+def is_marked(spec: ComponentSpec) -> bool:
+    """Whether the folder that this trainer was told is here, and the trainer the newest."""
+    try:
+        return (Path(spec.folder) / RANKS_MARK).read_text() == spec.folder_mark
+    except OSError:
+        return False
 
 
 # -------------------------------------------------------------------------------------------------- from the components
@@ -112,15 +136,22 @@ class Measured(Message):
 
 
 class Offer(Message):
-    """A host has room for so many replicas, 0: no longer. Said again and again, with the names of the components that
-    were started there and, of those that ended, how; so nothing has to be remembered of it, and none need arrive."""
+    """A host has room for so many replicas and ranks of the trainer, or is `leaving`, because of `reason`. Said again
+    and again, with the names of the components that were started there and, of those that ended, how; so nothing has to
+    be remembered of it, and none need arrive."""
 
     release: Annotated[str, Meta(max_length=64)]  # of Tailrace
     replicas: Annotated[int, Meta(ge=0, le=MOST_REPLICAS)]
     store: bool = False  # it has room for a sample store too
-    components: Annotated[dict[str, str], Meta(max_length=2 * MOST_REPLICAS)] = msgspec.field(
+    components: Annotated[dict[str, str], Meta(max_length=3 * MOST_REPLICAS)] = msgspec.field(
         default_factory=dict[str, str]
     )
+    ranks: Annotated[int, Meta(ge=0, le=MOST_RANKS)] = 0
+    interfaces: Annotated[dict[ShortText, ShortText], Meta(max_length=256)] = msgspec.field(
+        default_factory=dict[str, str]
+    )  # of a host with ranks: the first address of each
+    leaving: bool = False
+    reason: Annotated[str, Meta(max_length=1000)] = ""
 
 
 class Accused(Message):
