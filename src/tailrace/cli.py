@@ -169,7 +169,7 @@ def _replay(arguments: argparse.Namespace) -> int:
 def _doctor(arguments: argparse.Namespace) -> int:
     from tailrace.launch.doctor import print_report
 
-    return print_report(arguments.files, arguments.settings)
+    return print_report(arguments.files, arguments.settings, arguments.cards)
 
 
 # ---------------------------------------------------------------------------------------------------------- parsing
@@ -222,7 +222,8 @@ def _add_training(add: Add) -> None:
 
     worker = add("worker", _worker, "let this machine generate for a run elsewhere, until Ctrl-C or its end")
     worker.add_argument("--join", required=True, metavar="HOST:PORT", help="where the run listens (local.listen)")
-    worker.add_argument("--replicas", type=_replicas, default=1, metavar="N", help="how many to start here (1)")
+    many = "how many to start here (1); auto: one for each GPU"
+    worker.add_argument("--replicas", type=_replicas, default=1, metavar="N", help=many)
     key = "join.key of the run's folder; unset: TAILRACE_JOIN_KEY has its content"
     worker.add_argument("--key", type=_path, metavar="FILE", help=key)
     store = "keep the tokens that are generated here in this directory; unset: they go to the run's machine"
@@ -262,7 +263,10 @@ def _add_looking(add: Add) -> None:
     compared = "run a journal through a fresh control plane and compare the commands"
     _of_a_run(add("replay", _replay, compared), RECORDED)
 
-    _of_files(add("doctor", _doctor, "what this machine, and these settings, can and cannot do", SETTINGS), "*")
+    doctor = add("doctor", _doctor, "what this machine, and these settings, can and cannot do", SETTINGS)
+    _of_files(doctor, "*")
+    cards = "deal GPUs that are not here: how many, and the GB of each (8x80)"
+    doctor.add_argument("--cards", metavar="NxGB", help=cards)
 
 
 def _of_files(command: _Parser, count: str = "+") -> _Parser:
@@ -331,8 +335,9 @@ def _version(text: str) -> int:
     return int(number)
 
 
-def _replicas(text: str) -> int:
-    return _whole(text, 1024, "a number of replicas; write --replicas 2")
+def _replicas(text: str) -> int | None:
+    """None: as many as there are GPUs."""
+    return None if text == "auto" else _whole(text, 1024, "a number of replicas; write --replicas 2, or auto")
 
 
 def _rounds(text: str) -> int:

@@ -7,7 +7,7 @@ the machine: a `Config` is a value. Derived figures are properties, so no field 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, dataclass_transform
+from typing import TYPE_CHECKING, Annotated, Any, Literal, dataclass_transform
 
 import msgspec
 from msgspec import Meta
@@ -20,6 +20,12 @@ Natural = Annotated[int, Meta(ge=0)]
 Amount = Annotated[float, Meta(ge=0)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Processes = Annotated[int, Meta(ge=1, le=1024)]
+AUTO = "auto"
+if TYPE_CHECKING:
+    ProcessesOrAuto = int  # "auto" becomes a number before a run starts (launch/cards.py): nobody else meets the word
+else:
+    ProcessesOrAuto = Processes | Literal["auto"]
+WITHOUT_CARDS = 2  # what "auto" means where no GPU is
 PerHour = Annotated[float, Meta(ge=0, le=1e6)]
 Pause = Annotated[float, Meta(ge=0.01)]  # seconds between two of something that goes on for ever
 
@@ -271,6 +277,7 @@ class Trainer(Section):
     ranks: Processes = 1  # processes over which weights, gradients and moments are sharded (FSDP2)
     threads: Natural = 0  # CPU threads per rank; 0: torch's choice
     device: str = ""  # "cpu", "cuda"; empty: the GPU if there is one
+    cards: tuple[Natural, ...] = ()  # numbers of the GPUs of this machine, one for each rank; empty: the first ones
     engine: Literal["native", "emulated"] = "native"  # emulated: takes the time that [costs] says, trains nothing
 
 
@@ -289,6 +296,7 @@ class Rollout(Section):
     stream_tokens: Count = 64  # at most so many tokens of a sample are lost with its replica
     threads: Natural = 1  # CPU threads; 0: torch's choice
     device: str = ""  # "cpu", "cuda"; empty: the GPU if there is one
+    cards: tuple[Natural, ...] = ()  # numbers of the GPUs of this machine for replicas; empty: what the trainer leaves
     precision: Literal["", "float32", "bfloat16", "float16"] = ""  # empty: float32 on a CPU, bfloat16 on a GPU
 
 
@@ -338,7 +346,7 @@ class Faults(Section):
 class Local(Section):
     """The processes of a run on this machine."""
 
-    replicas: Processes = 2
+    replicas: ProcessesOrAuto = WITHOUT_CARDS  # "auto": one for each GPU that the trainer leaves, 2 without GPUs
     relays: Processes = 1  # as if there were so many hosts; replicas are dealt out to them in turn
     port: Annotated[int, Meta(ge=0, le=65_535)] = 0  # of the controller; 0: any free one
     # an address of this host at which workers of other machines may join, with the key in the run's folder; empty:
@@ -346,6 +354,11 @@ class Local(Section):
     listen: str = ""
     start_s: Annotated[float, Meta(gt=0)] = 180.0  # until a process that was started must have joined
     cores: Natural = 0  # simulation: [costs] are processor seconds, shared by all processes on so many; 0: wall seconds
+
+    @property
+    def is_auto(self) -> bool:
+        """How many replicas there are is still to be found out."""
+        return str(self.replicas) == AUTO
 
 
 class Run(Section):
@@ -403,7 +416,9 @@ class Config(Section):
 
     @property
     def replicas(self) -> int:
-        return self.local.replicas if self.costs.measured else self.rollout_gpus // self.split.tensor_parallel
+        if not self.costs.measured:
+            return self.rollout_gpus // self.split.tensor_parallel
+        return WITHOUT_CARDS if self.local.is_auto else self.local.replicas
 
     @property
     def hosts(self) -> int:

@@ -25,6 +25,11 @@ MAY_CHANGE = {
     "local.port",
     "local.listen",
     "local.start_s",
+    "rollout.cards",  # the machine may be another one
+    "rollout.memory",
+    "rollout.device",
+    "trainer.cards",
+    "trainer.device",
     "trainer.learning_rate",  # that of a run that has diverged was too high
     "trainer.critic_learning_rate",
     "trainer.max_grad_norm",

@@ -13,10 +13,12 @@ import signal
 import socket
 from pathlib import Path
 
+from tailrace.launch.cards import cards_of_worker
 from tailrace.launch.limits import BASE, EACH, STRANGERS, allow_files
 from tailrace.runtime.agent import Agent, AgentError
 from tailrace.runtime.controller import Controller
 from tailrace.store.folder import PRIVATE, PRIVATE_FOLDER, RunFolder
+from tailrace.types import Card
 from tailrace.weights.shared_memory import clear_abandoned
 from tailrace.wire import descriptors
 from tailrace.wire.keys import JoinKey
@@ -47,22 +49,24 @@ def withdraw(folder: RunFolder) -> None:
     (folder.now / FILE).unlink(missing_ok=True)
 
 
-def work(join: str, replicas: int, file: Path | None, store: Path | None = None) -> int:
-    """Until the run is over (0), or Ctrl-C (130)."""
-    allow_files(BASE + EACH * replicas + STRANGERS)
+def work(join: str, replicas: int | None, file: Path | None, store: Path | None = None) -> int:
+    """Until the run is over (0), or Ctrl-C (130). `replicas`: None: one for each GPU, or one where there is none."""
     endpoint, key = _endpoint(join), _key(file)
     if store is not None:
         _prepare(store)
+    cards = cards_of_worker()
+    replicas = replicas or len(cards) or 1
+    allow_files(BASE + EACH * replicas + STRANGERS)
     descriptors.raise_limit()
     clear_abandoned()
     try:
-        return asyncio.run(_work(endpoint, key, replicas, store))
+        return asyncio.run(_work(endpoint, key, replicas, store, cards))
     finally:
         clear_abandoned()  # of relays that were killed
 
 
-async def _work(endpoint: str, key: JoinKey, replicas: int, store: Path | None) -> int:
-    agent = Agent(endpoint, key, replicas, _say, store)
+async def _work(endpoint: str, key: JoinKey, replicas: int, store: Path | None, cards: tuple[Card, ...]) -> int:
+    agent = Agent(endpoint, key, replicas, _say, store, cards)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, agent.interrupt)

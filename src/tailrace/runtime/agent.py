@@ -23,11 +23,13 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from tailrace import __version__
+from tailrace.config.dealing import deal_elsewhere
 from tailrace.config.tree import Config
 from tailrace.errors import TailraceError
 from tailrace.runtime.hosts import LONGEST
 from tailrace.runtime.local import LocalProcesses, Process, last_lines
 from tailrace.store.folder import RunFolder
+from tailrace.types import Card
 from tailrace.wire.client import ControlClient
 from tailrace.wire.connection import check_join_key
 from tailrace.wire.keys import JoinKey, host_key
@@ -45,9 +47,16 @@ class AgentError(TailraceError):
 
 class Agent:
     def __init__(
-        self, endpoint: str, key: JoinKey, replicas: int, say: Callable[[str], None], store: Path | None = None
+        self,
+        endpoint: str,
+        key: JoinKey,
+        replicas: int,
+        say: Callable[[str], None],
+        store: Path | None = None,
+        cards: tuple[Card, ...] = (),
     ) -> None:
-        """`store`: the folder for the tokens of what is generated here; None: they go to the run's own machine."""
+        """`store`: the folder for the tokens of what is generated here; None: they go to the run's own machine.
+        `cards`: the GPUs of this machine, to be dealt here."""
         spec = ComponentSpec(
             "host", secrets.randbits(48), 1, endpoint, key.token, "", Config(), fingerprint=key.fingerprint
         )
@@ -55,6 +64,7 @@ class Agent:
         check_join_key(endpoint, spec.name, host_key(key.token, spec.name), key.fingerprint, JOIN_CHECK_S)
         self._replicas = replicas
         self._store = store
+        self._cards = cards
         self._say = say
         self._own, self._held = os.pipe()
         self._folder = Path(tempfile.mkdtemp(prefix="tailrace-worker-"))
@@ -142,6 +152,7 @@ class Agent:
         for spec in wanted.specs:
             if spec.name not in self._components:
                 _refuse_missing_model(spec.config)
+                self._local.deal = deal_elsewhere(spec.config, self._cards, self._replicas)
                 self._start(self._at_home(spec))
 
     def _start(self, spec: ComponentSpec) -> None:

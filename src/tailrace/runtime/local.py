@@ -21,7 +21,9 @@ from pathlib import Path
 from typing import Protocol
 
 import msgspec
+from msgspec.structs import replace
 
+from tailrace.config.dealing import Deal, visible
 from tailrace.store.folder import PRIVATE, PRIVATE_FOLDER, RunFolder
 from tailrace.types import HostId, ReplicaId, Struct, label
 from tailrace.wire.messages import LOOPBACK, ComponentSpec, WireError
@@ -136,12 +138,15 @@ class Process:
 
 
 class LocalProcesses:
-    def __init__(self, folder: RunFolder, port: int, on_exit: Callable[[Process, str], None]) -> None:
+    def __init__(
+        self, folder: RunFolder, port: int, on_exit: Callable[[Process, str], None], deal: Deal = Deal()
+    ) -> None:
         self.processes: dict[tuple[str, int], Process] = {}
         self.hosts: tuple[HostRecord, ...] = ()
         self._folder = folder
         self._port = port
         self._on_exit = on_exit
+        self.deal = deal  # of this machine's cards
         self._unwritten = False  # something is not in the file
         self._watchers: set[asyncio.Task[None]] = set()
 
@@ -175,7 +180,8 @@ class LocalProcesses:
         meeting = f"tcp://{LOOPBACK}:{_free_port()}" if ranks > 1 else ""
         try:
             for rank in range(ranks):
-                process.children.append(_spawn(msgspec.structs.replace(spec, rank=rank, meeting=meeting), process.log))
+                here = placed(replace(spec, rank=rank, meeting=meeting), self.deal)
+                process.children.append(_spawn(here, process.log))
         except OSError:
             process.kill()  # those that were begun
             raise
@@ -259,8 +265,24 @@ def read_records(folder: Path) -> ComponentRecords:
         return ComponentRecords()
 
 
-def _spawn(spec: ComponentSpec, log: Path) -> LocalChild:
+def placed(spec: ComponentSpec, deal: Deal) -> ComponentSpec:
+    """The same with what it was dealt. It will see no other cards, so the first that it sees is its own."""
+    is_trainer = spec.role == "trainer"
+    has = deal.of(spec.role, spec.rank if is_trainer else spec.id)
+    if not has.cards:
+        return spec
+    name = "trainer" if is_trainer else "rollout"
+    section = replace(getattr(spec.config, name), device="cuda")
+    config = replace(spec.config, **{name: section})
+    return replace(spec, config=config, cards=has.cards, memory=has.memory, cpus=has.cpus)
+
+
+def _environment(spec: ComponentSpec) -> dict[str, str]:
     threads = spec.config.trainer.threads if spec.role == "trainer" else spec.config.rollout.threads
+    return os.environ | visible(spec.cards, os.environ) | ({"OMP_NUM_THREADS": str(threads)} if threads else {})
+
+
+def _spawn(spec: ComponentSpec, log: Path) -> LocalChild:
     with log.open("ab") as output:
         started = subprocess.Popen(
             [sys.executable, "-m", "tailrace.runtime.component"],
@@ -268,7 +290,7 @@ def _spawn(spec: ComponentSpec, log: Path) -> LocalChild:
             stdout=output,
             stderr=output,
             start_new_session=True,  # Ctrl-C in the terminal is for the controller alone
-            env=os.environ | ({"OMP_NUM_THREADS": str(threads)} if threads else {}),
+            env=_environment(spec),
             pass_fds=(spec.lifeline,),
         )
     assert started.stdin is not None

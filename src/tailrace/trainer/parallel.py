@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor, nn
 
+from tailrace.config.dealing import ranks_share_cards
+
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
     from torch.distributed import ProcessGroup
@@ -170,17 +172,26 @@ class Together:
 def ranks_of(spec: ComponentSpec, device: str) -> Ranks:
     """What the rank with this spec is one of."""
     size = spec.config.trainer.ranks
-    return join(spec.rank, size, spec.meeting, device) if size > 1 else Alone()
+    if size == 1:
+        return Alone()
+    return join(spec.rank, size, spec.meeting, device, own_card=not ranks_share_cards(spec.config))
 
 
 def join(
-    rank: int, size: int, meeting: str, device: str = "", deadline_s: float = 600.0, idle_s: float = 86400.0
+    rank: int,
+    size: int,
+    meeting: str,
+    device: str = "",
+    deadline_s: float = 600.0,
+    idle_s: float = 86400.0,
+    own_card: bool = True,
 ) -> Together:
-    """Meet the other ranks at `meeting` (`tcp://127.0.0.1:PORT` or `file:///PATH`), each with a device of its own."""
+    """Meet the other ranks at `meeting` (`tcp://127.0.0.1:PORT` or `file:///PATH`). `own_card`: on GPUs each has one of
+    its own, which NCCL needs; gloo does without, by way of host memory."""
     from torch.distributed import PrefixStore, rendezvous  # pyright: ignore[reportPrivateImportUsage]
 
     device_name = pick_device(device, rank)
-    backend = "cpu:gloo,cuda:nccl" if device_name.startswith("cuda") else "gloo"
+    backend = "cpu:gloo,cuda:nccl" if device_name.startswith("cuda") and own_card else "gloo"
     if device_name.startswith("cuda"):
         torch.cuda.set_device(device_name)
     limit = timedelta(seconds=deadline_s)

@@ -54,6 +54,10 @@ class ComponentSpec(Struct):
     rank: int = 0
     step: int = 0  # trainer: the last step that the controller knows to be complete
     meeting: str = ""  # trainer: where its ranks find each other
+    # what it was dealt (config/dealing.py), by whoever starts it
+    cards: tuple[int, ...] = ()  # the GPUs that it sees; none: those that are there, if it uses any
+    memory: float = 0.0  # its share of their memory; 0: nobody has dealt
+    cpus: str = ""  # near its cards ("0-31"); empty: any
 
     @property
     def name(self) -> str:

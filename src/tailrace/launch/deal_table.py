@@ -1,0 +1,65 @@
+"""A deal as a table for people: which process gets which GPU, how much of its memory, and which CPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from textwrap import indent
+
+from tailrace.config.dealing import uses_cards
+from tailrace.config.tree import Config
+from tailrace.launch.cards import Dealt
+from tailrace.obs.tables import percent, render_table
+from tailrace.types import Card, Placement
+
+COLUMNS = ("process", "GPU", "kind", "share", "memory", "CPUs near it")
+ON_CPU = "the CPU"
+
+
+def describe_deal(dealt: Dealt) -> str:
+    title = "GPUs of a run with these settings"
+    rows = [*_rows(dealt), *_idle(dealt)]
+    lines = [render_table(COLUMNS, rows, left=3) if dealt.cards else _why_none(dealt.config), *dealt.notes]
+    return "\n".join([title, *[indent(line, "  ") for line in lines]])
+
+
+def _why_none(config: Config) -> str:
+    if not uses_cards(config.rollout) and not uses_cards(config.trainer):
+        return "none: neither replicas nor the trainer compute on GPUs"
+    return "none here: replicas and trainer compute on the CPU; --cards 8x80 shows the deal for eight GPUs of 80 GB"
+
+
+def _rows(dealt: Dealt) -> Iterator[tuple[str, ...]]:
+    config, deal, cards = dealt.config, dealt.deal, dealt.cards
+    ranks, replicas = config.trainer.ranks, config.local.replicas
+    yield from _of_role(
+        [f"trainer rank {rank}" if ranks > 1 else "trainer" for rank in range(ranks)], deal.ranks, cards
+    )
+    yield from _of_role([f"replica {number}" for number in range(replicas)], deal.replicas, cards)
+
+
+def _of_role(names: Sequence[str], placements: Sequence[Placement], cards: Sequence[Card]) -> Iterator[tuple[str, ...]]:
+    if not placements:
+        which = names[0] if len(names) == 1 else f"{names[0]} to {names[-1].rpartition(' ')[2]}"
+        yield which, "", ON_CPU, "", "", "-"
+        return
+    for name, placement in zip(names, placements, strict=True):
+        yield name, *_cells(placement, cards)
+
+
+def _cells(placement: Placement, cards: Sequence[Card]) -> tuple[str, ...]:
+    numbers = ",".join(map(str, placement.cards))
+    kinds = ", ".join(dict.fromkeys(cards[card].name for card in placement.cards))
+    memory = placement.memory * sum(cards[card].memory for card in placement.cards)
+    return numbers, kinds, percent(placement.memory), f"{memory / 2**30:,.1f} GiB", _near(placement, cards)
+
+
+def _near(placement: Placement, cards: Sequence[Card]) -> str:
+    if not placement.cpus:
+        return "not known"
+    nodes = sorted({cards[card].node for card in placement.cards})
+    return f"{placement.cpus} (NUMA node {', '.join(map(str, nodes))})" if nodes != [-1] else placement.cpus
+
+
+def _idle(dealt: Dealt) -> Iterator[tuple[str, ...]]:
+    for number in dealt.deal.unused(len(dealt.cards)):
+        yield "nobody", str(number), dealt.cards[number].name, "", "", "-"
