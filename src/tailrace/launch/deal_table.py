@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from textwrap import indent
 
-from tailrace.config.dealing import uses_cards
+from tailrace.config.dealing import Deal, uses_cards
 from tailrace.config.tree import Config
 from tailrace.launch.cards import Dealt
 from tailrace.obs.tables import percent, render_table
@@ -18,7 +18,7 @@ ON_CPU = "the CPU"
 def describe_deal(dealt: Dealt) -> str:
     title = "GPUs of a run with these settings"
     rows = [*_rows(dealt), *_idle(dealt)]
-    lines = [render_table(COLUMNS, rows, left=3) if dealt.cards else _why_none(dealt.config), *dealt.notes]
+    lines = [render_table(COLUMNS, rows, left=3) if dealt.deal != Deal() else _why_none(dealt.config), *dealt.notes]
     return "\n".join([title, *[indent(line, "  ") for line in lines]])
 
 
@@ -30,19 +30,17 @@ def _why_none(config: Config) -> str:
 
 def _rows(dealt: Dealt) -> Iterator[tuple[str, ...]]:
     config, deal, cards = dealt.config, dealt.deal, dealt.cards
-    ranks, replicas = config.trainer.ranks, config.local.replicas
-    yield from _of_role(
-        [f"trainer rank {rank}" if ranks > 1 else "trainer" for rank in range(ranks)], deal.ranks, cards
-    )
-    yield from _of_role([f"replica {number}" for number in range(replicas)], deal.replicas, cards)
+    ranks = [f"trainer rank {rank}" for rank in range(config.trainer.ranks)]
+    yield from _of_role(ranks if len(ranks) > 1 else ["trainer"], deal.ranks, cards)
+    yield from _of_role([f"replica {number}" for number in range(config.local.replicas)], deal.replicas, cards)
 
 
 def _of_role(names: Sequence[str], placements: Sequence[Placement], cards: Sequence[Card]) -> Iterator[tuple[str, ...]]:
-    if not placements:
+    if names and not placements:
         which = names[0] if len(names) == 1 else f"{names[0]} to {names[-1].rpartition(' ')[2]}"
         yield which, "", ON_CPU, "", "", "-"
         return
-    for name, placement in zip(names, placements, strict=True):
+    for name, placement in zip(names, placements, strict=False):  # more names: those are on other machines
         yield name, *_cells(placement, cards)
 
 

@@ -51,6 +51,7 @@ def withdraw(folder: RunFolder) -> None:
 
 def work(join: str, replicas: int | None, file: Path | None, store: Path | None = None) -> int:
     """Until the run is over (0), or Ctrl-C (130). `replicas`: None: one for each GPU, or one where there is none."""
+    allow_files(BASE + EACH * (replicas or 1) + STRANGERS)
     endpoint, key = _endpoint(join), _key(file)
     if store is not None:
         _prepare(store)
