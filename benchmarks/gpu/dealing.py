@@ -119,7 +119,7 @@ def main() -> None:
         row = rows[case]
         accuracy = " -> ".join(f"{row[key]:.3f}" for key in ("accuracy_before", "accuracy_after") if key in row)
         print(
-            f"{case:6} {accuracy or 'failed':16} {row['seconds']:6.0f} s  {row.get('tokens_per_s', 0):8,.0f} tokens/s"
+            f"{case:6} {accuracy or ('failed' if 'error' in row else 'not measured'):16} {row['seconds']:6.0f} s  {row.get('tokens_per_s', 0):8,.0f} tokens/s"
         )
 
 

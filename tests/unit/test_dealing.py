@@ -25,11 +25,13 @@ from tailrace.launch.deal_table import describe_deal
 from tailrace.model import device
 from tailrace.model.device import Survey
 from tailrace.model.numa import cpu_numbers, numa_of
+from tailrace.runtime import agent
 from tailrace.runtime.local import LocalProcesses, placed
 from tailrace.store.folder import RunFolder
 from tailrace.store.run import RunStore
 from tailrace.types import Card, Placement
-from tailrace.wire.messages import ComponentSpec
+from tailrace.wire.keys import JoinKey
+from tailrace.wire.messages import ComponentSpec, Wanted
 
 GB = 10**9
 SMALL = Model(parameters=10**9, layers=2, hidden=8, heads=2)
@@ -420,6 +422,21 @@ def test_without_a_gpu_the_doctor_says_so(capsys, tmp_path):
     assert "none here: replicas and trainer compute on the CPU" in said
     assert "2 replicas, 1 relay and a trainer" in said
     assert main(["doctor", str(file), "--rollout.cards", "0"]) == 2
+
+
+def test_a_machine_that_has_joined_deals_its_own_cards(monkeypatch):
+    monkeypatch.setattr(agent, "check_join_key", lambda *_: None)
+    began: list[ComponentSpec] = []
+    key = JoinKey("", "ab" * 32)
+    machine = agent.Agent("tcp://127.0.0.1:9", key, 2, lambda _: None, None, of(2, 20))
+    monkeypatch.setattr(machine._local, "start", lambda spec: began.append(placed(spec, machine._local.deal)))
+    run = replace(config(5, rollout_cards=(7,)), model=replace(SMALL, path=""))
+    specs = tuple([ComponentSpec("replica", id, 1, "", "", "", run, key="ab") for id in (5, 6)])
+    machine._obey(Wanted(tuple([spec.name for spec in specs]), specs))
+    assert sorted(spec.cards for spec in began) == singles(0, 1)
+    large = replace(specs[0], incarnation=2, config=replace(run, model=replace(SMALL, parameters=10**11)))
+    with pytest.raises(ConfigError, match=r"replica 0 has 17\.0 GB .*smaller model"):
+        machine._obey(Wanted((large.name,), (large,)))
 
 
 def test_a_worker_counts_its_cards(monkeypatch, tmp_path):
