@@ -116,11 +116,13 @@ def main() -> None:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps(rows, indent=1) + "\n")
     for case in options.cases:
-        row = rows[case]
-        accuracy = " -> ".join(f"{row[key]:.3f}" for key in ("accuracy_before", "accuracy_after") if key in row)
-        print(
-            f"{case:6} {accuracy or ('failed' if 'error' in row else 'not measured'):16} {row['seconds']:6.0f} s  {row.get('tokens_per_s', 0):8,.0f} tokens/s"
-        )
+        print(line(case, rows[case]))
+
+
+def line(case: str, row: Row) -> str:
+    accuracy = " -> ".join(f"{row[key]:.3f}" for key in ("accuracy_before", "accuracy_after") if key in row)
+    text = accuracy or ("failed" if "error" in row else "not measured")
+    return f"{case:6} {text:16} {row['seconds']:6.0f} s  {row.get('tokens_per_s', 0):8,.0f} tokens/s"
 
 
 def parse() -> argparse.Namespace:

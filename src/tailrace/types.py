@@ -65,7 +65,7 @@ class Card(Struct):
         return f"compute capability {'.'.join(map(str, self.capability))}"
 
 
-class Placement(Struct):
+class CardShare(Struct):
     """What a process has of its machine: cards by number, its share of their memory, the CPUs near them."""
 
     cards: tuple[int, ...] = ()  # none: it computes on the CPU, or not at all

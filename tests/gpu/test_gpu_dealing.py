@@ -51,5 +51,6 @@ def test_the_pools_of_two_replicas_and_the_trainers_share_fit_on_one_card() -> N
 
 
 def _engine(config: Config, memory: float) -> Any:
-    model = tiny_model().to("cuda", torch.bfloat16)
+    model: Any = tiny_model()
+    model = model.to(device="cuda", dtype=torch.bfloat16)
     return NativeEngine(model, lambda tokens: "", (), config, 7, memory)

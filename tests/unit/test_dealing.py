@@ -29,7 +29,7 @@ from tailrace.runtime import agent
 from tailrace.runtime.local import LocalProcesses, placed
 from tailrace.store.folder import RunFolder
 from tailrace.store.run import RunStore
-from tailrace.types import Card, Placement
+from tailrace.types import Card, CardShare
 from tailrace.wire.keys import JoinKey
 from tailrace.wire.messages import ComponentSpec, Wanted
 
@@ -268,7 +268,7 @@ def test_neighbouring_numbers_are_dealt_apart_wherever_they_begin():
     deal = deal_elsewhere(config(2), of(4), 4)
     for first in (0, 3, 17):
         assert sorted(deal.of("replica", first + n).cards[0] for n in range(4)) == [0, 1, 2, 3]
-    assert deal.of("trainer", 0) == Placement()
+    assert deal.of("trainer", 0) == CardShare()
 
 
 def test_numbers_of_cards_are_those_of_the_runs_own_machine():
@@ -336,7 +336,7 @@ async def started(deal: Deal, folder: Path) -> tuple[dict[str, str], set[int]]:
 def test_a_process_sees_its_own_card_alone_and_stays_near_it(monkeypatch, tmp_path):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-aa,GPU-bb,GPU-cc")
     cpu = max(os.sched_getaffinity(0))
-    deal = Deal(ranks=(Placement((0,), 1.0, str(cpu)), Placement((2,), 1.0, str(cpu))))
+    deal = Deal(ranks=(CardShare((0,), 1.0, str(cpu)), CardShare((2,), 1.0, str(cpu))))
     environment, cpus = asyncio.run(started(deal, tmp_path))
     assert environment["CUDA_VISIBLE_DEVICES"] == "GPU-cc"
     assert cpus == {cpu}

@@ -12,7 +12,7 @@ from math import ceil
 
 from tailrace.config.errors import ConfigError
 from tailrace.config.tree import Config
-from tailrace.types import Card, Placement
+from tailrace.types import Card, CardShare
 
 TRAINED_BYTES = 16  # of a parameter: weight, gradient and two moments, in float32
 FEWER = "fewer replicas (local.replicas, or --replicas of a worker)"
@@ -20,7 +20,7 @@ MOST_OF_A_CARD = 0.95  # that a share can be raised to beside nobody
 
 
 def refuse_small(
-    config: Config, cards: Sequence[Card], replicas: Sequence[Placement], ranks: Sequence[Placement]
+    config: Config, cards: Sequence[Card], replicas: Sequence[CardShare], ranks: Sequence[CardShare]
 ) -> None:
     """Trainer ranks first: what they need decides about the rest."""
     for number, rank in enumerate(ranks):
@@ -29,7 +29,7 @@ def refuse_small(
         _refuse_small_replica(config, cards, number, replica, replicas)
 
 
-def _refuse_small_rank(config: Config, cards: Sequence[Card], number: int, rank: Placement) -> None:
+def _refuse_small_rank(config: Config, cards: Sequence[Card], number: int, rank: CardShare) -> None:
     whole = TRAINED_BYTES * config.model.parameters
     needed, there = whole / config.trainer.ranks, _room(cards, rank)
     if needed > there:
@@ -40,7 +40,7 @@ def _refuse_small_rank(config: Config, cards: Sequence[Card], number: int, rank:
         )
 
 
-def _for_a_rank(config: Config, cards: Sequence[Card], rank: Placement, whole: float) -> str:
+def _for_a_rank(config: Config, cards: Sequence[Card], rank: CardShare, whole: float) -> str:
     """What would do: more of its card, or more ranks."""
     memory = cards[rank.cards[0]].memory
     if rank.memory < 1 and whole / config.trainer.ranks <= memory:
@@ -51,7 +51,7 @@ def _for_a_rank(config: Config, cards: Sequence[Card], rank: Placement, whole: f
 
 
 def _refuse_small_replica(
-    config: Config, cards: Sequence[Card], number: int, replica: Placement, replicas: Sequence[Placement]
+    config: Config, cards: Sequence[Card], number: int, replica: CardShare, replicas: Sequence[CardShare]
 ) -> None:
     needed = (4 if config.rollout.precision == "float32" else 2) * config.model.parameters
     there, beside = _room(cards, replica), sum(replica.cards[0] in other.cards for other in replicas)
@@ -72,10 +72,10 @@ def _for_a_replica(needed: float, there: float, share: float, beside: int) -> st
     return "take a smaller model, or GPUs with more memory"
 
 
-def _room(cards: Sequence[Card], placement: Placement) -> float:
+def _room(cards: Sequence[Card], placement: CardShare) -> float:
     return placement.memory * sum(cards[card].memory for card in placement.cards)
 
 
-def _amount(room: float, placement: Placement) -> str:
+def _amount(room: float, placement: CardShare) -> str:
     noun, which = "card" if len(placement.cards) == 1 else "cards", " and ".join(map(str, placement.cards))
     return f"{room / 1e9:,.1f} GB ({100 * placement.memory:.3g} % of {noun} {which})"

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from tailrace.config.card_memory import refuse_small
 from tailrace.config.errors import ConfigError
 from tailrace.config.tree import WITHOUT_CARDS, Config, Rollout, Trainer
-from tailrace.types import Card, Placement, Struct
+from tailrace.types import Card, CardShare, Struct
 
 TO_ITSELF = 0.85  # of a card's memory, for replicas that have it to themselves
 BESIDE_TRAINER = 0.3  # for replicas that share it with a trainer: master weights, moments, gradients, activations
@@ -30,13 +30,13 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 class Deal(Struct):
     """Of one machine. Nothing in it: everybody computes on the CPU."""
 
-    replicas: tuple[Placement, ...] = ()
-    ranks: tuple[Placement, ...] = ()
+    replicas: tuple[CardShare, ...] = ()
+    ranks: tuple[CardShare, ...] = ()
 
-    def of(self, role: str, number: int) -> Placement:
+    def of(self, role: str, number: int) -> CardShare:
         """The numbers of a machine's replicas, and of its ranks, follow each other, wherever they begin."""
         dealt = {"replica": self.replicas, "trainer": self.ranks}.get(role, ())
-        return dealt[number % len(dealt)] if dealt else Placement()
+        return dealt[number % len(dealt)] if dealt else CardShare()
 
     def unused(self, cards: int) -> list[int]:
         """Cards that nobody has."""
@@ -47,7 +47,7 @@ class Deal(Struct):
 def deal_here(config: Config, cards: Sequence[Card]) -> Deal:
     """For the machine that the run is started on."""
     _refuse_lists_without_cards(config, len(cards))
-    return _deal(config, cards, config.local.replicas, config.trainer.ranks)
+    return _deal(config, cards, config.local.replicas, ranks_here(config))
 
 
 def deal_elsewhere(config: Config, cards: Sequence[Card], replicas: int, ranks: int = 0) -> Deal:
@@ -59,7 +59,7 @@ def replicas_for(config: Config, cards: int) -> int:
     """What `local.replicas = "auto"` means with so many cards."""
     if not cards or not uses_cards(config.rollout):
         return WITHOUT_CARDS
-    return len(_places(config, cards, _rank_cards(config, cards, config.trainer.ranks)))
+    return len(_places(config, cards, _rank_cards(config, cards, ranks_here(config))))
 
 
 def resolved(config: Config, cards: int) -> Config:
@@ -74,6 +74,11 @@ def with_replicas(config: Config, replicas: int) -> Config:
 def uses_cards(section: Rollout | Trainer) -> bool:
     """Where there are some."""
     return section.engine != "emulated" and section.device != "cpu"
+
+
+def ranks_here(config: Config) -> int:
+    """Trainer ranks on the machine that the run is started on."""
+    return config.trainer.ranks
 
 
 def cards_per_replica(config: Config) -> int:
@@ -103,11 +108,11 @@ def _deal(config: Config, cards: Sequence[Card], replicas: int, ranks: int) -> D
         return Deal()
     of_ranks = _rank_cards(config, len(cards), ranks)
     of_replicas = _replica_cards(config, len(cards), replicas, of_ranks)
-    shares = CardShares(config, of_replicas, of_ranks)
+    shares = MemoryShares(config, of_replicas, of_ranks)
     shares.refuse_nothing_left()
     dealt = Deal(
-        tuple([Placement(place, shares.of_replica(place), _near(cards, place)) for place in of_replicas]),
-        tuple([Placement((card,), shares.of_rank(card), _near(cards, (card,))) for card in of_ranks]),
+        tuple([CardShare(place, shares.of_replica(place), _near(cards, place)) for place in of_replicas]),
+        tuple([CardShare((card,), shares.of_rank(card), _near(cards, (card,))) for card in of_ranks]),
     )
     refuse_small(config, cards, dealt.replicas, dealt.ranks)
     return dealt
@@ -174,7 +179,7 @@ def _near(cards: Sequence[Card], place: Sequence[int]) -> str:
     return ",".join(lists) if all(lists) else ""
 
 
-class CardShares:
+class MemoryShares:
     """Of the memory of each card, for whoever computes there."""
 
     def __init__(self, config: Config, of_replicas: Sequence[Sequence[int]], of_ranks: Sequence[int]) -> None:

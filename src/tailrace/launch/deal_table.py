@@ -9,7 +9,7 @@ from tailrace.config.dealing import Deal, uses_cards
 from tailrace.config.tree import Config
 from tailrace.launch.cards import Dealt
 from tailrace.obs.tables import percent, render_table
-from tailrace.types import Card, Placement
+from tailrace.types import Card, CardShare
 
 COLUMNS = ("process", "GPU", "kind", "share", "memory", "CPUs near it")
 ON_CPU = "the CPU"
@@ -35,7 +35,7 @@ def _rows(dealt: Dealt) -> Iterator[tuple[str, ...]]:
     yield from _of_role([f"replica {number}" for number in range(config.local.replicas)], deal.replicas, cards)
 
 
-def _of_role(names: Sequence[str], placements: Sequence[Placement], cards: Sequence[Card]) -> Iterator[tuple[str, ...]]:
+def _of_role(names: Sequence[str], placements: Sequence[CardShare], cards: Sequence[Card]) -> Iterator[tuple[str, ...]]:
     if names and not placements:
         which = names[0] if len(names) == 1 else f"{names[0]} to {names[-1].rpartition(' ')[2]}"
         yield which, "", ON_CPU, "", "", "-"
@@ -44,14 +44,14 @@ def _of_role(names: Sequence[str], placements: Sequence[Placement], cards: Seque
         yield name, *_cells(placement, cards)
 
 
-def _cells(placement: Placement, cards: Sequence[Card]) -> tuple[str, ...]:
+def _cells(placement: CardShare, cards: Sequence[Card]) -> tuple[str, ...]:
     numbers = ",".join(map(str, placement.cards))
     kinds = ", ".join(dict.fromkeys(cards[card].name for card in placement.cards))
     memory = placement.memory * sum(cards[card].memory for card in placement.cards)
     return numbers, kinds, percent(placement.memory), f"{memory / 2**30:,.1f} GiB", _near(placement, cards)
 
 
-def _near(placement: Placement, cards: Sequence[Card]) -> str:
+def _near(placement: CardShare, cards: Sequence[Card]) -> str:
     if not placement.cpus:
         return "not known"
     nodes = sorted({cards[card].node for card in placement.cards})
