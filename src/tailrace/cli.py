@@ -169,7 +169,7 @@ def _replay(arguments: argparse.Namespace) -> int:
 def _doctor(arguments: argparse.Namespace) -> int:
     from tailrace.launch.doctor import print_report
 
-    return print_report(arguments.files, arguments.settings)
+    return print_report(arguments.files, arguments.settings, arguments.cards)
 
 
 # ---------------------------------------------------------------------------------------------------------- parsing
@@ -222,7 +222,7 @@ def _add_training(add: Add) -> None:
 
     worker = add("worker", _worker, "let this machine generate or train for a run elsewhere, until Ctrl-C or its end")
     worker.add_argument("--join", required=True, metavar="HOST:PORT", help="where the run listens (local.listen)")
-    replicas = "how many to start here (1; with --ranks: 0)"
+    replicas = "how many to start here (1; with --ranks: 0); auto: one for each GPU"
     worker.add_argument("--replicas", type=_replicas, metavar="N", help=replicas)
     worker.add_argument("--ranks", type=_ranks, default=0, metavar="M", help="ranks of its trainer to start here (0)")
     key = "join.key of the run's folder; unset: TAILRACE_JOIN_KEY has its content"
@@ -264,7 +264,10 @@ def _add_looking(add: Add) -> None:
     compared = "run a journal through a fresh control plane and compare the commands"
     _of_a_run(add("replay", _replay, compared), RECORDED)
 
-    _of_files(add("doctor", _doctor, "what this machine, and these settings, can and cannot do", SETTINGS), "*")
+    doctor = add("doctor", _doctor, "what this machine, and these settings, can and cannot do", SETTINGS)
+    _of_files(doctor, "*")
+    cards = "deal GPUs that are not here: how many, and the GB of each (8x80)"
+    doctor.add_argument("--cards", metavar="NxGB", help=cards)
 
 
 def _of_files(command: _Parser, count: str = "+") -> _Parser:
@@ -333,8 +336,8 @@ def _version(text: str) -> int:
     return int(number)
 
 
-def _replicas(text: str) -> int:
-    return _whole(text, 1024, "a number of replicas; write --replicas 2", least=0)
+def _replicas(text: str) -> int | str:
+    return text if text == "auto" else _whole(text, 1024, "a number of replicas; write --replicas 2, or auto", least=0)
 
 
 def _ranks(text: str) -> int:

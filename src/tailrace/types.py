@@ -51,6 +51,28 @@ class Struct(msgspec.Struct, frozen=True, gc=False):
     """Base of every value that travels: immutable, and free of reference cycles (hence no garbage collection)."""
 
 
+class Card(Struct):
+    """A GPU of a machine, and which CPUs are near it."""
+
+    name: str
+    memory: int  # bytes
+    capability: tuple[int, int] = (0, 0)
+    node: int = -1  # NUMA; -1: not known, or there is only one
+    cpus: str = ""  # of that node, as Linux writes them ("0-31,64-95"); empty: not known
+
+    @property
+    def age(self) -> str:
+        return f"compute capability {'.'.join(map(str, self.capability))}"
+
+
+class CardShare(Struct):
+    """What a process has of its machine: cards by number, its share of their memory, the CPUs near them."""
+
+    cards: tuple[int, ...] = ()  # none: it computes on the CPU, or not at all
+    memory: float = 0.0
+    cpus: str = ""
+
+
 class Prompt(Struct):
     """A question to the policy. `tokens` is its length: control never sees the text."""
 

@@ -14,8 +14,9 @@ from tailrace.config.errors import ConfigError
 from tailrace.config.tree import Config, Model, Rollout, Trainer
 from tailrace.launch import doctor
 from tailrace.model import device
-from tailrace.model.device import Card, Survey, check_devices, usable_device
-from tailrace.model.memory import ran_out, share_of_replicas, share_of_trainer
+from tailrace.model.device import Survey, check_devices, survey_for, usable_device
+from tailrace.model.memory import ran_out
+from tailrace.types import Card
 
 H200 = Card("NVIDIA H200", 150 << 30, (9, 0))
 T4 = Card("Tesla T4", 16 << 30, (7, 5))
@@ -29,6 +30,11 @@ CPU_BUILD = Survey("2.13+cpu")
 def config(trainer: str = "", rollout: str = "", ranks: int = 1, precision: str = "") -> Config:
     own = Trainer(device=trainer, ranks=ranks, precision="float32" if precision == "float32" else "")
     return Config(trainer=own, rollout=Rollout(device=rollout, precision="float16" if precision == "float16" else ""))
+
+
+def checked(config: Config) -> str:
+    """As before a run: what is wrong with its devices, or worth a note."""
+    return check_devices(config, survey_for(config))
 
 
 @pytest.fixture
@@ -57,8 +63,6 @@ def test_with_gpus_they_are_used(name):
         (config("cuda"), CPU_BUILD, "without CUDA"),
         (config("cuda"), NO_DRIVER, r"too old \(found version 11040\).*driver"),
         (config("cuda:2"), GOOD, r'last GPU here is "cuda:1"'),
-        (config("cuda", ranks=3), GOOD, "only 2 GPUs.*write 2"),
-        (config("cuda:0", ranks=2), GOOD, "one GPU for 2 trainer.ranks"),
         (config("cuda"), OLD, r'Tesla T4 \(compute capability 7.5\).*trainer.precision = "float32"'),
         (config(), OLD, "too old for bfloat16"),
         (config(), Survey("2.13", "13.0", CODE, (Card("Titan Xp", 12 << 30, (6, 1)),)), "no code for Titan Xp"),
@@ -86,6 +90,12 @@ def test_hidden_cards_are_named_as_such(card_files, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES"):
         usable_device("trainer", config("cuda"), NO_DRIVER)
+
+
+def test_one_card_by_number_is_not_for_several_ranks():
+    shape = Model(parameters=10**9, layers=2, hidden=8, heads=2)
+    with pytest.raises(ConfigError, match=r'"cuda:0", one GPU for 2 trainer.ranks; write trainer.device = "cuda"'):
+        check(Config(model=shape, trainer=Trainer(device="cuda:0", ranks=2)))
 
 
 @pytest.mark.parametrize("name", ["gpu", "cuda:", "cuda:x", "CUDA"])
@@ -143,20 +153,20 @@ def test_nothing_is_asked_where_no_gpu_is_wanted_or_there(monkeypatch):
 
     monkeypatch.setattr(device, "_apart", ask)
     monkeypatch.setattr(device, "has_device_files", lambda: False)
-    assert check_devices(config()) == ""
+    assert checked(config()) == ""
     monkeypatch.setattr(device, "has_device_files", lambda: True)
-    assert check_devices(config("cpu", "cpu")) == ""
+    assert checked(config("cpu", "cpu")) == ""
     emulated = Config(trainer=Trainer(device="cuda", engine="emulated"), rollout=Rollout(engine="emulated"))
-    assert check_devices(emulated) == ""
+    assert checked(emulated) == ""
 
 
 def test_a_gpu_that_stays_unused_is_worth_a_note_unless_it_was_asked_for(card_files, monkeypatch):
     monkeypatch.setattr(device, "survey_apart", lambda: NO_DRIVER)
-    assert "computes on the CPU: torch 2.13, built for CUDA 13.0, cannot use" in check_devices(config())
+    assert "computes on the CPU: torch 2.13, built for CUDA 13.0, cannot use" in checked(config())
     with pytest.raises(ConfigError, match=r"rollout.device"):
-        check_devices(config(rollout="cuda"))
+        checked(config(rollout="cuda"))
     monkeypatch.setattr(device, "survey_apart", lambda: GOOD)
-    assert check_devices(config()) == ""
+    assert checked(config()) == ""
 
 
 def test_a_driver_that_does_not_answer(monkeypatch):
@@ -171,10 +181,10 @@ def test_bfloat16_on_a_cpu_that_only_announces_it(monkeypatch, status):
     monkeypatch.setattr(device, "_apart", lambda _: subprocess.CompletedProcess([], status, "", ""))
     half = Config(rollout=Rollout(device="cpu", precision="bfloat16"), trainer=Trainer(device="cpu"))
     if status == 0:
-        assert check_devices(half) == ""
+        assert checked(half) == ""
         return
     with pytest.raises(ConfigError, match=r"rollout.precision.*ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16"):
-        check_devices(half)
+        checked(half)
 
 
 @pytest.mark.parametrize(
@@ -191,12 +201,3 @@ def test_the_doctor_describes_the_cards(monkeypatch, seen, words):
     monkeypatch.setattr(device, "bfloat16_kills", lambda: False)
     report = doctor.examine([], [])
     assert all(word in report for word in words)
-
-
-@pytest.mark.parametrize(
-    ("cards", "trainer", "memory", "shares"),
-    [(1, "", 0.0, (0.3, 0.7)), (1, "cuda:0", 0.5, (0.5, 0.5)), (2, "", 0.0, (0.85, 1.0)), (1, "cpu", 0.0, (0.85, 1.0))],
-)
-def test_on_one_card_the_trainer_leaves_the_replicas_their_share(cards, trainer, memory, shares):
-    both = Config(trainer=Trainer(device=trainer), rollout=Rollout(memory=memory))
-    assert (share_of_replicas(both, cards), share_of_trainer(both, cards)) == pytest.approx(shares)

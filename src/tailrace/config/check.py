@@ -216,6 +216,21 @@ def _devices_have_names(config: Config) -> Iterator[str]:
             yield f'{setting} is "{device}", which is no device; write "cpu", "cuda" or "cuda:0", or leave it empty'
 
 
+def _cards_are_named_once(config: Config) -> Iterator[str]:
+    """Numbers of cards belong to a role that computes on cards, and are given in one way."""
+    for name, section in (("rollout", config.rollout), ("trainer", config.trainer)):
+        given = f"{name}.cards is {list(section.cards)}"
+        if section.cards and section.engine == "emulated":
+            yield f'{given}, but {name}.engine is "emulated", which uses no GPU; leave {name}.cards out'
+        elif section.cards and section.device not in ("", "cuda"):
+            yield f'{given}, but {name}.device is "{section.device}"; write "cuda", or leave {name}.cards out'
+    if config.trainer.ranks > 1 and ":" in config.trainer.device:
+        yield (
+            f'trainer.device is "{config.trainer.device}", one GPU for {config.trainer.ranks} trainer.ranks; '
+            'write trainer.device = "cuda"'
+        )
+
+
 def _emulation_is_whole(config: Config) -> Iterator[str]:
     generated, trained = config.rollout.engine, config.trainer.engine
     if generated != trained:
@@ -292,6 +307,7 @@ RULES: tuple[Rule, ...] = (
     _others_bring_what_is_missing,
     _ranks_meet_on_a_trusted_network,
     _devices_have_names,
+    _cards_are_named_once,
     _emulation_is_whole,
     _model_is_complete,
     _model_heads_fit,

@@ -13,7 +13,7 @@ from math import ceil
 from typing import Any
 
 from tailrace.config.fields import UNSET, fields, read
-from tailrace.config.tree import Config, Lengths
+from tailrace.config.tree import AUTO, Config, Lengths
 
 MEDIAN, SIGMA = 2000.0, 1.0  # of answers, where nothing is known of them
 OF_THE_CAP = 8  # a median is at most this part of the longest answer
@@ -164,6 +164,12 @@ def _kv_tokens(settings: Settings) -> int:
     return settings["rollout.max_running"] * longest
 
 
+def _replicas(settings: Settings) -> int | str:
+    """Every card of the machine, where a model is really trained on it."""
+    trains = settings["model.path"] and settings["rollout.engine"] != "emulated" and not settings.measured
+    return AUTO if trains else _plain("local.replicas")
+
+
 # Each may use those before it.
 FOLLOWING: dict[str, Callable[[Settings], Any]] = {
     "workload.lengths.law": _law,
@@ -187,6 +193,7 @@ FOLLOWING: dict[str, Callable[[Settings], Any]] = {
     "health.backoff_max_s": lambda settings: max(_plain("health.backoff_max_s"), settings["health.backoff_s"]),
     "rollout.engine": _same_engine("trainer.engine"),
     "trainer.engine": _same_engine("rollout.engine"),
+    "local.replicas": _replicas,
     "split.trainer_parallel": lambda settings: settings["split.trainer_tensor_parallel"],
     "cluster.gpus_per_host": _gpus_per_host,
     "cluster.gpus": _gpus,

@@ -43,11 +43,13 @@ class BadValueError(TailraceError):
 
 
 class Field(NamedTuple):
-    """What a setting accepts: its annotation, what that is apart from None, and whether None is allowed."""
+    """What a setting accepts: its annotation, what that is apart from None and from words, and whether None is
+    allowed."""
 
     annotation: Any
     kind: Type
     optional: bool
+    words: tuple[str, ...] = ()  # that may stand for a number
 
 
 @cache
@@ -75,7 +77,9 @@ def _field(annotation: Any) -> Field:
     kind = type_info(annotation)
     if not isinstance(kind, UnionType):
         return Field(annotation, kind, optional=False)
-    return Field(annotation, next(each for each in kind.types if not isinstance(each, NoneType)), optional=True)
+    words = [str(word) for each in kind.types if isinstance(each, LiteralType) for word in each.values]
+    values = [each for each in kind.types if not isinstance(each, NoneType | LiteralType)]
+    return Field(annotation, values[0], any(isinstance(each, NoneType) for each in kind.types), tuple(words))
 
 
 def open_table(key: str) -> str:
@@ -121,7 +125,8 @@ def _unusable(key: str, value: Any) -> str:
 def wanted(key: str) -> str:
     """What the field takes, in words: "a whole number of 0 or more"."""
     field = fields()[key]
-    return f"{_wanted(field)} (or '{UNSET}')" if field.optional else _wanted(field)
+    others = (*field.words, UNSET) if field.optional else field.words
+    return _wanted(field) + "".join(f" (or '{word}')" for word in others)
 
 
 def is_bool(key: str) -> bool:
@@ -130,6 +135,11 @@ def is_bool(key: str) -> bool:
 
 def is_list(key: str) -> bool:
     return isinstance(fields()[key].kind, VarTupleType)
+
+
+def is_list_of_numbers(key: str) -> bool:
+    kind = fields()[key].kind
+    return isinstance(kind, VarTupleType) and isinstance(kind.item_type, IntType)
 
 
 def is_number(key: str) -> bool:
@@ -167,6 +177,8 @@ def _wanted(field: Field) -> str:
             return f"{', '.join(first)} or {last}"
         case BoolType():
             return "true or false"
+        case VarTupleType(IntType()):
+            return "a list of whole numbers of 0 or more, such as [0, 1]"
         case VarTupleType():
             return "a list of texts in quotes"
         case DictType():

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tailrace.config.errors import ConfigError
-from tailrace.config.fields import fields, is_bool, is_list, is_number, open_table
+from tailrace.config.fields import fields, is_bool, is_list, is_list_of_numbers, is_number, open_table
 from tailrace.config.files import Given, TomlError, anchored, read_toml
 
 
@@ -46,6 +46,8 @@ def _value(key: str, text: str | None) -> Any:
         return True
     if known and is_bool(key):
         return {"true": True, "false": False}.get(text.lower(), text)
+    if known and is_list_of_numbers(key):
+        return _numbers(text)
     if known and is_list(key):
         return _list(text)
     if open_table(key):
@@ -58,6 +60,12 @@ def _list(text: str) -> Any:
     """`["a", "b"]` as TOML has it; anything else is a list of one."""
     whole = _toml(text) if text.startswith("[") else None
     return [_unquoted(text)] if whole is None else whole
+
+
+def _numbers(text: str) -> Any:
+    """`[0, 1]` as TOML has it, or `0,1` as a shell likes it."""
+    whole = _toml(text if text.startswith("[") else f"[{text}]")
+    return text if whole is None else whole
 
 
 def _number(text: str) -> Any:

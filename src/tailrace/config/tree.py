@@ -7,7 +7,7 @@ the machine: a `Config` is a value. Derived figures are properties, so no field 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, dataclass_transform
+from typing import TYPE_CHECKING, Annotated, Any, Literal, dataclass_transform
 
 import msgspec
 from msgspec import Meta
@@ -21,6 +21,12 @@ Amount = Annotated[float, Meta(ge=0)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Processes = Annotated[int, Meta(ge=1, le=1024)]
 SomeProcesses = Annotated[int, Meta(ge=0, le=1024)]  # 0: other machines bring them
+AUTO = "auto"
+if TYPE_CHECKING:
+    SomeOrAuto = int  # "auto" becomes a number before a run starts (launch/cards.py): nobody else meets the word
+else:
+    SomeOrAuto = SomeProcesses | Literal["auto"]
+WITHOUT_CARDS = 2  # what "auto" means where no GPU is
 PerHour = Annotated[float, Meta(ge=0, le=1e6)]
 Pause = Annotated[float, Meta(ge=0.01)]  # seconds between two of something that goes on for ever
 
@@ -276,6 +282,7 @@ class Trainer(Section):
     collective_s: Annotated[float, Meta(gt=0)] = 300.0  # a collective that takes longer ends the rank that waits in it
     threads: Natural = 0  # CPU threads per rank; 0: torch's choice
     device: str = ""  # "cpu", "cuda"; empty: the GPU if there is one
+    cards: tuple[Natural, ...] = ()  # numbers of the GPUs of this machine, one for each rank; empty: the first ones
     engine: Literal["native", "emulated"] = "native"  # emulated: takes the time that [costs] says, trains nothing
 
 
@@ -294,6 +301,7 @@ class Rollout(Section):
     stream_tokens: Count = 64  # at most so many tokens of a sample are lost with its replica
     threads: Natural = 1  # CPU threads; 0: torch's choice
     device: str = ""  # "cpu", "cuda"; empty: the GPU if there is one
+    cards: tuple[Natural, ...] = ()  # numbers of the GPUs of this machine for replicas; empty: what the trainer leaves
     precision: Literal["", "float32", "bfloat16", "float16"] = ""  # empty: float32 on a CPU, bfloat16 on a GPU
 
 
@@ -343,7 +351,8 @@ class Faults(Section):
 class Local(Section):
     """The processes of a run on this machine."""
 
-    replicas: SomeProcesses = 2  # 0, with `listen`: other machines bring them
+    # "auto": one for each GPU that the trainer leaves, 2 without GPUs; 0, with `listen`: other machines bring them
+    replicas: SomeOrAuto = WITHOUT_CARDS
     ranks: SomeProcesses | None = None  # of the trainer; unset: all `trainer.ranks`; fewer, with `listen`: as above
     relays: Processes = 1  # as if there were so many hosts; replicas are dealt out to them in turn
     port: Annotated[int, Meta(ge=0, le=65_535)] = 0  # of the controller; 0: any free one
@@ -353,6 +362,11 @@ class Local(Section):
     start_s: Annotated[float, Meta(gt=0)] = 180.0  # until a process that was started must have joined
     wait_s: Annotated[float, Meta(gt=0)] = 3600.0  # until other machines must have brought the ranks, and a replica
     cores: Natural = 0  # simulation: [costs] are processor seconds, shared by all processes on so many; 0: wall seconds
+
+    @property
+    def is_auto(self) -> bool:
+        """How many replicas there are is still to be found out."""
+        return str(self.replicas) == AUTO
 
 
 class Run(Section):
@@ -410,7 +424,9 @@ class Config(Section):
 
     @property
     def replicas(self) -> int:
-        return self.local.replicas if self.costs.measured else self.rollout_gpus // self.split.tensor_parallel
+        if not self.costs.measured:
+            return self.rollout_gpus // self.split.tensor_parallel
+        return WITHOUT_CARDS if self.local.is_auto else self.local.replicas
 
     @property
     def local_ranks(self) -> int:

@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
+from tailrace.config.dealing import TO_ITSELF
 from tailrace.config.errors import ConfigError
 from tailrace.config.tree import Config
 from tailrace.engines import attention, scheduler
@@ -37,7 +38,7 @@ from tailrace.kernels import cpu
 from tailrace.model.device import AMPERE, usable_device
 from tailrace.model.load import end_tokens, load_model, load_tokenizer, precision_on
 from tailrace.model.longrope import rotate_by_sequence, switch_of
-from tailrace.model.memory import TO_ITSELF, ran_out, share_of_replicas
+from tailrace.model.memory import ran_out
 from tailrace.model.support import check_layers, refuse
 from tailrace.types import TrajectoryId, Version
 from tailrace.weights.staging import StagedWeights, replace_weights, staging_for
@@ -62,8 +63,15 @@ NO_ROOM = (
 
 class NativeEngine:
     def __init__(
-        self, model: PreTrainedModel, decode: Decode, eos_ids: Iterable[int], config: Config, seed: int
+        self,
+        model: PreTrainedModel,
+        decode: Decode,
+        eos_ids: Iterable[int],
+        config: Config,
+        seed: int,
+        memory: float = 0.0,
     ) -> None:
+        """`memory`: its share of the GPU, as dealt; 0: it has the card to itself."""
         rollout = config.rollout
         self.version: Version = -1
         self.roofline = rollout.roofline_batch or ROOFLINE.get(model.device.type, 64)
@@ -75,7 +83,7 @@ class NativeEngine:
         shapes = _paged_layers(model)
         operations = _plain_operations(model, shapes)
         use_fast_layout(model, column_major=model.device.type == "cpu" and type(operations) is PlainOperations)
-        blocks = _pool_blocks(config, self._context, bytes_per_token(shapes, model.dtype), model.device)
+        blocks = _pool_blocks(config, self._context, bytes_per_token(shapes, model.dtype), model.device, memory)
         self.kv_capacity = blocks * rollout.block_tokens
         self._cache = KVCache(shapes, blocks, rollout.block_tokens, model.dtype, model.device)
         self._executor = self._build_executor(shapes, operations, self._cache, config, seed)
@@ -245,8 +253,8 @@ def _plain_operations(model: PreTrainedModel, shapes: dict[int, attention.LayerS
     return PlainOperations() if kernels is None else CompiledOperations(kernels)
 
 
-def build_engine(config: Config, seed: int) -> NativeEngine:
-    """The engine of one replica, with the weights of `model.path`."""
+def build_engine(config: Config, seed: int, memory: float = 0.0) -> NativeEngine:
+    """The engine of one replica, with the weights of `model.path` and so much of its GPU."""
     rollout = config.rollout
     if rollout.threads:
         torch.set_num_threads(rollout.threads)
@@ -258,7 +266,7 @@ def build_engine(config: Config, seed: int) -> NativeEngine:
         return str(tokenizer.decode(tokens))
 
     try:
-        return NativeEngine(model, decode, end_tokens(config.model.path, tokenizer), config, seed)
+        return NativeEngine(model, decode, end_tokens(config.model.path, tokenizer), config, seed, memory)
     except RuntimeError as error:
         if not ran_out(error):
             raise
@@ -285,7 +293,7 @@ def _paged_layers(model: PreTrainedModel) -> dict[int, attention.LayerShape]:
     return shapes
 
 
-def _pool_blocks(config: Config, context: int, token_bytes: int, device: torch.device) -> int:
+def _pool_blocks(config: Config, context: int, token_bytes: int, device: torch.device, memory: float) -> int:
     """Blocks in the pool: as set, or as many as memory allows and the running sequences can fill."""
     longest = min(context, config.workload.prompt_tokens + config.workload.max_completion_tokens)
     size = config.rollout.block_tokens
@@ -293,7 +301,8 @@ def _pool_blocks(config: Config, context: int, token_bytes: int, device: torch.d
     if config.rollout.kv_tokens:
         blocks, reason = config.rollout.kv_tokens // size, "raise rollout.kv_tokens"
     else:
-        room = _gpu_room(config, device) if device.type == "cuda" else _free_bytes() * CPU_SHARE / _here(config)
+        on_gpu = device.type == "cuda"
+        room = _gpu_room(memory or config.rollout.memory or TO_ITSELF, device) if on_gpu else _host_room(config)
         blocks = min(int(max(room, 0) / (token_bytes * size)), wanted * config.rollout.max_running)
         reason = _how_to_get_more(config, device)
     if blocks < wanted:
@@ -304,30 +313,29 @@ def _pool_blocks(config: Config, context: int, token_bytes: int, device: torch.d
     return blocks
 
 
-def _here(config: Config) -> int:
-    """Replicas on this machine. Where other machines bring them all, this is an evaluation."""
-    return max(1, config.local.replicas)
-
-
 def _how_to_get_more(config: Config, device: torch.device) -> str:
     fewer = "lower local.replicas, " if config.local.replicas > 1 else ""
     return f"memory allows no more, so {fewer}{'raise rollout.memory' if device.type == 'cuda' else 'free some of it'}"
 
 
-def _gpu_room(config: Config, device: torch.device) -> float:
-    """What this replica may take of its card, less what its weights hold."""
+def _gpu_room(share: float, device: torch.device) -> float:
+    """What this replica may take of its card, less what its weights hold, and those that come after them: they are
+    staged on the card, unless that would take more than half of the rest."""
     free, total = torch.cuda.mem_get_info(device)
     held, cached = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
-    cards = torch.cuda.device_count()
-    replicas, share = -(-_here(config) // cards), share_of_replicas(config, cards)
-    mine = share * total / replicas
-    if mine <= held:
+    beside = share * total - held
+    if beside <= 0:
         raise ConfigError(
-            f"the weights take {held / 1e9:.1f} GB, but a replica has only {mine / 1e9:.1f} GB of the GPU's "
-            f"{total / 1e9:.1f} (rollout.memory is {share:g}, replicas on it {replicas}); raise rollout.memory, lower "
-            "local.replicas, or use a smaller model or a larger GPU"
+            f"the weights take {held / 1e9:.1f} GB, but a replica has only {share * total / 1e9:.1f} GB of the GPU's "
+            f"{total / 1e9:.1f} ({100 * share:.0f} %); raise rollout.memory, lower local.replicas, or use a smaller "
+            "model or a larger GPU"
         )
-    return min(mine - held, (free + cached - held) * TO_ITSELF)
+    return min(beside - min(held, beside / 2), (free + cached - held) * TO_ITSELF)
+
+
+def _host_room(config: Config) -> float:
+    """Replicas of this machine share its memory. Where other machines bring them all, this is an evaluation."""
+    return _free_bytes() * CPU_SHARE / max(1, config.local.replicas)
 
 
 def _free_bytes() -> int:

@@ -14,7 +14,11 @@ def control(files: list[str], settings: list[str], resume: bool, accept: bool, s
     config = load(files, settings)
     allow_files(needed_files(config))
     refuse_lacking_interface(config)
+    from tailrace.launch.cards import deal_cards
     from tailrace.launch.folder import run_folder
     from tailrace.launch.train import train
 
-    return 0 if train(config, run_folder(config, files), resume, supervisor, accept) else 130
+    folder = run_folder(config, files)
+    dealt = deal_cards(config, folder, resume, supervisor.begun)
+    allow_files(needed_files(dealt.config))
+    return 0 if train(dealt, folder, resume, supervisor, accept) else 130

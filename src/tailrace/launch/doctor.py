@@ -13,17 +13,18 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from textwrap import indent
-from typing import TYPE_CHECKING
 
 from tailrace import __version__
 from tailrace.config import Config, ConfigError, load, with_values
 from tailrace.config.tree import SCHEDULES, Cluster
+from tailrace.launch.cards import dealt_among, imagined
+from tailrace.launch.deal_table import describe_deal
 from tailrace.logs import output
+from tailrace.model import device
+from tailrace.model.device import Survey
 from tailrace.obs.event_text import counted
 from tailrace.obs.tables import render_table
-
-if TYPE_CHECKING:
-    from tailrace.model.device import Card, Survey
+from tailrace.types import Card
 
 PACKAGES = (
     ("matplotlib", "--plot can write .png", "--plot can write .html only; install tailrace[plot] for .png"),
@@ -33,16 +34,23 @@ PACKAGES = (
 Section = tuple[str, list[tuple[str, str]]]
 
 
-def print_report(files: Sequence[str], settings: Sequence[str]) -> int:
-    output(examine(files, settings))
+def print_report(files: Sequence[str], settings: Sequence[str], cards: str | None = None) -> int:
+    output(examine(files, settings, cards))
     return 0
 
 
-def examine(files: Sequence[str], settings: Sequence[str]) -> str:
-    """The whole report. With files or settings, also what they mean."""
+def examine(files: Sequence[str], settings: Sequence[str], cards: str | None = None) -> str:
+    """The whole report. With files or settings, also what they mean; here, or on `cards` that are elsewhere (8x80)."""
     config = load(files, settings) if files or settings else None
-    sections: list[Section] = [*_training(config), *_fleet(config)] if config else []
-    return "\n\n".join(_rendered(section) for section in [_machine(), *sections])
+    there = None if cards is None else imagined(cards)
+    seen = _survey()
+    parts = [_rendered(_machine(seen))]
+    if there or (config and _trains(config)):
+        dealt = dealt_among(config or Config(), there or (seen.cards if isinstance(seen, Survey) else ()))
+        parts.append(describe_deal(dealt))
+        config = config and dealt.config
+    sections = [*_training(config), *_fleet(config)] if config else []
+    return "\n\n".join([*parts, *[_rendered(section) for section in sections]])
 
 
 def _rendered(section: Section) -> str:
@@ -53,14 +61,14 @@ def _rendered(section: Section) -> str:
 # ------------------------------------------------------------------------------------------------------ this machine
 
 
-def _machine() -> Section:
+def _machine(seen: Survey | str | None) -> Section:
     facts = [
         ("tailrace", __version__),
         ("Python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
         ("cores", _cores()),
         ("memory", _memory()),
         ("disk", f"{shutil.disk_usage('.').free / 1e9:,.0f} GB free here"),
-        *_gpus(),
+        *_gpus(seen),
         *_false_bfloat16(),
         *_sandbox(),
     ]
@@ -88,16 +96,22 @@ def _container_limit() -> float:
         return 0.0
 
 
-def _gpus() -> list[tuple[str, str]]:
-    """As torch sees them if it is there, which is what a run could use; or else as their driver does."""
-    from tailrace.model.device import has_device_files, survey_apart
-
-    if not find_spec("torch") or not has_device_files():
-        return [("GPUs", _gpus_of_the_driver())]
+def _survey() -> Survey | str | None:
+    """What torch reports of GPUs; why it does not; or nothing, where it is not there or has nothing to look at."""
+    if not find_spec("torch") or not device.has_device_files():
+        return None
     try:
-        seen = survey_apart()
+        return device.survey_apart()
     except ConfigError as error:
-        return [("GPUs", str(error))]
+        return str(error)
+
+
+def _gpus(seen: Survey | str | None) -> list[tuple[str, str]]:
+    """As torch sees them if it is there, which is what a run could use; or else as their driver does."""
+    if seen is None:
+        return [("GPUs", _gpus_of_the_driver())]
+    if isinstance(seen, str):
+        return [("GPUs", seen)]
     if not seen.cards:
         return [("GPUs", f"{_gpus_of_the_driver()}; torch {seen.torch} can use none: {seen.problem}")]
     return [(f"GPU {number}", _described(card, seen)) for number, card in enumerate(seen.cards)]

@@ -13,6 +13,7 @@ from typing import IO
 
 import msgspec
 
+from tailrace.config.dealing import cards_per_replica, visible
 from tailrace.config.errors import ConfigError
 from tailrace.config.tree import Config
 from tailrace.errors import TailraceError
@@ -53,6 +54,7 @@ def _watch(config: Config, complaints: IO[bytes], progress: Progress) -> tuple[E
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=complaints,
+        env=os.environ | visible(config.rollout.cards[: cards_per_replica(config)], os.environ),
     ) as child:
         assert child.stdin is not None
         assert child.stdout is not None

@@ -30,6 +30,11 @@ MAY_CHANGE = {
     "trainer.ranks",
     "trainer.interface",
     "trainer.collective_s",
+    "rollout.cards",  # the machine may be another one
+    "rollout.memory",
+    "rollout.device",
+    "trainer.cards",
+    "trainer.device",
     "trainer.learning_rate",  # that of a run that has diverged was too high
     "trainer.critic_learning_rate",
     "trainer.max_grad_norm",

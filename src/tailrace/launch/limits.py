@@ -14,7 +14,8 @@ EACH = 4  # for every process that it starts or talks to
 
 def needed_files(config: Config) -> int:
     """Open files that a process of such a run may come to have."""
-    components = config.trainer.ranks + config.local.relays + config.local.replicas
+    replicas = 1 if config.local.is_auto else config.local.replicas
+    components = config.trainer.ranks + config.local.relays + replicas
     return BASE + EACH * (components + config.task.reward_workers) + (STRANGERS if config.local.listen else 0)
 
 

@@ -14,6 +14,7 @@ import socket
 from pathlib import Path
 
 from tailrace.errors import UsageError
+from tailrace.launch.cards import cards_of_worker
 from tailrace.launch.limits import BASE, EACH, STRANGERS, allow_files
 from tailrace.runtime.agent import Agent, AgentError, Room
 from tailrace.runtime.controller import Controller
@@ -47,13 +48,12 @@ def withdraw(folder: RunFolder) -> None:
     (folder.now / JOIN_KEY).unlink(missing_ok=True)
 
 
-def work(join: str, replicas: int | None, ranks: int, file: Path | None, store: Path | None = None) -> int:
-    """Until the run is over (0), or Ctrl-C (130). `replicas`: None: one, unless this machine is for ranks."""
-    room = Room(int(not ranks) if replicas is None else replicas, ranks, store)
-    if not room.replicas and not room.ranks:
-        raise UsageError("0 is not a number of replicas for a worker without ranks; write --replicas 1 or --ranks 1")
-    allow_files(BASE + EACH * (room.replicas + room.ranks) + STRANGERS)
+def work(join: str, replicas: int | str | None, ranks: int, file: Path | None, store: Path | None = None) -> int:
+    """Until the run is over (0), or Ctrl-C (130). `replicas`: None: one, unless this machine is for ranks; "auto": one
+    for each GPU that ranks leave, or one where there is none."""
+    room = _room(replicas, ranks, store)
     endpoint, key = _endpoint(join), _key(file)
+    allow_files(BASE + EACH * (room.replicas + room.ranks) + STRANGERS)
     if room.store is not None:
         _prepare(room.store)
     descriptors.raise_limit()
@@ -62,6 +62,17 @@ def work(join: str, replicas: int | None, ranks: int, file: Path | None, store: 
         return asyncio.run(_work(endpoint, key, room))
     finally:
         clear_abandoned()  # of relays that were killed
+
+
+def _room(replicas: int | str | None, ranks: int, store: Path | None) -> Room:
+    cards = cards_of_worker()
+    if replicas is None:
+        replicas = int(not ranks)
+    elif isinstance(replicas, str):
+        replicas = max(1, len(cards) - ranks)
+    if not replicas and not ranks:
+        raise UsageError("0 is not a number of replicas for a worker without ranks; write --replicas 1 or --ranks 1")
+    return Room(replicas, ranks, store, cards)
 
 
 async def _work(endpoint: str, key: JoinKey, room: Room) -> int:
@@ -87,7 +98,7 @@ def _endpoint(join: str) -> str:
 def _key(file: Path | None) -> JoinKey:
     if file is None and VARIABLE not in os.environ:
         raise WireError(
-            f"a join key is needed; write --key JOIN_KEY with the run's {JOIN_KEY}, or set {VARIABLE} to its content"
+            f"a join key is needed; write --key FILE with the run's {JOIN_KEY}, or set {VARIABLE} to its content"
         )
     try:
         text = os.environ.pop(VARIABLE) if file is None else file.read_text()  # not for those whom we start

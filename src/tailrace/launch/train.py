@@ -16,6 +16,7 @@ from pathlib import Path
 from tailrace.config.tree import Config
 from tailrace.envs.sources import open_source, steps_short
 from tailrace.errors import TailraceError
+from tailrace.launch.cards import Dealt, record_cards
 from tailrace.launch.evaluation import measure
 from tailrace.launch.folder import CHECKPOINTS, begin_store, resume_store, take_over_store
 from tailrace.launch.machines import invite, withdraw
@@ -23,7 +24,6 @@ from tailrace.launch.supervisor import Supervisor
 from tailrace.launch.view import LiveView
 from tailrace.logs import output
 from tailrace.model.advice import advice
-from tailrace.model.device import check_devices
 from tailrace.obs.progress import Progress
 from tailrace.obs.summary import write_summary
 from tailrace.runtime.components import RunHandle
@@ -46,21 +46,23 @@ DIVERGED = (
 )
 
 
-def train(config: Config, folder: Path, resume: bool, supervisor: Supervisor, accept: bool = False) -> bool:
+def train(dealt: Dealt, folder: Path, resume: bool, supervisor: Supervisor, accept: bool = False) -> bool:
     """Run until it is over (True) or interrupted (False). The folder has everything that came of it. `accept`: a run
     that is resumed may have other inputs than before."""
+    config = dealt.config
     if supervisor.begun and Journal(folder).complete:
         return _complete(folder, "the run was over already")
     descriptors.raise_limit()
     source = None if supervisor.begun else open_source(config)
-    notes = () if source is None else (check_devices(config), *advice(config), steps_short(config, source))
+    notes = () if source is None else (*dealt.notes, *advice(config), steps_short(config, source))
     for note in notes:
         if note:
             log.warning("%s", note)
     clear_abandoned()
     keys = Keyring(supervisor.secret, supervisor.token)
-    handle = RunHandle(keys, supervisor.lifeline, read_records(folder) if supervisor.begun else None)
+    handle = RunHandle(keys, supervisor.lifeline, read_records(folder) if supervisor.begun else None, dealt.deal)
     store = _opened(folder, config, resume, supervisor, accept)
+    record_cards(store.meta, dealt.cards)
     supervisor.begin()
     try:
         if _evaluates(config) and store.meta.get(f"accuracy_{BEFORE}") is None:

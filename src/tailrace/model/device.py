@@ -23,7 +23,8 @@ from tailrace.config.errors import ConfigError
 from tailrace.config.tree import Config
 from tailrace.logs import output
 from tailrace.model.load import precision_on
-from tailrace.types import Struct
+from tailrace.model.numa import numa_of, pci_address
+from tailrace.types import Card, Struct
 
 AMPERE = (8, 0)  # the compute capability that bfloat16 and our kernels need
 ANSWER_S = 120.0  # for importing torch and initializing CUDA
@@ -33,16 +34,6 @@ NARROWER = "ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16"
 OTHER_PRECISION = {"rollout": "float16", "trainer": "float32"}  # for a card without bfloat16
 
 ComputeRole = Literal["rollout", "trainer"]
-
-
-class Card(Struct):
-    name: str
-    memory: int  # bytes
-    capability: tuple[int, int]
-
-    @property
-    def age(self) -> str:
-        return f"compute capability {_dotted(self.capability)}"
 
 
 class Survey(Struct):
@@ -59,13 +50,18 @@ class Survey(Struct):
         return self.triton and card.capability >= AMPERE
 
 
-def check_devices(config: Config) -> str:
+def survey_for(config: Config) -> Survey | None:
+    """What torch reports, if these settings would use a GPU; else nobody is asked."""
+    wanted = [_section(config, role).device for role in _native_roles(config)]
+    if any(name.startswith("cuda") or (not name and has_device_files()) for name in wanted):
+        return survey_apart()
+    return None
+
+
+def check_devices(config: Config, seen: Survey | None) -> str:
     """Refuse devices that this machine does not have. Returns a notice about the others, or nothing."""
     roles = _native_roles(config)
     wanted = [_section(config, role).device for role in roles]
-    seen = None
-    if any(name.startswith("cuda") or (not name and has_device_files()) for name in wanted):
-        seen = survey_apart()
     for role in roles:
         if usable_device(role, config, seen or Survey("")) == "cpu":
             _refuse_false_bfloat16(role, config)
@@ -94,7 +90,7 @@ def has_device_files() -> bool:
 
 def _native_roles(config: Config) -> list[ComputeRole]:
     roles: list[ComputeRole] = ["rollout", "trainer"]
-    return [role for role in roles if _section(config, role).engine == "native"]
+    return [role for role in roles if _section(config, role).engine != "emulated"]
 
 
 def _section(config: Config, role: ComputeRole) -> Any:
@@ -118,8 +114,6 @@ def _problems(role: ComputeRole, config: Config, seen: Survey) -> Iterator[str]:
     if number >= len(seen.cards):
         yield f'{role}.device is "{wanted}", but the last GPU here is "cuda:{len(seen.cards) - 1}"; write that'
         return
-    if role == "trainer":
-        yield from _too_few_gpus(config, seen)
     mine = [seen.cards[number]] if ":" in wanted else seen.cards
     for card in mine:
         yield from _too_old(role, section.precision, card, seen)
@@ -137,17 +131,6 @@ def _why_no_cards(seen: Survey) -> str:
         f"torch {seen.torch}, built for CUDA {seen.built_for}, cannot use the GPU here ({seen.problem}); install "
         "a driver that fits it, or the torch build that fits the driver (nvidia-smi names its CUDA version)"
     )
-
-
-def _too_few_gpus(config: Config, seen: Survey) -> Iterator[str]:
-    """Ranks communicate through NCCL, which needs a GPU for each."""
-    ranks, wanted, cards = config.trainer.ranks, config.trainer.device, len(seen.cards)
-    if ranks > 1 and ":" in wanted:
-        yield f'trainer.device is "{wanted}", one GPU for {ranks} trainer.ranks; write trainer.device = "cuda"'
-    elif config.local_ranks > cards:
-        which = "trainer.ranks" if config.local.ranks is None else "local.ranks"
-        few = f"there are only {cards} GPUs here, and each rank needs one"
-        yield f"{which} is {config.local_ranks}, but {few}; write {cards}"
 
 
 def _too_old(role: ComputeRole, precision: str, card: Card, seen: Survey) -> Iterator[str]:
@@ -188,7 +171,7 @@ def survey() -> Survey:
         warnings.simplefilter("ignore")  # `problem` has the text
         try:
             torch.cuda.init()
-            cards = tuple(_card(torch.cuda.get_device_properties(n)) for n in range(torch.cuda.device_count()))
+            cards = tuple(_card(n, torch.cuda.get_device_properties(n)) for n in range(torch.cuda.device_count()))
         except (RuntimeError, AssertionError) as error:
             problem = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
     amd = torch.version.hip
@@ -197,8 +180,9 @@ def survey() -> Survey:
     return Survey(str(torch.__version__), built_for, architectures, cards, problem, find_spec("triton") is not None)
 
 
-def _card(found: Any) -> Card:
-    return Card(found.name, found.total_memory, (found.major, found.minor))
+def _card(number: int, found: Any) -> Card:
+    node, cpus = numa_of(pci_address(number))
+    return Card(found.name, found.total_memory, (found.major, found.minor), node, cpus)
 
 
 def survey_apart() -> Survey:

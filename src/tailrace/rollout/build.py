@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from tailrace.envs.prompts import Prompts
 
 
-def build_runner(config: Config) -> Runner:
-    """A runner without weights of its own: they come as a version."""
+def build_runner(config: Config, memory: float = 0.0) -> Runner:
+    """A runner without weights of its own: they come as a version. `memory`: its share of a GPU; 0: not dealt."""
     limit = config.workload.max_completion_tokens
     if config.rollout.engine == "emulated":
         judge = CoinJudge(config.run.seed, config.workload.reward_s)
@@ -31,7 +31,7 @@ def build_runner(config: Config) -> Runner:
     config = with_all_stops(config)
     judges = Judges(config)
     judges.start()  # beside the engine, which takes longer
-    engine = build_engine(config, config.run.seed)
+    engine = build_engine(config, config.run.seed, memory)
     return Runner(engine, judges, _language(config, _prompts(config)), limit)
 
 

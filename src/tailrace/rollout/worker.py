@@ -59,7 +59,7 @@ class RolloutWorker:
     def __init__(self, spec: ComponentSpec) -> None:
         self.spec = spec
         self.config = spec.config
-        self.runner = build_runner(spec.config)
+        self.runner = build_runner(spec.config, spec.memory)
         self.stats = EngineStats(0, 0, 0)
         self.samples = SampleClient(spec.name)
         self.controller = ControlClient(spec, self._report_stats, self.samples.find)

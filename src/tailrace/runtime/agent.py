@@ -25,11 +25,13 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from tailrace import __version__
+from tailrace.config.dealing import deal_elsewhere
 from tailrace.config.tree import Config
 from tailrace.errors import TailraceError
 from tailrace.runtime.hosts import LONGEST
 from tailrace.runtime.local import LocalProcesses, Process, how_it_ended, last_lines
 from tailrace.store.folder import RunFolder, identity_of
+from tailrace.types import Card
 from tailrace.wire.client import ControlClient
 from tailrace.wire.connection import check_join_key
 from tailrace.wire.interfaces import interfaces
@@ -59,11 +61,12 @@ class AgentError(TailraceError):
 
 class Room(NamedTuple):
     """What this machine has for a run. `store`: the folder for the tokens of what is generated here; None: they go to
-    the run's own machine."""
+    the run's own machine. `cards`: its GPUs, to be dealt here."""
 
     replicas: int
     ranks: int = 0
     store: Path | None = None
+    cards: tuple[Card, ...] = ()
 
 
 class Agent:
@@ -169,6 +172,7 @@ class Agent:
                 if spec.role == "trainer":
                     _refuse_missing_torch()
                     _refuse_other_folder(spec)
+                self._local.deal = deal_elsewhere(spec.config, self._room.cards, self._room.replicas, self._room.ranks)
                 self._start(self._at_home(spec))
 
     def _start(self, spec: ComponentSpec) -> None:

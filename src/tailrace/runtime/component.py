@@ -21,6 +21,7 @@ import msgspec
 
 from tailrace.errors import TailraceError
 from tailrace.logs import for_component
+from tailrace.model.numa import stay_near
 from tailrace.watchdog import show_stacks_when_asked
 from tailrace.wire.client import ControlClient
 from tailrace.wire.messages import Collapsed, ComponentSpec
@@ -43,7 +44,8 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the controller's; it tells us
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(ORPHANED))
     spec = msgspec.json.decode(_first_line(), type=ComponentSpec)
-    log.info("%s starts as process %d", spec.name, os.getpid())
+    log.info("%s starts as process %d%s", spec.name, os.getpid(), _dealt(spec))
+    stay_near(spec.cpus)  # before there are threads, and before anything large is in memory
     threading.Thread(target=_leave_with_the_run, args=(spec.lifeline,), daemon=True).start()
     try:
         run: Callable[[ComponentSpec], None] = import_module(ROLES[spec.role]).run
@@ -53,6 +55,13 @@ def main() -> int:
         _give_up(spec, error)
         return 1
     return 0
+
+
+def _dealt(spec: ComponentSpec) -> str:
+    if not spec.cards:
+        return ""
+    near = f", on the CPUs {spec.cpus}" if spec.cpus else ""
+    return f" with {100 * spec.memory:.0f} % of GPU {', '.join(map(str, spec.cards))}{near}"
 
 
 def _give_up(spec: ComponentSpec, error: Exception) -> None:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
+from tailrace.config.dealing import Deal
 from tailrace.config.tree import Config
 from tailrace.logs import open_log, to_stream
 from tailrace.protocol import (
@@ -68,6 +69,7 @@ class RunHandle(NamedTuple):
     keys: Keyring
     lifeline: int
     left: ComponentRecords | None = None  # by an earlier controller with the same handle; None: there was none
+    deal: Deal = Deal()  # who gets which of this machine's cards
 
 
 class Components:
@@ -84,7 +86,7 @@ class Components:
         self._provision = Provision(config, server.endpoint, folder.path / JOIN_KEY)
         self._ranks_wait = False  # there is no room for all of them
         self._short_since: dict[tuple[str, int], float] = {}  # when a component could first not be started
-        self._local = LocalProcesses(folder, server.port, self._ended)
+        self._local = LocalProcesses(folder, server.port, self._ended, handle.deal)
         self.admission = HostAdmission(config, self._hosts, server, control, self)
         self.stores = StoreDirectory(handle.keys, control, self._local.processes, self.send)
 

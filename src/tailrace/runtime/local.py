@@ -21,7 +21,9 @@ from pathlib import Path
 from typing import Protocol
 
 import msgspec
+from msgspec.structs import replace
 
+from tailrace.config.dealing import Deal, visible
 from tailrace.store.folder import PRIVATE, PRIVATE_FOLDER, RunFolder
 from tailrace.types import HostId, ReplicaId, Struct, label
 from tailrace.wire.messages import ComponentSpec, WireError
@@ -160,12 +162,15 @@ class Process:
 
 
 class LocalProcesses:
-    def __init__(self, folder: RunFolder, port: int, on_exit: Callable[[Process, str], None]) -> None:
+    def __init__(
+        self, folder: RunFolder, port: int, on_exit: Callable[[Process, str], None], deal: Deal = Deal()
+    ) -> None:
         self.processes: dict[tuple[str, int], Process] = {}  # by `slot` of their specs
         self.hosts: tuple[HostRecord, ...] = ()
         self._folder = folder
         self._port = port
         self._on_exit = on_exit
+        self.deal = deal  # of this machine's cards
         self._unwritten = False  # something is not in the file
         self._watchers: set[asyncio.Task[None]] = set()
 
@@ -198,7 +203,8 @@ class LocalProcesses:
         process.log.touch(PRIVATE)
         try:
             for one in process.members:
-                process.children.append(_spawn(one, process.log) if isinstance(one, ComponentSpec) else one)
+                here = isinstance(one, ComponentSpec)
+                process.children.append(_spawn(placed(one, self.deal), process.log) if here else one)
         except OSError:
             process.children += process.distant
             process.kill()  # those that were begun
@@ -294,8 +300,24 @@ def read_records(folder: Path) -> ComponentRecords:
         return ComponentRecords()
 
 
-def _spawn(spec: ComponentSpec, log: Path) -> LocalChild:
+def placed(spec: ComponentSpec, deal: Deal) -> ComponentSpec:
+    """The same with what it was dealt. It will see no other cards, so the first that it sees is its own."""
+    is_trainer = spec.role == "trainer"
+    has = deal.of(spec.role, spec.rank if is_trainer else spec.id)
+    if not has.cards:
+        return spec
+    name = "trainer" if is_trainer else "rollout"
+    section = replace(getattr(spec.config, name), device="cuda")
+    config = replace(spec.config, **{name: section})
+    return replace(spec, config=config, cards=has.cards, memory=has.memory, cpus=has.cpus)
+
+
+def _environment(spec: ComponentSpec) -> dict[str, str]:
     threads = spec.config.trainer.threads if spec.role == "trainer" else spec.config.rollout.threads
+    return os.environ | visible(spec.cards, os.environ) | ({"OMP_NUM_THREADS": str(threads)} if threads else {})
+
+
+def _spawn(spec: ComponentSpec, log: Path) -> LocalChild:
     with log.open("ab") as output:
         started = subprocess.Popen(
             [sys.executable, "-m", "tailrace.runtime.component"],
@@ -303,7 +325,7 @@ def _spawn(spec: ComponentSpec, log: Path) -> LocalChild:
             stdout=output,
             stderr=output,
             start_new_session=True,  # Ctrl-C in the terminal is for the controller alone
-            env=os.environ | ({"OMP_NUM_THREADS": str(threads)} if threads else {}),
+            env=_environment(spec),
             pass_fds=(spec.lifeline,),
         )
     assert started.stdin is not None

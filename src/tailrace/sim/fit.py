@@ -60,7 +60,9 @@ def fitted(run: Path) -> dict[str, Any]:
 
 def fragment(run: Path) -> str:
     """The same as TOML, to be put after the settings of the run or of another: `tailrace simulate my.toml fit.toml`."""
-    return render_values(fitted(run))
+    replicas = Journal(run).config.local.replicas
+    note = f'# of a run with {replicas} replicas: where settings say local.replicas = "auto", write that'
+    return f"{note}\n{render_values(fitted(run))}"
 
 
 def _costs(run: Path, measured: _Measured, work: JournalStatistics) -> Costs:

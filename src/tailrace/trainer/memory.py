@@ -12,16 +12,15 @@ from contextlib import contextmanager
 
 import torch
 
-from tailrace.config.tree import Config
-from tailrace.model.memory import DoesNotFitError, ran_out, share_of_trainer
+from tailrace.model.memory import DoesNotFitError, ran_out
 
 log = logging.getLogger(__name__)
 
 
-def take_share(config: Config, device: str) -> None:
-    """Of a card that replicas compute on too: without this, whoever is first would leave the other with nothing."""
-    if device.startswith("cuda"):
-        torch.cuda.set_per_process_memory_fraction(share_of_trainer(config, torch.cuda.device_count()), device)
+def take_share(share: float, device: str) -> None:
+    """Of a card that others compute on too: without this, whoever is first would leave them with nothing."""
+    if share and device.startswith("cuda"):
+        torch.cuda.set_per_process_memory_fraction(share, device)
 
 
 @contextmanager

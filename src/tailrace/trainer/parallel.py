@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import FileStore, PrefixStore, TCPStore
 from torch.distributed import DistError
 
+from tailrace.config.dealing import ranks_share_cards
 from tailrace.trainer.announcements import Announcements
 
 if TYPE_CHECKING:
@@ -193,7 +194,8 @@ def ranks_of(spec: ComponentSpec, device: str) -> Ranks:
         return Alone()
     use_interface(spec.interface)
     patience_s = MEETING_SHARE * spec.config.local.start_s
-    return join(spec.rank, size, spec.meeting, device, settings.collective_s, IDLE_S, patience_s, spec.rank_key)
+    deadlines = (settings.collective_s, IDLE_S, patience_s)
+    return join(spec.rank, size, spec.meeting, device, *deadlines, spec.rank_key, not ranks_share_cards(spec.config))
 
 
 def use_interface(name: str) -> None:
@@ -212,11 +214,13 @@ def join(
     idle_s: float = IDLE_S,
     patience_s: float = 0.0,
     key: str = "",
+    own_card: bool = True,
 ) -> Together:
-    """Meet the other ranks at `meeting` (`tcp://127.0.0.1:PORT` or `file:///PATH`) within `patience_s`, each with a
-    device of its own. `key`: that all ranks have."""
+    """Meet the other ranks at `meeting` (`tcp://127.0.0.1:PORT` or `file:///PATH`) within `patience_s`. `key`: that all
+    ranks have. `own_card`: on GPUs each has one of its own, which NCCL needs; gloo does without, by way of host
+    memory."""
     device_name = pick_device(device, rank)
-    backend = "cpu:gloo,cuda:nccl" if device_name.startswith("cuda") else "gloo"
+    backend = "cpu:gloo,cuda:nccl" if device_name.startswith("cuda") and own_card else "gloo"
     if device_name.startswith("cuda"):
         torch.cuda.set_device(device_name)
     limit = timedelta(seconds=deadline_s)

@@ -261,7 +261,7 @@ class NativeRankGroup(_Group["Learner"]):
         if settings.threads:
             torch.set_num_threads(settings.threads)
         super().__init__(spec, parallel.ranks_of(spec, usable_device("trainer", spec.config)))
-        take_share(spec.config, parallel.pick_device(settings.device, spec.rank))
+        take_share(spec.memory, parallel.pick_device(settings.device, spec.rank))
         with at_start():
             self.learner = Learner(spec.config, self.ranks)
         self.learner.warm_up()

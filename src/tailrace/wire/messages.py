@@ -65,6 +65,10 @@ class ComponentSpec(Struct):
     rank_key: str = ""  # trainer: that all of its ranks have, and nobody else
     # trainer with ranks elsewhere: what a file in the run's folder says, so that another machine knows it as the same
     folder_mark: str = ""
+    # what it was dealt (config/dealing.py), by whoever starts it
+    cards: tuple[int, ...] = ()  # the GPUs that it sees; none: those that are there, if it uses any
+    memory: float = 0.0  # its share of their memory; 0: nobody has dealt
+    cpus: str = ""  # near its cards ("0-31"); empty: any
 
     @property
     def name(self) -> str:
