@@ -18,6 +18,7 @@ from typing import Any
 from tailrace.weights.channel import Address, ChannelError, dial
 from tailrace.weights.checksum import PIECE, RunningChecksum
 from tailrace.weights.messages import ReceivingElsewhere
+from tailrace.weights.part import Part
 from tailrace.weights.relay_node import RelayNode, TransferFailure
 from tailrace.weights.shared_memory import SharedMemory, SharedMemoryReader
 from tailrace.weights.transfer import offer
@@ -48,6 +49,7 @@ class Weights:
         generation: int = 0,
     ) -> None:
         self.version, self.size, self.content_id, self.generation = version, len(data), content_id, generation
+        self.part = Part.whole(self.size)
         self._data = memoryview(data)
         self._sums = RunningChecksum(self._data)
         self._sums.advance(self.size)
