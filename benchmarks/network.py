@@ -37,6 +37,7 @@ from relays import TOKEN, RelayProcess, ending, made_up  # noqa: E402
 from tailrace.weights.channel import Channel  # noqa: E402
 from tailrace.weights.checksum import RunningChecksum, piece_checksums  # noqa: E402
 from tailrace.weights.messages import PullVersion  # noqa: E402
+from tailrace.weights.part import Part  # noqa: E402
 from tailrace.weights.shared_memory import SharedMemory  # noqa: E402
 from tailrace.weights.transfer import CHUNK, receive, send  # noqa: E402
 from tailrace.wire.tls import Identity  # noqa: E402
@@ -121,7 +122,7 @@ class _Version:
     version, content_id, generation = 0, "", 0
 
     def __init__(self, data: bytes) -> None:
-        self.size = len(data)
+        self.part = Part.whole(len(data))
         self._data = memoryview(data)
         self._sums = RunningChecksum(self._data)
 
@@ -157,7 +158,7 @@ def _rate(data: bytes, identity: Identity | None) -> tuple[float, float]:
         with kind(connection, "the sender", 30.0) as channel:
             channel.answer(TOKEN, identity)
             began = time.perf_counter()
-            buffer.seal(receive(channel, buffer))
+            buffer.seal(receive(channel, buffer.whole()))
             took = time.perf_counter() - began
     os.waitpid(child, 0)
     return len(data) / 1e6 / took, (sum(os.times()[:4]) - before) / len(data) * 1e9

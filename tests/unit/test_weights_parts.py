@@ -6,6 +6,7 @@ import os
 import queue
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from threading import Thread
 
@@ -15,7 +16,7 @@ import torch
 from relays import DEADLINE_S, TOKEN, Node, Weights, nodes, until
 from tailrace.weights import part as part_module
 from tailrace.weights import streams
-from tailrace.weights.channel import Address, Channel, ChannelError, connect, dial
+from tailrace.weights.channel import Address, Channel, connect, dial
 from tailrace.weights.checksum import PIECE, checksum, piece_checksums, scattered_checksums
 from tailrace.weights.layout import WeightLayout
 from tailrace.weights.messages import AcceptVersion, ChunkHeader, OfferVersion, VersionSealed
@@ -108,7 +109,7 @@ def test_what_a_part_is_of_a_version_survives_the_wire() -> None:
 def test_pieces_in_several_places_have_the_checksums_of_the_same_bytes_in_one() -> None:
     whole = memoryview(DATA)
     cuts = [0, 3, PIECE - 1, PIECE, 2 * PIECE + 7, 2 * PIECE + 7, len(DATA)]
-    segments = [whole[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]
+    segments = [whole[a:b] for a, b in pairwise(cuts)]
     assert scattered_checksums(segments) == piece_checksums(whole)
 
 
@@ -224,10 +225,9 @@ def test_parts_that_overlap_or_come_from_other_bytes_are_not_mixed(tmp_path: Pat
         until(lambda: _arrived(node) == PIECE, "the first part")
         for other in (PartOfWeights(DATA, Part.of(len(DATA), [(0, 10)])), PartOfWeights(DATA, SECOND, "other")):
             assert type(offered(node, other)).__name__ == "ReceivingElsewhere"
-        with dial(node.address, TOKEN) as wrong, pytest.raises(ChannelError, match="no such part of v1"):
+        with dial(node.address, TOKEN) as wrong:
             wrong.send(OfferVersion(1, 100, ranges=Part.of(1000, [(0, 500)]).pack()))
-            answer = wrong.receive("an answer")
-            raise ChannelError(str(answer))
+            assert "no such part of v1" in str(wrong.receive("an answer"))
         channel.close()
 
 

@@ -20,6 +20,7 @@ Natural = Annotated[int, Meta(ge=0)]
 Amount = Annotated[float, Meta(ge=0)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Processes = Annotated[int, Meta(ge=1, le=1024)]
+Streams = Annotated[int, Meta(ge=0, le=64)]
 PerHour = Annotated[float, Meta(ge=0, le=1e6)]
 Pause = Annotated[float, Meta(ge=0.01)]  # seconds between two of something that goes on for ever
 
@@ -215,6 +216,7 @@ class RelaySettings(Section):
     keep_versions: Annotated[int, Meta(ge=2)] = 2
     quota_gbytes: Amount = 0.0  # bytes of weights a host may hold; 0: keep_versions decides alone
     chunk_mbytes: Amount = 0.0  # 0: the size that minimises the broadcast time
+    streams: Streams = 0  # connections over which a version goes from relay to relay; 0: more over long distances
     # an address of the relay's host, or a network in which every relay takes its own host's; off the loopback, links
     # are encrypted
     listen: str = "127.0.0.1"
@@ -269,6 +271,7 @@ class Trainer(Section):
     recompute: bool = False  # activation checkpointing: recompute activations in backward instead of keeping them
     compile: bool = True  # on a GPU in bfloat16: compile the model's blocks, which takes a while for each size of pack
     ranks: Processes = 1  # processes over which weights, gradients and moments are sharded (FSDP2)
+    sharding: Literal["full", "hybrid"] = "full"  # hybrid: within each host; hosts have copies of each other
     threads: Natural = 0  # CPU threads per rank; 0: torch's choice
     device: str = ""  # "cpu", "cuda"; empty: the GPU if there is one
     engine: Literal["native", "emulated"] = "native"  # emulated: takes the time that [costs] says, trains nothing

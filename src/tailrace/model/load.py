@@ -97,6 +97,21 @@ def load_model(path: str, dtype: str = "float32", device: str = "cpu") -> PreTra
     return _on(device, model)
 
 
+def shallow(model: PreTrainedModel, layers: int) -> PreTrainedModel:
+    """A model of the same family and shape with random weights and few layers, in float32."""
+    import copy
+
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    config = copy.deepcopy(model.config)
+    text = config.get_text_config()
+    text.num_hidden_layers = min(layers, text.num_hidden_layers)
+    if getattr(text, "layer_types", None):
+        text.layer_types = text.layer_types[: text.num_hidden_layers]
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
 def _on(device: str, model: Any) -> PreTrainedModel:
     import torch
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tailrace.config.tree import Config
-from tailrace.model.load import load_model, precision_on
+from tailrace.model.load import load_model, precision_on, shallow
 from tailrace.model.longrope import switch_of
 from tailrace.model.memory import DoesNotFitError, free_memory, ran_out
 from tailrace.model.packed import Layout, layout, reads_rows
@@ -103,7 +103,7 @@ class Learner:
         self.ranks = ranks or Alone()
         self.device = pick_device(self.settings.device, self.ranks.rank)
         self.step = 0
-        model = model if model is not None else load_model(config.model.path, "float32", self.device)
+        model = model if model is not None else self._load()
         self.model = model.eval()  # without dropout: a log-prob must be a function of the weights alone
         if self.settings.recompute:
             recompute_layers(self.model)
@@ -117,12 +117,19 @@ class Learner:
         self._reference = FrozenPolicy(self.model.parameters()) if self.settings.kl else None
         self._proximal = self._make_proximal()
 
+    def _load(self) -> PreTrainedModel:
+        """With several ranks in host memory and as it is in its files, which are mapped, not read: `Ranks.shard` takes
+        from there what a rank keeps."""
+        if self.ranks.size == 1:
+            return load_model(self.config.model.path, "float32", self.device)
+        return load_model(self.config.model.path, "auto", "cpu")
+
     def _prepare_passes(self) -> None:
         """The model's arithmetic: in which precision, sharded or not, with which kernels."""
         bfloat16 = precision_on(self.device, self.settings.precision) == "bfloat16"
         self.policy.at_once = self.device.startswith("cuda") and self.policy.has_plain_head()
         with self._autocast(bfloat16):
-            self._rows = reads_rows(self.model)
+            self._rows = reads_rows(self._on_device())
         self.ranks.shard(self.policy)
         self._bfloat16 = Bfloat16Copy(self.model) if bfloat16 and self.ranks.size == 1 else None
         if self._bfloat16 is not None:
@@ -130,6 +137,12 @@ class Learner:
         self._cast = bfloat16 and self._bfloat16 is None
         compiles = self.settings.compile and self._rows and self._bfloat16 is not None
         self._blocks = Blocks(self.policy.model) if compiles else None
+
+    def _on_device(self) -> PreTrainedModel:
+        """The model, or while that is too large for this rank, one of the same kind with fewer layers."""
+        if self.ranks.size == 1 or not self.device.startswith("cuda"):
+            return self.model
+        return shallow(self.model, layers=2).to(self.device)  # pyright: ignore[reportArgumentType]
 
     def warm_up(self) -> None:
         """Compile what has to be, and see what fits into memory, before there is work. Weights stay as they are."""

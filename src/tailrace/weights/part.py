@@ -85,11 +85,8 @@ class Part:
 
     def pack(self) -> bytes:
         """For a message; nothing stands for the whole version."""
-        return (
-            b""
-            if self.is_whole
-            else struct.pack(f"<{2 * len(self.ranges)}Q", *(n for each in self.ranges for n in each))
-        )
+        numbers = [] if self.is_whole else [number for each in self.ranges for number in each]
+        return struct.pack(f"<{len(numbers)}Q", *numbers)
 
     @classmethod
     def unpack(cls, version_size: int, packed: bytes) -> Part:

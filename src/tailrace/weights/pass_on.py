@@ -1,8 +1,8 @@
 """Passes a part of a version on, from a trainer rank to the relay that assembles the version.
 
 The relay on a rank's host does this, because only relays talk to other hosts. Nothing is kept here: every chunk is
-verified and sent on at once, and answers go back, so that the rank resumes where the assembling relay is. If either side
-fails, both connections end, and the rank tries again.
+verified and sent on at once, and answers go back, so that the rank resumes where the assembling relay is. If either
+side fails, both connections end, and the rank tries again.
 """
 
 from __future__ import annotations

@@ -43,8 +43,8 @@ OnError = Callable[[Version, str], None]  # the version and the reason
 
 @dataclass
 class Delivery:
-    """One `send`, to the `master` by way of the relay `via`. `give_up_at` is on the monotonic clock and moves with every
-    byte of progress."""
+    """One `send`, to the `master` by way of the relay `via`. `give_up_at` is on the monotonic clock and moves with
+    every byte of progress."""
 
     snapshot: WeightSnapshot
     master: Address

@@ -35,8 +35,8 @@ class PublishError(TailraceError):
 
 
 class WeightSnapshot:
-    """One buffer and the part of a version in it: a `VersionSource`. `device`: where the buffer is, None for host memory. From a
-    device it is copied to the host once, and only when its bytes are asked for."""
+    """One buffer and the part of a version in it: a `VersionSource`. `device`: where the buffer is, None for host
+    memory. From a device it is copied to the host once, and only when its bytes are asked for."""
 
     def __init__(self, layout: ShardLayout, device: torch.device | None = None) -> None:
         self.part = layout.part

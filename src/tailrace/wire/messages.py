@@ -54,6 +54,7 @@ class ComponentSpec(Struct):
     rank: int = 0
     step: int = 0  # trainer: the last step that the controller knows to be complete
     meeting: str = ""  # trainer: where its ranks find each other
+    rank_hosts: tuple[HostId, ...] = ()  # trainer: the host of each rank
 
     @property
     def name(self) -> str:
