@@ -21,7 +21,7 @@ from tailrace.trainer.batch import plan_mini_batch
 from tailrace.trainer.checkpoint import CheckpointError, newest, restore, save
 from tailrace.trainer.emulated import EmulatedLearner
 from tailrace.trainer.export import write_model
-from tailrace.trainer.parallel import Ranks, join
+from tailrace.trainer.parallel import Ranks, by_host, join
 from tailrace.trainer.policies import local
 from tailrace.trainer.rank_group import PublishRoute, SnapshotSender
 from tailrace.trainer.reader import in_memory
@@ -65,9 +65,11 @@ def emulate(folder: Path, ranks: Ranks) -> None:
     (folder / f"read_by_{ranks.rank}.json").write_text(json.dumps(watched.asked))
 
 
-def be_a_rank(rank: int, size: int, meeting: str, folder: Path) -> None:
+def be_a_rank(rank: int, size: int, meeting: str, folder: Path, sharding: str) -> None:
     torch.set_num_threads(1)
     ranks = join(rank, size, meeting, deadline_s=DEADLINE_S, idle_s=DEADLINE_S)
+    if sharding == "hybrid":
+        ranks.ranks_by_host = by_host([rank % 2 for rank in range(size)])
     heard = [ranks.broadcast_bytes(data if rank == 0 else None) for data in (b"", b"train \x00\xff" * 1000)]
     assert heard == [b"", b"train \x00\xff" * 1000]
     assert ranks.gather_bytes(b"x" * rank) == [b"x" * each for each in range(size)]
@@ -113,29 +115,30 @@ def publish(folder: Path, learner: Learner) -> None:
     until(lambda: sender._under_way is None, "the publication")
     assert not troubles
     whole = sum(each.numel() * 4 for each in learner.model.parameters())
-    assert sender.publisher.snapshot_bytes < whole / ranks.size + 20_000  # the header, and rows that cannot be halved
+    sharers = ranks.size // 2 if getattr(ranks, "ranks_by_host", ()) else ranks.size
+    assert sender.publisher.snapshot_bytes < whole / sharers + 20_000  # the header, and rows that cannot be halved
     sender.publisher.close()
 
 
-def start_rank(rank: int, size: int, meeting: str, folder: Path) -> subprocess.Popen[str]:
-    command = [sys.executable, __file__, str(size), meeting, str(folder), str(rank)]
+def start_rank(rank: int, size: int, meeting: str, folder: Path, sharding: str) -> subprocess.Popen[str]:
+    command = [sys.executable, __file__, str(size), meeting, str(folder), str(rank), sharding]
     paths = [str(Path(trainer_cases.__file__).parent), os.environ.get("PYTHONPATH", "")]
     shared = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     return subprocess.Popen(command, env=shared, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-RANKS = [2, *[pytest.param(ranks, marks=pytest.mark.soak) for ranks in (3, 4)]]
+LONG = [pytest.param(*case, marks=pytest.mark.soak) for case in ((3, "full"), (4, "full"), (4, "hybrid"))]
 
 
-@pytest.mark.parametrize("size", RANKS)
-def test_several_ranks_have_the_gradients_weights_versions_and_checkpoints_of_one(tmp_path, size):
+@pytest.mark.parametrize(("size", "sharding"), [(2, "full"), *LONG])
+def test_several_ranks_have_the_gradients_weights_versions_and_checkpoints_of_one(tmp_path, size, sharding):
     tiny_folder(tmp_path, tie_word_embeddings=True)
     alone = train(tmp_path)
     save(tmp_path / "of_one_rank", alone)
     with nodes(2, tmp_path) as relays:
         addresses = {relay.id: str(relay.address) for relay in relays}
         (tmp_path / "relays.json").write_text(json.dumps(addresses))
-        others = [start_rank(rank, size, f"file://{tmp_path}/meeting", tmp_path) for rank in range(size)]
+        others = [start_rank(rank, size, f"file://{tmp_path}/meeting", tmp_path, sharding) for rank in range(size)]
         try:
             for process in others:
                 output, _ = process.communicate(timeout=DEADLINE_S)
@@ -191,4 +194,4 @@ def _is_exported_as_one_rank_saves(place: Path, alone: Learner, together: Learne
 
 
 if __name__ == "__main__":
-    be_a_rank(int(sys.argv[4]), int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))
+    be_a_rank(int(sys.argv[4]), int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), sys.argv[5])

@@ -30,10 +30,9 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from tailrace.model.load import load_model, model_folder
+from tailrace.model.load import PIECES, load_model, model_folder
 from tailrace.store.folder import PRIVATE, PRIVATE_FOLDER
 from tailrace.trainer.manifest import (
-    PIECES,
     PREFIX,
     CheckpointError,
     File,

@@ -12,8 +12,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tailrace.model.load import PIECES
 from tailrace.store.folder import PRIVATE
-from tailrace.trainer.manifest import PIECES, PREFIX
+from tailrace.trainer.manifest import PREFIX
 
 INTERNAL = {"state.json", PIECES, "optimizer.safetensors", "critic.safetensors"}  # for resumption alone
 

@@ -14,7 +14,6 @@ from tailrace.types import MALFORMED
 from tailrace.weights.checksum import checksum
 
 PREFIX = "step-"
-PIECES = "pieces.json"  # of a checkpoint of several ranks: which file has which rows of which tensor
 LAYOUT = 2
 LONGEST_STATE = 1 << 20  # bytes of state.json: a few hundred, and a hundred more for every file
 NAME = re.compile(rf"{PREFIX}[0-9]{{8,12}}")

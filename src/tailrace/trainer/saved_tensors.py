@@ -18,7 +18,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from tailrace.trainer.manifest import PIECES, CheckpointError
+from tailrace.model.load import PIECES
+from tailrace.trainer.manifest import CheckpointError
 from tailrace.types import MALFORMED
 from tailrace.weights.layout import WeightLayout
 from tailrace.weights.shard import Rows

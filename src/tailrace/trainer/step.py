@@ -107,10 +107,11 @@ class Learner:
         self.model = model.eval()  # without dropout: a log-prob must be a function of the weights alone
         if self.settings.recompute:
             recompute_layers(self.model)
-        self.policy = Policy(self.model, config.sampling.temperature, self._logit_tokens())
+        like = None if self.ranks.size == 1 else shallow(self.model).to(self.device)  # pyright: ignore[reportArgumentType]
+        self.policy = Policy(self.model, config.sampling.temperature, self._logit_tokens(), like)
         self.switch = switch_of(self.model)
         self.budget = TokenBudget(self.settings.tokens_per_batch, self.settings.recompute)
-        self._prepare_passes()
+        self._prepare_passes(like or self.model)
         updates = config.run.steps * self.settings.mini_batches
         self.optimiser = Optimiser(self.model.named_parameters(), self.settings.learning_rate, self.settings, updates)
         self.critic = self._make_critic(updates)
@@ -124,12 +125,12 @@ class Learner:
             return load_model(self.config.model.path, "float32", self.device)
         return load_model(self.config.model.path, "auto", "cpu")
 
-    def _prepare_passes(self) -> None:
-        """The model's arithmetic: in which precision, sharded or not, with which kernels."""
+    def _prepare_passes(self, like: PreTrainedModel) -> None:
+        """The model's arithmetic: in which precision, sharded or not, with which kernels. `like` is one of its kind."""
         bfloat16 = precision_on(self.device, self.settings.precision) == "bfloat16"
         self.policy.at_once = self.device.startswith("cuda") and self.policy.has_plain_head()
         with self._autocast(bfloat16):
-            self._rows = reads_rows(self._on_device())
+            self._rows = reads_rows(like)
         self.ranks.shard(self.policy)
         self._bfloat16 = Bfloat16Copy(self.model) if bfloat16 and self.ranks.size == 1 else None
         if self._bfloat16 is not None:
@@ -137,12 +138,6 @@ class Learner:
         self._cast = bfloat16 and self._bfloat16 is None
         compiles = self.settings.compile and self._rows and self._bfloat16 is not None
         self._blocks = Blocks(self.policy.model) if compiles else None
-
-    def _on_device(self) -> PreTrainedModel:
-        """The model, or while that is too large for this rank, one of the same kind with fewer layers."""
-        if self.ranks.size == 1 or not self.device.startswith("cuda"):
-            return self.model
-        return shallow(self.model, layers=2).to(self.device)  # pyright: ignore[reportArgumentType]
 
     def warm_up(self) -> None:
         """Compile what has to be, and see what fits into memory, before there is work. Weights stay as they are."""
