@@ -12,7 +12,7 @@ import torch
 from relays import DEADLINE_S, TOKEN, RelayProcess, relay_processes, until
 from tailrace.weights.layout import WeightLayout
 from tailrace.weights.publisher import Publisher
-from tailrace.weights.shard import Rows, ShardLayout
+from tailrace.weights.shard import RowRange, ShardLayout
 
 LAYERS, ROWS, WIDTH, RANKS = 6, 3001, 600, 3  # 43 MB: more than the sockets hold
 SHAPES = {f"layer{n}": (ROWS, WIDTH) for n in range(LAYERS)}
@@ -29,7 +29,7 @@ def trainer(seed: float, generation: int = 1) -> Iterator[list[Publisher]]:
     each = -(-ROWS // RANKS)
     made: list[Publisher] = []
     for rank in range(RANKS):
-        rows = Rows(rank * each, min((rank + 1) * each, ROWS))
+        rows = RowRange(rank * each, min((rank + 1) * each, ROWS))
         layout = ShardLayout.of(LAYOUT, dict.fromkeys(SHAPES, rows), with_header=rank == 0)
         publisher = Publisher(layout, TOKEN, connect_s=DEADLINE_S, stall_s=2.0, generation=generation)
         mine = {name: tensor[slice(*rows)] for name, tensor in weights(seed).items()}

@@ -22,7 +22,7 @@ from tailrace.weights.layout import WeightLayout
 from tailrace.weights.messages import AcceptVersion, ChunkHeader, OfferVersion, VersionSealed
 from tailrace.weights.part import Part, stripes
 from tailrace.weights.publisher import Publisher
-from tailrace.weights.shard import Rows, ShardLayout
+from tailrace.weights.shard import RowRange, ShardLayout
 from tailrace.weights.transfer import offer
 
 DATA = os.urandom(5 * PIECE + 100_000)
@@ -35,13 +35,13 @@ TENSORS = {
 LAYOUT = WeightLayout.of_tensors(TENSORS, dtype="bfloat16")
 
 
-def rows_of(rank: int, ranks: int) -> dict[str, Rows]:
+def rows_of(rank: int, ranks: int) -> dict[str, RowRange]:
     """As FSDP2 cuts them: equal but for the last ones, which may have none."""
-    cut: dict[str, Rows] = {}
+    cut: dict[str, RowRange] = {}
     for name, tensor in TENSORS.items():
         rows = (tensor.shape or (1,))[0]
         each = -(-rows // ranks)
-        cut[name] = Rows(min(rank * each, rows), min((rank + 1) * each, rows))
+        cut[name] = RowRange(min(rank * each, rows), min((rank + 1) * each, rows))
     return cut
 
 

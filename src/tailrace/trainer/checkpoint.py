@@ -44,7 +44,7 @@ from tailrace.trainer.manifest import (
     step_of,
 )
 from tailrace.trainer.policies import local
-from tailrace.trainer.saved_tensors import Key, Piece, Pieces, SavedTensors, file_of, joined, write_tensors
+from tailrace.trainer.saved_tensors import Key, Pieces, SavedPiece, SavedTensors, file_of, joined, write_tensors
 from tailrace.trainer.sealed import sealed
 from tailrace.trainer.shards import held_rows, owned_rows
 from tailrace.trainer.step import Learner
@@ -54,7 +54,7 @@ log = logging.getLogger(__name__)
 WEIGHTS = {".safetensors", ".bin", ".gguf", ".pt", ".pth", ".h5", ".msgpack"}
 
 
-class Report(msgspec.Struct):
+class RankReport(msgspec.Struct):
     """What a rank has written, or why it could not."""
 
     trouble: str = ""
@@ -67,9 +67,9 @@ def save(folder: Path, learner: Learner) -> Path:
     path = folder / f"{PREFIX}{learner.step:08d}"
     draft, first = path.with_name(f".{path.name}"), learner.ranks.rank == 0
     tensors = dict(_tensors(learner))
-    _each(learner, path, lambda: _begin(draft, sum(one.nbytes for one in tensors.values())) if first else Report())
+    _each(learner, path, lambda: _begin(draft, sum(one.nbytes for one in tensors.values())) if first else RankReport())
     reports = _each(learner, path, lambda: _write(draft, learner, tensors))
-    _each(learner, path, lambda: _finish(draft, path, learner, reports) if first else Report())
+    _each(learner, path, lambda: _finish(draft, path, learner, reports) if first else RankReport())
     return path
 
 
@@ -135,13 +135,15 @@ def _tied_once(tensors: Mapping[str, Tensor]) -> Iterable[tuple[str, Tensor]]:
             yield name, tensor
 
 
-def _each(learner: Learner, path: Path, act: Callable[[], Report]) -> list[Report]:
+def _each(learner: Learner, path: Path, act: Callable[[], RankReport]) -> list[RankReport]:
     """All ranks act and hear of each other. If one of them could not, nothing is left half done."""
     try:
         mine = act()
     except (OSError, SafetensorError) as error:
-        mine = Report(str(error) or type(error).__name__)
-    reports = [msgspec.json.decode(each, type=Report) for each in learner.ranks.gather_bytes(msgspec.json.encode(mine))]
+        mine = RankReport(str(error) or type(error).__name__)
+    reports = [
+        msgspec.json.decode(each, type=RankReport) for each in learner.ranks.gather_bytes(msgspec.json.encode(mine))
+    ]
     trouble = next((report.trouble for report in reports if report.trouble), "")
     if trouble:
         shutil.rmtree(path.with_name(f".{path.name}"), ignore_errors=True)
@@ -151,11 +153,11 @@ def _each(learner: Learner, path: Path, act: Callable[[], Report]) -> list[Repor
     return reports
 
 
-def _begin(draft: Path, needed: int) -> Report:
+def _begin(draft: Path, needed: int) -> RankReport:
     _check_room(draft.parent, needed)
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir(PRIVATE_FOLDER)
-    return Report()
+    return RankReport()
 
 
 def _check_room(folder: Path, needed: int) -> None:
@@ -165,7 +167,7 @@ def _check_room(folder: Path, needed: int) -> None:
         raise OSError(f"it takes {needed / 1e6:.0f} MB and {free / 1e6:.0f} MB are free")
 
 
-def _write(draft: Path, learner: Learner, tensors: Mapping[Key, Tensor]) -> Report:
+def _write(draft: Path, learner: Learner, tensors: Mapping[Key, Tensor]) -> RankReport:
     if learner.ranks.size > 1:
         return _write_rows(draft / file_of(learner.ranks.rank, learner.ranks.size), learner.ranks.rank, tensors)
     sections: dict[str, dict[str, Tensor]] = {}
@@ -176,17 +178,17 @@ def _write(draft: Path, learner: Learner, tensors: Mapping[Key, Tensor]) -> Repo
     learner.model.save_pretrained(draft, state_dict=sections.pop("model"))
     for section, its in sections.items():
         write_tensors(draft / f"{section}.safetensors", its)
-    return Report()
+    return RankReport()
 
 
-def _write_rows(file: Path, rank: int, tensors: Mapping[Key, Tensor]) -> Report:
+def _write_rows(file: Path, rank: int, tensors: Mapping[Key, Tensor]) -> RankReport:
     """What this rank owns, in one file."""
     rows = {key: owned_rows(tensor, rank) for key, tensor in tensors.items()}
     mine = {key: local(tensor) for key, tensor in tensors.items() if rows[key].first < rows[key].last}
     write_tensors(file, mine)
     _flush(file)
-    pieces = {key: [Piece(file.name, rows[key].first, tuple(tensor.shape))] for key, tensor in mine.items()}
-    return Report(files={file.name: described(file)}, pieces=pieces)
+    pieces = {key: [SavedPiece(file.name, rows[key].first, tuple(tensor.shape))] for key, tensor in mine.items()}
+    return RankReport(files={file.name: described(file)}, pieces=pieces)
 
 
 def _copy_beside(draft: Path, learner: Learner) -> None:
@@ -196,7 +198,7 @@ def _copy_beside(draft: Path, learner: Learner) -> None:
             shutil.copyfile(file, draft / file.name)
 
 
-def _finish(draft: Path, path: Path, learner: Learner, reports: list[Report]) -> Report:
+def _finish(draft: Path, path: Path, learner: Learner, reports: list[RankReport]) -> RankReport:
     """By the first rank, when all have written."""
     files = {name: file for report in reports for name, file in report.files.items()}
     if files:
@@ -210,7 +212,7 @@ def _finish(draft: Path, path: Path, learner: Learner, reports: list[Report]) ->
     state = TrainerState(learner.step, learner.optimiser.updates, files=sums)
     (draft / "state.json").write_bytes(sealed(state))
     _move_to(draft, path)
-    return Report()
+    return RankReport()
 
 
 def _move_to(draft: Path, path: Path) -> None:

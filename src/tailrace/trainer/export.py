@@ -53,11 +53,11 @@ def _assemble(checkpoint: Path, into: Path) -> None:
 
     from tailrace.trainer.saved_tensors import SavedTensors, whole
 
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(into), dtype=torch.float32)
+    config = AutoConfig.from_pretrained(into, local_files_only=True)
     with SavedTensors(checkpoint) as saved:
-        model.load_state_dict(whole(saved, "model"), strict=False, assign=True)
-    model.tie_weights()
-    model.save_pretrained(into)
+        tensors = whole(saved, "model")
+    with torch.device("meta"):
+        family = type(AutoModelForCausalLM.from_config(config))
+    family.from_pretrained(None, config=config, state_dict=tensors, dtype="float32").save_pretrained(into)
     for file in into.iterdir():
         file.chmod(PRIVATE)

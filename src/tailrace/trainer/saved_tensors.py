@@ -22,14 +22,14 @@ from tailrace.model.load import PIECES
 from tailrace.trainer.manifest import CheckpointError
 from tailrace.types import MALFORMED
 from tailrace.weights.layout import WeightLayout
-from tailrace.weights.shard import Rows
+from tailrace.weights.shard import RowRange
 
 Section = str  # model, optimizer or critic
 Key = str  # SECTION/NAME
 ALONE = {"model": "model*.safetensors", "optimizer": "optimizer.safetensors", "critic": "critic.safetensors"}
 
 
-class Piece(msgspec.Struct, array_like=True, frozen=True):
+class SavedPiece(msgspec.Struct, array_like=True, frozen=True):
     """Rows of a tensor: in this file, under the tensor's key, from `first` on of the whole."""
 
     file: str
@@ -37,11 +37,11 @@ class Piece(msgspec.Struct, array_like=True, frozen=True):
     shape: tuple[int, ...]
 
     @property
-    def rows(self) -> Rows:
-        return Rows(self.first, self.first + (self.shape[0] if self.shape else 1))
+    def rows(self) -> RowRange:
+        return RowRange(self.first, self.first + (self.shape[0] if self.shape else 1))
 
 
-Pieces = dict[Key, list[Piece]]
+Pieces = dict[Key, list[SavedPiece]]
 
 
 def read_pieces(folder: Path) -> Pieces:
@@ -58,13 +58,13 @@ def unreadable(folder: Path, error: Exception) -> CheckpointError:
     return CheckpointError(f"{folder} cannot be read ({error}); delete it to go on from an earlier one")
 
 
-def _pieces_of_one_rank(folder: Path) -> Iterator[tuple[Key, list[Piece]]]:
+def _pieces_of_one_rank(folder: Path) -> Iterator[tuple[Key, list[SavedPiece]]]:
     for section, pattern in ALONE.items():
         for file in sorted(folder.glob(pattern)):
             with safe_open(file, "pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118
                     shape = tuple(tensors.get_slice(name).get_shape())
-                    yield f"{section}/{name}", [Piece(file.name, 0, shape)]
+                    yield f"{section}/{name}", [SavedPiece(file.name, 0, shape)]
 
 
 class SavedTensors:
@@ -86,7 +86,7 @@ class SavedTensors:
                 found[key.removeprefix(f"{section}/")] = (rows, *shape[1:]) if shape else ()
         return found
 
-    def read(self, section: Section, name: str, rows: Rows, into: Tensor) -> None:
+    def read(self, section: Section, name: str, rows: RowRange, into: Tensor) -> None:
         """Copy rows of a tensor, which must be in its pieces."""
         try:
             for piece in self._pieces[f"{section}/{name}"]:
@@ -102,13 +102,13 @@ class SavedTensors:
         piece = self._pieces[f"{section}/{name}"][0]
         return self._file(piece).get_tensor(self._name(section, name))
 
-    def _slice(self, section: Section, name: str, piece: Piece) -> Any:
+    def _slice(self, section: Section, name: str, piece: SavedPiece) -> Any:
         return self._file(piece).get_slice(self._name(section, name))
 
     def _name(self, section: Section, name: str) -> str:
         return f"{section}/{name}" if self.sharded else name
 
-    def _file(self, piece: Piece) -> Any:
+    def _file(self, piece: SavedPiece) -> Any:
         if piece.file not in self._files:
             if Path(piece.file).name != piece.file:
                 raise CheckpointError(f"{self._folder} is damaged: {piece.file[:80]!r} is not beside it")
@@ -129,7 +129,7 @@ def whole(saved: SavedTensors, section: Section) -> dict[str, Tensor]:
     for name, shape in saved.section(section).items():
         found[name] = torch.empty(shape)
         if shape:
-            saved.read(section, name, Rows(0, shape[0]), found[name])
+            saved.read(section, name, RowRange(0, shape[0]), found[name])
         else:
             found[name] = saved.number(section, name)
     return found

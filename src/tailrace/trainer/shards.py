@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from tailrace.weights.shard import Rows
+from tailrace.weights.shard import RowRange
 
 
 def rows_in(shape: tuple[int, ...]) -> int:
@@ -16,7 +16,7 @@ def rows_in(shape: tuple[int, ...]) -> int:
     return shape[0] if shape else 1
 
 
-def held_rows(tensor: Tensor) -> Rows:
+def held_rows(tensor: Tensor) -> RowRange:
     """Those that are here."""
     rows, first = rows_in(tuple(tensor.shape)), 0
     if isinstance(tensor, DTensor):
@@ -25,13 +25,13 @@ def held_rows(tensor: Tensor) -> Rows:
                 each = -(-rows // tensor.device_mesh.size(dimension))
                 first = min(each * tensor.device_mesh.get_local_rank(dimension), rows)
         rows = len(tensor.to_local())
-    return Rows(first, first + rows)
+    return RowRange(first, first + rows)
 
 
-def owned_rows(tensor: Tensor, rank: int) -> Rows:
+def owned_rows(tensor: Tensor, rank: int) -> RowRange:
     """Those that this rank publishes and saves; what all ranks have belongs to the first one."""
     if not isinstance(tensor, DTensor):
-        return held_rows(tensor) if rank == 0 else Rows(0, 0)
+        return held_rows(tensor) if rank == 0 else RowRange(0, 0)
     replicated = [dimension for dimension, placement in enumerate(tensor.placements) if placement.is_replicate()]
     is_copy = any(tensor.device_mesh.get_local_rank(dimension) for dimension in replicated)
-    return Rows(0, 0) if is_copy else held_rows(tensor)
+    return RowRange(0, 0) if is_copy else held_rows(tensor)

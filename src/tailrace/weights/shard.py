@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
 
-class Rows(NamedTuple):
+class RowRange(NamedTuple):
     """Of a tensor, from the first up to the last; a number counts as one row."""
 
     first: int
@@ -46,16 +46,18 @@ class ShardLayout(NamedTuple):
 
     @classmethod
     def whole(cls, layout: WeightLayout) -> ShardLayout:
-        return cls.of(layout, {name: Rows(0, (entry.shape or (1,))[0]) for name, entry in layout.entries.items()}, True)
+        return cls.of(
+            layout, {name: RowRange(0, (entry.shape or (1,))[0]) for name, entry in layout.entries.items()}, True
+        )
 
     @classmethod
-    def of(cls, layout: WeightLayout, rows: Mapping[str, Rows], with_header: bool) -> ShardLayout:
+    def of(cls, layout: WeightLayout, rows: Mapping[str, RowRange], with_header: bool) -> ShardLayout:
         """`rows`: by tensor, those that this rank has."""
         header = layout.header if with_header else b""
         base, start = len(layout.header), len(header)
         ranges, entries = [(0, start)], dict[str, ShardEntry]()
         for name, entry in layout.entries.items():
-            first, last = rows.get(name, Rows(0, 0))
+            first, last = rows.get(name, RowRange(0, 0))
             if first < last:
                 row_bytes = BY_CODE[entry.dtype].width * prod(entry.shape[1:])
                 entries[name] = ShardEntry(entry.dtype, (last - first, *entry.shape[1:])[: len(entry.shape)], start)
