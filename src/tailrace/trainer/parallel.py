@@ -49,10 +49,6 @@ class Ranks(Protocol):
         """The whole of a sharded tensor."""
         ...
 
-    def shard_like(self, full: Tensor, model: Tensor) -> Tensor:
-        """This rank's piece of `full`, laid out like `model`."""
-        ...
-
     def add_up(self, tensor: Tensor) -> Tensor: ...
 
     def largest(self, tensor: Tensor) -> Tensor: ...
@@ -99,9 +95,6 @@ class Alone:
 
     def full(self, tensor: Tensor) -> Tensor:
         return tensor
-
-    def shard_like(self, full: Tensor, model: Tensor) -> Tensor:
-        return full.to(model.device)
 
     def add_up(self, tensor: Tensor) -> Tensor:
         return tensor
@@ -168,13 +161,6 @@ class Together:
     def full(self, tensor: Tensor) -> Tensor:
         whole = getattr(tensor, "full_tensor", None)
         return whole() if whole is not None else tensor
-
-    def shard_like(self, full: Tensor, model: Tensor) -> Tensor:
-        from torch.distributed.tensor import DTensor, distribute_tensor
-
-        if not isinstance(model, DTensor):
-            return full.to(model.device)
-        return distribute_tensor(full.to(model.device), model.device_mesh, model.placements)
 
     def add_up(self, tensor: Tensor) -> Tensor:
         torch.distributed.all_reduce(tensor)

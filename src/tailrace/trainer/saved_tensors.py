@@ -26,6 +26,7 @@ from tailrace.weights.shard import RowRange
 
 Section = str  # model, optimizer or critic
 Key = str  # SECTION/NAME
+UNREADABLE = (OSError, SafetensorError, RuntimeError, LookupError, ValueError, TypeError, *MALFORMED)
 ALONE = {"model": "model*.safetensors", "optimizer": "optimizer.safetensors", "critic": "critic.safetensors"}
 
 
@@ -47,10 +48,13 @@ Pieces = dict[Key, list[SavedPiece]]
 def read_pieces(folder: Path) -> Pieces:
     """CheckpointError if they cannot be read."""
     try:
-        if (folder / PIECES).is_file():
-            return msgspec.json.decode((folder / PIECES).read_bytes(), type=Pieces)
-        return dict(_pieces_of_one_rank(folder))
-    except (OSError, SafetensorError, *MALFORMED) as error:
+        if not (folder / PIECES).is_file():
+            return dict(_pieces_of_one_rank(folder))
+        pieces = msgspec.json.decode((folder / PIECES).read_bytes(), type=Pieces)
+        if not all(pieces.values()):
+            raise ValueError("a tensor has no pieces")
+        return pieces
+    except UNREADABLE as error:
         raise unreadable(folder, error) from None
 
 
@@ -94,7 +98,7 @@ class SavedTensors:
                 if first < last:
                     source = self._slice(section, name, piece)
                     into[first - rows.first : last - rows.first].copy_(source[first - piece.first : last - piece.first])
-        except (OSError, SafetensorError) as error:
+        except UNREADABLE as error:
             raise unreadable(self._folder, error) from None
 
     def number(self, section: Section, name: str) -> Tensor:
