@@ -2,6 +2,7 @@
 
     sudo python benchmarks/network.py                # 1, 2, 4, 8 relays, each on a host of its own
     python benchmarks/network.py --links             # only the throughput of one link, plain and encrypted
+    sudo python benchmarks/network.py --streams      # only one hop over a long way, with 1, 4 and 8 connections
 
 Hosts are network namespaces, joined by the switch of tests/chaos/hosts.py, which gives every host a link of so many
 Mbit/s, delays every frame and loses some of them. A relay is a process; the trainer is one more host. The time is from
@@ -37,6 +38,7 @@ from relays import TOKEN, RelayProcess, ending, made_up  # noqa: E402
 from tailrace.weights.channel import Channel  # noqa: E402
 from tailrace.weights.checksum import RunningChecksum, piece_checksums  # noqa: E402
 from tailrace.weights.messages import PullVersion  # noqa: E402
+from tailrace.weights.part import Part  # noqa: E402
 from tailrace.weights.shared_memory import SharedMemory  # noqa: E402
 from tailrace.weights.transfer import CHUNK, receive, send  # noqa: E402
 from tailrace.wire.tls import Identity  # noqa: E402
@@ -51,6 +53,8 @@ CONDITIONS: dict[str, dict[str, float]] = {
     "50 Mbit/s, 200 ms, 5 % lost": {"rate_mbits": 50, "delay_s": 0.1, "loss": 0.05},
 }
 PATIENCE_S = 400.0
+FAR = {"rate_mbits": 200.0, "delay_s": 0.2}
+STREAMS = [1, 4, 8, 0]
 
 
 # ---------------------------------------------------------------------------------------------------------- broadcasts
@@ -93,6 +97,46 @@ def _publish(version: int, size: int, chain: list[RelayProcess], trainer: RelayP
     return max(ends) - began
 
 
+# ----------------------------------------------------------------------------------------------------------- one hop
+
+
+def streams(size: int, rounds: int) -> list[dict[str, Any]]:
+    """From a relay to the next one, far away, the number of connections in turns; 0 lets the relay decide."""
+    found: dict[int, list[float]] = {count: [] for count in STREAMS}
+    with hosts(2, JUMBO) as network:
+        network.set(**FAR)
+        for _ in range(rounds):
+            for count, times in found.items():
+                times.append(_one_hop(count, size, [network[0].inside, network[1].inside]))
+    return [
+        {
+            "streams": count or "as the relay decides",
+            "mbytes": size / 1e6,
+            "seconds": round(median(times), 2),
+            "mbits_per_s": round(size * 8 / 1e6 / median(times), 1),
+            "all_seconds": [round(each, 2) for each in times],
+        }
+        for count, times in found.items()
+    ]
+
+
+def _one_hop(count: int, size: int, insides: list[Any]) -> float:
+    """The trainer is on the host of the first relay."""
+    data = made_up(1, size)
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder, ending() as made:
+        made += [
+            RelayProcess(id, Path(folder), insides[id > 1], "10.77.0.0/24", streams=count if id == 1 else 1)
+            for id in range(3)
+        ]
+        trainer, near, far = made
+        near.route(1, [far])
+        trainer.publish(1, size, near)
+        began = trainer.wait_for("began", 1, PATIENCE_S)["at"]
+        end = far.wait_for("stored", 1, PATIENCE_S)["at"]
+        assert far.read(1) == data, "the relay has other bytes than were sent"
+        return end - began
+
+
 # ---------------------------------------------------------------------------------------------------------- one link
 
 
@@ -121,7 +165,7 @@ class _Version:
     version, content_id, generation = 0, "", 0
 
     def __init__(self, data: bytes) -> None:
-        self.size = len(data)
+        self.part = Part.whole(len(data))
         self._data = memoryview(data)
         self._sums = RunningChecksum(self._data)
 
@@ -157,7 +201,7 @@ def _rate(data: bytes, identity: Identity | None) -> tuple[float, float]:
         with kind(connection, "the sender", 30.0) as channel:
             channel.answer(TOKEN, identity)
             began = time.perf_counter()
-            buffer.seal(receive(channel, buffer))
+            buffer.seal(receive(channel, buffer.whole()))
             took = time.perf_counter() - began
     os.waitpid(child, 0)
     return len(data) / 1e6 / took, (sum(os.times()[:4]) - before) / len(data) * 1e9
@@ -189,8 +233,12 @@ def main() -> None:
     words.add_argument("--relays", type=int, nargs="+", default=COUNTS)
     words.add_argument("--rounds", type=int, default=3)
     words.add_argument("--links", action="store_true", help="only the throughput of one link")
+    words.add_argument("--streams", action="store_true", help="only one hop, with several connections")
     words.add_argument("--only", choices=CONDITIONS, help="only under these conditions")
     options = words.parse_args()
+    if options.streams:
+        _save(**{"one hop, 200 Mbit/s, 400 ms": streams(int(options.mbytes * 1e6), options.rounds)})
+        return
     if options.links or not options.only:
         _save(link=links(200.0, 5), checksum=[hashing(200.0, 5)])
     if not options.links:

@@ -30,6 +30,7 @@ from rich.table import Table
 from tailrace.weights.channel import Address
 from tailrace.weights.layout import WeightLayout
 from tailrace.weights.relay_node import RelayNode
+from tailrace.weights.shard import ShardLayout
 from tailrace.weights.shared_memory import SharedMemory, SharedMemoryReader, shared_memory_path
 
 ROOT = Path(__file__).parents[1]
@@ -143,7 +144,7 @@ def publishing(count: int, topology: str, repeats: int) -> dict[str, Any]:
     from tailrace.weights.publisher import Publisher
 
     tensors = {name: torch.randn(shape) for name, shape in shapes().items()}
-    publisher = Publisher(WeightLayout.of_tensors(tensors), TOKEN)
+    publisher = Publisher(ShardLayout.whole(WeightLayout.of_tensors(tensors)), TOKEN)
     rows = fleet(count, topology)
     stalls, copying, masters, everywhere, work = [], [], [], [], []
     for version in range(repeats + 1):
@@ -179,7 +180,7 @@ def mapping(count: int) -> dict[str, Any]:
     from tailrace.weights.publisher import Publisher
 
     tensors = {name: torch.zeros(shape) for name, shape in shapes().items()}
-    publisher = Publisher(WeightLayout.of_tensors(tensors), TOKEN)
+    publisher = Publisher(ShardLayout.whole(WeightLayout.of_tensors(tensors)), TOKEN)
     publisher.snapshot(0, tensors)
     [(child, address, folder)] = fleet(1, "chain")
     before = memory("/proc/meminfo", "Shmem")

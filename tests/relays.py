@@ -18,6 +18,7 @@ from typing import Any
 from tailrace.weights.channel import Address, ChannelError, dial
 from tailrace.weights.checksum import PIECE, RunningChecksum
 from tailrace.weights.messages import ReceivingElsewhere
+from tailrace.weights.part import Part
 from tailrace.weights.relay_node import RelayNode, TransferFailure
 from tailrace.weights.shared_memory import SharedMemory, SharedMemoryReader
 from tailrace.weights.transfer import offer
@@ -48,6 +49,7 @@ class Weights:
         generation: int = 0,
     ) -> None:
         self.version, self.size, self.content_id, self.generation = version, len(data), content_id, generation
+        self.part = Part.whole(self.size)
         self._data = memoryview(data)
         self._sums = RunningChecksum(self._data)
         self._sums.advance(self.size)
@@ -118,10 +120,16 @@ class RelayProcess:
     reports in lines of JSON. It can also play the trainer."""
 
     def __init__(
-        self, id: int, folder: Path, inside: Sequence[str] = (), listen: str = LOOPBACK, stall_s: float = DEADLINE_S
+        self,
+        id: int,
+        folder: Path,
+        inside: Sequence[str] = (),
+        listen: str = LOOPBACK,
+        stall_s: float = DEADLINE_S,
+        streams: int = 0,
     ) -> None:
         self.id, self.folder = id, folder / f"h{id}"
-        words = [*inside, sys.executable, __file__, str(id), str(self.folder), listen, str(stall_s)]
+        words = [*inside, sys.executable, __file__, str(id), str(self.folder), listen, str(stall_s), str(streams)]
         self._process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.reports: list[dict[str, Any]] = []
         self._told = Condition()
@@ -221,7 +229,7 @@ def _report(**what: object) -> None:
     os.write(sys.stdout.fileno(), f"{json.dumps(what)}\n".encode())  # in one go: threads report too
 
 
-def _serve(id: int, folder: Path, listen: str, stall_s: float) -> None:
+def _serve(id: int, folder: Path, listen: str, stall_s: float, streams: int) -> None:
     """Ends when its parent closes the pipe, whatever the parent died of."""
     node = RelayNode(
         id,
@@ -231,6 +239,7 @@ def _serve(id: int, folder: Path, listen: str, stall_s: float) -> None:
         on_stored=lambda version: _report(stored=version, at=time.time()),
         on_failed=lambda failure: _report(failed=failure.version, target=failure.target, reason=failure.reason),
         stall_s=stall_s,
+        streams=streams,
     )
     print(json.dumps(node.address), flush=True)
     for line in sys.stdin:
@@ -259,4 +268,4 @@ def _persist(weights: Weights, address: Address, stall_s: float) -> None:
 
 
 if __name__ == "__main__":
-    _serve(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], float(sys.argv[4]))
+    _serve(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], float(sys.argv[4]), int(sys.argv[5]))

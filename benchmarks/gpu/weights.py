@@ -39,6 +39,7 @@ from tailrace.weights.layout import WeightLayout
 from tailrace.weights.publisher import Publisher
 from tailrace.weights.pull import Puller
 from tailrace.weights.relay_node import RelayNode
+from tailrace.weights.shard import ShardLayout
 from tailrace.weights.shared_memory import SharedMemory, SharedMemoryReader, shared_memory_path
 from tailrace.weights.staging import Staging, replace_weights
 
@@ -250,7 +251,7 @@ class Trainer:
         self.weights = {name: 0.02 * torch.randn(p.shape, device=device) for name, p in names.items()}
         self.precision = precision(small)
         self.layout = WeightLayout.of_tensors(self.weights, dtype=self.precision)
-        self.publisher = Publisher(self.layout, TOKEN, device=device)
+        self.publisher = Publisher(ShardLayout.whole(self.layout), TOKEN, device=device)
         side = 8192 if device.type == "cuda" else 64
         self._matrix = torch.randn(side, side, device=device, dtype=self.precision)
 

@@ -153,12 +153,13 @@ def checkpoint_tensors(folder: Path) -> tuple[list[bytes], Decode]:
     import torch
     from safetensors.torch import save
 
-    from tailrace.trainer.checkpoint import _read
+    from tailrace.trainer.saved_tensors import SavedTensors, whole
 
     file = folder / "optimizer.safetensors"
 
     def decode(data: bytes) -> None:
         file.write_bytes(data)
-        _read(file)
+        with SavedTensors(folder) as saved:
+            whole(saved, "optimizer")
 
     return [save({"exp_avg/a": torch.ones(3, 4), "step/a": torch.tensor(3.0)}), save({"x": torch.zeros(0)})], decode

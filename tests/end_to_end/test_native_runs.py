@@ -65,12 +65,17 @@ def test_killed_in_the_middle_it_goes_on_and_consumes_the_same_prompts(tmp_path)
     assert Journal(run.folder).complete
 
 
-def test_two_trainer_ranks_train_publish_save_and_resume_together(tmp_path):
+def test_two_trainer_ranks_train_publish_and_save_together_and_one_goes_on(tmp_path):
     every_step = ("--trainer.checkpoint_every", "1")
     run = Run(tmp_path, NATIVE, "--schedule.kind", "sync", "--trainer.ranks", "2", *every_step).start()
     run.until(lambda: run.events("Checkpointed") >= 1, "the first checkpoint")
     run.kill()
-    run.finish("--resume")
+    first = next(iter(sorted((run.folder / "checkpoints").glob("step-*"))))
+    assert (first / "rank-00001-of-00002.safetensors").exists()
+    export = [sys.executable, "-m", "tailrace", "export", str(run.folder), "--out", str(tmp_path / "model")]
+    subprocess.run(export, check=True, timeout=120, capture_output=True)
+    assert (tmp_path / "model" / "model.safetensors").exists()
+    run.finish("--resume", "--trainer.ranks", "1")
     assert len(run.trained_prompts()) == 3
     assert (run.folder / "checkpoints" / "step-00000003" / "model.safetensors").exists()
 

@@ -1,4 +1,4 @@
-"""Two real ranks over loopback train like one."""
+"""Real ranks over loopback train, publish and save like one."""
 
 from __future__ import annotations
 
@@ -17,13 +17,18 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import trainer_cases
+from relays import TOKEN, nodes, until
 from tailrace.config.tree import Config
 from tailrace.trainer.batch import plan_mini_batch
 from tailrace.trainer.checkpoint import CheckpointError, newest, restore, save
 from tailrace.trainer.emulated import EmulatedLearner
-from tailrace.trainer.parallel import MeetingError, Ranks, join, meet
+from tailrace.trainer.export import write_model
+from tailrace.trainer.parallel import MeetingError, Ranks, by_host, join, meet
+from tailrace.trainer.policies import local
+from tailrace.trainer.rank_group import PublishRoute, SnapshotSender
 from tailrace.trainer.reader import in_memory
 from tailrace.trainer.step import Learner
+from tailrace.wire.messages import ComponentSpec
 from trainer_cases import Watched, group, poisoned, settings, tiny_folder
 
 DEADLINE_S = 300
@@ -62,18 +67,21 @@ def emulate(folder: Path, ranks: Ranks) -> None:
     (folder / f"read_by_{ranks.rank}.json").write_text(json.dumps(watched.asked))
 
 
-def be_a_rank(rank: int, size: int, meeting: str, folder: Path) -> None:
+def be_a_rank(rank: int, size: int, meeting: str, folder: Path, sharding: str) -> None:
     torch.set_num_threads(1)
     ranks = join(rank, size, meeting, deadline_s=DEADLINE_S, idle_s=DEADLINE_S)
+    if sharding == "hybrid":
+        ranks.ranks_by_host = by_host([rank % 2 for rank in range(size)])
     heard = [ranks.broadcast_bytes(data if rank == 0 else None) for data in (b"", b"train \x00\xff" * 1000)]
     assert heard == [b"", b"train \x00\xff" * 1000]
+    assert ranks.gather_bytes(b"x" * rank) == [b"x" * each for each in range(size)]
     emulate(folder, ranks)
     learner = train(folder, ranks)
+    publish(folder, learner)
     place = save(folder / "checkpoints", learner)
     again = Learner(learner.config, ranks)
     restore(again, place)
-    for (name, mine), (_, theirs) in zip(again.weights(), learner.weights(), strict=True):
-        assert torch.equal(mine, theirs), name
+    same(again, learner)
     before = [tensor.clone() for _, tensor in learner.weights()]
     measured = learner.train_mini_batch(
         1, 0, *in_memory([poisoned(4)])
@@ -81,58 +89,110 @@ def be_a_rank(rank: int, size: int, meeting: str, folder: Path) -> None:
     assert (measured["skipped"], measured["nonfinite_weights"]) == (1, 0)
     assert all(torch.equal(mine, old) for (_, mine), old in zip(learner.weights(), before, strict=True))
     (folder / "full").touch()  # a file where the next checkpoint's folder should be
-    with pytest.raises(CheckpointError, match="could not be written"):  # on every rank, though only one writes
+    with pytest.raises(CheckpointError, match="could not be written"):  # on every rank, though only one begins it
         save(folder / "full", learner)
+    restore(again, newest(folder / "of_one_rank") or folder)
+    for name, whole in again.weights():  # of a model that one rank has saved, each takes its rows
+        assert torch.equal(whole, load_file(folder / "of_one_rank/step-00000001/model.safetensors")[name]), name
     ranks.leave()
 
 
-def start_rank(rank: int, size: int, meeting: str, folder: Path) -> subprocess.Popen[str]:
-    command = [sys.executable, __file__, str(size), meeting, str(folder), str(rank)]
-    shared = os.environ | {"PYTHONPATH": str(Path(trainer_cases.__file__).parent)}
+def same(one: Learner, other: Learner) -> None:
+    """Weights and moments, of this rank."""
+    for get in (lambda each: each.model.named_parameters(), lambda each: each.optimiser.moments()):
+        for (name, mine), (_, theirs) in zip(get(one), get(other), strict=True):
+            assert torch.equal(local(mine), local(theirs)), name
+
+
+def publish(folder: Path, learner: Learner) -> None:
+    """As version 1, each rank to the relay of its host; the last of the two relays is the master."""
+    ranks, addresses = learner.ranks, json.loads((folder / "relays.json").read_text())
+    hosts = tuple(rank % 2 for rank in range(ranks.size))
+    spec = ComponentSpec("trainer", 0, 1, "", TOKEN.decode(), "", learner.config, rank=ranks.rank, rank_hosts=hosts)
+    sender = SnapshotSender(spec, learner.model.named_parameters())
+    sender.snapshot(1, learner.model.named_parameters(), ranks.broadcast_bytes(b"all").decode())
+    troubles: list[str] = []
+    route = PublishRoute(1, {int(id): address for id, address in addresses.items()})
+    sender.send(1, route, lambda _, reason: troubles.append(reason))
+    until(lambda: sender._under_way is None, "the publication")
+    assert not troubles
+    whole = sum(each.numel() * 4 for each in learner.model.parameters())
+    sharers = ranks.size // 2 if getattr(ranks, "ranks_by_host", ()) else ranks.size
+    assert sender.publisher.snapshot_bytes < whole / sharers + 20_000  # the header, and rows that cannot be halved
+    sender.publisher.close()
+
+
+def start_rank(rank: int, size: int, meeting: str, folder: Path, sharding: str) -> subprocess.Popen[str]:
+    command = [sys.executable, __file__, str(size), meeting, str(folder), str(rank), sharding]
+    paths = [str(Path(trainer_cases.__file__).parent), os.environ.get("PYTHONPATH", "")]
+    shared = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     return subprocess.Popen(command, env=shared, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def test_two_ranks_have_the_gradients_weights_and_checkpoints_of_one(tmp_path):
-    tiny_folder(tmp_path, tie_word_embeddings=True)
-    others = [start_rank(rank, 2, f"file://{tmp_path}/meeting", tmp_path) for rank in range(2)]
-    alone = train(tmp_path)
-    try:
-        for process in others:
-            output, _ = process.communicate(timeout=DEADLINE_S)
-            assert process.returncode == 0, output[-3000:]
-    finally:
-        for process in others:
-            process.kill()
+LONG = [pytest.param(*case, marks=pytest.mark.soak) for case in ((3, "full"), (4, "full"), (4, "hybrid"))]
 
-    shares = [json.loads((tmp_path / f"read_by_{rank}.json").read_text()) for rank in range(2)]
-    assert sorted(shares[0] + shares[1]) == [t.id for group in GROUPS for t in group]
+
+@pytest.mark.parametrize(("size", "sharding"), [(2, "full"), *LONG])
+def test_several_ranks_have_the_gradients_weights_versions_and_checkpoints_of_one(tmp_path, size, sharding):
+    tiny_folder(tmp_path, tie_word_embeddings=True)
+    alone = train(tmp_path)
+    save(tmp_path / "of_one_rank", alone)
+    with nodes(2, tmp_path) as relays:
+        addresses = {relay.id: str(relay.address) for relay in relays}
+        (tmp_path / "relays.json").write_text(json.dumps(addresses))
+        others = [start_rank(rank, size, f"file://{tmp_path}/meeting", tmp_path, sharding) for rank in range(size)]
+        try:
+            for process in others:
+                output, _ = process.communicate(timeout=DEADLINE_S)
+                assert process.returncode == 0, output[-3000:]
+        finally:
+            for process in others:
+                process.kill()
+        published = bytes(relays[1].memory.open(1).buffer)
+
+    shares = [json.loads((tmp_path / f"read_by_{rank}.json").read_text()) for rank in range(size)]
+    assert sorted(id for share in shares for id in share) == [t.id for group in GROUPS for t in group]
     assert all(shares)
-    one, two = (load_file(tmp_path / f"of_{n}.safetensors") for n in (1, 2))
+    one, two = (load_file(tmp_path / f"of_{n}.safetensors") for n in (1, size))
     assert one.keys() == two.keys()
     for name in one:
         torch.testing.assert_close(two[name], one[name], atol=1e-6, rtol=1e-4)
-    for mine, theirs in zip(*(json.loads((tmp_path / f"of_{n}.json").read_text()) for n in (1, 2)), strict=True):
+    for mine, theirs in zip(*(json.loads((tmp_path / f"of_{n}.json").read_text()) for n in (1, size)), strict=True):
         assert {k: v for k, v in mine.items() if k != "seconds"} == pytest.approx(
             {k: v for k, v in theirs.items() if k != "seconds"}, rel=1e-3, abs=1e-5
         )
     place = newest(tmp_path / "checkpoints")
     assert place is not None
-    _is_saved_as_one_rank_saves(place, alone, tmp_path / "of_one")
     together = Learner(everything(tmp_path / "model"))  # what two ranks saved, one rank goes on with
     restore(together, place)
     for (name, mine), (_, theirs) in zip(together.weights(), alone.weights(), strict=True):
         # where a gradient is next to nothing, Adam makes a share of the learning rate (0.01) of its rounding
         torch.testing.assert_close(mine, theirs, atol=1e-3, rtol=1e-3, msg=name)
+    assert published == _as_published(together)
+    _is_exported_as_one_rank_saves(place, alone, together, tmp_path)
 
 
-def _is_saved_as_one_rank_saves(place: Path, alone: Learner, folder: Path) -> None:
-    """The same tensors under the same names in every file: tied ones once."""
-    theirs = save(folder, alone)
-    for file in ("model.safetensors", "optimizer.safetensors", "critic.safetensors"):
-        assert load_file(place / file).keys() == load_file(theirs / file).keys(), file
-    assert "lm_head.weight" not in load_file(place / "model.safetensors")
-    loaded: Any = AutoModelForCausalLM.from_pretrained(place)
+def _as_published(learner: Learner) -> bytes:
+    """By one rank."""
+    spec = ComponentSpec("trainer", 0, 1, "", TOKEN.decode(), "", learner.config)
+    sender = SnapshotSender(spec, learner.model.named_parameters())
+    sender.snapshot(1, learner.model.named_parameters(), "")
+    assert sender.publisher._latest is not None
+    return bytes(sender.publisher._latest.ready(0))
+
+
+def _is_exported_as_one_rank_saves(place: Path, alone: Learner, together: Learner, folder: Path) -> None:
+    """The same tensors under the same names: tied ones once."""
+    assert not (place / "model.safetensors").exists()
+    write_model(place, folder / "exported")
+    theirs = load_file(save(folder / "again", alone) / "model.safetensors")
+    mine = load_file(folder / "exported" / "model.safetensors")
+    assert mine.keys() == theirs.keys()
+    assert "lm_head.weight" not in mine
+    assert all(torch.equal(mine[name], tensor) for name, tensor in together.weights())
+    loaded: Any = AutoModelForCausalLM.from_pretrained(folder / "exported")
     assert loaded.get_output_embeddings().weight is loaded.get_input_embeddings().weight
+    assert {file.name for file in (folder / "exported").iterdir()} >= {"config.json", "tokenizer.json"}
 
 
 def free_port() -> int:
@@ -158,4 +218,4 @@ def test_ranks_that_do_not_meet_say_so():
 
 
 if __name__ == "__main__":
-    be_a_rank(int(sys.argv[4]), int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))
+    be_a_rank(int(sys.argv[4]), int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), sys.argv[5])

@@ -108,11 +108,11 @@ def test_a_version_that_several_processes_map_is_in_memory_once(tmp_path: Path) 
     memory = SharedMemory(default_base() / f"tailrace-test-{os.getpid()}")
     try:
         data = bytes(size)
-        writer = memory.create(1, size)
-        writer.claim(size)[:] = data
-        writer.advance(size)
-        writer.seal(checksum(data))
-        del writer  # its own mapping would count as one more
+        buffer = memory.create(1, size)
+        buffer.whole().claim(size)[0][:] = data
+        buffer.whole().advance(size)
+        buffer.seal(checksum(data))
+        del buffer  # its own mapping would count as one more
         shares = proportional_shares(memory.path, readers)
     finally:
         memory.remove()

@@ -13,6 +13,7 @@ import torch
 from relays import DEADLINE_S, TOKEN, nodes
 from tailrace.weights.layout import WeightLayout
 from tailrace.weights.publisher import Publisher
+from tailrace.weights.shard import ShardLayout
 from tailrace.weights.shared_memory import SharedMemoryReader, default_base
 from tailrace.weights.staging import Staging, replace_weights
 
@@ -55,7 +56,8 @@ def test_every_version_arrives_whole_under_a_captured_graph(folder: Path) -> Non
     with torch.cuda.graph(graph):
         output = model(x)
     staging = Staging(model)  # pyright: ignore[reportArgumentType]
-    publisher = Publisher(WeightLayout.of_tensors(masters, dtype="bfloat16"), TOKEN, device=x.device)
+    layout = ShardLayout.whole(WeightLayout.of_tensors(masters, dtype="bfloat16"))
+    publisher = Publisher(layout, TOKEN, device=x.device)
     answers: queue.Queue[str] = queue.Queue()
     with nodes(1, folder) as (node,):
         for version in range(5):

@@ -18,6 +18,7 @@ from tailrace.weights.in_place import InPlaceWriter, NotOnThisHostError
 from tailrace.weights.layout import WeightLayout
 from tailrace.weights.messages import WriteTarget
 from tailrace.weights.publisher import Publisher
+from tailrace.weights.shard import ShardLayout
 from tailrace.weights.shared_memory import SharedMemoryReader
 from tailrace.weights.snapshot import PublishError, WeightSnapshot
 
@@ -34,7 +35,7 @@ Make = Callable[..., Publisher]
 def of_device(device: torch.device | None) -> Make:
     def make(connect_s: float = DEADLINE_S, wait_s: float = DEADLINE_S) -> Publisher:
         layout = WeightLayout.of(["a", "b"], ["float32", "bfloat16"], [(300, 500), (7,)])
-        return Publisher(layout, TOKEN, connect_s=connect_s, wait_s=wait_s, device=device)
+        return Publisher(ShardLayout.whole(layout), TOKEN, connect_s=connect_s, wait_s=wait_s, device=device)
 
     return make
 
@@ -214,7 +215,7 @@ def test_a_snapshot_on_a_device_is_copied_to_the_host_once_and_only_when_it_is_s
     copies: list[WeightSnapshot] = []
     on_host = WeightSnapshot._on_host
     monkeypatch.setattr(WeightSnapshot, "_on_host", lambda one: copies.append(one) or on_host(one))
-    layout = WeightLayout.of_tensors(weights(0.0))
+    layout = ShardLayout.whole(WeightLayout.of_tensors(weights(0.0)))
     snapshot, in_host_memory = WeightSnapshot(layout, torch.device("cpu")), WeightSnapshot(layout)
     for value in (1.0, 2.0):
         for one in (snapshot, in_host_memory):

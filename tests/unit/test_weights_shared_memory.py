@@ -19,12 +19,13 @@ SUM = xxhash.xxh3_64_hexdigest(DATA)
 
 
 def write(memory: SharedMemory, version: int, data: bytes = DATA) -> VersionBuffer:
-    writer = memory.create(version, len(data))
+    buffer = memory.create(version, len(data))
+    writer = buffer.whole()
     while writer.written < writer.size:
-        room = writer.claim(30_000)
+        (room,) = writer.claim(30_000)
         room[:] = data[writer.written : writer.written + len(room)]
         writer.advance(len(room))
-    return writer
+    return buffer
 
 
 def stored(memory: SharedMemory, version: int) -> Path:
@@ -118,7 +119,7 @@ def test_a_full_memory_is_one_sentence_before_or_while_a_version_is_written(
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(SharedMemoryError, match=r"no room for v6 .* are free"):
-        writer.claim(10)
+        writer.whole().claim(10)
 
 
 def test_what_a_dead_process_left_is_cleared_by_the_next_owner_and_a_live_one_is_respected(tmp_path: Path) -> None:
@@ -170,13 +171,14 @@ def test_a_version_is_read_behind_its_writer_and_an_interruption_ends_the_wait(t
     memory = SharedMemory(tmp_path / "a")
     buffer = memory.create(5, len(DATA), content_id="first")
     assert bytes(buffer.ready(0, 0.0)) == b""
-    buffer.claim(len(DATA))[:] = DATA
-    assert not buffer.confirm(len(DATA), bytes(8))  # wrong checksums: nothing can be read
+    part = buffer.whole()
+    part.claim(len(DATA))[0][:] = DATA
+    assert not part.confirm(len(DATA), bytes(8))  # wrong checksums: nothing can be read
     assert bytes(buffer.ready(0, 0.0)) == b""
-    assert buffer.confirm(len(DATA), bytes.fromhex(SUM))
+    assert part.confirm(len(DATA), bytes.fromhex(SUM))
     assert bytes(buffer.ready(30_000, 0.0)) == DATA[30_000:]
-    assert buffer.checksum(0.0) == ""  # not before it is sealed
-    buffer.pause(seconds=-1.0)
+    assert buffer.checksum(0.0) is None  # not before it is sealed
+    part.pause(seconds=-1.0)
     with pytest.raises(InterruptedVersionError, match="v5 was interrupted after 100,000 bytes"):
         buffer.checksum(0.0)
     buffer.cancel()

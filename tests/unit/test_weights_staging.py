@@ -46,13 +46,13 @@ def same(one: torch.nn.Module, other: torch.nn.Module) -> bool:
 def store(memory: SharedMemory, version: int, model: LlamaForCausalLM) -> None:
     tensors = dict(model.named_parameters())
     layout = WeightLayout.of_tensors(tensors)
-    writer = memory.create(version, layout.size)
-    room = writer.claim(layout.size)
+    buffer = memory.create(version, layout.size)
+    (room,) = buffer.whole().claim(layout.size)
     room[: len(layout.header)] = layout.header
     for name, view in layout.views(room).items():
         view.copy_(tensors[name].detach())
-    writer.advance(layout.size)
-    writer.seal(checksum(room))
+    buffer.whole().advance(layout.size)
+    buffer.seal(checksum(room))
 
 
 def test_threads_move_ragged_tensors_both_ways_and_tell_their_progress_in_order() -> None:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 else:
     SomeOrAuto = SomeProcesses | Literal["auto"]
 WITHOUT_CARDS = 2  # what "auto" means where no GPU is
+Streams = Annotated[int, Meta(ge=0, le=64)]
 PerHour = Annotated[float, Meta(ge=0, le=1e6)]
 Pause = Annotated[float, Meta(ge=0.01)]  # seconds between two of something that goes on for ever
 
@@ -222,6 +223,7 @@ class RelaySettings(Section):
     keep_versions: Annotated[int, Meta(ge=2)] = 2
     quota_gbytes: Amount = 0.0  # bytes of weights a host may hold; 0: keep_versions decides alone
     chunk_mbytes: Amount = 0.0  # 0: the size that minimises the broadcast time
+    streams: Streams = 0  # connections over which a version goes from relay to relay; 0: more over long distances
     # an address of the relay's host, or a network in which every relay takes its own host's; off the loopback, links
     # are encrypted
     listen: str = "127.0.0.1"
@@ -280,6 +282,7 @@ class Trainer(Section):
     # takes its own address; gloo and NCCL neither authenticate nor encrypt
     interface: str = ""
     collective_s: Annotated[float, Meta(gt=0)] = 300.0  # a collective that takes longer ends the rank that waits in it
+    sharding: Literal["full", "hybrid"] = "full"  # hybrid: within each host; hosts have copies of each other
     threads: Natural = 0  # CPU threads per rank; 0: torch's choice
     device: str = ""  # "cpu", "cuda"; empty: the GPU if there is one
     cards: tuple[Natural, ...] = ()  # numbers of the GPUs of this machine, one for each rank; empty: the first ones

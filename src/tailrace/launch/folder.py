@@ -38,6 +38,8 @@ MAY_CHANGE = {
     "trainer.learning_rate",  # that of a run that has diverged was too high
     "trainer.critic_learning_rate",
     "trainer.max_grad_norm",
+    "trainer.sharding",
+    "relay.streams",
 }
 CHECKPOINTS = "checkpoints"
 RELEASE, RELEASES = "tailrace", "releases"  # in the run's meta table

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import tempfile
 from pathlib import Path
 
@@ -16,12 +15,11 @@ from tailrace.launch.limits import allow_files
 from tailrace.logs import output
 from tailrace.obs.progress import Progress
 from tailrace.store.journal import Journal
+from tailrace.trainer.export import as_model_folder, write_model
 from tailrace.trainer.manifest import CheckpointError, check, found_in, step_of
 from tailrace.types import RIGHT_ABOVE
 
 log = logging.getLogger(__name__)
-
-INTERNAL = {"state.json", "optimizer.safetensors", "critic.safetensors"}  # of a checkpoint: for resumption alone
 
 
 def evaluate(run: Path, version: int | None) -> int:
@@ -32,8 +30,8 @@ def evaluate(run: Path, version: int | None) -> int:
     weights = weights_of(journal, version)
     for change in inputs.changed(journal.meta, inputs.task_files(config)):
         log.info("note: %s since the run was begun", change)
-    with Progress("held-out accuracy") as progress:
-        found = measure(config, weights, lambda done, total: progress(done, total, "prompts"))
+    with Progress("held-out accuracy") as progress, as_model_folder(weights) as folder:
+        found = measure(config, folder, lambda done, total: progress(done, total, "prompts"))
     if not found.total:
         raise ConfigError("no rows are held out, so there is no accuracy to measure; write task.eval_rows above 0")
     failed = f", {found.failed} without a verdict" if found.failed else ""
@@ -53,21 +51,13 @@ def export(run: Path, version: int | None, out: Path) -> int:
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{out.name[:100]}.", dir=out.parent) as draft:
-            _copy(weights, Path(draft) / "copy")
+            write_model(weights, Path(draft) / "copy")
             out.rmdir() if out.exists() else None
             (Path(draft) / "copy").rename(out)
     except OSError as error:
         raise ConfigError(f"{out} cannot be written ({error.strerror}); name another directory") from None
     output(f"{weights.name} of {run} is in {out}; transformers loads it with from_pretrained('{out}')")
     return 0
-
-
-def _copy(weights: Path, into: Path) -> None:
-    """The files that lie there themselves. Hugging Face's cache has links to files, which are read; folders are not."""
-    into.mkdir()
-    for file in weights.iterdir():
-        if file.is_file() and file.name not in INTERNAL:
-            shutil.copyfile(file, into / file.name)
 
 
 def weights_of(journal: Journal, version: int | None) -> Path:

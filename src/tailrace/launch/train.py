@@ -10,7 +10,7 @@ import asyncio
 import logging
 import signal
 import sys
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 from tailrace.config.tree import Config
@@ -33,6 +33,7 @@ from tailrace.store.database import has_log
 from tailrace.store.journal import Journal
 from tailrace.store.run import RunStore
 from tailrace.store.waiting import to_terminal
+from tailrace.trainer.export import as_model_folder
 from tailrace.weights.shared_memory import clear_abandoned
 from tailrace.wire import descriptors
 from tailrace.wire.keys import Keyring
@@ -121,8 +122,9 @@ def _evaluates(config: Config) -> bool:
 
 def _evaluate(store: RunStore, config: Config, weights: Path | None, when: str) -> None:
     """Note what the held-out prompts come to; on disk with the next commit."""
-    with Progress(f"accuracy {when} training") as progress:
-        found = measure(config, weights, lambda done, total: progress(done, total, "prompts"))
+    as_folder = as_model_folder(weights) if weights is not None else nullcontext()
+    with Progress(f"accuracy {when} training") as progress, as_folder as folder:
+        found = measure(config, folder, lambda done, total: progress(done, total, "prompts"))
     if found.total:
         store.meta.set(f"accuracy_{when}", str(found.accuracy))
         store.meta.set(f"reward_{when}", str(found.mean_reward))

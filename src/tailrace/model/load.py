@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 
 WEIGHTS = "*.safetensors"  # nothing else: a .bin file is a pickle, which can run code
 INDEX = "model.safetensors.index.json"
+PIECES = "pieces.json"  # in a checkpoint that several trainer ranks have written
 
 
 def model_folder(path: str) -> Path:
@@ -95,6 +96,24 @@ def load_model(path: str, dtype: str = "float32", device: str = "cpu") -> PreTra
     except Exception as error:  # a library that parses foreign files may raise anything
         raise ConfigError(f"model.path: {folder} cannot be loaded ({_first_line(error)})") from None
     return _on(device, model)
+
+
+def shallow(model: PreTrainedModel, layers: int = 2, words: int = 1024) -> PreTrainedModel:
+    """A model of the same kind with random weights, few layers and a small vocabulary, in float32."""
+    import copy
+
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    config = copy.deepcopy(model.config)
+    text = config.get_text_config()
+    text.num_hidden_layers = min(layers, text.num_hidden_layers)
+    text.vocab_size, text.pad_token_id = min(words, text.vocab_size), None
+    if getattr(text, "layer_types", None):
+        text.layer_types = text.layer_types[: text.num_hidden_layers]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
 def _on(device: str, model: Any) -> PreTrainedModel:
@@ -164,6 +183,11 @@ def _token_ids(given: Any, file: Path) -> list[int]:
 def _checked(folder: Path) -> Path:
     if not (folder / "config.json").is_file():
         raise ConfigError(why_no_model(str(folder)))
+    if (folder / PIECES).is_file():
+        raise ConfigError(
+            f"model.path: {folder} is a checkpoint of several trainer ranks; `tailrace export RUN --out DIR` makes a "
+            "model directory of it"
+        )
     if not any(folder.glob(WEIGHTS)):
         raise ConfigError(f"model.path: {folder} has no weights; a file such as model.safetensors is missing")
     _refuse_shards_elsewhere(folder)

@@ -36,16 +36,20 @@ class Scores(NamedTuple):
 class Policy(nn.Module):
     """A causal language model as a function from packs to the log-probs of their sampled tokens."""
 
-    def __init__(self, model: PreTrainedModel, temperature: float, chunk: int):
+    def __init__(self, model: PreTrainedModel, temperature: float, chunk: int, like: PreTrainedModel | None = None):
+        """`like`: a model of the same kind, which is tried out in place of one that is about to be sharded."""
         super().__init__()
         self.model = model
         self.temperature = temperature or 1.0  # greedy sampling: the model's own distribution
         self.chunk = chunk
         self.at_once = False  # forward and backward of the head in one go
         check_layers(model)
-        with trying(model):
-            self._check_head()
-        install(model)
+        if like is None:
+            with trying(model):
+                self._check_head()
+        else:
+            Policy(like, temperature, chunk)
+        install(model, try_out=like is None)
 
     def forward(
         self, tokens: Tensor, where: Layout, positions: Tensor, targets: Tensor, token_loss: TokenLoss | None = None

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol
 
@@ -23,11 +24,14 @@ from torch._C._distributed_c10d import FileStore, PrefixStore, TCPStore
 from torch.distributed import DistError
 
 from tailrace.config.dealing import ranks_share_cards
+from tailrace.config.errors import ConfigError
 from tailrace.trainer.announcements import Announcements
+from tailrace.types import HostId
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
     from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
     from tailrace.wire.messages import ComponentSpec
 
@@ -40,6 +44,9 @@ BACKLOG = 1024
 
 class MeetingError(RuntimeError):
     """Why ranks have not found each other. The next start may be luckier."""
+
+
+COMPLAINT = "complaint"  # key of how many there are, and with a number of each
 
 
 def pick_device(wanted: str, rank: int = 0) -> str:
@@ -60,10 +67,6 @@ class Ranks(Protocol):
         """The whole of a sharded tensor."""
         ...
 
-    def shard_like(self, full: Tensor, model: Tensor) -> Tensor:
-        """This rank's piece of `full`, laid out like `model`."""
-        ...
-
     def add_up(self, tensor: Tensor) -> Tensor: ...
 
     def largest(self, tensor: Tensor) -> Tensor: ...
@@ -76,12 +79,24 @@ class Ranks(Protocol):
         """What rank 0 gives, on every rank."""
         ...
 
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """What each rank gives, on every rank."""
+        ...
+
     def announce(self, text: str) -> None:
         """By rank 0, at any moment: the others find it when they look. Not a collective."""
         ...
 
     def announced(self) -> bytes:
         """What rank 0 has announced last; nothing if it has not."""
+        ...
+
+    def complain(self, text: str) -> None:
+        """To rank 0, at any moment. Not a collective."""
+        ...
+
+    def complaints(self) -> list[bytes]:
+        """By rank 0: those that it has not seen yet."""
         ...
 
     def leave(self) -> None: ...
@@ -98,9 +113,6 @@ class Alone:
 
     def full(self, tensor: Tensor) -> Tensor:
         return tensor
-
-    def shard_like(self, full: Tensor, model: Tensor) -> Tensor:
-        return full.to(model.device)
 
     def add_up(self, tensor: Tensor) -> Tensor:
         return tensor
@@ -121,6 +133,15 @@ class Alone:
     def announced(self) -> bytes:
         return b""
 
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        return [data]
+
+    def complain(self, text: str) -> None:
+        raise AssertionError("who is alone is rank 0")
+
+    def complaints(self) -> list[bytes]:
+        return []
+
     def leave(self) -> None:
         return
 
@@ -134,27 +155,33 @@ class Together:
         self.rank, self.size = rank, size
         self._device, self._commands, self._board = device, commands, board
         self._announcements = announcements
+        self._heard = 0  # complaints
+        self.ranks_by_host: list[list[int]] = []  # hybrid sharding: within each host
 
     def shard(self, module: nn.Module) -> None:
-        from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
         from transformers.modeling_layers import GradientCheckpointingLayer
 
-        mesh = init_device_mesh(torch.device(self._device).type, (self.size,))
         layers = [m for m in module.modules() if isinstance(m, GradientCheckpointingLayer)]
+        mesh = self._mesh()
         for piece in (*layers, module):
+            piece.float()  # here and not before: of a model in other types, one layer at a time is whole in memory
             fully_shard(piece, mesh=mesh, reshard_after_forward=True)
+        for buffer in module.buffers():
+            buffer.data = buffer.to(self._device)
+
+    def _mesh(self) -> DeviceMesh:
+        """All ranks share all weights; or those of each host do, and each host has a copy."""
+        from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+        kind = torch.device(self._device).type
+        if len(self.ranks_by_host) > 1:
+            return DeviceMesh(kind, torch.tensor(self.ranks_by_host), mesh_dim_names=("copies", "shards"))
+        return init_device_mesh(kind, (self.size,))
 
     def full(self, tensor: Tensor) -> Tensor:
         whole = getattr(tensor, "full_tensor", None)
         return whole() if whole is not None else tensor
-
-    def shard_like(self, full: Tensor, model: Tensor) -> Tensor:
-        from torch.distributed.tensor import DTensor, distribute_tensor
-
-        if not isinstance(model, DTensor):
-            return full.to(model.device)
-        return distribute_tensor(full.to(model.device), model.device_mesh, model.placements)
 
     def add_up(self, tensor: Tensor) -> Tensor:
         torch.distributed.all_reduce(tensor)
@@ -177,11 +204,30 @@ class Together:
             torch.distributed.broadcast(body, 0, group=self._commands)
         return body.numpy().tobytes()
 
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        torch.distributed.all_gather(sizes, torch.tensor([len(data)]))
+        longest = max(1, *(int(size) for size in sizes))
+        mine = torch.frombuffer(bytearray(data.ljust(longest, b"\0")), dtype=torch.uint8)
+        found = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
+        torch.distributed.all_gather(found, mine)
+        return [body[: int(size)].numpy().tobytes() for body, size in zip(found, sizes, strict=True)]
+
     def announce(self, text: str) -> None:
         self._board.set(ANNOUNCED, self._announcements.write(text))
 
     def announced(self) -> bytes:
         return self._announcements.read(self._board.get(ANNOUNCED)) if self._board.check([ANNOUNCED]) else b""
+
+    def complain(self, text: str) -> None:
+        self._board.set(f"{COMPLAINT}{self._board.add(COMPLAINT, 1)}", text)
+
+    def complaints(self) -> list[bytes]:
+        found: list[bytes] = []
+        while self._board.check([key := f"{COMPLAINT}{self._heard + 1}"]):
+            found.append(self._board.get(key))
+            self._heard += 1
+        return found
 
     def leave(self) -> None:
         torch.distributed.destroy_process_group()
@@ -195,7 +241,11 @@ def ranks_of(spec: ComponentSpec, device: str) -> Ranks:
     use_interface(spec.interface)
     patience_s = MEETING_SHARE * spec.config.local.start_s
     deadlines = (settings.collective_s, IDLE_S, patience_s)
-    return join(spec.rank, size, spec.meeting, device, *deadlines, spec.rank_key, not ranks_share_cards(spec.config))
+    own_card = not ranks_share_cards(spec.config)
+    together = join(spec.rank, size, spec.meeting, device, *deadlines, spec.rank_key, own_card)
+    if settings.sharding == "hybrid":
+        together.ranks_by_host = by_host(spec.rank_hosts)
+    return together
 
 
 def use_interface(name: str) -> None:
@@ -203,6 +253,21 @@ def use_interface(name: str) -> None:
     if name:
         os.environ["GLOO_SOCKET_IFNAME"] = name
         os.environ["NCCL_SOCKET_IFNAME"] = f"={name}"  # this one, not all whose names begin so
+
+
+def by_host(rank_hosts: Sequence[HostId]) -> list[list[int]]:
+    """The ranks of each host, for hybrid sharding, which needs as many on each."""
+    hosts: dict[HostId, list[int]] = {}
+    for rank, host in enumerate(rank_hosts):
+        hosts.setdefault(host, []).append(rank)
+    counts = {len(ranks) for ranks in hosts.values()}
+    if len(counts) > 1:
+        found = ", ".join(f"{len(ranks)} on host {host}" for host, ranks in hosts.items())
+        raise ConfigError(
+            f'trainer.sharding = "hybrid" needs as many trainer ranks on every host, but there are {found}; write '
+            '"full", or give every host the same number'
+        )
+    return list(hosts.values())
 
 
 def join(

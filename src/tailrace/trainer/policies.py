@@ -67,7 +67,7 @@ class ProximalPolicy:
         return None
 
 
-def local(parameter: nn.Parameter) -> Tensor:
+def local(parameter: Tensor) -> Tensor:
     """This rank's shard of it."""
     shard = getattr(parameter, "to_local", None)
     return shard() if shard is not None else parameter

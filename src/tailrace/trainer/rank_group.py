@@ -1,7 +1,8 @@
 """The ranks of a trainer as one: rank 0 is told what to do and tells the others, then all do it together.
 
-`worker.py` has one in every rank. With one rank nothing is broadcast. An emulated trainer has ranks too, which read and
-pack their shares; what concerns weights, of which it has next to none, is left to rank 0.
+`worker.py` has one in every rank. With one rank nothing is broadcast. Every rank copies its own rows for a publication
+and sends them itself; one that cannot complains to rank 0. An emulated trainer has ranks too, which read and pack their
+shares; what concerns weights, of which it has next to none, is left to rank 0.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from tailrace.samples.client import SampleClient
 from tailrace.trainer.emulated import EmulatedLearner
 from tailrace.trainer.pace import BYTES_PER_PARAMETER
 from tailrace.trainer.reader import SampleInfo, StoreReader
-from tailrace.types import Struct, Version
+from tailrace.types import RelayId, Struct, Version
 from tailrace.wire.messages import ComponentSpec, StoreAddresses
 
 if TYPE_CHECKING:
@@ -57,8 +58,8 @@ class RankGroup(Protocol):
         """Copy the weights for publication; returns how long training stood still for it."""
         ...
 
-    def publish(self, version: Version, address: str, give_up: GiveUp) -> None:
-        """Stream the last snapshot to a relay, in the background."""
+    def publish(self, version: Version, route: PublishRoute, give_up: GiveUp) -> None:
+        """Stream the last snapshot to the master relay, in the background."""
         ...
 
     def find_stores(self, stores: StoreAddresses) -> None:
@@ -76,37 +77,58 @@ def build_rank_group(spec: ComponentSpec) -> RankGroup:
     return EmulatedRankGroup(spec) if spec.config.trainer.engine == "emulated" else NativeRankGroup(spec)
 
 
+class PublishRoute(Struct):
+    """The relay that assembles a version, and where it and those on the hosts of the ranks listen."""
+
+    master: RelayId
+    addresses: dict[RelayId, str]
+
+
 class SnapshotSender:
-    """Has the last snapshot and gets it to a relay."""
+    """Has this rank's part of the last snapshot and gets it to the master relay."""
 
     def __init__(self, spec: ComponentSpec, tensors: Iterable[tuple[str, Tensor]]) -> None:
         from tailrace.model.load import precision_on
+        from tailrace.trainer.shards import owned_rows
         from tailrace.weights.layout import WeightLayout
         from tailrace.weights.publisher import Publisher
+        from tailrace.weights.shard import ShardLayout
 
         named = dict(tensors)
         device = next((one.device for one in named.values() if one.device.type == "cuda"), None)
         precision = precision_on("cpu" if device is None else "cuda", spec.config.rollout.precision)
         layout = WeightLayout.of_tensors(named, dtype=precision)
+        rows = {name: owned_rows(tensor, spec.rank) for name, tensor in named.items()}
+        self._mine = ShardLayout.of(layout, rows, with_header=spec.rank == 0)
+        self._host = spec.rank_hosts[spec.rank] if spec.rank_hosts else None
         relay = spec.config.relay
         self.publisher: Publisher = Publisher(
-            layout, spec.token.encode(), relay.chunk_mbytes, device=device, generation=spec.incarnation
+            self._mine,
+            spec.token.encode(),
+            relay.chunk_mbytes,
+            device=device,
+            generation=spec.incarnation,
+            streams=relay.streams,
         )
         self._newest: Version = -1
         self._goal = ""  # where the last one is to go
         self._under_way: tuple[Version, str] | None = None
 
-    def snapshot(self, version: Version, tensors: Iterable[tuple[str, Tensor]]) -> float:
-        self._newest = version
-        return self.publisher.snapshot(version, tensors)
+    def snapshot(self, version: Version, tensors: Iterable[tuple[str, Tensor]], content_id: str) -> float:
+        from tailrace.trainer.policies import local
 
-    def send(self, version: Version, address: str, give_up: GiveUp) -> None:
+        self._newest = version
+        mine = ((name, local(tensor.detach())) for name, tensor in tensors if name in self._mine.entries)
+        return self.publisher.snapshot(version, mine, content_id)
+
+    def send(self, version: Version, route: PublishRoute, give_up: GiveUp) -> None:
         """Send this version, or the newer one that was finished while the order was on its way."""
         from tailrace.weights.channel import Address
 
         assert version <= self._newest, f"asked to publish version {version}, but the last snapshot is {self._newest}"
-        if self._under_way == (self._newest, address):
-            return  # a new controller asks for what the one before it had asked for
+        address = route.addresses[route.master]
+        if self._under_way == (self._newest, address) or not self._mine.part.size:
+            return  # a new controller asks for what the one before it had asked for, or all is with other ranks
         self._goal = address
         self._under_way = (self._newest, address)
 
@@ -120,7 +142,8 @@ class SnapshotSender:
             if self._goal == address:
                 give_up(version, reason)
 
-        self.publisher.send(Address.read(address), arrived, failed)
+        own_relay = route.addresses.get(self._host, address) if self._host is not None else address
+        self.publisher.send(Address.read(address), arrived, failed, Address.read(own_relay))
 
 
 # ------------------------------------------------------------------------------------------- what rank 0 tells others
@@ -136,8 +159,18 @@ class TrainCommand(RankCommand):
     samples: tuple[SampleInfo, ...]
 
 
-class GatherCommand(RankCommand):
-    """Rank 0 reads whole tensors, of which every rank has a part."""
+class SnapshotCommand(RankCommand):
+    """Copy your rows. `content_id` is that of the version, the same for all parts."""
+
+    version: Version
+    content_id: str
+
+
+class SendCommand(RankCommand):
+    """Send your part of the last snapshot."""
+
+    version: Version
+    route: PublishRoute
 
 
 class SaveCommand(RankCommand):
@@ -152,7 +185,18 @@ class LeaveCommand(RankCommand):
     pass
 
 
-_decode = msgspec.msgpack.Decoder(TrainCommand | GatherCommand | SaveCommand | RestoreCommand | LeaveCommand).decode
+_decode = msgspec.msgpack.Decoder(
+    TrainCommand | SnapshotCommand | SendCommand | SaveCommand | RestoreCommand | LeaveCommand
+).decode
+
+
+class Complaint(Struct):
+    """Of a rank, to the first one: it cannot send its part."""
+
+    rank: int
+    version: Version
+    master: RelayId
+    reason: str
 
 
 AnyLearner = TypeVar("AnyLearner", "Learner", EmulatedLearner)
@@ -162,11 +206,12 @@ class _Group(Generic[AnyLearner]):
     """What is the same with and without a model."""
 
     learner: AnyLearner
-    sender: SnapshotSender | None  # of rank 0
+    sender: SnapshotSender | None  # None: this rank publishes nothing
 
     def __init__(self, spec: ComponentSpec, ranks: Ranks) -> None:
         self.name = spec.name
         self.ranks = ranks
+        self._over = threading.Event()
 
     def train(
         self, step: int, mini_batch: int, samples: tuple[SampleInfo, ...], client: SampleClient
@@ -174,22 +219,22 @@ class _Group(Generic[AnyLearner]):
         self._tell(TrainCommand(step, mini_batch, samples))
         return self.learner.train_mini_batch(step, mini_batch, samples, StoreReader(client, samples))
 
-    def publish(self, version: Version, address: str, give_up: GiveUp) -> None:
-        assert self.sender is not None, "only the first rank publishes"
-        self.sender.send(version, address, give_up)
+    def publish(self, version: Version, route: PublishRoute, give_up: GiveUp) -> None:
+        assert self.sender is not None
+        self.sender.send(version, route, give_up)
 
     def find_stores(self, stores: StoreAddresses) -> None:
         self.ranks.announce(msgspec.json.encode(stores).decode())
 
     def follow(self) -> None:
-        client, over = SampleClient(self.name), threading.Event()
+        client = SampleClient(self.name)
         client.open()
-        threading.Thread(target=self._follow_stores, args=(client, over), name="stores", daemon=True).start()
+        threading.Thread(target=self._follow_stores, args=(client, self._over), name="stores", daemon=True).start()
         try:
             while not isinstance(command := _decode(self.ranks.broadcast_bytes(None)), LeaveCommand):
                 self._obey(command, client)
         finally:
-            over.set()
+            self._over.set()
             client.close()
 
     def _follow_stores(self, client: SampleClient, over: threading.Event) -> None:
@@ -213,8 +258,10 @@ class _Group(Generic[AnyLearner]):
             self.ranks.broadcast_bytes(msgspec.msgpack.encode(command))
 
     def close(self) -> None:
-        if self.sender is not None:
+        self._over.set()
+        if self.ranks.rank == 0:
             self._tell(LeaveCommand())
+        if self.sender is not None:
             self.sender.publisher.close()
         self.ranks.leave()
 
@@ -244,7 +291,7 @@ class EmulatedRankGroup(_Group[EmulatedLearner]):
         assert self.sender is not None, "only the first rank publishes"
         began = time.monotonic()
         self.learner.snapshot()
-        self.sender.snapshot(version, self._tensors())
+        self.sender.snapshot(version, self._tensors(), content_id="")
         return time.monotonic() - began
 
 
@@ -265,7 +312,11 @@ class NativeRankGroup(_Group["Learner"]):
         with at_start():
             self.learner = Learner(spec.config, self.ranks)
         self.learner.warm_up()
-        self.sender = None if spec.rank else SnapshotSender(spec, self.learner.model.named_parameters())
+        self.sender = SnapshotSender(spec, self.learner.model.named_parameters())
+        self._route: PublishRoute | None = None  # of the last publication
+        self._give_up: GiveUp = _unasked
+        if self.ranks.size > 1 and self.ranks.rank == 0:
+            threading.Thread(target=self._hear_complaints, name="complaints", daemon=True).start()
 
     @property
     def checkpoint_bytes(self) -> int:
@@ -289,20 +340,56 @@ class NativeRankGroup(_Group["Learner"]):
         checkpoint.prune(checkpoints, self.settings.keep_checkpoints, self.settings.archive_every, good)
 
     def snapshot(self, version: Version) -> float:
-        assert self.sender is not None, "only the first rank publishes"
-        self._tell(GatherCommand())
-        return self.sender.snapshot(version, self.learner.weights())
+        from tailrace.weights.snapshot import new_content_id
+
+        command = SnapshotCommand(version, new_content_id())
+        self._tell(command)
+        return self._copy(command)
+
+    def _copy(self, command: SnapshotCommand) -> float:
+        assert self.sender is not None
+        return self.sender.snapshot(command.version, self.learner.model.named_parameters(), command.content_id)
+
+    def publish(self, version: Version, route: PublishRoute, give_up: GiveUp) -> None:
+        self._route, self._give_up = route, give_up
+        self._tell(SendCommand(version, route))
+        super().publish(version, route, give_up)
+
+    def _send(self, command: SendCommand) -> None:
+        """In every rank but the first."""
+
+        def complain(version: Version, reason: str) -> None:
+            complaint = Complaint(self.ranks.rank, version, command.route.master, reason)
+            with suppress(RuntimeError):  # rank 0 is gone, and this one is about to go
+                self.ranks.complain(msgspec.json.encode(complaint).decode())
+
+        super().publish(command.version, command.route, complain)
+
+    def _hear_complaints(self) -> None:
+        while not self._over.wait(LOOK_S):
+            with suppress(RuntimeError):
+                for text in self.ranks.complaints():
+                    self._heed(msgspec.json.decode(text, type=Complaint))
+
+    def _heed(self, complaint: Complaint) -> None:
+        if self._route is not None and complaint.master == self._route.master:
+            self._give_up(complaint.version, f"rank {complaint.rank}: {complaint.reason}")
 
     def _obey(self, command: RankCommand, client: SampleClient) -> None:
         from tailrace.trainer import checkpoint
 
         match command:
-            case GatherCommand():
-                for _ in self.learner.weights():
-                    pass
+            case SnapshotCommand():
+                self._copy(command)
+            case SendCommand():
+                self._send(command)
             case SaveCommand(checkpoints):
                 checkpoint.save(Path(checkpoints), self.learner)
             case RestoreCommand(folder):
                 checkpoint.restore(self.learner, Path(folder))
             case _:
                 super()._obey(command, client)
+
+
+def _unasked(version: Version, reason: str) -> None:
+    raise AssertionError(f"nobody was asked to publish version {version}: {reason}")

@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tailrace.config.tree import Config
-from tailrace.model.load import load_model, precision_on
+from tailrace.model.load import load_model, precision_on, shallow
 from tailrace.model.longrope import switch_of
 from tailrace.model.memory import DoesNotFitError, free_memory, ran_out
 from tailrace.model.packed import Layout, layout, reads_rows
@@ -103,26 +103,34 @@ class Learner:
         self.ranks = ranks or Alone()
         self.device = pick_device(self.settings.device, self.ranks.rank)
         self.step = 0
-        model = model if model is not None else load_model(config.model.path, "float32", self.device)
+        model = model if model is not None else self._load()
         self.model = model.eval()  # without dropout: a log-prob must be a function of the weights alone
         if self.settings.recompute:
             recompute_layers(self.model)
-        self.policy = Policy(self.model, config.sampling.temperature, self._logit_tokens())
+        like = None if self.ranks.size == 1 else shallow(self.model).to(self.device)  # pyright: ignore[reportArgumentType]
+        self.policy = Policy(self.model, config.sampling.temperature, self._logit_tokens(), like)
         self.switch = switch_of(self.model)
         self.budget = TokenBudget(self.settings.tokens_per_batch, self.settings.recompute)
-        self._prepare_passes()
+        self._prepare_passes(like or self.model)
         updates = config.run.steps * self.settings.mini_batches
         self.optimiser = Optimiser(self.model.named_parameters(), self.settings.learning_rate, self.settings, updates)
         self.critic = self._make_critic(updates)
         self._reference = FrozenPolicy(self.model.parameters()) if self.settings.kl else None
         self._proximal = self._make_proximal()
 
-    def _prepare_passes(self) -> None:
-        """The model's arithmetic: in which precision, sharded or not, with which kernels."""
+    def _load(self) -> PreTrainedModel:
+        """With several ranks in host memory and as it is in its files, which are mapped, not read: `Ranks.shard` takes
+        from there what a rank keeps."""
+        if self.ranks.size == 1:
+            return load_model(self.config.model.path, "float32", self.device)
+        return load_model(self.config.model.path, "auto", "cpu")
+
+    def _prepare_passes(self, like: PreTrainedModel) -> None:
+        """The model's arithmetic: in which precision, sharded or not, with which kernels. `like` is one of its kind."""
         bfloat16 = precision_on(self.device, self.settings.precision) == "bfloat16"
         self.policy.at_once = self.device.startswith("cuda") and self.policy.has_plain_head()
         with self._autocast(bfloat16):
-            self._rows = reads_rows(self.model)
+            self._rows = reads_rows(like)
         self.ranks.shard(self.policy)
         self._bfloat16 = Bfloat16Copy(self.model) if bfloat16 and self.ranks.size == 1 else None
         if self._bfloat16 is not None:

@@ -2,7 +2,7 @@
 
 Rank 0 talks to the controller; the other ranks hear from it what to do. Consumes `Train` and `Publish`; produces
 `Trained`, `Checkpointed`, `PublishFailed` and metrics. The only stall of a publication is the copy into the publisher's
-buffer: the stream to the master relay runs beside the next step.
+buffer, of its own rows by every rank: the streams to the relays run beside the next step.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tailrace.store.folder import refuse_moved
 from tailrace.trainer.divergence import DivergedError, Divergence, put_aside_after, way_back
 from tailrace.trainer.manifest import CheckpointError
 from tailrace.trainer.pace import CheckpointPace
-from tailrace.trainer.rank_group import RankGroup, build_rank_group
+from tailrace.trainer.rank_group import PublishRoute, RankGroup, build_rank_group
 from tailrace.trainer.reader import SampleInfo
 from tailrace.types import StoreId, TrajectoryId, Version
 from tailrace.wire.client import ControlClient
@@ -191,7 +191,7 @@ class TrainerWorker:
         def give_up(version: Version, reason: str) -> None:
             self.controller.report(PublishFailed(self.controller.incarnation, version, command.relay, reason))
 
-        self.rank_group.publish(command.version, order.addresses[command.relay], give_up)
+        self.rank_group.publish(command.version, PublishRoute(command.relay, order.addresses), give_up)
 
     def _refuse_moved(self) -> None:
         """Checkpoints are read and written by name: there may be another run of that name by now, or another trainer of

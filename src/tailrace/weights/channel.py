@@ -17,7 +17,7 @@ import os
 import socket
 import ssl
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Literal, NamedTuple, Self
 
@@ -25,12 +25,12 @@ import msgspec
 
 from tailrace.errors import TailraceError
 from tailrace.types import MALFORMED
-from tailrace.weights.messages import DECODER, AnyMessage
+from tailrace.weights.messages import DECODER, LONGEST_RANGES, AnyMessage
 from tailrace.wire.tls import Identity, caller_context, fingerprint
 
-MAGIC = b"tailrace relay 4"
+MAGIC = b"tailrace relay 5"
 NONCE = TAG = 32
-LONGEST_MESSAGE = 1 << 14
+LONGEST_MESSAGE = LONGEST_RANGES + 4096  # an offer names every range of its part
 CONNECT_S = 5.0
 HANDSHAKE_S = 10.0  # for the handshake and the first request, so that an unauthenticated caller holds no thread longer
 STALL_S = 10.0  # without a byte from the peer
@@ -66,6 +66,10 @@ class ChannelError(TailraceError):
     """The peer could not be reached, closed the connection, or broke the protocol."""
 
 
+class UnreachableError(ChannelError):
+    """Nobody answers there."""
+
+
 class TokenError(ChannelError):
     """The peer belongs to another run; a retry will not help."""
 
@@ -79,6 +83,7 @@ class Channel:
 
     def __init__(self, connection: socket.socket, peer: str, stall_s: float, until: float = math.inf) -> None:
         self.peer = peer
+        self.round_trip_s = 0.0  # what it took to connect
         self.stall_s = stall_s
         self.until = until
         self.weight_bytes_sent = 0
@@ -182,8 +187,10 @@ class Channel:
                 sent += self._socket.send(data[sent : sent + most])
                 self._check_deadline()
 
-    def receive_weights(self, target: memoryview, what: str) -> None:
-        self._receive_into(target, what, weights=True)
+    def receive_weights(self, targets: Iterable[memoryview], what: str) -> None:
+        """Into these places, one after the other."""
+        for target in targets:
+            self._receive_into(target, what, weights=True)
 
     def _receive_into(self, target: memoryview, what: str, weights: bool = False) -> None:
         received = 0
@@ -248,11 +255,14 @@ class Channel:
 def connect(address: Address, stall_s: float = STALL_S, until: float = math.inf) -> Channel:
     """Connect to a relay, without the handshake, so that the caller can abort the channel from then on."""
     timeout_s = min(CONNECT_S, stall_s, until - time.monotonic())
+    began = time.monotonic()
     try:
         connection = socket.create_connection((address.host, address.port), timeout=max(timeout_s, 1e-3))
     except OSError as error:
-        raise ChannelError(f"could not connect to {address.host_port}: {error.strerror or error}") from None
-    return Channel(connection, address.host_port, stall_s, until)
+        raise UnreachableError(f"could not connect to {address.host_port}: {error.strerror or error}") from None
+    channel = Channel(connection, address.host_port, stall_s, until)
+    channel.round_trip_s = time.monotonic() - began
+    return channel
 
 
 @contextmanager

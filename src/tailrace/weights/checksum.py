@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from threading import Lock
@@ -31,6 +32,7 @@ class RunningChecksum:
         self._checksums = bytearray()
         self._tasks: deque[Future[bytes]] = deque()  # their results follow `_checksums`
         self._collecting = Lock()
+        self._given: dict[int, bytes] = {}  # by where their piece begins: verified, but not yet reached
         self.hashed = 0  # bytes that are hashed, or handed to the pool: whole pieces, or the whole buffer
 
     def advance(self, position: int) -> None:
@@ -39,16 +41,12 @@ class RunningChecksum:
             end = min(self.hashed + self._step, self._size)
             if end > position:
                 return
-            self._add(self.buffer[self.hashed : end])
+            self._add(self.hashed, end)
             self.hashed = end
 
-    def verify(self, position: int, expected: bytes) -> bool:
-        """Advance to `position` if the new pieces have the expected checksums; otherwise change nothing."""
-        if piece_checksums(self.buffer[self.hashed : position]) != expected:
-            return False
-        self._checksums += expected
-        self.hashed = position
-        return True
+    def give(self, start: int, checksum: bytes) -> None:
+        """Of the piece that begins there: it is verified already, so it is not hashed again."""
+        self._given[start] = checksum
 
     def checksums(self, start: int, end: int) -> bytes:
         """Of the pieces from `start` to `end`; waits for the pool."""
@@ -70,11 +68,11 @@ class RunningChecksum:
         """All of it is hashed; the checksums stay."""
         self.buffer = memoryview(b"")
 
-    def _add(self, data: memoryview) -> None:
+    def _add(self, start: int, end: int) -> None:
         if self._pool is None:
-            self._checksums += piece_checksums(data)
+            self._checksums += self._given.pop(start, b"") or piece_checksums(self.buffer[start:end])
         else:
-            self._tasks.append(self._pool.submit(piece_checksums, data))
+            self._tasks.append(self._pool.submit(piece_checksums, self.buffer[start:end]))
 
 
 def checksum(buffer: memoryview | bytes, parallel: bool = False) -> str:
@@ -86,6 +84,22 @@ def checksum(buffer: memoryview | bytes, parallel: bool = False) -> str:
 
 def piece_checksums(data: memoryview) -> bytes:
     return b"".join([xxhash.xxh3_64_digest(data[start : start + PIECE]) for start in range(0, len(data), PIECE)])
+
+
+def scattered_checksums(segments: Sequence[memoryview]) -> bytes:
+    """Of pieces that lie in several places."""
+    if len(segments) == 1:
+        return piece_checksums(segments[0])
+    found, running, room = b"", xxhash.xxh3_64(), PIECE
+    for segment in segments:
+        start = 0
+        while start < len(segment):
+            end = min(start + room, len(segment))
+            running.update(segment[start:end])
+            start, room = end, room - (end - start)
+            if not room:
+                found, running, room = found + running.digest(), xxhash.xxh3_64(), PIECE
+    return found if room == PIECE else found + running.digest()
 
 
 def chunk_bytes(mbytes: float, default: int) -> int:

@@ -61,7 +61,7 @@ class VersionFetch:
             self._buffer = buffer
         if answer.start != buffer.written:
             raise ChannelError(f"{channel.peer} resumes at byte {answer.start:,}, not at {buffer.written:,}")
-        return buffer.seal(receive(channel, buffer))
+        return buffer.seal(receive(channel, buffer.whole()))
 
     def discard(self) -> None:
         if self._buffer is not None:

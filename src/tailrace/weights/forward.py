@@ -14,9 +14,10 @@ from collections.abc import Callable
 from threading import Thread
 
 from tailrace.types import RelayId, Version
-from tailrace.weights.channel import Address, Channel, ChannelError, connect
+from tailrace.weights.channel import Address, ChannelError
 from tailrace.weights.messages import ReceivingElsewhere
-from tailrace.weights.transfer import OfferResult, offer
+from tailrace.weights.streams import Hop
+from tailrace.weights.transfer import OfferResult
 from tailrace.weights.version_buffer import InterruptedVersionError, VersionBuffer
 from tailrace.weights.version_table import VersionTable
 
@@ -38,14 +39,14 @@ class Forwarder(Thread):
         report: Report,
         chunk: int,
         stall_s: float,
+        streams: int = 0,
     ) -> None:
         super().__init__(name=f"to relay {target}", daemon=True)
         self.target, self.address = target, address
-        self._token, self._table, self._report = token, table, report
-        self._chunk, self._stall_s = chunk, stall_s
+        self._table, self._report, self._stall_s = table, report, stall_s
+        self._hop = Hop(token, chunk, streams, stall_s)
         self._delivered: set[Version] = set()
         self._stopped = False
-        self._channel: Channel | None = None
         self._pause_s = FIRST_PAUSE_S
         self._reported = ""
         self._failing_since = math.inf
@@ -66,9 +67,8 @@ class Forwarder(Thread):
         with self._table.changed:
             self._stopped = True
             self._table.changed.notify_all()
-        channel = self._channel
-        if abort and channel is not None:
-            channel.abort()
+        if abort:
+            self._hop.abort("the route has changed")
 
     def _next(self) -> VersionBuffer | None:
         """The newest version that the target lacks. This wait needs no deadline: there is nothing to do."""
@@ -90,11 +90,10 @@ class Forwarder(Thread):
             self._answered(buffer.version, result)
 
     def _offer(self, buffer: VersionBuffer) -> OfferResult:
-        with connect(self.address, self._stall_s) as self._channel:
-            if self._stopped:  # before `stop` could abort this channel
+        with self._hop.open(self.address) as channel:
+            if self._stopped:
                 raise ChannelError("the route has changed")
-            self._channel.call(self._token, self.address.fingerprint)
-            return offer(self._channel, buffer, self._chunk)
+            return self._hop.offer(channel, self.address, buffer)
 
     def _answered(self, version: Version, result: OfferResult) -> None:
         if isinstance(result, ReceivingElsewhere):

@@ -16,6 +16,7 @@ Bytes = Annotated[int, Meta(ge=0, lt=1 << 60)]
 VersionSize = Annotated[int, Meta(gt=0, lt=1 << 60)]
 VersionNumber = Annotated[int, Meta(ge=0, lt=1 << 31)]
 ContentId = Annotated[str, Meta(max_length=64)]
+LONGEST_RANGES = 16 << 16  # bytes: a part of 65,536 ranges
 
 
 class TransferMessage(Struct, tag_field="kind", tag=True):
@@ -23,9 +24,11 @@ class TransferMessage(Struct, tag_field="kind", tag=True):
 
 
 class OfferVersion(TransferMessage):
-    """The sender can send this version.
+    """The sender can send this version, or a part of it.
 
-    `content_id` is a random id of these very bytes: a partial transfer is only resumed with the same id.
+    `size` is that of the version. `ranges` are the part's (`Part.pack`); empty: all of it. `content_id` is a random id
+    of these very bytes, and the same for all parts: what is partly here is only completed with the same id.
+    `destination`: the relay that assembles the version, if the receiver is only to pass the part on to it.
     `from_trainer`: the sender is the trainer, which may bring back a version that was dropped; `generation` counts its
     starts. `in_place`: the sender is on the same host and wants to write into the receiver's shared memory itself."""
 
@@ -35,16 +38,18 @@ class OfferVersion(TransferMessage):
     generation: Annotated[int, Meta(ge=0)] = 0
     from_trainer: bool = False
     in_place: bool = False
+    ranges: Annotated[bytes, Meta(max_length=LONGEST_RANGES)] = b""
+    destination: Annotated[str, Meta(max_length=400)] = ""
 
 
 class AcceptVersion(TransferMessage):
-    """Send it from byte `start`; the receiver has what is before."""
+    """Send it from byte `start` of the part; the receiver has what is before."""
 
     start: Bytes = 0
 
 
 class ChunkHeader(TransferMessage):
-    """`size` raw bytes follow, which belong at `position`; `checksums` are those of their pieces."""
+    """`size` raw bytes follow, which begin at `position` of the part; `checksums` are those of their pieces."""
 
     position: Bytes
     size: Bytes
@@ -52,11 +57,11 @@ class ChunkHeader(TransferMessage):
 
 
 class KeepAlive(TransferMessage):
-    """The sender is alive and itself waits for more bytes."""
+    """The peer is alive and itself waits: for more bytes, or for the other parts."""
 
 
 class EndOfVersion(TransferMessage):
-    """All bytes were sent; `checksum` is that of the whole version."""
+    """All bytes were sent. `checksum` is that of the whole version; empty: the sender has only a part of it."""
 
     checksum: Annotated[str, Meta(max_length=64)]
 

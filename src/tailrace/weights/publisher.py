@@ -1,11 +1,14 @@
-"""The weight publisher of the trainer: copies a version once, then sends it to the master relay in the background.
+"""The weight publisher of a trainer rank: copies its part of a version once, then sends it in the background.
+
+With one rank the part is the whole version, and goes straight to the master relay. With several, each sends its own to
+the relay of its host, which passes it on to the master; if that relay is not there, to the master itself.
 
 The trainer's worker calls `snapshot` between two steps, which is the trainer stall of a weight publish, and `send`,
 which returns at once. The last snapshot is kept, so that it can be sent again when another relay becomes the master. A
 snapshot that is taken while the last one is still being sent uses a second buffer, allocated when first needed.
 
-Weights on a GPU are written from there straight into the shared memory of a relay on this host. To a relay elsewhere,
-and from host memory, they are streamed.
+A whole version on a GPU is written from there straight into the shared memory of a relay on this host. To a relay
+elsewhere, from host memory, and in parts, weights are streamed.
 """
 
 from __future__ import annotations
@@ -18,19 +21,21 @@ from threading import Condition, Event, Thread
 import torch
 
 from tailrace.types import Version, label
-from tailrace.weights.channel import STALL_S, Address, Channel, ChannelError, TokenError, connect
+from tailrace.weights.channel import STALL_S, Address, ChannelError, TokenError, UnreachableError
 from tailrace.weights.checksum import chunk_bytes
 from tailrace.weights.in_place import InPlaceWriter, NotOnThisHostError
-from tailrace.weights.layout import WeightLayout
 from tailrace.weights.messages import ReceivingElsewhere, WriteTarget
 from tailrace.weights.region import SharedMemoryError
+from tailrace.weights.shard import ShardLayout
 from tailrace.weights.snapshot import PublishError, Tensors, WeightSnapshot, new_snapshot, synchronize
-from tailrace.weights.transfer import CHUNK, OfferResult, offer, offer_in_place
+from tailrace.weights.streams import Hop
+from tailrace.weights.transfer import CHUNK, OfferResult, offer_in_place
 
 BUFFERS = 2
 CLOSE_S = 5.0
 GIVE_UP_S = 20.0  # without progress; then control names another relay
 RETRY_S = 0.1  # between two attempts
+STOPPING = "the trainer is stopping"
 
 OnDone = Callable[[Version, float], None]  # the version and the seconds its sending took
 OnError = Callable[[Version, str], None]  # the version and the reason
@@ -38,10 +43,13 @@ OnError = Callable[[Version, str], None]  # the version and the reason
 
 @dataclass
 class Delivery:
-    """One `send`. `give_up_at` is on the monotonic clock and moves with every byte of progress."""
+    """One `send`, to the `master` by way of the relay `via`. `give_up_at` is on the monotonic clock and moves with
+    every byte of progress."""
 
     snapshot: WeightSnapshot
-    address: Address
+    master: Address
+    via: Address
+    hop: Hop
     began: float
     give_up_at: float
     on_done: OnDone
@@ -55,7 +63,7 @@ class Publisher:
 
     def __init__(
         self,
-        layout: WeightLayout,
+        layout: ShardLayout,
         token: bytes,
         chunk_mbytes: float = 0.0,
         connect_s: float = GIVE_UP_S,
@@ -63,43 +71,50 @@ class Publisher:
         wait_s: float = 600.0,
         device: torch.device | None = None,
         generation: int = 0,
+        streams: int = 0,
     ) -> None:
-        self._layout, self._token, self._device = layout, token, device
+        self._layout, self._token, self._device, self._streams = layout, token, device, streams
         self._generation = generation
         self._chunk = chunk_bytes(chunk_mbytes, CHUNK)
         self._connect_s, self._stall_s, self._wait_s = connect_s, stall_s, wait_s
-        self._changed = Condition()  # guards the snapshots and the channels
+        self._changed = Condition()  # guards the snapshots and the hops
         self._snapshots = [new_snapshot(layout, device)]
         self._latest: WeightSnapshot | None = None
         self._in_place = InPlaceWriter(device) if device is not None else None
         self._other_hosts: set[Address] = set()  # relays with our IP address whose shared memory is not ours
         self.copied_s = 0.0
         self._threads: list[Thread] = []
-        self._channels: set[Channel] = set()
+        self._hops: set[Hop] = set()
         self._closed = Event()
 
-    def snapshot(self, version: Version, tensors: Tensors) -> float:
-        """Copy the weights, converted to the types of the layout. Returns the stall in seconds.
+    @property
+    def snapshot_bytes(self) -> int:
+        """Of all buffers."""
+        return sum(snapshot.part.size for snapshot in self._snapshots)
 
-        Pairs may come from a generator, so that a sharded trainer gathers one tensor at a time.
-        """
+    def snapshot(self, version: Version, tensors: Tensors, content_id: str = "") -> float:
+        """Copy the weights, converted to the types of the layout. Returns the stall in seconds. `content_id`: the one
+        that all ranks give to this version; a new one if there is only one."""
         synchronize()  # the end of the training step is not part of the stall
         start = time.perf_counter()
         snapshot = self._free_snapshot(version)
+        snapshot.content_id = content_id or snapshot.content_id
         snapshot.copy_from(tensors)
         snapshot.version = version
         with self._changed:
             self._latest = snapshot
         return time.perf_counter() - start
 
-    def send(self, address: Address, on_done: OnDone, on_error: OnError) -> None:
-        """Send the last snapshot to a relay, from a thread of its own."""
+    def send(self, master: Address, on_done: OnDone, on_error: OnError, via: Address | None = None) -> None:
+        """Send the last snapshot to the master relay, from a thread of its own. `via`: the relay of this host."""
         with self._changed:
             snapshot = self._latest
             assert snapshot is not None, "send comes after snapshot"
             snapshot.senders += 1
         give_up_at = time.monotonic() + self._connect_s
-        delivery = Delivery(snapshot, address, time.perf_counter(), give_up_at, on_done, on_error)
+        hop = Hop(self._token, self._chunk, self._streams, self._stall_s)
+        when = (time.perf_counter(), give_up_at)
+        delivery = Delivery(snapshot, master, via or master, hop, *when, on_done, on_error)
         thread = Thread(target=self._deliver, args=(delivery,), daemon=True)
         self._threads = [thread for thread in self._threads if thread.is_alive()] + [thread]
         thread.start()
@@ -108,8 +123,8 @@ class Publisher:
         """Abort what is being sent, and end."""
         with self._changed:
             self._closed.set()
-            for channel in self._channels:
-                channel.abort()
+            for hop in self._hops:
+                hop.abort(STOPPING)
         until = time.monotonic() + CLOSE_S
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
@@ -142,8 +157,11 @@ class Publisher:
 
     def _deliver(self, delivery: Delivery) -> None:
         version = delivery.snapshot.version
-        reason = self._retry(delivery)
         with self._changed:
+            self._hops.add(delivery.hop)
+        reason = STOPPING if self._closed.is_set() else self._retry(delivery)
+        with self._changed:
+            self._hops.discard(delivery.hop)
             delivery.snapshot.senders -= 1
             self._changed.notify_all()
         if self._closed.is_set():
@@ -163,38 +181,34 @@ class Publisher:
             except (ChannelError, SharedMemoryError, OSError, RuntimeError) as error:  # CUDA raises the last two
                 reason = str(error)
             except NotOnThisHostError:
-                self._other_hosts.add(delivery.address)
+                self._other_hosts.add(delivery.master)
                 continue
             if not reason or time.monotonic() >= delivery.give_up_at or self._closed.wait(RETRY_S):
                 return reason
 
     def _attempt(self, delivery: Delivery) -> str:
-        with connect(delivery.address, self._stall_s) as channel:
-            self._register(channel)
-            try:
-                channel.call(self._token, delivery.address.fingerprint)
-                result = self._offer(channel, delivery)
-            finally:
-                if channel.weight_bytes_sent:  # the relay keeps them, and the next attempt resumes there
-                    delivery.give_up_at = time.monotonic() + self._connect_s
-                with self._changed:
-                    self._channels.discard(channel)
+        sent = delivery.hop.bytes_sent
+        try:
+            result = self._offer_to(delivery, delivery.via)
+        except UnreachableError:
+            if delivery.via == delivery.master:
+                raise
+            result = self._offer_to(delivery, delivery.master)  # the relay of this host is not there
+        finally:
+            if delivery.hop.bytes_sent > sent:  # the relay keeps them, and the next attempt resumes there
+                delivery.give_up_at = time.monotonic() + self._connect_s
         elsewhere = isinstance(result, ReceivingElsewhere)
-        return f"{delivery.address.host_port} is receiving it from elsewhere" if elsewhere else ""
+        return f"{delivery.master.host_port} is receiving it from elsewhere" if elsewhere else ""
 
-    def _offer(self, channel: Channel, delivery: Delivery) -> OfferResult:
-        snapshot, writer = delivery.snapshot, self._in_place
-        same_host = channel.is_local() and delivery.address not in self._other_hosts
-        if writer is not None and snapshot.on_device and same_host:
-            return offer_in_place(channel, snapshot, lambda target: self._write(writer, target, delivery))
-        return offer(channel, snapshot, self._chunk, from_trainer=True)
+    def _offer_to(self, delivery: Delivery, address: Address) -> OfferResult:
+        snapshot, writer, direct = delivery.snapshot, self._in_place, address == delivery.master
+        with delivery.hop.open(address) as channel:
+            same_host = direct and channel.is_local() and address not in self._other_hosts
+            if writer is not None and snapshot.on_device and snapshot.part.is_whole and same_host:
+                return offer_in_place(channel, snapshot, lambda target: self._write(writer, target, delivery))
+            destination = "" if direct else str(delivery.master)
+            return delivery.hop.offer(channel, address, snapshot, True, destination)
 
     def _write(self, writer: InPlaceWriter, target: WriteTarget, delivery: Delivery) -> Iterator[int]:
         yield from writer.write(target, delivery.snapshot.version, delivery.snapshot.memory)
         self.copied_s = time.perf_counter() - delivery.began
-
-    def _register(self, channel: Channel) -> None:
-        with self._changed:
-            if self._closed.is_set():
-                raise ChannelError("the trainer is stopping")
-            self._channels.add(channel)

@@ -1,9 +1,10 @@
-"""A relay's data plane: receives versions into shared memory and forwards them along the current route.
+"""A relay's data plane: receives versions into shared memory, in parts perhaps, and forwards them along the route.
 
 The relay's process owns one `RelayNode` and passes control's commands to it; the node's threads call `on_stored` and
 `on_failed` (from any thread). Chain and tree are just routes. Guarantees: a version is stored once, whole and verified,
 or not at all; a target gets whatever it lacks, also what is just arriving; offering a version twice is harmless; a
-version whose sender is gone is kept as far as it came, and the next sender resumes it; an older route is ignored.
+version whose sender is gone is kept as far as it came, and the next sender resumes it; an older route is ignored. A
+part that a trainer rank on this host has for another relay is passed on to it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from tailrace.weights.messages import (
     AcceptVersion,
     AlreadyHeld,
     AnyMessage,
+    KeepAlive,
     OfferVersion,
     PullAccepted,
     PullVersion,
@@ -30,10 +32,13 @@ from tailrace.weights.messages import (
     VersionSealed,
     WriteTarget,
 )
+from tailrace.weights.part import Part
+from tailrace.weights.pass_on import pass_on
 from tailrace.weights.region import SharedMemoryError
 from tailrace.weights.shared_memory import SharedMemory
-from tailrace.weights.transfer import CHUNK, receive, receive_in_place, send
-from tailrace.weights.version_buffer import InterruptedVersionError, VersionBuffer
+from tailrace.weights.streams import Hop
+from tailrace.weights.transfer import CHUNK, KEEPALIVE_S, receive, receive_in_place, send
+from tailrace.weights.version_buffer import InterruptedVersionError, PartBuffer, VersionBuffer
 from tailrace.weights.version_table import VersionTable
 from tailrace.wire import descriptors
 from tailrace.wire.tls import LOOPBACK, Identity, is_loopback, own_address
@@ -41,6 +46,7 @@ from tailrace.wire.tls import LOOPBACK, Identity, is_loopback, own_address
 MAX_UNAUTHENTICATED = 64  # connections
 CROWD_PAUSE_S = 0.002  # between two accepts when there are that many, so that they do not take the relay's time
 CLOSE_S = 5.0  # for threads to notice that the node has closed
+REPLACED = VersionRefused("it comes from a trainer that has been replaced")
 
 
 class TransferFailure(Struct):
@@ -68,11 +74,13 @@ class RelayNode:
         on_failed: Callable[[TransferFailure], None] = lambda failure: None,
         chunk_mbytes: float = 0.0,
         stall_s: float = STALL_S,
+        streams: int = 0,
     ) -> None:
         self.id, self.memory = id, memory
         self._token, self._on_stored, self._on_failed = token, on_stored, on_failed
         self._chunk = chunk_bytes(chunk_mbytes, CHUNK)
-        self._stall_s = stall_s
+        self._stall_s, self._streams = stall_s, streams
+        self._passing = Hop(token, stall_s=stall_s)
         self._table = VersionTable()
         self._generation = 0  # of the newest trainer; guarded by the table
         self._lock = Lock()  # guards the next five
@@ -132,6 +140,7 @@ class RelayNode:
                 forwarder.stop(abort=True)
             for channel in self._connections:
                 channel.abort()
+        self._passing.abort("the relay is closing")
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -145,7 +154,8 @@ class RelayNode:
         if id in self._forwarders:
             self._forwarders[id].restart()
             return
-        forwarder = Forwarder(id, address, self._token, self._table, self._not_forwarded, self._chunk, self._stall_s)
+        pace = (self._chunk, self._stall_s, self._streams)
+        forwarder = Forwarder(id, address, self._token, self._table, self._not_forwarded, *pace)
         self._forwarders[id] = forwarder
         forwarder.start()
 
@@ -205,67 +215,116 @@ class RelayNode:
             channel.send(VersionRefused("another token"))  # the caller cannot verify it, which tells it enough
             return
         if isinstance(request, OfferVersion):
-            self._receive(channel, request)
+            self._offered(channel, request)
         elif isinstance(request, PullVersion):
             self._serve_pull(channel, request)
 
+    def _offered(self, channel: Channel, request: OfferVersion) -> None:
+        try:
+            part = Part.unpack(request.size, request.ranges)
+        except ValueError as error:
+            channel.send(VersionRefused(f"no such part of {label('version', request.version)}: {error}"))
+            return
+        if request.destination and request.destination != str(self.address):
+            self._pass_on(channel, request, part)
+        else:
+            self._receive(channel, request, part)
+
+    def _pass_on(self, channel: Channel, request: OfferVersion, part: Part) -> None:
+        """From a rank on this host to the relay that assembles the version."""
+        if self._is_replaced(request):
+            channel.send(REPLACED)
+            return
+        try:
+            with self._passing.open(Address.read(request.destination)) as receiver:
+                pass_on(channel, receiver, request, part.size)
+        except (ChannelError, ValueError) as error:
+            channel.send(VersionRefused(f"it cannot be passed on: {error}"))
+
     # ----------------------------------------------------------------------------------------------------- receiving
 
-    def _receive(self, channel: Channel, request: OfferVersion) -> None:
-        buffer = self._admit(request, channel)
-        if not isinstance(buffer, VersionBuffer):
+    def _receive(self, channel: Channel, request: OfferVersion, part: Part) -> None:
+        buffer = self._admit(request, part, channel)
+        if not isinstance(buffer, PartBuffer):
             channel.send(buffer)
             return
         try:
-            self._seal(buffer, self._receive_bytes(channel, buffer))
+            self._end(buffer, self._receive_bytes(channel, buffer))
+            self._wait_for_others(channel, buffer.version)
         except (ChannelError, SharedMemoryError, OSError) as error:
             self._interrupted(buffer, error)
             return
-        self._on_stored(buffer.version)
         channel.send(VersionSealed())
 
-    def _receive_bytes(self, channel: Channel, buffer: VersionBuffer) -> str:
-        """Returns the sender's checksum; none if it writes in place."""
-        if buffer.in_place:
-            channel.send(WriteTarget(str(buffer.region.path), buffer.region.inode))
+    def _receive_bytes(self, channel: Channel, buffer: PartBuffer) -> str:
+        """Returns the version's checksum, if the sender knows it."""
+        if buffer.version.in_place:
+            region = buffer.version.region
+            channel.send(WriteTarget(str(region.path), region.inode))
             receive_in_place(channel, buffer)
             return ""
+        buffer.version.grow()  # it may be the last part to be known, and the others ahead of it
         channel.send(AcceptVersion(buffer.written))
         return receive(channel, buffer)
 
-    def _seal(self, buffer: VersionBuffer, checksum: str) -> None:
+    def _end(self, buffer: PartBuffer, checksum: str) -> None:
+        """The version is sealed with its last part."""
         with self._table.changed:  # so that a `drop` comes before or after
-            buffer.seal(checksum)
+            sealed = buffer.version.end(buffer, checksum)
+        if sealed:
+            self._on_stored(buffer.version.version)
 
-    def _admit(self, request: OfferVersion, channel: Channel) -> VersionBuffer | AnyMessage:
-        """A new buffer, or the one to resume; otherwise the answer that says why not."""
+    def _wait_for_others(self, channel: Channel, version: VersionBuffer) -> None:
+        """For as long as other parts arrive."""
+        arrived, until = -1, 0.0
+        while version.checksum(KEEPALIVE_S) is None:
+            channel.send(KeepAlive())
+            if version.arrived > arrived:
+                arrived, until = version.arrived, time.monotonic() + self._stall_s
+            if time.monotonic() > until:
+                reason = f"the other parts do not come: {arrived:,} of {version.size:,} bytes are here"
+                channel.send(VersionRefused(reason))
+                raise ChannelError(f"{label('version', version.version)} is given up, {reason}")
+
+    def _is_replaced(self, request: OfferVersion) -> bool:
+        """It comes from a trainer after which another one was started."""
         with self._table.changed:
             if request.from_trainer and request.generation < self._generation:
-                return VersionRefused("it comes from a trainer that has been replaced")
+                return True
             self._generation = max(self._generation, request.generation)
-            buffer = self._table.buffers.get(request.version)
-            if buffer is not None and buffer.sealed:
+            return False
+
+    def _admit(self, request: OfferVersion, part: Part, channel: Channel) -> PartBuffer | AnyMessage:
+        """The buffer of the part, a new one or the one to resume; otherwise the answer that says why not."""
+        with self._table.changed:
+            if self._is_replaced(request):
+                return REPLACED
+            version = self._table.buffers.get(request.version)
+            if version is not None and version.sealed:
                 return AlreadyHeld()
-            if buffer is not None and buffer.arriving:
-                buffer.offer_takeover()
+            buffer = version.buffer_of(part) if version is not None and _belongs_to(request, version) else None
+            if version is not None and version.arriving and (buffer is None or buffer.sender is not None):
+                _offer_takeover(version, buffer)
                 return ReceivingElsewhere()
-            if buffer is not None and _is_rest_of(request, buffer):
+            if buffer is not None:
                 buffer.resume(channel)
                 self._table.changed.notify_all()
                 return buffer
             if request.version in self._table.dropped and not request.from_trainer:
                 return AlreadyHeld()
             self._discard_paused()
-            return self._create(request, channel)
+            return self._create(request, part, channel)
 
-    def _create(self, request: OfferVersion, channel: Channel) -> VersionBuffer | AnyMessage:
+    def _create(self, request: OfferVersion, part: Part, channel: Channel) -> PartBuffer | AnyMessage:
         identity = (request.content_id, request.generation)
         try:
-            buffer = self.memory.create(request.version, request.size, request.in_place, *identity)
+            version = self.memory.create(request.version, request.size, request.in_place, *identity)
         except (SharedMemoryError, OSError) as error:
             return VersionRefused(str(error))
+        buffer = version.buffer_of(part)
+        assert buffer is not None, "the first part of a version overlaps with none"
         buffer.resume(channel)
-        self._table.add(buffer)
+        self._table.add(version)
         return buffer
 
     def _discard_paused(self) -> None:
@@ -277,23 +336,35 @@ class RelayNode:
         buffer.discard()
         self._table.remove(buffer.version)
 
-    def _interrupted(self, buffer: VersionBuffer, error: Exception) -> None:
+    def _interrupted(self, buffer: PartBuffer, error: Exception) -> None:
+        version = buffer.version
         with self._table.changed:
-            if _can_resume(buffer, error):
+            if version.sealed:
+                return  # and only the sender does not know
+            if _can_resume(version, error):
                 buffer.pause(self._stall_s)
-            else:
-                self._discard(buffer)
+            elif self._table.buffers.get(version.version) is version:
+                self._discard(version)
         if not self._closed:
-            self._on_failed(TransferFailure(buffer.version, None, str(error)))
+            self._on_failed(TransferFailure(version.version, None, str(error)))
 
 
-def _is_rest_of(request: OfferVersion, buffer: VersionBuffer) -> bool:
-    return (request.content_id, request.size) == (buffer.content_id, buffer.size) and not request.in_place
+def _belongs_to(request: OfferVersion, version: VersionBuffer) -> bool:
+    """It is a part of the same bytes."""
+    return (request.content_id, request.size) == (version.content_id, version.size) and not request.in_place
 
 
-def _can_resume(buffer: VersionBuffer, error: Exception) -> bool:
+def _offer_takeover(version: VersionBuffer, buffer: PartBuffer | None) -> None:
+    """Somebody else offers what is being received: disconnect its sender if that seems dead."""
+    if buffer is None:
+        version.offer_takeover()
+    elif buffer.is_silent():
+        buffer.disconnect()
+
+
+def _can_resume(version: VersionBuffer, error: Exception) -> bool:
     """Only its sender is gone, or broke the protocol: what was verified is right."""
-    return isinstance(error, ChannelError) and not isinstance(error, InterruptedVersionError) and not buffer.in_place
+    return isinstance(error, ChannelError) and not isinstance(error, InterruptedVersionError) and not version.in_place
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -50,6 +50,7 @@ def run(spec: ComponentSpec) -> None:
         on_stored=stored,
         on_failed=failed,
         chunk_mbytes=relay.chunk_mbytes,
+        streams=relay.streams,
     )
     controller.open(address=str(node.address), arena=str(memory.path))
     join()

@@ -17,7 +17,7 @@ import torch
 from tailrace.errors import TailraceError
 from tailrace.types import Version
 from tailrace.weights.checksum import RunningChecksum
-from tailrace.weights.layout import WeightLayout
+from tailrace.weights.shard import ShardLayout
 
 log = logging.getLogger(__name__)
 
@@ -35,16 +35,17 @@ class PublishError(TailraceError):
 
 
 class WeightSnapshot:
-    """One buffer and the version in it: a `VersionSource`. `device`: where the buffer is, None for host memory. From a
-    device it is copied to the host once, and only when its bytes are asked for."""
+    """One buffer and the part of a version in it: a `VersionSource`. `device`: where the buffer is, None for host
+    memory. From a device it is copied to the host once, and only when its bytes are asked for."""
 
-    def __init__(self, layout: WeightLayout, device: torch.device | None = None) -> None:
-        self.size = layout.size
+    def __init__(self, layout: ShardLayout, device: torch.device | None = None) -> None:
+        self.part = layout.part
         self.on_device = device is not None
         self.generation = 0
         self.senders = 0
-        self.memory = _host_memory(layout.size) if device is None else _device_memory(layout.size, device)
-        self.memory[: len(layout.header)] = torch.frombuffer(bytearray(layout.header), dtype=torch.uint8)
+        size = layout.part.size
+        self.memory = _host_memory(size) if device is None else _device_memory(size, device)
+        self.memory[: len(layout.header)] = torch.tensor(list(layout.header), dtype=torch.uint8)
         self.tensors = layout.views_of(self.memory)
         self._host = None if self.on_device else self.memory
         self._lock = Lock()
@@ -53,7 +54,7 @@ class WeightSnapshot:
     def begin(self) -> None:
         """Its content is about to change."""
         self.version: Version = -1  # none yet
-        self.content_id = os.urandom(8).hex()  # a version that is made again, after a crash, gets another one
+        self.content_id = new_content_id()
         self._checksum: RunningChecksum | None = None
 
     def copy_from(self, tensors: Tensors) -> None:
@@ -78,7 +79,7 @@ class WeightSnapshot:
         return self._hashed_to(end).checksums(start, end)
 
     def checksum(self, timeout_s: float = 0.0) -> str:
-        return self._hashed_to(self.size).digest()
+        return self._hashed_to(self.part.size).digest() if self.part.is_whole else ""
 
     def _hashed_to(self, position: int) -> RunningChecksum:
         """Of the bytes in host memory, which are copied there first if need be."""
@@ -90,19 +91,24 @@ class WeightSnapshot:
 
     def _on_host(self) -> torch.Tensor:
         if self._host is None:
-            self._host = _host_memory(self.size)
+            self._host = _host_memory(self.part.size)
         if self.on_device:
             self._host.copy_(self.memory)
         return self._host
 
 
-def new_snapshot(layout: WeightLayout, device: torch.device | None) -> WeightSnapshot:
+def new_content_id() -> str:
+    """Of the bytes of a version. One that is made again, after a crash, gets another one."""
+    return os.urandom(8).hex()
+
+
+def new_snapshot(layout: ShardLayout, device: torch.device | None) -> WeightSnapshot:
     """On the device, if there is one and it has room."""
     if device is not None:
         try:
             return WeightSnapshot(layout, device)
         except torch.OutOfMemoryError:
-            log.warning(NO_ROOM.format(gb=layout.size / 1e9))
+            log.warning(NO_ROOM.format(gb=layout.part.size / 1e9))
     return WeightSnapshot(layout)
 
 

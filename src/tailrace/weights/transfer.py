@@ -1,11 +1,14 @@
-"""The protocol that transfers one weight version over a channel; every channel carries one version.
+"""The protocol that transfers one weight version, or a part of one, over a channel; every channel carries one.
 
     sender    OfferVersion                        replica   PullVersion
     receiver  AcceptVersion | AlreadyHeld |       relay     PullAccepted | VersionRefused
               ReceivingElsewhere | VersionRefused
     sender    ChunkHeader and its bytes, ...      relay     ChunkHeader and its bytes, ...
     sender    EndOfVersion                        relay     EndOfVersion
-    receiver  VersionSealed
+    receiver  KeepAlive, ..., VersionSealed
+
+A version may come in parts, each over a channel of its own. The receiver confirms a part once all of them are there and
+the version is sealed; until then it sends `KeepAlive`.
 
 Verified bytes are kept when a connection breaks, and the next sender resumes after them. A sender that has nothing to
 send at the moment sends `KeepAlive`, so that silence means a broken connection. A chunk that is not the next one, or
@@ -40,7 +43,8 @@ from tailrace.weights.messages import (
     WriteTarget,
     WrittenUpTo,
 )
-from tailrace.weights.version_buffer import VersionBuffer
+from tailrace.weights.part import Part
+from tailrace.weights.version_buffer import PartBuffer
 
 CHUNK = PIECE  # bytes; a relay forwards a chunk when it has all of it
 LARGEST_CHUNK = 64 * PIECE
@@ -50,10 +54,11 @@ OfferResult = AlreadyHeld | ReceivingElsewhere | VersionSealed
 
 
 class VersionSource(Protocol):
-    """A version to send, perhaps still growing. `content_id` and `generation` are as in `OfferVersion`."""
+    """A version to send, or a part of one, perhaps still growing. Positions are those within the part. `content_id` and
+    `generation` are as in `OfferVersion`."""
 
     version: Version
-    size: int
+    part: Part
     content_id: str
     generation: int
 
@@ -65,61 +70,89 @@ class VersionSource(Protocol):
         """Of the pieces in this range, which `ready` has returned before."""
         ...
 
-    def checksum(self, timeout_s: float) -> str:
-        """Of the whole version, after `ready` has returned all of it; empty if it is not known in time."""
+    def checksum(self, timeout_s: float) -> str | None:
+        """Of the whole version, after `ready` has returned all of the part. None: not known in time; empty: this has
+        a part only, and never knows it."""
         ...
 
 
 Write = Callable[[WriteTarget], Iterator[int]]  # writes a version there, and yields how many bytes are written
 
 
-def offer(channel: Channel, source: VersionSource, chunk: int = CHUNK, from_trainer: bool = False) -> OfferResult:
-    """Offer a version and send it if it is accepted; returns when the receiver has sealed it or does not need it."""
+def offer(
+    channel: Channel, source: VersionSource, chunk: int = CHUNK, from_trainer: bool = False, destination: str = ""
+) -> OfferResult:
+    """Offer a version and send it if it is accepted; returns when the receiver has sealed it or does not need it.
+    `destination` is as in `OfferVersion`."""
     name = label("version", source.version)
-    channel.send(OfferVersion(source.version, source.size, source.content_id, source.generation, from_trainer))
+    channel.send(_offer(source, from_trainer, destination=destination))
     answer = channel.receive(f"an answer to the offer of {name}")
     if isinstance(answer, AcceptVersion):
         send(channel, source, answer.start, chunk)
-        answer = channel.receive(f"the confirmation of {name}")
+        answer = confirmation(channel, source.version)
     return _result(channel, source.version, answer)
 
 
 def offer_in_place(channel: Channel, source: VersionSource, write: Write) -> OfferResult:
     """As the trainer, to a relay on the same host: offer a version and, if it is accepted, write it there."""
-    name, identity = label("version", source.version), (source.content_id, source.generation)
-    channel.send(OfferVersion(source.version, source.size, *identity, from_trainer=True, in_place=True))
-    answer = channel.receive(f"a write target for {name}")
+    channel.send(_offer(source, from_trainer=True, in_place=True))
+    answer = channel.receive(f"a write target for {label('version', source.version)}")
     if isinstance(answer, WriteTarget):
         for position in write(answer):
             channel.send(WrittenUpTo(position))
-        answer = channel.receive(f"the confirmation of {name}")
+        answer = confirmation(channel, source.version)
     return _result(channel, source.version, answer)
+
+
+def _offer(source: VersionSource, from_trainer: bool, in_place: bool = False, destination: str = "") -> OfferVersion:
+    return OfferVersion(
+        source.version,
+        source.part.version_size,
+        source.content_id,
+        source.generation,
+        from_trainer,
+        in_place,
+        source.part.pack(),
+        destination,
+    )
+
+
+def confirmation(channel: Channel, version: Version) -> AnyMessage:
+    """What the receiver says when it has everything, or cannot wait for the rest any longer."""
+    while isinstance(answer := channel.receive(f"the confirmation of {label('version', version)}"), KeepAlive):
+        pass
+    return answer
 
 
 def send(channel: Channel, source: VersionSource, start: int = 0, chunk: int = CHUNK) -> None:
     """Send every chunk as soon as it is there."""
-    if not _is_boundary(start, source.size):
-        raise ChannelError(f"{channel.peer} wants {_rest(source.version, start, source.size)}: no piece begins there")
+    size = source.part.size
+    if not _is_boundary(start, size):
+        raise ChannelError(f"{channel.peer} wants {_rest(source.version, start, size)}: no piece begins there")
     position = start
-    while position < source.size:
+    while position < size:
         data = source.ready(position, KEEPALIVE_S)[:chunk]
         if not data:
             channel.send(KeepAlive())
             continue
         end = position + len(data)
         channel.send(ChunkHeader(position, len(data), source.checksums(position, end)))
-        channel.send_bytes(data, _rest(source.version, position, source.size))
+        channel.send_bytes(data, _rest(source.version, position, size))
         channel.weight_bytes_sent += len(data)
         position = end
-    while not (checksum := source.checksum(KEEPALIVE_S)):
+    _send_end(channel, source)
+
+
+def _send_end(channel: Channel, source: VersionSource) -> None:
+    while (checksum := source.checksum(KEEPALIVE_S)) is None:
         channel.send(KeepAlive())
     channel.send(EndOfVersion(checksum))
 
 
-def receive(channel: Channel, buffer: VersionBuffer) -> str:
-    """Straight from the socket into shared memory. Returns the first sender's checksum of the whole version."""
+def receive(channel: Channel, buffer: PartBuffer) -> str:
+    """Straight from the socket into shared memory. Returns the version's checksum, if the sender knows it."""
     while True:
-        rest = _rest(buffer.version, buffer.written, buffer.size)
+        rest = _rest(buffer.version.version, buffer.written, buffer.size)
         message = channel.receive(rest)
         if isinstance(message, ChunkHeader):
             _receive_chunk(channel, buffer, message, rest)
@@ -129,19 +162,27 @@ def receive(channel: Channel, buffer: VersionBuffer) -> str:
             raise ChannelError(f"{channel.peer} sent {type(message).__name__} instead of {rest}")
 
 
-def _receive_chunk(channel: Channel, buffer: VersionBuffer, chunk: ChunkHeader, rest: str) -> None:
+def _receive_chunk(channel: Channel, buffer: PartBuffer, chunk: ChunkHeader, rest: str) -> None:
     start, end = chunk.position, chunk.position + chunk.size
     sent = f"{channel.peer} sent bytes {start:,} to {end:,}"
-    if start != buffer.written or not start < end <= buffer.size or chunk.size > LARGEST_CHUNK:
+    if start != buffer.written or not start < end <= buffer.size:
         raise ChannelError(f"{sent} instead of {rest}")
-    if not _is_boundary(end, buffer.size) or len(chunk.checksums) != -(-chunk.size // PIECE) * CHECKSUM_BYTES:
-        raise ChannelError(f"{sent} with checksums that do not match their size")
+    check_chunk(chunk, buffer.size, sent, rest)
     channel.receive_weights(buffer.claim(chunk.size), rest)
     if not buffer.confirm(chunk.size, chunk.checksums):
         raise ChannelError(f"{sent} damaged, of {rest}")
 
 
-def receive_in_place(channel: Channel, buffer: VersionBuffer) -> None:
+def check_chunk(chunk: ChunkHeader, size: int, sent: str, rest: str) -> None:
+    """ChannelError if no sender of a part of that size cuts it so."""
+    if chunk.size > LARGEST_CHUNK:
+        raise ChannelError(f"{sent} instead of {rest}")
+    checksums = -(-chunk.size // PIECE) * CHECKSUM_BYTES
+    if not _is_boundary(chunk.position + chunk.size, size) or len(chunk.checksums) != checksums:
+        raise ChannelError(f"{sent} with checksums that do not match their size")
+
+
+def receive_in_place(channel: Channel, buffer: PartBuffer) -> None:
     """The relay's side of `offer_in_place`: follow the progress until everything is written."""
     while buffer.written < buffer.size:
         message = channel.receive("the progress of a write in place")

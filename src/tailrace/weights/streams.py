@@ -1,0 +1,132 @@
+"""One hop of a version: offers it to a relay over one connection, or over several where one does not fill the link.
+
+The trainer's publisher and the relays' forwarders use it. Several connections are stripes of the version, which the
+receiver assembles like any other parts. TCP fills a link of rate R and round trip T only if it may have R * T bytes
+under way, and systems allow it a few megabytes: so what counts is the round trip.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from threading import Lock
+
+from tailrace.weights.channel import STALL_S, Address, Channel, ChannelError, connect
+from tailrace.weights.messages import ReceivingElsewhere
+from tailrace.weights.part import STRIPE_BLOCK, Part, stripes
+from tailrace.weights.transfer import CHUNK, OfferResult, VersionSource, offer
+
+ROUND_TRIP_S = 0.01  # that one stream is good for
+MOST_STREAMS = 8
+
+Send = Callable[[Channel, VersionSource], OfferResult]
+
+
+class Stripe:
+    """What one of several streams carries of a source: a `VersionSource` itself. All of its blocks are whole pieces, so
+    their checksums are those of the source."""
+
+    def __init__(self, source: VersionSource, stripe: Part) -> None:
+        self.version, self.content_id, self.generation = source.version, source.content_id, source.generation
+        self.part = source.part.of_part(stripe)
+        self._source, self._stripe = source, stripe
+
+    def ready(self, position: int, timeout_s: float) -> memoryview:
+        place = next(self._stripe.segments(position, self._stripe.size))
+        return self._source.ready(place.start, timeout_s)[: place.end - place.start]
+
+    def checksums(self, start: int, end: int) -> bytes:
+        return b"".join([self._source.checksums(*place) for place in self._stripe.segments(start, end)])
+
+    def checksum(self, timeout_s: float) -> str | None:
+        return self._source.checksum(timeout_s)
+
+
+class Hop:
+    """To one relay at a time. `streams`: 0 for as many as the round trip asks for. `bytes_sent` counts weights."""
+
+    def __init__(self, token: bytes, chunk: int = CHUNK, streams: int = 0, stall_s: float = STALL_S) -> None:
+        self._token, self._chunk, self._streams, self._stall_s = token, chunk, streams, stall_s
+        self._lock = Lock()  # guards the next two
+        self._channels: set[Channel] = set()
+        self._aborted = ""
+        self.bytes_sent = 0
+
+    @contextmanager
+    def open(self, address: Address) -> Iterator[Channel]:
+        """A connection that `abort` ends."""
+        with connect(address, self._stall_s) as channel:
+            with self._lock:
+                if self._aborted:
+                    raise ChannelError(self._aborted)
+                self._channels.add(channel)
+            try:
+                channel.call(self._token, address.fingerprint)
+                yield channel
+            finally:
+                with self._lock:
+                    self._channels.discard(channel)
+                    self.bytes_sent += channel.weight_bytes_sent
+
+    def offer(
+        self,
+        channel: Channel,
+        address: Address,
+        source: VersionSource,
+        from_trainer: bool = False,
+        destination: str = "",
+    ) -> OfferResult:
+        """Over this connection to `address`, and over more if need be; as `transfer.offer`."""
+
+        def send(open_channel: Channel, part: VersionSource) -> OfferResult:
+            return offer(open_channel, part, self._chunk, from_trainer, destination)
+
+        count = streams_for(channel, source.part.size, self._streams)
+        return send(channel, source) if count == 1 else self._in_stripes(channel, address, source, count, send)
+
+    def _in_stripes(
+        self, channel: Channel, address: Address, source: VersionSource, count: int, send: Send
+    ) -> OfferResult:
+        """All end if one fails: then the next attempt resumes all of them."""
+        failures: list[ChannelError] = []
+
+        def stream(opened: AbstractContextManager[Channel], stripe: Part) -> OfferResult | None:
+            try:
+                with opened as own:
+                    return send(own, Stripe(source, stripe))
+            except ChannelError as error:
+                failures.append(error)
+                self._disconnect()
+                return None
+
+        connections = [nullcontext(channel), *[self.open(address) for _ in range(count - 1)]]
+        with ThreadPoolExecutor(count, thread_name_prefix="stream") as pool:
+            results = list(pool.map(stream, connections, stripes(source.part.size, count)))
+        if failures:
+            raise failures[0]
+        return _together([result for result in results if result is not None])
+
+    def abort(self, reason: str) -> None:
+        """End all connections, also those that are about to be made."""
+        with self._lock:
+            self._aborted = reason
+        self._disconnect()
+
+    def _disconnect(self) -> None:
+        with self._lock:
+            for channel in self._channels:
+                channel.abort()
+
+
+def streams_for(channel: Channel, size: int, streams: int = 0) -> int:
+    """How many connections this one should be."""
+    needed = 1 if channel.is_local() else min(math.ceil(channel.round_trip_s / ROUND_TRIP_S), MOST_STREAMS)
+    return max(1, min(streams or needed, size // STRIPE_BLOCK))
+
+
+def _together(results: list[OfferResult]) -> OfferResult:
+    """What one connection would have answered."""
+    waiting = [result for result in results if isinstance(result, ReceivingElsewhere)]
+    return waiting[0] if waiting else results[0]
