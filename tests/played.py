@@ -40,7 +40,7 @@ from tailrace.runtime.local import Process
 from tailrace.store.run import RunStore
 from tailrace.types import Prompt
 from tailrace.wire.keys import Keyring, signed_receipt
-from tailrace.wire.messages import UNNUMBERED, Beat, Hello, Offer, Ordered, Receipt, Reported, Wanted
+from tailrace.wire.messages import UNNUMBERED, Beat, ComponentSpec, Hello, Offer, Ordered, Receipt, Reported, Wanted
 from tailrace.wire.server import ReceivedMessage
 
 KEYS = Keyring(bytes(32), "ab" * 32)
@@ -99,7 +99,7 @@ class Played:
         self.prompts = Blanks(config)
 
     def _begin(self, process: Process) -> None:
-        process.children.append(Child())
+        process.children += [Child() if isinstance(one, ComponentSpec) else one for one in process.members]
 
     async def _sent(self, name: str, message: Any) -> None:
         self.orders.append((name, message))

@@ -57,7 +57,8 @@ class HostAdmission:
         elif host is not None:
             self._answer(host, offer)
         elif why_not := self._no_room_for(offer):
-            self._post(name, Dismissed(why_not))
+            self._control.note(f"{name} may not join: {why_not}")
+            self._dismiss(name, why_not)
         else:
             self._answer(self._welcome(name, offer), offer)
 

@@ -136,7 +136,7 @@ class Process:
     @property
     def is_elsewhere(self) -> bool:
         """Or a part of it."""
-        return not all(child.pid for child in self.children)
+        return bool(self.distant)
 
     @property
     def alive(self) -> bool:
@@ -217,6 +217,7 @@ class LocalProcesses:
         process.address, process.arena = trace.address, trace.arena
         ranks = range(max(1, len(trace.processes), len(trace.rank_hosts)))
         found = [elsewhere[rank] if rank in elsewhere else _found(trace, rank) for rank in ranks]
+        process.members = tuple([child for child in elsewhere.values() if child])
         process.children = [child for child in found if child]
         if len(process.children) < len(found):
             process.kill()

@@ -54,7 +54,7 @@ def place(wanted: int, machines: Sequence[Machine], interface: str) -> Placement
 
 def missing(wanted: int, machines: Sequence[Machine], interface: str) -> int:
     """Ranks for which there is no room yet."""
-    return wanted - sum(len(machine.slots) for machine in machines) if interface else wanted
+    return max(0, wanted - sum(len(machine.slots) for machine in machines)) if interface else wanted
 
 
 def meeting(placement: Placement, is_here: bool) -> str:

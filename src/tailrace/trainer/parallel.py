@@ -235,7 +235,7 @@ class Together:
 
 def ranks_of(spec: ComponentSpec, device: str) -> Ranks:
     """What the rank with this spec is one of."""
-    size, settings = max(1, len(spec.rank_hosts)), spec.config.trainer
+    size, settings = len(spec.rank_hosts) or spec.config.trainer.ranks, spec.config.trainer
     if size == 1:
         return Alone()
     use_interface(spec.interface)
