@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 
 from tailrace.launch.limits import BASE, EACH, STRANGERS, allow_files
@@ -47,8 +48,8 @@ def withdraw(folder: RunFolder) -> None:
     (folder.now / FILE).unlink(missing_ok=True)
 
 
-def work(join: str, replicas: int, file: Path | None, store: Path | None = None) -> int:
-    """Until the run is over (0), or Ctrl-C (130)."""
+def work(join: str, replicas: int, file: Path | None, store: Path | None = None, own: Sequence[str] = ()) -> int:
+    """Until the run is over (0), or Ctrl-C (130). `own`: settings of [rollout] for this machine's replicas."""
     allow_files(BASE + EACH * replicas + STRANGERS)
     endpoint, key = _endpoint(join), _key(file)
     if store is not None:
@@ -56,13 +57,13 @@ def work(join: str, replicas: int, file: Path | None, store: Path | None = None)
     descriptors.raise_limit()
     clear_abandoned()
     try:
-        return asyncio.run(_work(endpoint, key, replicas, store))
+        return asyncio.run(_work(endpoint, key, replicas, store, own))
     finally:
         clear_abandoned()  # of relays that were killed
 
 
-async def _work(endpoint: str, key: JoinKey, replicas: int, store: Path | None) -> int:
-    agent = Agent(endpoint, key, replicas, _say, store)
+async def _work(endpoint: str, key: JoinKey, replicas: int, store: Path | None, own: Sequence[str]) -> int:
+    agent = Agent(endpoint, key, replicas, _say, store, own)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, agent.interrupt)

@@ -114,7 +114,7 @@ def _complete(folder: Path, reason: str) -> bool:
 
 def _evaluates(config: Config) -> bool:
     has_rows = bool(config.task.name or config.task.eval_data or config.task.eval_rows != 0)
-    return config.run.evaluate and config.rollout.engine == "native" and has_rows
+    return config.run.evaluate and config.rollout.engine != "emulated" and has_rows
 
 
 def _evaluate(store: RunStore, config: Config, weights: Path | None, when: str) -> None:

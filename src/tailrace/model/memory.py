@@ -33,7 +33,7 @@ def share_of_trainer(config: Config, cards: int) -> float:
 
 def is_shared(config: Config, cards: int) -> bool:
     """Whether the trainer and the replicas use the same GPU."""
-    computing = config.trainer.engine == config.rollout.engine == "native"
+    computing = "emulated" not in (config.trainer.engine, config.rollout.engine)
     return computing and cards == 1 and "cpu" not in (config.trainer.device, config.rollout.device)
 
 

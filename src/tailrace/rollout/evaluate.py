@@ -54,14 +54,14 @@ def evaluate(config: Config) -> Iterator[Evaluated]:
     if not rows:
         yield Evaluated(0, 0)
         return
-    runner = build_runner(config)
+    runner = build_runner(config, with_weights=True)
     for number, row in enumerate(rows):
         request = Request(FIRST_TRAJECTORY + number, 1, number, row.id, row.length)
         runner.add(Episode(request, row, (), 0))
     try:
         yield from _play(runner, len(rows))
     finally:
-        runner.judge.close()
+        runner.close()
 
 
 def _play(runner: Runner, total: int) -> Iterator[Evaluated]:

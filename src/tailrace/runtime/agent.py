@@ -17,12 +17,13 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from msgspec.structs import replace
 
 from tailrace import __version__
+from tailrace.config import with_options
 from tailrace.config.tree import Config
 from tailrace.errors import TailraceError
 from tailrace.runtime.hosts import LONGEST
@@ -45,9 +46,16 @@ class AgentError(TailraceError):
 
 class Agent:
     def __init__(
-        self, endpoint: str, key: JoinKey, replicas: int, say: Callable[[str], None], store: Path | None = None
+        self,
+        endpoint: str,
+        key: JoinKey,
+        replicas: int,
+        say: Callable[[str], None],
+        store: Path | None = None,
+        own: Sequence[str] = (),
     ) -> None:
-        """`store`: the folder for the tokens of what is generated here; None: they go to the run's own machine."""
+        """`store`: the folder for the tokens of what is generated here; None: they go to the run's own machine. `own`:
+        settings of [rollout] for the replicas here, as options."""
         spec = ComponentSpec(
             "host", secrets.randbits(48), 1, endpoint, key.token, "", Config(), fingerprint=key.fingerprint
         )
@@ -55,6 +63,7 @@ class Agent:
         check_join_key(endpoint, spec.name, host_key(key.token, spec.name), key.fingerprint, JOIN_CHECK_S)
         self._replicas = replicas
         self._store = store
+        self._own_settings = own
         self._say = say
         self._own, self._held = os.pipe()
         self._folder = Path(tempfile.mkdtemp(prefix="tailrace-worker-"))
@@ -164,6 +173,8 @@ class Agent:
         here = replace(
             spec, endpoint=self._spec.endpoint, fingerprint=self._spec.fingerprint, lifeline=self._own, listen=listen
         )
+        if spec.role == "replica" and self._own_settings:
+            return replace(here, config=with_options(spec.config, self._own_settings, "rollout."))
         return replace(here, folder=str(self._store), folder_id=(0, 0)) if spec.role == "store" else here
 
     def _ended(self, process: Process, how: str) -> None:
