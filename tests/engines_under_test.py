@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tailrace.config import load
 from tailrace.config.tree import Config
@@ -40,18 +39,16 @@ def stop_tokens() -> frozenset[int]:
 
 @cache
 def model_of(version: Version) -> Any:
-    """Its weights differ from those of every other version by about as much as a few steps of training make."""
-    model = copy.deepcopy(_start())
-    noise = torch.Generator().manual_seed(version + 1)
+    """Random weights of its own for every version: answers are long, and no two versions agree on a log-prob."""
+    config = AutoConfig.from_pretrained(START)
+    model = AutoModelForCausalLM.from_config(config, dtype="float32").eval()
+    drawn = torch.Generator().manual_seed(version + 1)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(0.05 * parameter.std() * torch.randn(parameter.shape, generator=noise))
+            spread = 1.5 / parameter.shape[-1] ** 0.5 if parameter.dim() > 1 else 0.1
+            centre = 0.0 if parameter.dim() > 1 else 1.0
+            parameter.copy_(centre + spread * torch.randn(parameter.shape, generator=drawn))
     return model
-
-
-@cache
-def _start() -> Any:
-    return AutoModelForCausalLM.from_pretrained(START, dtype="float32").eval()
 
 
 def weights(version: Version) -> dict[str, torch.Tensor]:

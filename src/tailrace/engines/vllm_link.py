@@ -38,16 +38,16 @@ class VllmLostError(RuntimeError):
 
 
 class VllmProcess:
-    def __init__(self, python: str, environment: dict[str, str] | None = None) -> None:
+    def __init__(self, python: str, server: Path = SERVER) -> None:
         ours, theirs = socket.socketpair()
         held, self._lifeline = os.pipe()
         with theirs:
             self._process = subprocess.Popen(
-                [python, str(SERVER), str(theirs.fileno()), str(held)],
+                [python, str(server), str(theirs.fileno()), str(held)],
                 pass_fds=(theirs.fileno(), held),
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
-                env=ENVIRONMENT | dict(os.environ) | (environment or {}),
+                env=ENVIRONMENT | dict(os.environ),
             )
         os.close(held)
         self._socket = ours
@@ -92,11 +92,14 @@ class VllmProcess:
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         self._socket.close()
-        with suppress(OSError):
-            os.close(self._lifeline)
-        self._lifeline = -1
+        self._end_lifeline()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(ENDING_S)
+
+    def _end_lifeline(self) -> None:
+        if self._lifeline >= 0:
+            os.close(self._lifeline)
+            self._lifeline = -1
 
     def _read(self) -> None:
         """Everything that has arrived."""
