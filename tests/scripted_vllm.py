@@ -51,12 +51,12 @@ class ScriptedServer:
             self.sample()
 
     def obey(self, message: Any) -> None:
-        if isinstance(message, words.Start):
+        if isinstance(message, words.StartEngine):
             self.script = message.sampling.get("script", "")
             if self.script == "fails":
                 self.say(words.Failed("ValueError: no such model"))
             elif self.script != "silent":
-                self.say(words.Ready("0.0", "cpu", 4096, 512))
+                self.say(words.EngineReady("0.0", "cpu", 4096, 512))
         elif isinstance(message, words.Submit):
             if self.script == "dies":
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -26,12 +26,12 @@ PROMPT = [1, 2, 3]
 
 def started(script: str = "") -> VllmProcess:
     process = VllmProcess(sys.executable, SCRIPT)
-    process.send(words.Start({}, {"script": script}, 0, 0.5, 0.5))
+    process.send(words.StartEngine({}, {"script": script}, 0, 0.5, 0.5))
     return process
 
 
 def engine_on(process: VllmProcess, *options: str) -> VllmEngine:
-    ready, _ = process.wait_for(words.Ready, "start", 30)
+    ready, _ = process.wait_for(words.EngineReady, "start", 30)
     return VllmEngine(process, ready, lambda tokens: " ".join(map(str, tokens)), known.settings(*options))
 
 
@@ -138,7 +138,7 @@ def test_silence_has_a_deadline_that_says_what_was_waited_for():
     process = started("silent")
     try:
         with pytest.raises(VllmLostError, match=r"did not start within 0\.3 s"):
-            process.wait_for(words.Ready, "start", 0.3)
+            process.wait_for(words.EngineReady, "start", 0.3)
     finally:
         process.close()
 

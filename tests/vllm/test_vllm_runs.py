@@ -95,7 +95,7 @@ def native_worker(run: Run, folder: Path) -> Iterator[None]:
     folder.mkdir()
     where = ["--join", f"127.0.0.1:{read_records(run.folder).port}", "--key", str(run.folder / "join.key")]
     command = [sys.executable, "-m", "tailrace", "worker", *where, "--rollout.engine", "native"]
-    own = ["--rollout.vllm", "{}", "--rollout.kv_tokens", "2048"]
+    own = ["--rollout.kv_tokens", "2048"]
     child = subprocess.Popen([*command, *own], env=os.environ | {"TMPDIR": str(folder)})
     try:
         yield

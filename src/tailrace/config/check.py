@@ -245,8 +245,6 @@ def _vllm_has_a_python(config: Config) -> Iterator[str]:
     rollout = config.rollout
     if rollout.engine == "vllm" and not rollout.python:
         yield "rollout.engine is 'vllm', which has a Python of its own; write rollout.python = '/path/to/bin/python'"
-    if rollout.engine != "vllm" and rollout.vllm:
-        yield f"[rollout.vllm] is not read by the engine '{rollout.engine}'; write rollout.engine = 'vllm'"
     for key in rollout.vllm:
         if key in SET_FOR_VLLM:
             instead = SET_FOR_VLLM[key]

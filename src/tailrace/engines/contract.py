@@ -41,7 +41,7 @@ class EngineUnderTest(msgspec.Struct, frozen=True):
     within_s: float = WITHIN_S
 
 
-class Answers:
+class PlayedAnswers:
     """Sequences that an engine was given, and all that came of them."""
 
     def __init__(self, subject: EngineUnderTest) -> None:
@@ -117,14 +117,14 @@ def _job(subject: EngineUnderTest, id: TrajectoryId, max_tokens: int = 0) -> Job
     return Job(id, id % len(subject.prompts), id_bytes(prompt), len(prompt), max_tokens or subject.max_tokens)
 
 
-def _begun(subject: EngineUnderTest, count: int = FEW, max_tokens: int = 0, first: int = 1000) -> Answers:
-    answers = Answers(subject)
+def _begun(subject: EngineUnderTest, count: int = FEW, max_tokens: int = 0, first: int = 1000) -> PlayedAnswers:
+    answers = PlayedAnswers(subject)
     for id in range(first, first + count):
         answers.submit(_job(subject, id, max_tokens))
     return answers
 
 
-def _agree_with_truth(subject: EngineUnderTest, answers: Answers) -> None:
+def _agree_with_truth(subject: EngineUnderTest, answers: PlayedAnswers) -> None:
     """Every token, under the version that it is said to be of."""
     if subject.truth is None:
         return
@@ -165,7 +165,7 @@ def a_turn_ends_at_its_limit_or_at_a_stop_token(subject: EngineUnderTest) -> Non
 
 
 def a_job_without_room_ends_without_a_token(subject: EngineUnderTest) -> None:
-    answers = Answers(subject)
+    answers = PlayedAnswers(subject)
     answers.submit(msgspec.structs.replace(_job(subject, 1000), max_tokens=0))
     answers.finish_all()
     assert not answers.tokens[1000], "a job with room for no token got some"
@@ -180,7 +180,7 @@ def a_withdrawn_job_has_every_token_and_goes_on(subject: EngineUnderTest) -> Non
     jobs = answers.withdraw([*leaving, 999_999])
     assert set(jobs) == set(leaving), "withdraw did not return those that had not ended, and no others"
     _check_withdrawn(subject, jobs, before)
-    again = Answers(subject)
+    again = PlayedAnswers(subject)
     for job in jobs.values():
         again.submit(job)
     again.finish_all()

@@ -60,7 +60,7 @@ class VllmSequence:
         return Job(job.id, job.group, tokens, job.prompt_tokens, self.limit - self.handed, job.failures)
 
 
-class Growth(NamedTuple):
+class SequenceGrowth(NamedTuple):
     """Where in a message the new tokens of a sequence are, and why it has ended."""
 
     sequence: VllmSequence
@@ -72,14 +72,14 @@ class Growth(NamedTuple):
 class ReceivedTokens(NamedTuple):
     """What one message added, and to whom; waits to be handed out by a step."""
 
-    growths: list[Growth]
+    growths: list[SequenceGrowth]
     tokens: NDArray[np.int32]
     logprobs: NDArray[np.float32]
     version: Version
 
 
 class VllmEngine:
-    def __init__(self, process: VllmProcess, ready: words.Ready, decode: Decode, config: Config) -> None:
+    def __init__(self, process: VllmProcess, ready: words.EngineReady, decode: Decode, config: Config) -> None:
         self.version: Version = -1
         self.kv_capacity = ready.kv_capacity
         self.roofline = config.rollout.roofline_batch or ROOFLINE.get(ready.device, ROOFLINE_OF_A_GPU)
@@ -202,13 +202,13 @@ class VllmEngine:
     def _take(self, sampled: words.Sampled) -> ReceivedTokens:
         """What is of nobody any more is left out."""
         tokens, logprobs = np.frombuffer(sampled.tokens, "<i4"), np.frombuffer(sampled.logprobs, "<f4")
-        growths: list[Growth] = []
+        growths: list[SequenceGrowth] = []
         start = 0
         for number, count, ended in zip(sampled.numbers, sampled.counts, sampled.ended, strict=True):
             sequence = self._generating.get(number)
             if sequence is not None:
                 taken, finish = self._grow(sequence, tokens[start : start + count], FINISHES[ended])
-                growths.append(Growth(sequence, start, taken, finish))
+                growths.append(SequenceGrowth(sequence, start, taken, finish))
                 if finish:
                     self._see_end(number, in_vllm=bool(ended))
             start += count
@@ -247,7 +247,9 @@ class VllmEngine:
 
 def _no_room_for(sequence: VllmSequence, version: Version) -> ReceivedTokens:
     sequence.ended = True
-    return ReceivedTokens([Growth(sequence, 0, 0, "length")], np.empty(0, np.int32), np.empty(0, np.float32), version)
+    return ReceivedTokens(
+        [SequenceGrowth(sequence, 0, 0, "length")], np.empty(0, np.int32), np.empty(0, np.float32), version
+    )
 
 
 def _say_what_was_checked(loaded: words.Loaded) -> None:
@@ -281,7 +283,7 @@ def build_engine(config: Config, with_weights: bool = False) -> VllmEngine:
     process = VllmProcess(config.rollout.python)
     try:
         process.send(_start(config, stop_tokens, with_weights))
-        ready, _ = process.wait_for(words.Ready, "start", config.local.start_s)
+        ready, _ = process.wait_for(words.EngineReady, "start", config.local.start_s)
     except VllmLostError as error:
         process.close()
         raise ConfigError(f"vLLM cannot start: {error}") from None
@@ -289,7 +291,7 @@ def build_engine(config: Config, with_weights: bool = False) -> VllmEngine:
     return VllmEngine(process, ready, lambda tokens: str(tokenizer.decode(tokens)), config)
 
 
-def _start(config: Config, stop_tokens: Iterable[int], with_weights: bool) -> words.Start:
+def _start(config: Config, stop_tokens: Iterable[int], with_weights: bool) -> words.StartEngine:
     from tailrace.model.load import model_folder
 
     rollout, sampling = config.rollout, config.sampling
@@ -311,7 +313,7 @@ def _start(config: Config, stop_tokens: Iterable[int], with_weights: bool) -> wo
     if rollout.prefill_tokens:
         arguments["max_num_batched_tokens"] = rollout.prefill_tokens
     drawing = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
-    return words.Start(
+    return words.StartEngine(
         arguments | rollout.vllm, drawing | {"stop_token_ids": sorted(stop_tokens)}, rollout.kv_tokens, *_memory(config)
     )
 

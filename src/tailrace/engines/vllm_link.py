@@ -11,6 +11,7 @@ import select
 import signal
 import socket
 import subprocess
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -46,6 +47,7 @@ class VllmProcess:
                 [python, str(server), str(theirs.fileno()), str(held)],
                 pass_fds=(theirs.fileno(), held),
                 stdin=subprocess.DEVNULL,
+                stdout=sys.stderr.fileno(),  # an evaluation says its results on its own
                 start_new_session=True,
                 env=ENVIRONMENT | dict(os.environ),
             )

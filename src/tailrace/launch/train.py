@@ -10,17 +10,19 @@ import asyncio
 import logging
 import signal
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 from tailrace.config.tree import Config
-from tailrace.envs.sources import open_source, steps_short
+from tailrace.envs.sources import PromptSource, open_source, steps_short
 from tailrace.errors import TailraceError
 from tailrace.launch.evaluation import measure
 from tailrace.launch.folder import CHECKPOINTS, begin_store, resume_store, take_over_store
 from tailrace.launch.machines import invite, withdraw
 from tailrace.launch.supervisor import Supervisor
 from tailrace.launch.view import LiveView
+from tailrace.launch.vllm_python import check_vllm
 from tailrace.logs import output
 from tailrace.model.advice import advice
 from tailrace.model.device import check_devices
@@ -53,8 +55,7 @@ def train(config: Config, folder: Path, resume: bool, supervisor: Supervisor, ac
         return _complete(folder, "the run was over already")
     descriptors.raise_limit()
     source = None if supervisor.begun else open_source(config)
-    notes = () if source is None else (check_devices(config), *advice(config), steps_short(config, source))
-    for note in notes:
+    for note in () if source is None else _notes(config, source):
         if note:
             log.warning("%s", note)
     clear_abandoned()
@@ -82,6 +83,14 @@ def train(config: Config, folder: Path, resume: bool, supervisor: Supervisor, ac
         return _complete(folder, reason)
     output(f"interrupted; the same command with --resume goes on from here ({folder})")
     return False
+
+
+def _notes(config: Config, source: PromptSource) -> Iterator[str]:
+    """What is refused here is refused before anything starts."""
+    yield check_devices(config)
+    yield check_vllm(config)
+    yield from advice(config)
+    yield steps_short(config, source)
 
 
 def _opened(folder: Path, config: Config, resume: bool, supervisor: Supervisor, accept: bool) -> RunStore:

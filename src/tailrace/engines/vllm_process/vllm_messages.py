@@ -3,8 +3,8 @@
 Read on both sides: by `engines/vllm_link.py`, and by `vllm_server.py` in vLLM's Python. So nothing is imported here but
 msgspec, which vLLM has too.
 
-    replica  Start, then Submit, Abort and Load at any time
-    vLLM     Ready, then Sampled whenever there is something, Loaded after each Load; Failed is its last word
+    replica  StartEngine, then Submit, Abort and Load at any time
+    vLLM     EngineReady, then Sampled whenever there is something, Loaded after each Load; Failed is its last word
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class EngineMessage(msgspec.Struct, frozen=True, tag=True):
     """Base of all of them."""
 
 
-class Start(EngineMessage, frozen=True):
+class StartEngine(EngineMessage, frozen=True):
     """How to start the engine and how all of its requests are sampled."""
 
     arguments: dict[str, Any]  # of AsyncEngineArgs
@@ -58,7 +58,7 @@ class Load(EngineMessage, frozen=True):
     keep_kv: bool
 
 
-class Ready(EngineMessage, frozen=True):
+class EngineReady(EngineMessage, frozen=True):
     vllm: str
     device: str
     kv_capacity: int  # tokens
@@ -101,8 +101,8 @@ class Failed(EngineMessage, frozen=True):
     reason: str
 
 
-ToVllm = Start | Submit | Abort | Load
-FromVllm = Ready | Sampled | Loaded | Failed
+ToVllm = StartEngine | Submit | Abort | Load
+FromVllm = EngineReady | Sampled | Loaded | Failed
 
 
 def frame(message: EngineMessage) -> bytes:

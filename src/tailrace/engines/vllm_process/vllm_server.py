@@ -28,14 +28,14 @@ from vllm_messages import (
     STOPPED,
     Abort,
     EngineMessage,
+    EngineReady,
     EngineTotals,
     Failed,
     Load,
     Loaded,
     PromptRequest,
-    Ready,
     Sampled,
-    Start,
+    StartEngine,
     Submit,
     ToVllm,
     frame,
@@ -96,11 +96,11 @@ async def _serve(connection: socket.socket) -> None:
         one.result()
 
 
-def _first(connection: socket.socket) -> Start:
+def _first(connection: socket.socket) -> StartEngine:
     buffer = bytearray()
     while True:
         for body in take_frames(buffer):
-            return msgspec.msgpack.decode(body, type=Start)
+            return msgspec.msgpack.decode(body, type=StartEngine)
         piece = connection.recv(1 << 16)
         if not piece:
             _end_all()
@@ -119,9 +119,9 @@ class FreshTokens:
 
 
 class EngineServer:
-    def __init__(self, start: Start, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, start: StartEngine, writer: asyncio.StreamWriter) -> None:
         self._writer = writer
-        self._tally = Tally()
+        self._tally = StepTally()
         self._engine, self._ready = build(start, self._tally)
         self._sampling = start.sampling
         self._requests: dict[int, asyncio.Task[None]] = {}
@@ -246,7 +246,7 @@ class EngineServer:
 # ---------------------------------------------------------------------------------------------------------- vLLM itself
 
 
-class Tally:
+class StepTally:
     """Adds up what vLLM says after each of its steps."""
 
     def __init__(self) -> None:
@@ -273,7 +273,7 @@ class Tally:
         return EngineTotals(self._kv, self._waiting, *work)
 
 
-def build(start: Start, tally: Tally) -> tuple[Any, Ready]:
+def build(start: StartEngine, tally: StepTally) -> tuple[Any, EngineReady]:
     """The engine, with nothing to do."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
@@ -292,10 +292,10 @@ def build(start: Start, tally: Tally) -> tuple[Any, Ready]:
     cache = engine.vllm_config.cache_config
     tally.capacity = cache.num_gpu_blocks * cache.block_size
     context = engine.vllm_config.model_config.max_model_len
-    return engine, Ready(vllm.__version__, current_platform.device_type, tally.capacity, context)
+    return engine, EngineReady(vllm.__version__, current_platform.device_type, tally.capacity, context)
 
 
-def stat_logger(tally: Tally) -> Any:
+def stat_logger(tally: StepTally) -> Any:
     from vllm.v1.metrics.loggers import StatLoggerBase
 
     class TallyLogger(StatLoggerBase):
