@@ -222,8 +222,9 @@ class EngineServer:
             self._loads += 1
             await self._engine.reset_prefix_cache()
         answers = await self._engine.collective_rpc("load_version", args=(order.path,))
-        checked, unchecked = answers[0]
-        self._say(Loaded(order.version, time.monotonic() - began, checked, list(unchecked)))
+        unchecked = set.intersection(*[set(names) for _, names in answers])  # on no rank
+        checked = answers[0][0] - len(unchecked)
+        self._say(Loaded(order.version, time.monotonic() - began, checked, sorted(unchecked)))
 
     # -------------------------------------------------------------------------------------------------------- wire
 

@@ -40,7 +40,7 @@ class VersionLoader:
     model_runner: Any
 
     def load_version(self, path: str) -> tuple[int, list[str]]:
-        """Load a safetensors file. Returns how many tensors were read back, and the names of the others."""
+        """Load a safetensors file. Returns how many tensors it has, and which were not read back on this rank."""
         from safetensors import safe_open
 
         with safe_open(path, "pt") as file, torch.no_grad():
@@ -84,7 +84,7 @@ def check_loaded(model: Any, tensors: Mapping[str, torch.Tensor]) -> tuple[int, 
     stale = sorted({name for name, count in differences if int(count)})
     if stale:
         raise RuntimeError(f"vLLM did not take the new weights of {', '.join(stale[:3])} and {len(stale)} in all")
-    return len(checked), sorted(set(tensors) - checked)
+    return len(tensors), sorted(set(tensors) - checked)
 
 
 def _read_back(model: Any, tensors: Mapping[str, torch.Tensor]) -> Iterator[Verified]:
