@@ -38,7 +38,6 @@ WAIT_S = 0.02  # a step without news takes no longer
 FINISHES: tuple[Finish, ...] = ("", "stop", "length")  # by the numbers in a message
 ROOFLINE = {"cpu": 8}
 ROOFLINE_OF_A_GPU = 256
-HOST_SHARE = 0.25  # of the host's memory, for replicas without a card
 
 
 class VllmSequence:
@@ -286,7 +285,7 @@ def build_engine(config: Config, with_weights: bool = False) -> VllmEngine:
         ready, _ = process.wait_for(words.EngineReady, "start", config.local.start_s)
     except VllmLostError as error:
         process.close()
-        raise ConfigError(f"vLLM cannot start: {error}") from None
+        raise ConfigError(f"vLLM cannot start: {error}; what it wrote before that, in the log, says more") from None
     log.info("vLLM %s on %s, KV cache of %d tokens", ready.vllm, ready.device, ready.kv_capacity)
     return VllmEngine(process, ready, lambda tokens: str(tokenizer.decode(tokens)), config)
 
@@ -322,5 +321,11 @@ def _memory(config: Config) -> tuple[float, float]:
     """The share of a card's memory, and of the host's, that one replica may take."""
     from tailrace.model.memory import share_of_replicas
 
-    replicas = config.local.replicas
-    return share_of_replicas(config, 1) / replicas, (config.rollout.memory or HOST_SHARE) / replicas
+    replicas = max(1, config.local.replicas)
+    return share_of_replicas(config, 1) / replicas, (config.rollout.memory or _free_share() / 2) / replicas
+
+
+def _free_share() -> float:
+    """The part of the host's memory that is free: on a CPU vLLM refuses to start where it cannot have its share."""
+    figures = {line.split()[0]: int(line.split()[1]) for line in Path("/proc/meminfo").read_text().splitlines()}
+    return figures["MemAvailable:"] / figures["MemTotal:"]

@@ -11,6 +11,7 @@ generation uses, and are compared with the file bit for bit.
 from __future__ import annotations
 
 import ctypes
+import logging
 import random
 import signal
 from collections.abc import Iterator, Mapping
@@ -23,6 +24,9 @@ COLUMNS = 4  # of each matrix that are read back: a step of training changes tho
 ROWS = 64  # of the embedding
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
+RELOADER = "vllm.model_executor.model_loader.reload.layerwise"
+
+logging.getLogger(RELOADER).setLevel(logging.ERROR)  # it warns of layers without weights; what matters is read back
 ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a worker never outlives whoever started it
 
 
@@ -95,10 +99,11 @@ def _read_back(model: Any, tensors: Mapping[str, torch.Tensor]) -> Iterator[Veri
     for name, module in model.named_modules():
         if isinstance(module, LinearBase):
             yield from _of_linear(module, _sources(name, packed), tensors)
-        elif isinstance(module, ParallelLMHead):
-            yield from _of_head(module, f"{name}.weight", tensors)
-        elif isinstance(module, VocabParallelEmbedding):
-            yield from _of_embedding(module, f"{name}.weight", tensors)
+        elif isinstance(module, VocabParallelEmbedding):  # a head is one too, and may be the embedding itself
+            if isinstance(module, ParallelLMHead) or module is getattr(model, "lm_head", None):
+                yield from _of_head(module, f"{name}.weight", tensors)
+            if not isinstance(module, ParallelLMHead):
+                yield from _of_embedding(module, f"{name}.weight", tensors)
         else:
             yield from _of_vectors(name, module, tensors)
 
