@@ -3,12 +3,13 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+VLLM := .venv-vllm
 WORKERS ?= 2
 RECIPE ?= examples/running_total/running_total.toml
 OPTIONS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test soak check format clean
+.PHONY: help setup train test soak vllm check format clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */  make \1|/' | column -t -s '|' 2>/dev/null \
@@ -34,6 +35,16 @@ test: setup  ## run the tests (WORKERS=n processes)
 soak: setup  ## run the long tests too slow for every change, and break real runs for half an hour
 	HYPOTHESIS_PROFILE=search $(BIN)/python -m pytest -n $(WORKERS) -m soak
 	$(BIN)/python benchmarks/chaos.py all
+
+vllm: setup $(VLLM)/.installed  ## run the tests of the vLLM engine, with vLLM's CPU build in .venv-vllm (3.5 GB)
+	TAILRACE_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python $(BIN)/python -m pytest -n 0 tests/vllm
+
+$(VLLM)/.installed: tests/vllm/requirements.txt
+	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check -r tests/vllm/requirements.txt
+	@# they come along and do not fit the torch that it needs
+	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $(VLLM)/.installed
 
 check: setup  ## lint, formatting, types, layers
 	$(BIN)/ruff check

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SETTINGS = "Any setting can be given too: --schedule.kind sync, --cluster.gpus 64. --dry-run prints them all."
+OF_WORKER = "Settings of [rollout] can be given for this machine's own replicas: --rollout.engine vllm."
 DESCRIPTION = "RL post-training without the synchronization barrier: train, simulate, plan and examine."
 
 
@@ -64,7 +65,7 @@ def _run(words: list[str]) -> int:
     own, settings = _split(words, commands)
     arguments = parser.parse_args(own)
     command: Callable[[argparse.Namespace], int] = arguments.run
-    if settings and not hasattr(arguments, "files"):
+    if settings and not hasattr(arguments, "files") and command is not _worker:
         raise UsageError(f"{arguments.command} has no option {settings[0]}; see tailrace {arguments.command} --help")
     arguments.settings = settings
     set_level(arguments.log_level)
@@ -121,7 +122,8 @@ def _control(arguments: argparse.Namespace, supervisor: Supervisor) -> int:
 def _worker(arguments: argparse.Namespace) -> int:
     from tailrace.launch.machines import work
 
-    return work(arguments.join, arguments.replicas, arguments.ranks, arguments.key, arguments.store)
+    room = (arguments.replicas, arguments.ranks, arguments.store)
+    return work(arguments.join, arguments.key, *room, arguments.settings)
 
 
 def _eval(arguments: argparse.Namespace) -> int:
@@ -220,7 +222,8 @@ def _add_training(add: Add) -> None:
     accept = "with --resume: go on though data, reward or model are not what the run was begun with"
     train.add_argument("--accept-changed-inputs", action="store_true", help=accept)
 
-    worker = add("worker", _worker, "let this machine generate or train for a run elsewhere, until Ctrl-C or its end")
+    does = "let this machine generate or train for a run elsewhere, until Ctrl-C or its end"
+    worker = add("worker", _worker, does, OF_WORKER)
     worker.add_argument("--join", required=True, metavar="HOST:PORT", help="where the run listens (local.listen)")
     replicas = "how many to start here (1; with --ranks: 0); auto: one for each GPU"
     worker.add_argument("--replicas", type=_replicas, metavar="N", help=replicas)

@@ -17,7 +17,10 @@ from tailrace.sim.cost_model import check_fit
 ROOT = Path(__file__).parents[2]
 MODEL = {"model.preset": "qwen2.5-0.5b"}  # small: no card is too small for it
 OF_THE_MODEL = "model."  # its shape is not a matter of defaults
-PARTNERS = {"empirical": {"workload.lengths.file": "/lengths.json"}}  # a choice that says nothing without them
+PARTNERS = {  # a choice that says nothing without them
+    "empirical": {"workload.lengths.file": "/lengths.json"},
+    "vllm": {"rollout.python": "/opt/vllm/bin/python"},
+}
 MEANINGLESS = {  # whatever the others are
     ("split.trainer_share", 1.0): "leaves none to generate",
     ("split.tensor_parallel", 100): "does not divide the model's heads",

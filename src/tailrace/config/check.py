@@ -20,6 +20,22 @@ GIVE_A_MODEL = (
     "model.hf_config or the model's own figures"
 )
 DEVICE = re.compile(r"(cpu|cuda(:\d{1,3})?)?")
+SET_FOR_VLLM = {  # and the setting that is for it
+    "model": "model.path",
+    "tokenizer": "model.path",
+    "dtype": "rollout.precision",
+    "max_num_seqs": "rollout.max_running",
+    "max_num_batched_tokens": "rollout.prefill_tokens",
+    "num_gpu_blocks_override": "rollout.kv_tokens",
+    "gpu_memory_utilization": "rollout.memory",
+    "seed": "",
+    "load_format": "",
+    "logprobs_mode": "",
+    "worker_extension_cls": "",
+    "skip_tokenizer_init": "",
+    "generation_config": "",
+    "disable_log_stats": "",
+}
 
 
 def check(config: Config) -> None:
@@ -233,11 +249,22 @@ def _cards_are_named_once(config: Config) -> Iterator[str]:
 
 def _emulation_is_whole(config: Config) -> Iterator[str]:
     generated, trained = config.rollout.engine, config.trainer.engine
-    if generated != trained:
+    if (generated == "emulated") != (trained == "emulated"):
         yield (
             f"rollout.engine is '{generated}' and trainer.engine is '{trained}', which do not fit; "
-            "write the same for both"
+            "write 'emulated' for both or for none"
         )
+
+
+def _vllm_has_a_python(config: Config) -> Iterator[str]:
+    rollout = config.rollout
+    if rollout.engine == "vllm" and not rollout.python:
+        yield "rollout.engine is 'vllm', which has a Python of its own; write rollout.python = '/path/to/bin/python'"
+    for key in rollout.vllm:
+        if key in SET_FOR_VLLM:
+            instead = SET_FOR_VLLM[key]
+            advice = f"write {instead} instead" if instead else "it has to be what Tailrace gives it, so leave it out"
+            yield f"rollout.vllm.{key} is not yours to set; {advice}"
 
 
 def _relays_listen(config: Config) -> Iterator[str]:
@@ -309,6 +336,7 @@ RULES: tuple[Rule, ...] = (
     _devices_have_names,
     _cards_are_named_once,
     _emulation_is_whole,
+    _vllm_has_a_python,
     _model_is_complete,
     _model_heads_fit,
     _gpus_are_split,

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any
 
 from msgspec.structs import replace
@@ -82,8 +83,9 @@ def ranks_here(config: Config) -> int:
 
 
 def cards_per_replica(config: Config) -> int:
-    """The native engine computes on one."""
-    return 1
+    """The native engine computes on one; vLLM's own settings may spread a replica over several."""
+    spread = ("tensor_parallel_size", "pipeline_parallel_size") if config.rollout.engine == "vllm" else ()
+    return prod(int(config.rollout.vllm.get(name, 1)) for name in spread)
 
 
 def ranks_share_cards(config: Config) -> bool:

@@ -18,6 +18,7 @@ from tailrace.config.tree import AUTO, Config, Lengths
 MEDIAN, SIGMA = 2000.0, 1.0  # of answers, where nothing is known of them
 OF_THE_CAP = 8  # a median is at most this part of the longest answer
 LONGEST_ANSWER = 16384
+VLLM_START_S = 900.0
 TAIL_SHARE, TAIL_ALPHA = 0.05, 1.5
 ZERO_IS_NONE = {f"workload.lengths.{name}" for name in ("median", "sigma", "tail_share", "tail_alpha")}
 FLEET = ("cluster.gpus", "cluster.gpus_per_host", "split.colocated")
@@ -132,8 +133,13 @@ def _max_staleness(settings: Settings) -> int:
     return max(_plain("schedule.max_staleness"), behind + settings["schedule.publish_every"] - 1)
 
 
-def _same_engine(other: str) -> Callable[[Settings], str]:
-    return lambda settings: settings[other]
+def _emulated_like(other: str) -> Callable[[Settings], str]:
+    return lambda settings: "emulated" if settings[other] == "emulated" else "native"
+
+
+def _start_s(settings: Settings) -> float:
+    """vLLM compiles and measures before it is ready."""
+    return VLLM_START_S if settings["rollout.engine"] == "vllm" else _plain("local.start_s")
 
 
 # ----------------------------------------------------------------------------------------------------------- cluster
@@ -191,9 +197,10 @@ FOLLOWING: dict[str, Callable[[Settings], Any]] = {
     "schedule.max_staleness": _max_staleness,
     "health.backoff_s": lambda settings: min(_plain("health.backoff_s"), settings["health.backoff_max_s"]),
     "health.backoff_max_s": lambda settings: max(_plain("health.backoff_max_s"), settings["health.backoff_s"]),
-    "rollout.engine": _same_engine("trainer.engine"),
-    "trainer.engine": _same_engine("rollout.engine"),
+    "rollout.engine": _emulated_like("trainer.engine"),
+    "trainer.engine": _emulated_like("rollout.engine"),
     "local.replicas": _replicas,
+    "local.start_s": _start_s,
     "split.trainer_parallel": lambda settings: settings["split.trainer_tensor_parallel"],
     "cluster.gpus_per_host": _gpus_per_host,
     "cluster.gpus": _gpus,

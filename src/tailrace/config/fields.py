@@ -84,8 +84,8 @@ def _field(annotation: Any) -> Field:
 
 def open_table(key: str) -> str:
     """The setting that holds a table of free names to which this key belongs ("task.options"), or nothing."""
-    owner = key.rpartition(".")[0]
-    return owner if owner in fields() and isinstance(fields()[owner].kind, DictType) else ""
+    owners = (key.rsplit(".", depth)[0] for depth in range(1, key.count(".") + 1))
+    return next((one for one in owners if one in fields() and isinstance(fields()[one].kind, DictType)), "")
 
 
 def leaf(key: str) -> str:

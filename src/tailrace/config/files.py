@@ -6,6 +6,7 @@ the file.
 
 from __future__ import annotations
 
+import os
 import tomllib
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
@@ -23,6 +24,7 @@ MOST_DOTS = 2000  # in a line: the time and memory that TOML takes for a dotted 
 
 PATH_KEYS = ("model.hf_config", "model.path", "workload.lengths.file", "task.data", "task.eval_data")
 CODE_KEYS = ("task.reward", "task.name")  # an import path, or "file.py:name"
+EXECUTABLE = "rollout.python"  # not resolved: where the link lies is what makes it that environment's Python
 PACKAGE = "package:"  # a model that an installed package carries, not a path
 
 
@@ -42,6 +44,8 @@ def anchored(key: str, value: Any, folder: Path) -> Any:
     """A path made absolute, so that it means the same wherever the settings are written to; else the value itself."""
     if not isinstance(value, str) or not value:
         return value  # what is no text is refused where values are judged
+    if key == EXECUTABLE and "/" in value:
+        return os.path.abspath(folder / Path(value).expanduser())
     is_path = (key in PATH_KEYS and not value.startswith(PACKAGE)) or (key in CODE_KEYS and ".py:" in value)
     if is_path and "\0" in value:
         raise ConfigError(f"{key} is {value[:60]!r}, which is no path: it has a zero byte; write one without")

@@ -41,6 +41,14 @@ def with_values(config: Config, values: Mapping[str, Any]) -> Config:
     return _build(kept | {key: Given(value, "") for key, value in values.items()})
 
 
+def with_options(config: Config, words: Sequence[str], section: str) -> Config:
+    """A checked copy with some settings of one section changed, as they are written on a command line."""
+    given = read_words(words)
+    refuse([f"--{key} is the run's; only --{section}* can be set here" for key in given if not key.startswith(section)])
+    kept = {key: Given(value, "") for key, value in (changes(config) | fleet_of(config)).items()}
+    return _build(kept | given)
+
+
 def _build(settings: Mapping[str, Given]) -> Config:
     given = _accepted(settings)
     model = resolve(msgspec.convert(nested(given), Config).model)

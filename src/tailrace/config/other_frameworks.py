@@ -258,7 +258,7 @@ FRAMEWORK_NAMES: dict[str, FrameworkName] = {
 }
 
 _ASYNCHRONOUS = "asynchronous are 'one_step', 'stream', 'partial' and 'trajectory', the default"
-_ENGINE = "the engine is our own: 'native', or 'emulated' without a model"
+_ENGINE = "there is our own, 'native', and 'vllm'; or 'emulated' without a model"
 _LOSSES = "that algorithm is not here"
 
 # Words that other systems use for a value of ours: what to write, or what there is.
@@ -289,7 +289,7 @@ VALUES: dict[str, dict[str, str]] = {
     "trainer.advantage": dict.fromkeys(("reinforce", "reinforce_plus_plus", "remax", "opo", "ppo"), _LOSSES),
     "trainer.precision": {"bf16": "write 'bfloat16'", "fp32": "write 'float32'"},
     "rollout.precision": {"bf16": "write 'bfloat16'", "fp32": "write 'float32'", "fp16": "write 'float16'"},
-    "rollout.engine": dict.fromkeys(("vllm", "sglang", "hf", "transformers"), _ENGINE),
+    "rollout.engine": dict.fromkeys(("sglang", "hf", "transformers"), _ENGINE),
     "trainer.engine": dict.fromkeys(("fsdp", "fsdp2", "megatron", "deepspeed"), "'native' shards by FSDP2"),
     "trainer.decay": {"none": "write 'constant'"},
     "groups.filter": {"dynamic": "write 'zero_advantage'", "dapo": "write 'zero_advantage'"},

@@ -294,7 +294,10 @@ class Rollout(Section):
 
     max_running: Count = 1024  # sequences decoded together
     roofline_batch: Natural = 0  # largest batch whose decode step is still flat; 0: from the cost model
-    engine: Literal["native", "emulated"] = "native"  # emulated: takes the time that [costs] says, draws lengths
+    # native; vllm: a vLLM process in its own Python; emulated: takes the time that [costs] says, draws lengths
+    engine: Literal["native", "vllm", "emulated"] = "native"
+    python: str = ""  # vllm: the Python that has it, such as "/opt/vllm/bin/python"
+    vllm: dict[str, Any] = {}  # vllm: its own settings, as a table [rollout.vllm]: tensor_parallel_size and so on
     kv_tokens: Natural = 0  # size of the KV pool; 0: what memory allows
     memory: Share = 0.0  # share of a GPU's memory for its replicas; 0: 0.85, 0.3 beside a trainer on the same card
     block_tokens: Count = 16  # tokens per KV block
@@ -306,6 +309,9 @@ class Rollout(Section):
     device: str = ""  # "cpu", "cuda"; empty: the GPU if there is one
     cards: tuple[Natural, ...] = ()  # numbers of the GPUs of this machine for replicas; empty: what the trainer leaves
     precision: Literal["", "float32", "bfloat16", "float16"] = ""  # empty: float32 on a CPU, bfloat16 on a GPU
+
+    def __hash__(self) -> int:  # as that of the task's settings
+        return hash(msgspec.json.encode(self))
 
 
 class Costs(Section):

@@ -51,6 +51,7 @@ class StepOutput(NamedTuple):
     tokens: NDArray[np.int32]
     logprobs: NDArray[np.float32]  # of what was really sampled from: after temperature, top-k and top-p
     finish: list[Finish]  # "stop": a stop token or string was sampled; "length": max_tokens or the context is used up
+    version: Version | None = None  # of the weights that sampled them; None: the engine's present ones
 
     def additions(self) -> Iterator[tuple[TrajectoryId, bytes, bytes, Finish]]:
         """Sequence by sequence: its id, tokens, log-probs and why it ended."""

@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +33,7 @@ from tailrace.engines.layout import use_fast_layout
 from tailrace.engines.llama_decoder import is_known, llama_decoder
 from tailrace.engines.plain import PlainOperations
 from tailrace.engines.shortage import carry_out
+from tailrace.engines.stops import Decode, StopStrings
 from tailrace.engines.trial import try_out
 from tailrace.kernels import cpu
 from tailrace.model.device import AMPERE, usable_device
@@ -48,12 +49,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-Decode = Callable[[list[int]], str]
-
 PREFILL = {"cpu": 512, "cuda": 16384}  # tokens in one step
 ROOFLINE = {"cpu": 8, "cuda": 256}  # weights are read once per step: so many rows cost little more than one
 CPU_SHARE = 0.5  # of the free memory, for the KV pools
-LONGEST_CHARACTER = 4  # bytes, and so at most that many tokens
 NO_KERNELS = "no fused kernels on this GPU (they need compute capability 8.0 and Triton): it runs without them, slower"
 NO_ROOM = (
     "{device} has no memory for the KV pool and the buffers of a step beside the weights; lower rollout.kv_tokens, "
@@ -76,9 +74,8 @@ class NativeEngine:
         self.version: Version = -1
         self.roofline = rollout.roofline_batch or ROOFLINE.get(model.device.type, 64)
         self._model = model.eval()
-        self._decode = decode
+        self._stops = StopStrings(config.sampling.stop, decode)
         self._eos_ids = frozenset(eos_ids)
-        self._sampling = config.sampling
         self._context = _context(model)
         shapes = _paged_layers(model)
         operations = _plain_operations(model, shapes)
@@ -201,7 +198,7 @@ class NativeEngine:
     def _take(self, sequence: scheduler.Sequence, tokens: list[int]) -> tuple[int, Finish]:
         """Let it grow, up to a stop string: after that an executor of many steps went on in vain."""
         finish: Finish = ""
-        at_once = 1 if self._sampling.stop else len(tokens)  # it stops by itself at a stop token
+        at_once = 1 if self._stops else len(tokens)  # it stops by itself at a stop token
         taken = 0
         while not finish and taken < len(tokens):
             self._scheduler.grew(sequence, tokens[taken : taken + at_once])
@@ -212,20 +209,9 @@ class NativeEngine:
         return taken, finish
 
     def _finish(self, sequence: scheduler.Sequence) -> Finish:
-        if sequence.tokens[-1] in self._eos_ids or self._ends_with_stop(sequence):
+        if sequence.tokens[-1] in self._eos_ids or self._stops.completed(sequence.tokens, sequence.prompt):
             return "stop"
         return "length" if len(sequence.tokens) >= sequence.end else ""
-
-    def _ends_with_stop(self, sequence: scheduler.Sequence) -> bool:
-        """Whether the newest token completed a stop string. What stood there before it, perhaps from a tool or from
-        another engine, does not count."""
-        stops = self._sampling.stop
-        if not stops:
-            return False
-        reach = max(len(stop.encode()) for stop in stops) + LONGEST_CHARACTER
-        tail = sequence.tokens[max(sequence.prompt, len(sequence.tokens) - reach) :]
-        before, after = self._decode(tail[:-1].tolist()), self._decode(tail.tolist())
-        return any(after.count(stop) > before.count(stop) for stop in stops)
 
 
 def _job_so_far(s: scheduler.Sequence) -> Job:

@@ -170,12 +170,21 @@ def _training(config: Config) -> Iterator[Section]:
         [
             ("model", "none: engines and trainer are emulated" if emulated else _model(config)),
             ("task", "none: prompts are numbers" if emulated else _task(config)),
+            *_engine_facts(config),
             ("processes", f"{counted(local.replicas, 'replica')}, {counted(local.relays, 'relay')} and {ranks}"),
             ("a step", f"{work.prompts_per_step:,} prompts x {work.group_size} samples, {_mini_batches(config)}"),
             ("KV of a replica", f"{pool}; a sequence may take {longest:,} (max_completion_tokens with the prompt)"),
             *_checkpoint_facts(config),
         ],
     )
+
+
+def _engine_facts(config: Config) -> list[tuple[str, str]]:
+    if config.rollout.engine != "vllm":
+        return []
+    from tailrace.launch.vllm_python import describe_vllm
+
+    return [("vLLM", describe_vllm(config))]
 
 
 def _trains(config: Config) -> bool:

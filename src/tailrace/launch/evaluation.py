@@ -41,7 +41,8 @@ def measure(config: Config, weights: Path | None, progress: Progress) -> Evaluat
         complaints.seek(0)
         tail = complaints.read().decode(errors="replace")[-2000:]
     if result.error:
-        raise ConfigError(result.error)
+        wrote = f"; it wrote:\n{tail}" if config.rollout.engine == "vllm" else ""  # whose own reasons are there alone
+        raise ConfigError(f"{result.error}{wrote}")
     if status or result.done < result.total:
         raise EvaluationError(f"the evaluation ended with status {status}:\n{tail}")
     return result

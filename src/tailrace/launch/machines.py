@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 
 from tailrace.errors import UsageError
@@ -48,10 +49,17 @@ def withdraw(folder: RunFolder) -> None:
     (folder.now / JOIN_KEY).unlink(missing_ok=True)
 
 
-def work(join: str, replicas: int | str | None, ranks: int, file: Path | None, store: Path | None = None) -> int:
+def work(
+    join: str,
+    file: Path | None,
+    replicas: int | str | None = None,
+    ranks: int = 0,
+    store: Path | None = None,
+    own: Sequence[str] = (),
+) -> int:
     """Until the run is over (0), or Ctrl-C (130). `replicas`: None: one, unless this machine is for ranks; "auto": one
-    for each GPU that ranks leave, or one where there is none."""
-    room = _room(replicas, ranks, store)
+    for each GPU that ranks leave, or one where there is none. `own`: settings of [rollout] for the replicas here."""
+    room = _room(replicas, ranks, store, own)
     endpoint, key = _endpoint(join), _key(file)
     allow_files(BASE + EACH * (room.replicas + room.ranks) + STRANGERS)
     if room.store is not None:
@@ -64,7 +72,7 @@ def work(join: str, replicas: int | str | None, ranks: int, file: Path | None, s
         clear_abandoned()  # of relays that were killed
 
 
-def _room(replicas: int | str | None, ranks: int, store: Path | None) -> Room:
+def _room(replicas: int | str | None, ranks: int, store: Path | None, own: Sequence[str]) -> Room:
     cards = cards_of_worker()
     if replicas is None:
         replicas = int(not ranks)
@@ -72,7 +80,7 @@ def _room(replicas: int | str | None, ranks: int, store: Path | None) -> Room:
         replicas = max(1, len(cards) - ranks)
     if not replicas and not ranks:
         raise UsageError("0 is not a number of replicas for a worker without ranks; write --replicas 1 or --ranks 1")
-    return Room(replicas, ranks, store, cards)
+    return Room(replicas, ranks, store, cards, tuple(own))
 
 
 async def _work(endpoint: str, key: JoinKey, room: Room) -> int:

@@ -10,11 +10,12 @@ import asyncio
 import logging
 import signal
 import sys
+from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from pathlib import Path
 
 from tailrace.config.tree import Config
-from tailrace.envs.sources import open_source, steps_short
+from tailrace.envs.sources import PromptSource, open_source, steps_short
 from tailrace.errors import TailraceError
 from tailrace.launch.cards import Dealt, record_cards
 from tailrace.launch.evaluation import measure
@@ -22,6 +23,7 @@ from tailrace.launch.folder import CHECKPOINTS, begin_store, resume_store, take_
 from tailrace.launch.machines import invite, withdraw
 from tailrace.launch.supervisor import Supervisor
 from tailrace.launch.view import LiveView
+from tailrace.launch.vllm_python import check_vllm
 from tailrace.logs import output
 from tailrace.model.advice import advice
 from tailrace.obs.progress import Progress
@@ -55,8 +57,7 @@ def train(dealt: Dealt, folder: Path, resume: bool, supervisor: Supervisor, acce
         return _complete(folder, "the run was over already")
     descriptors.raise_limit()
     source = None if supervisor.begun else open_source(config)
-    notes = () if source is None else (*dealt.notes, *advice(config), steps_short(config, source))
-    for note in notes:
+    for note in () if source is None else _notes(dealt, source):
         if note:
             log.warning("%s", note)
     clear_abandoned()
@@ -85,6 +86,14 @@ def train(dealt: Dealt, folder: Path, resume: bool, supervisor: Supervisor, acce
         return _complete(folder, reason)
     output(f"interrupted; the same command with --resume goes on from here ({folder})")
     return False
+
+
+def _notes(dealt: Dealt, source: PromptSource) -> Iterator[str]:
+    """What is refused here is refused before anything starts."""
+    yield from dealt.notes
+    yield check_vllm(dealt.config)
+    yield from advice(dealt.config)
+    yield steps_short(dealt.config, source)
 
 
 def _opened(folder: Path, config: Config, resume: bool, supervisor: Supervisor, accept: bool) -> RunStore:
@@ -117,7 +126,7 @@ def _complete(folder: Path, reason: str) -> bool:
 
 def _evaluates(config: Config) -> bool:
     has_rows = bool(config.task.name or config.task.eval_data or config.task.eval_rows != 0)
-    return config.run.evaluate and config.rollout.engine == "native" and has_rows
+    return config.run.evaluate and config.rollout.engine != "emulated" and has_rows
 
 
 def _evaluate(store: RunStore, config: Config, weights: Path | None, when: str) -> None:

@@ -149,7 +149,7 @@ def vocabulary_of(config: Config) -> int:
     """The same for a run. An emulated engine has none, nor has a run that goes on without its model's folder: then what
     an int32 holds."""
     size = None
-    if config.rollout.engine == "native":
+    if config.rollout.engine != "emulated":
         with suppress(ConfigError):
             size = vocabulary_size(config.model.path)
     return size or 1 << 31

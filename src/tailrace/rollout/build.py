@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from tailrace.config.tree import Config
+from tailrace.engines.base import Engine
 from tailrace.engines.emulated import EmulatedEngine
 from tailrace.envs.base import Answer, Scored, Turn
 from tailrace.rollout.runner import Key, Language, Runner
@@ -19,20 +20,30 @@ if TYPE_CHECKING:
     from tailrace.envs.prompts import Prompts
 
 
-def build_runner(config: Config, memory: float = 0.0) -> Runner:
-    """A runner without weights of its own: they come as a version. `memory`: its share of a GPU; 0: not dealt."""
+def build_runner(config: Config, memory: float = 0.0, with_weights: bool = False) -> Runner:
+    """A runner whose weights come as a version; `with_weights`: it begins with those of `model.path`. `memory`: its
+    share of a GPU; 0: not dealt."""
     limit = config.workload.max_completion_tokens
     if config.rollout.engine == "emulated":
         judge = CoinJudge(config.run.seed, config.workload.reward_s)
         return Runner(EmulatedEngine(config, config.run.seed), judge, MUTE, limit)
-    from tailrace.engines.native import build_engine
     from tailrace.envs.judges import Judges
 
     config = with_all_stops(config)
     judges = Judges(config)
     judges.start()  # beside the engine, which takes longer
-    engine = build_engine(config, config.run.seed, memory)
+    engine = _engine(config, memory, with_weights)
     return Runner(engine, judges, _language(config, _prompts(config)), limit)
+
+
+def _engine(config: Config, memory: float, with_weights: bool) -> Engine:
+    if config.rollout.engine == "vllm":
+        from tailrace.engines.vllm_engine import build_engine as build_vllm
+
+        return build_vllm(config, memory, with_weights)
+    from tailrace.engines.native import build_engine
+
+    return build_engine(config, config.run.seed, memory)
 
 
 def held_out_rows(config: Config) -> list[Row]:

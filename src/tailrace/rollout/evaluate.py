@@ -6,6 +6,8 @@ more of them are done; the last line has the result. A sample whose judge fails 
 
 from __future__ import annotations
 
+import ctypes
+import signal
 import sys
 from collections.abc import Iterator
 
@@ -19,6 +21,7 @@ from tailrace.rollout.episode import Episode
 from tailrace.rollout.runner import Outcome, Runner
 from tailrace.types import RIGHT_ABOVE, Struct
 
+PR_SET_PDEATHSIG = 1
 FIRST_TRAJECTORY = 1 << 40  # held-out samples have random numbers of their own, far from those of training
 
 
@@ -36,6 +39,7 @@ class Evaluated(Struct):
 
 def main() -> int:
     for_component()
+    _end_with_parent()
     config = msgspec.json.decode(sys.stdin.buffer.readline(), type=Config)
     try:
         for progress in evaluate(config):
@@ -46,6 +50,11 @@ def main() -> int:
     return 0
 
 
+def _end_with_parent() -> None:
+    """A controller that is killed leaves nobody behind who computes."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def evaluate(config: Config) -> Iterator[Evaluated]:
     """Yield an `Evaluated` now and then, and the final one last."""
     from tailrace.rollout.build import build_runner, held_out_rows
@@ -54,14 +63,14 @@ def evaluate(config: Config) -> Iterator[Evaluated]:
     if not rows:
         yield Evaluated(0, 0)
         return
-    runner = build_runner(config)
+    runner = build_runner(config, with_weights=True)
     for number, row in enumerate(rows):
         request = Request(FIRST_TRAJECTORY + number, 1, number, row.id, row.length)
         runner.add(Episode(request, row, (), 0))
     try:
         yield from _play(runner, len(rows))
     finally:
-        runner.judge.close()
+        runner.close()
 
 
 def _play(runner: Runner, total: int) -> Iterator[Evaluated]:

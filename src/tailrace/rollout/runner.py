@@ -118,7 +118,8 @@ class Runner:
 
     def step(self) -> list[Outcome]:
         """Let the engine go one step and hear the judges."""
-        output, version = self.engine.step(), self.engine.version
+        output = self.engine.step()
+        version = self.engine.version if output.version is None else output.version
         for id, tokens, logprobs, finish in output.additions():
             if tokens:  # none if the context had no room for any
                 self.episodes[id].sampled(version, tokens, logprobs)
@@ -136,6 +137,11 @@ class Runner:
         self.engine.withdraw([episode.request.trajectory for episode in leaving])
         self.engine.forget([episode.request.trajectory for episode in leaving])
         return leaving
+
+    def close(self) -> None:
+        self.judge.close()
+        if (close := getattr(self.engine, "close", None)) is not None:  # one with processes of its own
+            close()
 
     def _next_turn(self, episode: Episode) -> None:
         if episode.completion_tokens >= self.max_completion_tokens:

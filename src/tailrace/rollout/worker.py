@@ -43,7 +43,7 @@ from tailrace.samples.uploads import Growth
 from tailrace.types import Version, label
 from tailrace.weights.fetch import RelayReaders
 from tailrace.weights.pull import Puller
-from tailrace.weights.region import SharedMemoryError
+from tailrace.weights.region import MappedVersion, SharedMemoryError
 from tailrace.wire.client import ControlClient
 from tailrace.wire.messages import ComponentSpec, Ended, Introduce, Ordered, Receipt
 
@@ -95,7 +95,7 @@ class RolloutWorker:
             if self._puller is not None:
                 self._puller.close()
             self._relays.close()
-            self.runner.judge.close()
+            self.runner.close()
             self.controller.close()
 
     def _join(self) -> None:
@@ -193,10 +193,14 @@ class RolloutWorker:
         began = time.monotonic()
         try:
             mapped = reader.open(command.version)
-            weights = mapped.arrays() if self.config.rollout.engine == "emulated" else mapped.tensors()
-            self._switch(command.version, weights, began)
+            self._switch(command.version, self._as_its_engine_wants(mapped), began)
         except (SharedMemoryError, ValueError) as error:
             self._pull_failed(command.version, error)
+
+    def _as_its_engine_wants(self, mapped: MappedVersion) -> Any:
+        """vLLM's processes map the file themselves."""
+        forms = {"emulated": mapped.arrays, "native": mapped.tensors, "vllm": lambda: mapped}
+        return forms[self.config.rollout.engine]()
 
     def _switch_when_pulled(self, puller: Puller) -> None:
         try:

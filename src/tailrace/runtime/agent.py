@@ -25,6 +25,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from tailrace import __version__
+from tailrace.config import with_options
 from tailrace.config.dealing import deal_elsewhere
 from tailrace.config.tree import Config
 from tailrace.errors import TailraceError
@@ -61,12 +62,14 @@ class AgentError(TailraceError):
 
 class Room(NamedTuple):
     """What this machine has for a run. `store`: the folder for the tokens of what is generated here; None: they go to
-    the run's own machine. `cards`: its GPUs, to be dealt here."""
+    the run's own machine. `cards`: its GPUs, to be dealt here. `own`: settings of [rollout] for the replicas here, as
+    options."""
 
     replicas: int
     ranks: int = 0
     store: Path | None = None
     cards: tuple[Card, ...] = ()
+    own: tuple[str, ...] = ()
 
 
 class Agent:
@@ -172,8 +175,12 @@ class Agent:
                 if spec.role == "trainer":
                     _refuse_missing_torch()
                     _refuse_other_folder(spec)
-                self._local.deal = deal_elsewhere(spec.config, self._room.cards, self._room.replicas, self._room.ranks)
+                self._deal(spec.config)
                 self._start(self._at_home(spec))
+
+    def _deal(self, config: Config) -> None:
+        room = self._room
+        self._local.deal = deal_elsewhere(self._of_replicas(config), room.cards, room.replicas, room.ranks)
 
     def _start(self, spec: ComponentSpec) -> None:
         """What cannot be started now is still wanted with the next answer."""
@@ -198,14 +205,19 @@ class Agent:
             fingerprint=self._spec.fingerprint,
             lifeline=self._own,
             listen=listen,
-            config=self._sized(spec.config),
+            config=self._own_config(spec),
         )
         if spec.role == "trainer":
             return replace(here, folder_id=identity_of(Path(spec.folder)) or spec.folder_id)
         return replace(here, folder=str(self._room.store), folder_id=(0, 0)) if spec.role == "store" else here
 
-    def _sized(self, config: Config) -> Config:
+    def _of_replicas(self, config: Config) -> Config:
+        """They may have settings of their own here."""
+        return with_options(config, self._room.own, "rollout.") if self._room.own else config
+
+    def _own_config(self, spec: ComponentSpec) -> Config:
         """Processes share what is here with those that are here."""
+        config = self._of_replicas(spec.config) if spec.role == "replica" else spec.config
         local = replace(config.local, replicas=max(1, self._room.replicas), ranks=self._room.ranks)
         return replace(config, local=local)
 

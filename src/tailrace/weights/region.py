@@ -31,10 +31,11 @@ class SharedMemoryError(TailraceError):
 class MappedVersion:
     """A sealed version in this process's address space, read-only. It stays mapped while anything refers to it."""
 
-    def __init__(self, version: Version, checksum: str, buffer: memoryview) -> None:
+    def __init__(self, version: Version, checksum: str, buffer: memoryview, path: Path) -> None:
         self.version = version
         self.checksum = checksum
         self.buffer = buffer
+        self.path = path  # of the safetensors file, for another process of this host
 
     @property
     def size(self) -> int:

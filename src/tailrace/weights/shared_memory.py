@@ -100,7 +100,7 @@ class SharedMemoryReader:
                 memory = mmap.mmap(file.fileno(), sealed.size, access=mmap.ACCESS_READ)
         except (FileNotFoundError, BlockingIOError):
             raise SharedMemoryError(f"{label('version', sealed.version)} was just dropped from {self.path}") from None
-        return MappedVersion(sealed.version, sealed.checksum, memoryview(memory))
+        return MappedVersion(sealed.version, sealed.checksum, memoryview(memory), sealed.path)
 
     def _sealed_files(self) -> Iterator[SealedFile]:
         for file in self._files("v*.safetensors"):
