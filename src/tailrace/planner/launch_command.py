@@ -15,7 +15,7 @@ import msgspec
 
 from tailrace.config import Config
 from tailrace.planner.placement import NodeGroup
-from tailrace.planner.sizing import Sizing, TrainerSize, engine_bytes
+from tailrace.planner.sizing import Sizing, TrainerSize, engine_bytes, fewest_ranks, longest_sequence, room
 from tailrace.sim.gpus import find
 
 MOST_PROCESSES = 1024  # ranks of a trainer, and replicas of a run
@@ -65,9 +65,17 @@ def _no_trainer(config: Config, sizing: Sizing) -> str:
             f"{'one' if sizing.placement.ranks == 1 else 'each'} {find(config.cluster.gpu).name}; "
             "split the cards: split.colocated = false"
         )
+    fewest = fewest_ranks(config)
+    if fewest:
+        ways = config.split.trainer_parallel
+        again = f", which has no ways of its own (split.trainer_parallel = {ways})" if ways > 1 else ""
+        return (
+            f"Tailrace's trainer{again} needs at least {fewest} ranks for this model, and "
+            f"{sizing.placement.ranks} are planned; write split.trainer_parallel = 1 and plan again"
+        )
     return (
-        "Tailrace's trainer shards weights over its ranks but not a sequence, and one does not fit its card; write a "
-        "smaller workload.max_completion_tokens or give the trainer more GPUs"
+        f"Tailrace's trainer divides weights between its ranks, not sequences, and one of {longest_sequence(config):,} "
+        f"tokens does not fit a card of {room(config) / 1e9:.0f} GB; write a smaller workload.max_completion_tokens"
     )
 
 
@@ -114,7 +122,8 @@ def _commands(sizing: Sizing, file: str) -> Iterator[str]:
     yield f"tailrace launch {PLACERS[0]} {file} {_per_node(first)}"
     for group in others:
         where = "one more host" if group.nodes == 1 else f"each of {group.nodes} more hosts"
-        yield f"tailrace worker --join HOST:PORT --replicas {group.replicas}    # on {where}"
+        ranks = f" --ranks {group.ranks}" if group.ranks else ""
+        yield f"tailrace worker --join HOST:PORT --replicas {group.replicas}{ranks}    # on {where}"
 
 
 def _per_node(group: NodeGroup) -> str:

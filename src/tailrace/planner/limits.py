@@ -137,7 +137,12 @@ def _larger_cards(config: Config) -> Iterator[tuple[str, Config]]:
 
 def _possible(config: Config) -> bool:
     """With cards enough."""
-    return bool(fewest_ways(config)) and (config.split.trainer_parallel > 1 or bool(fewest_ranks(config)))
+    served = bool(fewest_ways(_of_whole_hosts(config)))
+    return served and (config.split.trainer_parallel > 1 or bool(fewest_ranks(config)))
+
+
+def _of_whole_hosts(config: Config) -> Config:
+    return _changed(config, "cluster", gpus=max(config.cluster.gpus, config.cluster.gpus_per_host))
 
 
 def _fits(config: Config) -> bool:
@@ -148,7 +153,7 @@ def _with_enough_cards(change: str, config: Config) -> str:
     """The change, and more cards where it needs them too; empty: it would not be enough."""
     if _fits(config):
         return change
-    gpus = enough_cards(_changed(config, "cluster", gpus=max(config.cluster.gpus, config.cluster.gpus_per_host)))
+    gpus = enough_cards(_of_whole_hosts(config))
     return " and ".join(each for each in (change, f"cluster.gpus = {gpus}") if each) if gpus else ""
 
 

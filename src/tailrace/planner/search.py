@@ -237,7 +237,7 @@ class Search:
             check_fit(own)
         except ConfigError:
             return None
-        return own
+        return own if own.colocated or self.space.trains(own.trainer_gpus) else None
 
     def _finalists(self) -> list[SearchPoint]:
         """What the tuning prefers, what was fastest, the best start (short runs may have underrated it), and the best

@@ -5,10 +5,10 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from tailrace.config import Config, with_values
+from tailrace.config import Config, ConfigError, with_values
 from tailrace.config.tree import ScheduleKind
 from tailrace.planner.balance import Theory
-from tailrace.planner.placement import exact_splits, two_kinds, ways_to_try
+from tailrace.planner.placement import exact_splits, two_kinds, ways_over_hosts, ways_to_try
 from tailrace.planner.sizing import fewest_ranks
 from tailrace.sim.cost_model import check_fit
 
@@ -70,7 +70,17 @@ class Space:
     def sync(self) -> list[SearchPoint]:
         if self.config.costs.measured:
             return [SearchPoint("sync", self.config.split.tensor_parallel)]
-        return [SearchPoint("sync", each) for each in ways_to_try(self.config)]
+        within = [SearchPoint("sync", each) for each in ways_to_try(self.config)]
+        if any(self._fits(point) for point in within):
+            return within
+        return [SearchPoint("sync", each) for each in ways_over_hosts(self.config)] or within
+
+    def _fits(self, point: SearchPoint) -> bool:
+        try:
+            self.config_of(point, 1)
+        except ConfigError:
+            return False
+        return True
 
     def starts(self) -> list[SearchPoint]:
         """Every asynchronous schedule at theta*, at the parallelism that theory likes best; without one, as it is."""
@@ -92,12 +102,17 @@ class Space:
         """Trainer sizes that leave no GPU unused, can be placed on the hosts and hold the model."""
         if self.fixed or self.shared:
             return [0]  # as the user's config says
-        return [size for size in exact_splits(self.config, ways) if size >= self._fewest]
+        return [size for size in exact_splits(self.config, ways) if self.trains(size)]
+
+    def trains(self, gpus: int) -> bool:
+        """Whether so many cards hold what training needs."""
+        return gpus >= self._fewest
 
     @cached_property
     def _fewest(self) -> int:
-        """A trainer with ways of its own is not ours, so only the simulator's limit holds for it."""
-        return fewest_ranks(self.config) if self.config.split.trainer_parallel == 1 else 1
+        """Measured processes are no cards, and a trainer with ways of its own is not ours: no limit for these."""
+        ours = self.config.split.trainer_parallel == 1 and not self.config.costs.measured
+        return fewest_ranks(self.config) if ours else 1
 
     @property
     def undivided(self) -> str:

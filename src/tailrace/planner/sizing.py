@@ -8,7 +8,7 @@ longer: FSDP2 gathers the next layer while one computes.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import ceil
+from math import ceil, inf
 
 import msgspec
 
@@ -61,13 +61,14 @@ def size(config: Config) -> Sizing | None:
     """Of the equally near placements the one that trains fastest; None where a replica is larger than a host."""
     sizes = sizes_of(config.workload, config.run.seed)
     tokens = sum(sizes.sequences) / len(sizes.sequences)
-    found = [_sized(config, placement, tokens) for placement in placements(config)]
-    return min(found, key=_slowness, default=None)
+    return _fastest([_sized(config, placement, tokens) for placement in placements(config)])
 
 
-def _slowness(sizing: Sizing) -> tuple[bool, float]:
-    trainer = sizing.trainer
-    return trainer is None, round(trainer.mini_batch_s, 2) if trainer else 0.0
+def _fastest(found: list[Sizing]) -> Sizing | None:
+    """The first that is about as fast as any: hosts that are alike come first, which one command starts."""
+    seconds = [each.trainer.mini_batch_s if each.trainer else inf for each in found]
+    least = min(seconds, default=inf)
+    return next((each for each, took in zip(found, seconds, strict=True) if took <= AS_FAST * least), None)
 
 
 def _sized(config: Config, placement: Placement, mean_tokens: float) -> Sizing:

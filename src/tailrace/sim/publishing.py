@@ -47,8 +47,8 @@ class PublishPlan(msgspec.Struct, frozen=True, kw_only=True):
     relays: int
     rank: Traffic
     master: Traffic
-    relay_with_ranks: Traffic | None  # neither the master nor the last; None: there is no other host with ranks
-    relay_without_ranks: Traffic | None  # None: every host has ranks
+    relay_with_ranks: Traffic | None  # not the master, and not the last of a longer chain; None: there is no such host
+    relay_without_ranks: Traffic | None  # the same; None: every host has ranks
     host_memory: float  # versions kept, the one that arrives, and the copies of this host's ranks
     stall_s: float  # training stands still
     master_s: float  # from the end of the training step until the master has the version
@@ -71,7 +71,7 @@ def publish_plan(
     relays = max(relays, with_ranks)
     share, part = weight_bytes / ranks, weight_bytes * per_host / ranks
     targets = 1 if relay.topology == "chain" else relay.fan_out
-    onwards = weight_bytes * targets
+    onwards = weight_bytes * min(targets, relays - 2)
     stall_s = ((trained_bytes or 2 * weight_bytes) / ranks + share) / links.device
     master_s = stall_s + _to_master_s(share, weight_bytes - part, links)
     return PublishPlan(
