@@ -17,6 +17,7 @@ from tailrace.planner.limits import check_limits, enough_cards, fewest_ways
 from tailrace.planner.placement import NodeGroup, exact_splits, placements, ways_to_try
 from tailrace.planner.sizing import engine_bytes, fewest_ranks, longest_sequence, room, size, token_budgets
 from tailrace.planner.sizing_report import render_sizing, settings_toml, sizing_json
+from tailrace.sim.cost_model import CostModel
 from tailrace.sim.gpus import find
 from tailrace.sim.sharding import arithmetic_s, exchange, frozen_policies, rank_memory
 
@@ -333,3 +334,29 @@ def test_the_report_and_its_object_say_the_same():
     assert shown["trainer"]["memory"]["total"] == sizing.trainer.memory.total
     assert shown["placement"]["groups"] == [{"nodes": 4, "ranks": 4, "replicas": 2}]
     assert shown["launch"]["commands"] == list(command.commands)
+
+
+# ----------------------------------------------------------------------------------------------------------- simulator
+
+
+OWN_HOST = {"cluster.gpus_per_host": 24}
+
+
+def test_weights_enter_a_host_once_where_every_card_trains_whole_sequences():
+    """Three times the weights: at the network's rate over hosts, at the cards' links within one."""
+    alone = {"split.trainer_gpus": 16, "cluster.network_gbytes_per_s": 10}
+    slow, fast = (CostModel(cluster("qwen2.5-7b", 24, **alone, **extra)).train([]) for extra in ({}, OWN_HOST))
+    weights = cluster("qwen2.5-7b", 24).model.weight_bytes
+    assert slow == pytest.approx(3 * weights / 10e9)
+    assert fast == pytest.approx(3 * weights / 450e9)
+
+
+def test_ways_fetch_their_parts_apart():
+    parts = {"split.trainer_gpus": 16, "cluster.network_gbytes_per_s": 10, "split.trainer_parallel": 8}
+    config = cluster("qwen2.5-7b", 24, **parts)
+    assert CostModel(config).train([]) == pytest.approx(3 * config.model.weight_bytes / 8 / (10e9 / 8))
+
+
+def test_more_ways_than_key_heads_keep_copies_of_them():
+    two, four = (CostModel(cluster("qwen2.5-1.5b", 8, **{"split.tensor_parallel": ways})) for ways in (2, 4))
+    assert four.kv_bytes_per_token == 2 * two.kv_bytes_per_token  # two key heads on four cards

@@ -68,7 +68,7 @@ def _no_trainer(config: Config, sizing: Sizing) -> str:
     fewest = fewest_ranks(config)
     if fewest:
         ways = config.split.trainer_parallel
-        again = f", which has no ways of its own (split.trainer_parallel = {ways})" if ways > 1 else ""
+        again = f", which has no ways of its own (split.trainer_parallel = {ways})," if ways > 1 else ""
         return (
             f"Tailrace's trainer{again} needs at least {fewest} ranks for this model, and "
             f"{sizing.placement.ranks} are planned; write split.trainer_parallel = 1 and plan again"

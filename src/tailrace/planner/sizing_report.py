@@ -84,7 +84,7 @@ def _where(placement: Placement) -> str:
     if placement.nodes == 1:
         return f"on one box with {_group(placement.groups[0], placement.ways)}{shared}"
     parts = [f"{_hosts(group.nodes)} with {_group(group, placement.ways)}" for group in placement.groups]
-    return f"on {' and '.join(parts)}{shared}"
+    return f"on {'; '.join(parts)}{shared}"
 
 
 def _hosts(nodes: int) -> str:

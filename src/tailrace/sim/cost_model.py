@@ -130,14 +130,19 @@ class CostModel:
         return seconds * tensor_ways / split.trainer_parallel
 
     def _exchange(self, ranks: int) -> float:
-        """Gather for forward, gather for backward, scatter of the gradients: each moves this rank's share once."""
+        """Gather for forward, gather for backward, scatter of the gradients: each moves this rank's share once.
+
+        Across hosts: with whole sequences on every card (FSDP alone), the cards of a host need the same weights, which
+        enter it once and are shared over its own links. With ways, each card is taken to fetch its part by itself.
+        """
         if ranks == 1:
             return 0.0
-        cluster = self.config.cluster
-        per_gpu = cluster.network_gbytes_per_s * 1e9 / cluster.gpus_per_host
+        cluster, ways = self.config.cluster, self.config.split.trainer_parallel
+        fetching = 1 if ways == 1 else cluster.gpus_per_host
         within_host = self.config.trainer_gpus <= cluster.gpus_per_host
-        link = self.trainer_gpu.interconnect_bytes_per_s if within_host else per_gpu
-        return 3.0 * self.model.weight_bytes / self.config.split.trainer_parallel / link
+        network = cluster.network_gbytes_per_s * 1e9 / fetching
+        link = self.trainer_gpu.interconnect_bytes_per_s
+        return 3.0 * self.model.weight_bytes / ways / (link if within_host else min(link, network))
 
     # ---------------------------------------------------------------------------------------------------- weights
 
