@@ -6,6 +6,7 @@ import re
 import tomllib
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -15,7 +16,7 @@ from tailrace.config.tree import Cluster, Model, Trainer
 from tailrace.planner.launch_command import launch_command
 from tailrace.planner.limits import check_limits, enough_cards, fewest_ways
 from tailrace.planner.placement import NodeGroup, exact_splits, placements, ways_to_try
-from tailrace.planner.sizing import engine_bytes, fewest_ranks, longest_sequence, room, size, token_budgets
+from tailrace.planner.sizing import TrainerSize, engine_bytes, fewest_ranks, longest_sequence, room, size, token_budgets
 from tailrace.planner.sizing_report import render_sizing, settings_toml, sizing_json
 from tailrace.sim.cost_model import CostModel
 from tailrace.sim.gpus import find
@@ -24,14 +25,21 @@ from tailrace.sim.sharding import arithmetic_s, exchange, frozen_policies, rank_
 ROOT = Path(__file__).parents[2]
 
 
-def config_of(*words, **settings):
-    return load([], [*words, *(word for key, value in settings.items() for word in (f"--{key}", str(value)))])
+def config_of(**settings: Any) -> Config:
+    return load([], [word for key, value in settings.items() for word in (f"--{key}", str(value))])
 
 
-def cluster(preset, gpus, per_host=8, gpu="H100", **settings):
+def cluster(preset: Any, gpus: Any, per_host: Any = 8, gpu: Any = "H100", **settings: Any) -> Config:
     base = {"model.preset": preset, "cluster.gpus": gpus, "cluster.gpus_per_host": per_host, "cluster.gpu": gpu}
     short = {"workload.prompts_per_step": 8, "workload.group_size": 4, "workload.max_completion_tokens": 4096}
     return config_of(**(base | short | settings))
+
+
+def trained(config: Config) -> TrainerSize:
+    found = size(config)
+    assert found
+    assert found.trainer
+    return found.trainer
 
 
 # ------------------------------------------------------------------------------------------------------ a rank's memory
@@ -105,12 +113,12 @@ def test_collectives_over_hosts_run_at_the_network():
 
 def test_a_slow_network_asks_for_hybrid_and_a_full_card_forbids_it():
     slow = {"cluster.network_gbytes_per_s": 1, "split.trainer_gpus": 16, "trainer.mini_batches": 1}
-    assert size(cluster("qwen2.5-7b", 24, **slow)).trainer.sharding == "hybrid"
-    assert size(cluster("qwen2.5-32b", 24, **slow, **{"split.tensor_parallel": 2})).trainer.sharding == "full"
+    assert trained(cluster("qwen2.5-7b", 24, **slow)).sharding == "hybrid"
+    assert trained(cluster("qwen2.5-32b", 24, **slow, **{"split.tensor_parallel": 2})).sharding == "full"
 
 
 def test_what_fits_as_it_is_stays_as_it_is():
-    found = size(cluster("qwen2.5-1.5b", 8, gpu="H200", **{"split.trainer_gpus": 4})).trainer
+    found = trained(cluster("qwen2.5-1.5b", 8, gpu="H200", **{"split.trainer_gpus": 4}))
     assert (found.sharding, found.recompute, found.tokens_per_batch) == ("full", False, Trainer().tokens_per_batch)
 
 
@@ -176,6 +184,7 @@ def with_split(config, **values):
 def test_one_host_trains_alone_where_that_saves_the_network():
     """Eight ranks on one host, rather than one on each of eight: both leave 56 cards to replicas."""
     found = size(cluster("qwen2.5-7b", 64, **{"split.trainer_gpus": 8, "cluster.network_gbytes_per_s": 5}))
+    assert found
     assert found.placement.groups == (NodeGroup(1, 8, 0), NodeGroup(7, 0, 8))
 
 
@@ -207,7 +216,7 @@ CASES = [
 ]
 
 
-def refusal(preset, gpus, per_host, gpu, **settings):
+def refusal(preset: Any, gpus: Any, per_host: Any, gpu: Any, **settings: Any) -> str:
     try:
         check_limits(cluster(preset, gpus, per_host, gpu, **settings))
     except ConfigError as error:
@@ -264,6 +273,8 @@ def test_the_least_cluster_is_enough_and_one_host_less_is_not():
 def test_shared_cards_hold_both_roles():
     config = cluster("qwen2.5-1.5b", 1)
     found = size(config)
+    assert found
+    assert found.trainer
     assert found.placement.shared
     assert found.trainer.memory.total + engine_bytes(config) <= find("H100").memory_bytes
     share = launch_command(config, found).settings["rollout.memory"]
@@ -325,6 +336,8 @@ def test_measured_processes_are_trained_as_they_are():
 def test_the_report_and_its_object_say_the_same():
     config = cluster("qwen2.5-32b", 32, **HALF)
     sizing = size(config)
+    assert sizing
+    assert sizing.trainer
     command = launch_command(config, sizing)
     text = "\n".join(render_sizing(sizing, command))
     shown = json.loads(json.dumps(sizing_json(sizing, command)))

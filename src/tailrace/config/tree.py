@@ -269,7 +269,7 @@ class Trainer(Section):
     recompute: bool = False  # activation checkpointing: recompute activations in backward instead of keeping them
     compile: bool = True  # on a GPU in bfloat16: compile the model's blocks, which takes a while for each size of pack
     ranks: Processes = 1  # processes over which weights, gradients and moments are sharded (FSDP2)
-    sharding: Literal["full", "hybrid"] = "full"  # over all ranks, or over those of each host
+    sharding: Literal["full", "hybrid"] = "full"  # hybrid: within each host; hosts have copies of each other
     threads: Natural = 0  # CPU threads per rank; 0: torch's choice
     device: str = ""  # "cpu", "cuda"; empty: the GPU if there is one
     engine: Literal["native", "emulated"] = "native"  # emulated: takes the time that [costs] says, trains nothing

@@ -17,6 +17,7 @@ from tailrace.config import Config
 from tailrace.planner.placement import NodeGroup
 from tailrace.planner.sizing import Sizing, TrainerSize, engine_bytes, fewest_ranks, longest_sequence, room
 from tailrace.sim.gpus import find
+from tailrace.sim.sharding import arithmetic_s
 
 MOST_PROCESSES = 1024  # ranks of a trainer, and replicas of a run
 PLACERS = ("ray", "slurm", "k8s")
@@ -145,6 +146,9 @@ def _notes(config: Config, sizing: Sizing) -> Iterator[str]:
             f"split.trainer_parallel = {config.split.trainer_parallel} is simulated only: Tailrace's ranks divide "
             "weights, not sequences, so long ones take longer than the table says."
         )
+    if sizing.trainer and sizing.trainer.recompute and not config.trainer.recompute:
+        more = arithmetic_s(config, 1.0, recompute=True) / arithmetic_s(config, 1.0, recompute=False) - 1
+        yield f"Recomputing activations is not simulated: the trainer computes {more:.0%} more than the table has."
     if not placement.shared and (placement.ranks, placement.replicas) != (config.trainer_gpus, config.replicas):
         yield (
             f"{config.trainer_gpus} + {config.rollout_gpus} GPUs cannot be divided evenly over the hosts; these "
