@@ -281,6 +281,12 @@ def test_shared_cards_hold_both_roles():
     assert engine_bytes(config) <= share * 80e9 <= 80e9 - found.trainer.memory.total
 
 
+def test_on_shared_cards_the_trainer_takes_no_more_than_it_needs():
+    shared, apart = (cluster("qwen2.5-1.5b", 8, **{"schedule.kind": kind}) for kind in ("sync", "trajectory"))
+    assert trained(shared).memory.total < trained(apart).memory.total
+    assert trained(shared).recompute is False  # which would take longer
+
+
 def test_a_replica_is_as_large_as_the_model_needs():
     assert fewest_ways(cluster("qwen2.5-7b", 8)) == 1
     assert fewest_ways(cluster("qwen2.5-72b", 64)) == 4

@@ -1,8 +1,8 @@
 """How a recommended split is run: the trainer's sharding, recomputation and packs, and what a weight publish moves.
 
 Of all ways to run the trainer that fit into its cards, `size_trainer` takes the one whose mini-batch is fastest, and
-among equally fast ones that which changes least. A pass over a pack takes its arithmetic or its exchange, whichever is
-longer: FSDP2 gathers the next layer while one computes.
+among equally fast ones that which changes least, or on shared cards that which leaves most to the replicas. A pass over
+a pack takes its arithmetic or its exchange, whichever is longer: FSDP2 gathers the next layer while one computes.
 """
 
 from __future__ import annotations
@@ -86,6 +86,8 @@ def size_trainer(config: Config, placement: Placement, mean_tokens: float) -> Tr
     fitting = [each for each in _ways_to_train(config, placement, mean_tokens) if each.memory.total <= each.room]
     fastest = min((each.mini_batch_s for each in fitting), default=0.0)
     close = [each for each in fitting if each.mini_batch_s <= AS_FAST * fastest]
+    if placement.shared:  # what the trainer does not need is KV of the replicas
+        return min(close, key=lambda each: each.memory.total, default=None)
     return min(close, key=lambda each: (_changes(config, each), each.mini_batch_s), default=None)
 
 
