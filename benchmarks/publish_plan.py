@@ -6,7 +6,7 @@ Ranks are processes that meet over gloo. Each one has the rows of every tensor t
 random numbers stands for all of them, so that four ranks fit on a small machine), and publishes them as the trainer
 does. Nothing is trained. The relay is this process; it assembles the version in shared memory. Some tensors are
 compared with what the ranks had. `seconds` is from the order to publish until the version is sealed. `plan` is
-`weights/plan.py` with the rates of the measurement itself for one rank, so its time for more ranks is a prediction;
+`sim/publishing.py` with the rates of the measurement itself for one rank, so its time for more ranks is a prediction;
 all of them share this machine's cores. Writes benchmarks/results/publish_plan.json.
 """
 
@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tailrace.config.model_shapes import SHAPES
-from tailrace.weights.plan import Rates, publish_plan
+from tailrace.sim.publishing import LinkRates, publish_plan
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "publish_plan.json"
@@ -179,9 +179,11 @@ def _compare(memory: Any, size: int) -> None:
         assert torch.equal(tensors[name].view(torch.uint8), expected.view(torch.uint8)), name  # not all are numbers
 
 
-def with_plan(row: dict[str, Any], rates: Rates) -> dict[str, Any]:
-    plan = publish_plan(row["relay_bytes"], [row["ranks"]], 1, rates)
-    planned = {"plan_rank_bytes": plan.rank_bytes, "plan_stall_s": plan.snapshot_s, "plan_seconds": plan.master_s}
+def with_plan(row: dict[str, Any], links: LinkRates) -> dict[str, Any]:
+    size = row["relay_bytes"]
+    plan = publish_plan(size, row["ranks"], row["ranks"], 1, links, trained_bytes=size)
+    seconds = plan.master_s - plan.stall_s  # measured from the order to publish, after the snapshot
+    planned = {"plan_rank_bytes": int(plan.rank.sent), "plan_stall_s": plan.stall_s, "plan_seconds": seconds}
     return {name: round(value, 3) if isinstance(value, float) else value for name, value in (row | planned).items()}
 
 
@@ -196,10 +198,9 @@ def main() -> None:
         return
     rows = [measure(size) for size in options.ranks]
     one = rows[0]
-    rates = Rates(
-        snapshot=one["rank_bytes"] / one["stall_s"], assemble=one["relay_bytes"] / one["seconds"], network=1e12
-    )
-    rows = [with_plan(row, rates) for row in rows]
+    copied, sealed = 2 * one["rank_bytes"] / one["stall_s"], one["relay_bytes"] / one["seconds"]
+    links = LinkRates(network=1e12, host=1e12, device=copied, latency_s=0.0, relay=sealed)
+    rows = [with_plan(row, links) for row in rows]
     RESULTS.write_text(json.dumps({"preset": PRESET, "precision": "bfloat16", "rows": rows}, indent=1) + "\n")
     table = Table(*rows[0])
     for row in rows:

@@ -17,7 +17,6 @@ from tailrace.trainer.manifest import CheckpointError
 from tailrace.trainer.parallel import by_host
 from tailrace.trainer.saved_tensors import SavedPiece, SavedTensors, file_of, joined, whole, write_tensors
 from tailrace.trainer.step import Learner
-from tailrace.weights.plan import Rates, publish_plan
 from tailrace.weights.shard import RowRange
 from trainer_cases import settings, tiny_folder
 
@@ -103,18 +102,3 @@ def test_hybrid_sharding_needs_as_many_ranks_on_every_host() -> None:
     assert by_host([]) == []
     with pytest.raises(ConfigError, match=r'"hybrid" needs as many .* 2 on host 0, 1 on host 4; write "full"'):
         by_host([0, 0, 4])
-
-
-RATES = Rates(snapshot=10e9, assemble=5e9, network=1e9, round_trip_s=0.001)
-
-
-def test_a_publication_is_as_slow_as_its_slowest_link() -> None:
-    alone = publish_plan(10_000_000_000, [1], 1, RATES)
-    assert (alone.rank_bytes, alone.host_out_bytes, alone.master_s, alone.everywhere_s) == (10**10, 0, 2.0, 2.0)
-    assert alone.snapshot_s == 1.0
-    four = publish_plan(10_000_000_000, [2, 2], 3, RATES)
-    assert (four.rank_bytes, four.master_in_bytes, four.host_out_bytes) == (25 * 10**8, 5 * 10**9, 15 * 10**9)
-    assert four.master_s == 5.0
-    assert four.everywhere_s == pytest.approx(15.0, abs=0.01)
-    hybrid = publish_plan(10_000_000_000, [2, 2], 3, RATES, hybrid=True)
-    assert (hybrid.rank_bytes, hybrid.master_in_bytes, hybrid.master_s) == (5 * 10**9, 0, 2.0)

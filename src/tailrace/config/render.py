@@ -69,10 +69,10 @@ def _tables(values: Mapping[str, Any], comments: Mapping[str, Any]) -> Iterator[
 
 
 def _line(key: str, value: Any) -> str:
-    return f"{leaf(key)} = {_literal(value)}"
+    return f"{leaf(key)} = {literal(value)}"
 
 
-def _literal(value: Any) -> str:
+def literal(value: Any) -> str:
     match value:
         case None:
             return f'"{UNSET}"'
@@ -83,9 +83,9 @@ def _literal(value: Any) -> str:
         case float() if value.is_integer() and abs(value) < 1e15:
             return str(int(value))
         case tuple() | list():
-            return f"[{', '.join(_literal(each) for each in cast('list[Any]', value))}]"
+            return f"[{', '.join(literal(each) for each in cast('list[Any]', value))}]"
         case dict():
-            pairs = [f"{_literal(key)} = {_literal(each)}" for key, each in cast("dict[str, Any]", value).items()]
+            pairs = [f"{literal(key)} = {literal(each)}" for key, each in cast("dict[str, Any]", value).items()]
             return f"{{ {', '.join(pairs)} }}" if pairs else "{}"
         case _:
             return repr(value)

@@ -313,7 +313,7 @@ def _start(config: Config, stop_tokens: Iterable[int], memory: float, with_weigh
         arguments["dtype"] = rollout.precision
     if rollout.prefill_tokens:
         arguments["max_num_batched_tokens"] = rollout.prefill_tokens
-    drawing = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
+    drawing: dict[str, Any] = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
     return words.StartEngine(
         arguments | rollout.vllm,
         drawing | {"stop_token_ids": sorted(stop_tokens)},

@@ -24,7 +24,7 @@ def plan(files: Sequence[str], settings: Sequence[str], as_json: bool) -> int:
     if as_json:
         import json
 
-        output(json.dumps(planner.plan_json(found)))
+        output(json.dumps(planner.plan_json(found, files)))
     else:
-        output(planner.render_plan(found))
+        output(planner.render_plan(found, files))
     return 0

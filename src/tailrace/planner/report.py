@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
 
 from tailrace.config import Config
 from tailrace.config.defaults import FLEET, following_fleet
-from tailrace.config.fields import UNSET, fields, leaf, read
+from tailrace.config.fields import UNSET, fields, read
 from tailrace.obs.tables import percent, render_table, seconds
+from tailrace.planner.launch_command import launch_command
 from tailrace.planner.search import Candidate, Plan
+from tailrace.planner.sizing_report import render_sizing, settings_toml, sizing_json
 from tailrace.sim.result import Result
 
 COLUMNS = ("", "tokens/s", "step\ns", "trainer\nidle", "rollout\nidle", "staleness\nmean/max", "$ per M\ntokens")
 
 
-def render_plan(plan: Plan) -> str:
-    """Verdict, fragment, table, reasons and alternatives, as plain text."""
-    parts = [_verdict(plan), _recommendation(plan), render_table(COLUMNS, list(_rows(plan))), _why(plan)]
+def render_plan(plan: Plan, files: Sequence[str] = ()) -> str:
+    """Verdict, fragment, table, how to run it, reasons and alternatives, as plain text."""
+    command = launch_command(plan.best, plan.sizing, files)
+    parts = [_verdict(plan), _recommendation(plan), render_table(COLUMNS, list(_rows(plan)))]
+    parts += [*render_sizing(plan.sizing, command), _why(plan)]
     if plan.alternatives:
         rows = [_row(describe(each.config), each.result) for each in plan.alternatives]
         parts.append(f"Next best:\n{render_table(COLUMNS, rows)}")
@@ -29,10 +32,7 @@ def render_plan(plan: Plan) -> str:
 
 def fragment(asked: Config, best: Config) -> str:
     """The settings of `best` that differ from `asked`, as TOML: to be loaded after the user's file."""
-    tables: dict[str, list[str]] = {}
-    for key, value in (differences(asked, best) | _fleet_to_say(asked, best)).items():
-        tables.setdefault(key.rpartition(".")[0], []).append(f"{leaf(key)} = {_literal(value)}")
-    return "\n\n".join("\n".join((f"[{section}]", *lines)) for section, lines in tables.items())
+    return settings_toml(differences(asked, best) | _fleet_to_say(asked, best))
 
 
 def _fleet_to_say(asked: Config, best: Config) -> dict[str, Any]:
@@ -42,17 +42,12 @@ def _fleet_to_say(asked: Config, best: Config) -> dict[str, Any]:
     return {key: read(best, key) for key in same}
 
 
-def _literal(value: Any) -> str:
-    """Searched settings are words, truth values and numbers, which TOML and JSON write alike."""
-    return str(int(value)) if isinstance(value, float) and value.is_integer() else json.dumps(value)
-
-
 def differences(asked: Config, best: Config) -> dict[str, Any]:
     changed = [key for key in fields() if read(asked, key) != read(best, key)]
     return {key: UNSET if (value := read(best, key)) is None else value for key in changed}
 
 
-def plan_json(plan: Plan) -> dict[str, Any]:
+def plan_json(plan: Plan, files: Sequence[str] = ()) -> dict[str, Any]:
     """The plan for programs: plain values only."""
     return {
         "best": _entry(plan, Candidate(plan.best, plan.result)),
@@ -66,6 +61,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "fragment": fragment(plan.asked, plan.best),
         "reasons": list(plan.reasons),
         "simulations": plan.simulations,
+        **sizing_json(plan.sizing, launch_command(plan.best, plan.sizing, files)),
     }
 
 

@@ -23,8 +23,11 @@ import msgspec
 from tailrace.config import Config, ConfigError, with_values
 from tailrace.config.tree import ScheduleKind
 from tailrace.planner.balance import Theory, theory
+from tailrace.planner.limits import check_limits
+from tailrace.planner.placement import ways_to_try
 from tailrace.planner.reasons import reasons_for
 from tailrace.planner.search_space import ASYNC_KINDS, SearchPoint, Space
+from tailrace.planner.sizing import Sizing, size
 from tailrace.sim.cost_model import check_fit
 from tailrace.sim.result import Result
 from tailrace.sim.simulation import FleetLostError, Simulation, StandstillError
@@ -62,6 +65,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     theory: Theory | None
     reasons: tuple[str, ...]
     simulations: int
+    sizing: Sizing | None = None  # of `best`; None where it is not for hosts with cards
 
 
 class Effort(NamedTuple):
@@ -74,6 +78,7 @@ class Effort(NamedTuple):
 
 def plan(config: Config, progress: Progress | None = None, simulations: int | None = None, processes: int = 2) -> Plan:
     """The best settings for this model, fleet and workload. `simulations` bounds the search, from 16 on."""
+    check_limits(config)
     theories = theories_of(config)
     effort = effort_for(config, theories)
     if simulations is not None:
@@ -86,12 +91,11 @@ def plan(config: Config, progress: Progress | None = None, simulations: int | No
 
 
 def theories_of(config: Config) -> dict[int, Theory]:
-    """The balance at every tensor parallelism that fits: powers of two up to a host, and the user's own."""
+    """The balance at every tensor parallelism that fits."""
     if config.costs.measured:
         return {}  # processes of one machine are not split
-    host = min(config.cluster.gpus_per_host, config.cluster.gpus)
     found: dict[int, Theory] = {}
-    for ways in sorted({1 << power for power in range(host.bit_length())} | {config.split.tensor_parallel}):
+    for ways in ways_to_try(config):
         try:
             found[ways] = theory(_apart(config, ways))
         except ConfigError:
@@ -138,7 +142,7 @@ class Search:
         self.tried: set[SearchPoint] = set()
         self.done = 0
         self.finals = min(6, effort.simulations // 3)  # long runs, kept back from the budget
-        self.refusal = ""  # why the first infeasible asynchronous point was refused
+        self.refusal = self.space.undivided  # or why the first asynchronous point was refused
         self.stuck = 0
 
     # ------------------------------------------------------------------------------------------------------ the search
@@ -210,6 +214,7 @@ class Search:
             theory=theory,
             reasons=(*reasons, *self._caveats()),
             simulations=self.done,
+            sizing=None if self.config.costs.measured else size(chosen.config),
         )
 
     def _long_runs(self) -> list[Candidate | None]:
@@ -232,7 +237,7 @@ class Search:
             check_fit(own)
         except ConfigError:
             return None
-        return own
+        return own if own.colocated or self.space.trains(own.trainer_gpus) else None
 
     def _finalists(self) -> list[SearchPoint]:
         """What the tuning prefers, what was fastest, the best start (short runs may have underrated it), and the best

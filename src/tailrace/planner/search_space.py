@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from math import lcm
+from functools import cached_property
 from typing import Any, NamedTuple
 
-from tailrace.config import Config, with_values
+from tailrace.config import Config, ConfigError, with_values
 from tailrace.config.tree import ScheduleKind
 from tailrace.planner.balance import Theory
+from tailrace.planner.placement import exact_splits, two_kinds, ways_over_hosts, ways_to_try
+from tailrace.planner.sizing import fewest_ranks
 from tailrace.sim.cost_model import check_fit
-from tailrace.sim.gpus import find
 
 STALENESS = (0, 1, 2, 4, 8)
 STEPS_IN_FLIGHT = (1.0, 1.5, 2.0, 3.0)
@@ -33,11 +34,9 @@ class Space:
     def __init__(self, config: Config, theories: dict[int, Theory]) -> None:
         self.config = config
         self.theories = theories
-        cluster = config.cluster
-        other_card = bool(cluster.trainer_gpu) and find(cluster.trainer_gpu) != find(cluster.gpu)
-        self.two_kinds = other_card  # then who has which GPUs is a matter of hardware
-        self.fixed = other_card or config.costs.measured  # nothing is divided anew
-        self.shared = config.split.colocated is True and not other_card  # the user wants one set of GPUs
+        self.two_kinds = two_kinds(config)  # then who has which GPUs is a matter of hardware
+        self.fixed = self.two_kinds or config.costs.measured  # nothing is divided anew
+        self.shared = config.split.colocated is True and not self.two_kinds  # the user wants one set of GPUs
 
     def config_of(self, point: SearchPoint, steps: int) -> Config:
         """Raises ConfigError where the point cannot work."""
@@ -71,15 +70,26 @@ class Space:
     def sync(self) -> list[SearchPoint]:
         if self.config.costs.measured:
             return [SearchPoint("sync", self.config.split.tensor_parallel)]
-        host = min(self.config.cluster.gpus_per_host, self.config.cluster.gpus)
-        ways = {1 << power for power in range(host.bit_length())} | {self.config.split.tensor_parallel}
-        return [SearchPoint("sync", each) for each in sorted(ways)]
+        within = [SearchPoint("sync", each) for each in ways_to_try(self.config)]
+        if any(self._fits(point) for point in within):
+            return within
+        return [SearchPoint("sync", each) for each in ways_over_hosts(self.config)] or within
+
+    def _fits(self, point: SearchPoint) -> bool:
+        try:
+            self.config_of(point, 1)
+        except ConfigError:
+            return False
+        return True
 
     def starts(self) -> list[SearchPoint]:
         """Every asynchronous schedule at theta*, at the parallelism that theory likes best; without one, as it is."""
         ways, split, bound = self.config.split.tensor_parallel, 0, self.config.schedule.max_staleness
         if self.theories:
-            ways = min(self.theories, key=lambda ways: self.theories[ways].async_step_s)
+            divided = [ways for ways in self.theories if self.splits(ways)]
+            if not divided:
+                return []
+            ways = min(divided, key=lambda ways: self.theories[ways].async_step_s)
             split = self.nearest(ways, self.theories[ways].theta_star * self.config.cluster.gpus)
         ages: dict[str, int] = {"one_step": 1, "stream": min(1, bound)}
         return [
@@ -89,14 +99,27 @@ class Space:
         ]
 
     def splits(self, ways: int) -> list[int]:
-        """Trainer sizes that leave no GPU unused: whole units, half hosts or whole hosts, by the size of the fleet."""
+        """Trainer sizes that leave no GPU unused, can be placed on the hosts and hold the model."""
         if self.fixed or self.shared:
             return [0]  # as the user's config says
-        gpus, per_host = self.config.cluster.gpus, self.config.cluster.gpus_per_host
-        unit = self.config.split.trainer_parallel
-        if gpus >= 4 * per_host:
-            unit = lcm(unit, per_host if gpus >= 16 * per_host else max(1, per_host // 2))
-        return [size for size in range(unit, gpus, unit) if (gpus - size) % ways == 0]
+        return [size for size in exact_splits(self.config, ways) if self.trains(size)]
+
+    def trains(self, gpus: int) -> bool:
+        """Whether so many cards hold what training needs."""
+        return gpus >= self._fewest
+
+    @cached_property
+    def _fewest(self) -> int:
+        """Measured processes are no cards, and a trainer with ways of its own is not ours: no limit for these."""
+        ours = self.config.split.trainer_parallel == 1 and not self.config.costs.measured
+        return fewest_ranks(self.config) if ours else 1
+
+    @property
+    def undivided(self) -> str:
+        """Why there is no split; empty: there is one."""
+        if not self.theories or any(self.splits(ways) for ways in self.theories):
+            return ""
+        return f"the trainer needs {self._fewest} of the {self.config.size}, and no replica fits beside it"
 
     def nearest(self, ways: int, trainer_gpus: float) -> int:
         return min(self.splits(ways), key=lambda size: abs(size - trainer_gpus), default=0)
@@ -104,6 +127,8 @@ class Space:
     def beside(self, point: SearchPoint, stride: int) -> list[SearchPoint]:
         """The same with a smaller and a larger trainer."""
         sizes = self.splits(point.ways)
+        if point.trainer_gpus not in sizes:
+            return []
         at = sizes.index(point.trainer_gpus)
         around = [at - stride, at + stride]
         return [point._replace(trainer_gpus=sizes[index]) for index in around if 0 <= index < len(sizes)]

@@ -18,12 +18,12 @@ figures. They say what a good general-purpose engine and trainer reach, not what
 from __future__ import annotations
 
 from functools import cached_property
-from math import sqrt
 
 import numpy as np
 
 from tailrace.config.errors import ConfigError
 from tailrace.config.tree import Config
+from tailrace.sim.chain import best_chunks, broadcast_s, chunk_count, hop_s
 from tailrace.sim.gpus import Gpu, find
 
 BANDWIDTH = 0.8  # share of the published memory bandwidth that decoding reaches
@@ -59,7 +59,8 @@ class CostModel:
         self._bases: dict[int, float] = {}
         self.decode_per_sequence = PER_SEQUENCE_S
         self.decode_arithmetic = 2 * self.model.active / (ways * self.gpu.flops * PREFILL)
-        self.decode_per_kv_token = self.model.kv_bytes_per_token / bandwidth
+        self.kv_bytes_per_token = kv_bytes_per_token(config, ways)
+        self.decode_per_kv_token = self.kv_bytes_per_token / bandwidth
         self.prefill_per_token = 2 * self.model.active / (ways * self.gpu.flops * PREFILL)
         self.prefill_per_token2 = self._attention(1) / (ways * self.gpu.flops * PREFILL)
 
@@ -93,7 +94,7 @@ class CostModel:
         ways = self.config.split.tensor_parallel
         share = COLOCATED_MEMORY if self.config.colocated else ENGINE_MEMORY
         room = ways * (self.gpu.memory_bytes * share - ENGINE_RESERVE) - self.model.weight_bytes
-        return int(room / self.model.kv_bytes_per_token)
+        return int(room / self.kv_bytes_per_token)
 
     @cached_property
     def roofline(self) -> int:
@@ -129,14 +130,19 @@ class CostModel:
         return seconds * tensor_ways / split.trainer_parallel
 
     def _exchange(self, ranks: int) -> float:
-        """Gather for forward, gather for backward, scatter of the gradients: each moves this rank's share once."""
+        """Gather for forward, gather for backward, scatter of the gradients: each moves this rank's share once.
+
+        Across hosts: with whole sequences on every card (FSDP alone), the cards of a host need the same weights, which
+        enter it once and are shared over its own links. With ways, each card is taken to fetch its part by itself.
+        """
         if ranks == 1:
             return 0.0
-        cluster = self.config.cluster
-        per_gpu = cluster.network_gbytes_per_s * 1e9 / cluster.gpus_per_host
+        cluster, ways = self.config.cluster, self.config.split.trainer_parallel
+        fetching = 1 if ways == 1 else cluster.gpus_per_host
         within_host = self.config.trainer_gpus <= cluster.gpus_per_host
-        link = self.trainer_gpu.interconnect_bytes_per_s if within_host else per_gpu
-        return 3.0 * self.model.weight_bytes / self.config.split.trainer_parallel / link
+        network = cluster.network_gbytes_per_s * 1e9 / fetching
+        link = self.trainer_gpu.interconnect_bytes_per_s
+        return 3.0 * self.model.weight_bytes / ways / (link if within_host else min(link, network))
 
     # ---------------------------------------------------------------------------------------------------- weights
 
@@ -154,23 +160,21 @@ class CostModel:
 
     def chunks(self, relays: int) -> float:
         """How many chunks a version is cut into: as configured, or what makes the chain fastest."""
-        chunk = self.config.relay.chunk_mbytes * 1e6
-        if chunk:
-            return max(1.0, self.model.weight_bytes / chunk)
-        latency = self.config.cluster.hop_latency_us * 1e-6
-        if latency <= 0 or relays <= 2:
-            return 1.0 if relays <= 2 else 1e6
-        return max(1.0, sqrt((relays - 2) * self.transfer / latency))
+        best = best_chunks(relays, self.transfer, self.latency)
+        return chunk_count(self.model.weight_bytes, self.config.relay.chunk_mbytes, best)
 
     @cached_property
     def transfer(self) -> float:
         """All of a version over one link between two hosts."""
         return self.model.weight_bytes / (self.config.cluster.network_gbytes_per_s * 1e9)
 
+    @property
+    def latency(self) -> float:
+        return self.config.cluster.hop_latency_us * 1e-6
+
     def hop(self, relays: int, fan_out: int) -> float:
         """One chunk over one hop; a relay with several targets shares its link between them."""
-        chunks = self.chunks(relays)
-        return self.config.cluster.hop_latency_us * 1e-6 + fan_out * self.transfer / chunks
+        return hop_s(self.transfer, self.latency, self.chunks(relays), fan_out)
 
     def broadcast_start(self, relays: int) -> float:
         """Until the first relay after the master has everything; each one after it needs one hop more."""
@@ -178,9 +182,7 @@ class CostModel:
 
     def broadcast(self, relays: int) -> float:
         """A version along a whole chain of `relays`, the master included."""
-        if relays < 2:
-            return 0.0
-        return (relays - 2 + self.chunks(relays)) * self.hop(relays, 1)
+        return broadcast_s(max(0, relays - 1), self.transfer, self.latency, self.chunks(relays))
 
     def pull(self, remote: bool) -> float:
         """Relay to replica: each GPU copies its shard over its own link, or from another host over the network."""
@@ -201,6 +203,13 @@ class CostModel:
         return rollout + self.config.trainer_gpus * self.trainer_gpu.dollars_per_hour
 
 
+def kv_bytes_per_token(config: Config, ways: int) -> float:
+    """Of all cards of a replica: with more ways in a host than key heads, several cards have a copy of the same head.
+    Ways beyond a host are taken to divide layers."""
+    model, within = config.model, min(ways, config.cluster.gpus_per_host)
+    return model.kv_bytes_per_token * max(1.0, within / (model.kv_heads or model.heads or within))
+
+
 def check_fit(config: Config) -> None:
     """Refuse a model that does not fit its GPUs, a sequence its measured pool, a fleet our own memory."""
     _check_size(config)
@@ -219,10 +228,11 @@ def check_fit(config: Config) -> None:
     per_gpu = TRAINING_BYTES * config.model.parameters / config.trainer_gpus
     if per_gpu > costs.trainer_gpu.memory_bytes:
         fewest = int(TRAINING_BYTES * config.model.parameters / costs.trainer_gpu.memory_bytes) + 1
+        more = " of a larger cluster (cluster.gpus)" if fewest >= config.cluster.gpus else ""
         raise ConfigError(
             f"training {config.model.parameters / 1e9:.3g}B parameters takes {per_gpu / 1e9:.0f} GB on each of "
             f"{config.trainer_gpus} {costs.trainer_gpu.name} of {costs.trainer_gpu.memory_bytes / 1e9:.0f} GB; "
-            f"give the trainer at least {fewest} GPUs (split.trainer_gpus)"
+            f"give the trainer at least {fewest} GPUs{more} (split.trainer_gpus)"
         )
 
 
@@ -255,10 +265,20 @@ def _check_pool(config: Config) -> None:
 
 def _too_large_to_serve(config: Config, costs: CostModel, need: int) -> str:
     ways = config.split.tensor_parallel
-    per_card = costs.gpu.memory_bytes * (COLOCATED_MEMORY if config.colocated else ENGINE_MEMORY) - ENGINE_RESERVE
-    wanted = config.model.weight_bytes + need * config.model.kv_bytes_per_token
-    enough = 2 ** int(np.ceil(np.log2(wanted / per_card)))
+    enough = next((each for each in _possible_ways(config) if _holds(config, costs.gpu, each, need)), 0)
+    advice = f"write split.tensor_parallel = {enough} or more" if enough else "take cards with more memory"
     return (
         f"a replica of {ways} {costs.gpu.name} has no room for {config.model.parameters / 1e9:.3g}B parameters and one "
-        f"sequence of {need} tokens; write split.tensor_parallel = {enough} or more"
+        f"sequence of {need} tokens; {advice}"
     )
+
+
+def _possible_ways(config: Config) -> list[int]:
+    """What divides the heads and is within a host or whole hosts."""
+    heads, host = config.model.heads, config.cluster.gpus_per_host
+    return [ways for ways in range(1, heads + 1) if heads % ways == 0 and (ways <= host or ways % host == 0)]
+
+
+def _holds(config: Config, gpu: Gpu, ways: int, tokens: int) -> bool:
+    per_card = gpu.memory_bytes * (COLOCATED_MEMORY if config.colocated else ENGINE_MEMORY) - ENGINE_RESERVE
+    return ways * per_card >= config.model.weight_bytes + tokens * kv_bytes_per_token(config, ways)
