@@ -21,6 +21,7 @@ from tailrace.errors import TailraceError, UsageError
 from tailrace.logs import LEVELS, for_command, set_level
 
 if TYPE_CHECKING:
+    from tailrace.launch.placers.fleet import FleetRequest
     from tailrace.launch.supervisor import Supervisor
 
 log = logging.getLogger(__name__)
@@ -106,22 +107,45 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def _train(arguments: argparse.Namespace) -> int:
+    from tailrace.launch.secret import read_secret
     from tailrace.launch.supervisor import Supervisor
 
-    return Supervisor().keep(lambda supervisor: _guarded(lambda: _control(arguments, supervisor)))
+    return Supervisor(read_secret(arguments.secret)).keep(
+        lambda supervisor: _guarded(lambda: _control(arguments, supervisor))
+    )
 
 
 def _control(arguments: argparse.Namespace, supervisor: Supervisor) -> int:
     """Imported by the controller's process alone: its supervisor stays small."""
-    from tailrace.launch.controller import control
+    from tailrace.launch.controller import Resuming, control
 
-    return control(arguments.files, arguments.settings, arguments.resume, arguments.accept_changed_inputs, supervisor)
+    resuming = Resuming(arguments.resume, arguments.auto_resume, arguments.accept_changed_inputs)
+    return control(arguments.files, arguments.settings, resuming, supervisor)
 
 
 def _worker(arguments: argparse.Namespace) -> int:
     from tailrace.launch.machines import work
 
-    return work(arguments.join, arguments.replicas, arguments.key, arguments.store)
+    return work(arguments.join, arguments.replicas, arguments.key, arguments.store, arguments.wait)
+
+
+def _launch_ray(arguments: argparse.Namespace) -> int:
+    from tailrace.launch.placers.ray_launch import launch_ray
+
+    return launch_ray(_request(arguments), arguments.address)
+
+
+def _nothing(_: argparse.Namespace) -> int:
+    raise UsageError("launch needs a placer: ray")
+
+
+def _request(arguments: argparse.Namespace) -> FleetRequest:
+    """What every placer is asked for."""
+    from tailrace.launch.placers.fleet import FleetRequest
+
+    return FleetRequest(
+        arguments.files, arguments.settings, arguments.nodes, arguments.replicas_per_node, arguments.resume
+    )
 
 
 def _eval(arguments: argparse.Namespace) -> int:
@@ -198,6 +222,7 @@ def _parser() -> tuple[_Parser, dict[str, _Parser]]:
 
     _add_simulating(add)
     _add_training(add)
+    _add_launching(add)
     _add_looking(add)
     return parser, dict(group.choices)
 
@@ -217,6 +242,10 @@ def _add_simulating(add: Add) -> None:
 def _add_training(add: Add) -> None:
     train = _of_files(add("train", _train, "train a model with real processes on this machine", SETTINGS))
     train.add_argument("--resume", action="store_true", help="go on exactly where the run of this name stopped")
+    auto = "go on with the run of this name if it was begun, else begin it: for a job that is started again"
+    train.add_argument("--auto-resume", action="store_true", help=auto)
+    secret = "what the keys of the run are made from, 64 hex digits; unset: TAILRACE_RUN_SECRET, or a new one"
+    train.add_argument("--secret", type=_path, metavar="FILE", help=secret)
     accept = "with --resume: go on though data, reward or model are not what the run was begun with"
     train.add_argument("--accept-changed-inputs", action="store_true", help=accept)
 
@@ -227,6 +256,9 @@ def _add_training(add: Add) -> None:
     worker.add_argument("--key", type=_path, metavar="FILE", help=key)
     store = "keep the tokens that are generated here in this directory; unset: they go to the run's machine"
     worker.add_argument("--store", type=_path, metavar="DIR", help=store)
+
+    wait = "for so long the run may be away: not begun yet, or between two starts (0)"
+    worker.add_argument("--wait", type=_seconds, default=0.0, metavar="SECONDS", help=wait)
 
     evaluate = _of_a_run(add("eval", _eval, "held-out accuracy of a version of a run"))
     evaluate.add_argument("--version", type=_version, metavar="N", help="0: the start; unset: the newest")
@@ -240,6 +272,29 @@ def _add_training(add: Add) -> None:
     _of_files(bench)
     bench.add_argument("--rounds", type=_rounds, default=1, metavar="N", help="run each so often and take the median")
     bench.add_argument("--json", action="store_true", help="one JSON object for programs")
+
+
+def _add_launching(add: Add) -> None:
+    launch = add("launch", _nothing, "run on many machines that a cluster manager hands out")
+    group = launch.add_subparsers(dest="placer", metavar="PLACER", required=True, parser_class=_Parser)
+
+    def placer(name: str, run: Run, text: str) -> _Parser:
+        command = _of_files(group.add_parser(name, help=text, description=text, epilog=SETTINGS, allow_abbrev=False))
+        command.set_defaults(run=run)
+        _of_a_fleet(command)
+        return command
+
+    ray = placer("ray", _launch_ray, "the controller here, and an agent on every other node of a Ray cluster")
+    ray.add_argument(
+        "--address", default="auto", metavar="HOST:PORT", help="of the cluster's head (auto: of this node)"
+    )
+
+
+def _of_a_fleet(command: _Parser) -> None:
+    command.add_argument("--nodes", type=_nodes, metavar="N", help="machines beside that of the controller (all)")
+    each = "on each machine (auto: one per card, or one)"
+    command.add_argument("--replicas-per-node", type=_replicas_or_auto, metavar="auto|N", help=each)
+    command.add_argument("--resume", action="store_true", help="go on exactly where the run of this name stopped")
 
 
 def _add_looking(add: Add) -> None:
@@ -284,8 +339,11 @@ def _split(words: list[str], commands: dict[str, _Parser]) -> tuple[list[str], l
         return words, []
     if name not in commands:
         raise UsageError(f"there is no command '{name}'; {_nearest_command(name, list(commands))}")
-    takes_value = {o: a.nargs != 0 for a in commands[name]._actions for o in a.option_strings}
-    own, settings = [name], list[str]()
+    own, settings, command = [name], list[str](), commands[name]
+    while rest and rest[0] in _inner(command):
+        command = _inner(command)[rest[0]]
+        own.append(rest.pop(0))
+    takes_value = {o: a.nargs != 0 for a in command._actions for o in a.option_strings}
     while rest:
         word = rest.pop(0)
         option, equals, _ = word.partition("=")
@@ -299,6 +357,12 @@ def _split(words: list[str], commands: dict[str, _Parser]) -> tuple[list[str], l
         if not equals and rest and not rest[0].startswith("--") and not _is_lone_flag(option, rest[0]):
             settings.append(rest.pop(0))
     return own, settings
+
+
+def _inner(command: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    """The commands of a command."""
+    groups = [each for each in command._actions if isinstance(each, argparse._SubParsersAction)]
+    return dict(groups[0].choices) if groups else {}
 
 
 def _is_lone_flag(option: str, following: str) -> bool:
@@ -333,6 +397,24 @@ def _version(text: str) -> int:
 
 def _replicas(text: str) -> int:
     return _whole(text, 1024, "a number of replicas; write --replicas 2")
+
+
+def _replicas_or_auto(text: str) -> int | None:
+    return None if text == "auto" else _whole(text, 1024, "a number of replicas; write --replicas-per-node 2 or auto")
+
+
+def _nodes(text: str) -> int:
+    return _whole(text, 4096, "a number of machines; write --nodes 4")
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds <= 1e7:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number of seconds; write --wait 600")
+    return seconds
 
 
 def _rounds(text: str) -> int:

@@ -11,7 +11,11 @@ import logging
 import os
 import signal
 import socket
+import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from tailrace.launch.limits import BASE, EACH, STRANGERS, allow_files
 from tailrace.runtime.agent import Agent, AgentError
@@ -20,12 +24,13 @@ from tailrace.store.folder import PRIVATE, PRIVATE_FOLDER, RunFolder
 from tailrace.weights.shared_memory import clear_abandoned
 from tailrace.wire import descriptors
 from tailrace.wire.keys import JoinKey
-from tailrace.wire.messages import WireError
+from tailrace.wire.messages import AbsentError, WireError
 
 log = logging.getLogger(__name__)
 
 FILE = "join.key"
 VARIABLE = "TAILRACE_JOIN_KEY"
+RETURN_S = 0.5  # between two tries to find a run that is away
 
 
 def invite(controller: Controller, folder: RunFolder) -> str:
@@ -47,51 +52,103 @@ def withdraw(folder: RunFolder) -> None:
     (folder.now / FILE).unlink(missing_ok=True)
 
 
-def work(join: str, replicas: int, file: Path | None, store: Path | None = None) -> int:
-    """Until the run is over (0), or Ctrl-C (130)."""
+def work(join: str, replicas: int, file: Path | None, store: Path | None = None, wait_s: float = 0.0) -> int:
+    """Until the run is over (0), or Ctrl-C (130). `wait_s`: so long the run may be away, before it begins or between
+    two starts; then a run that has stopped is not over."""
     allow_files(BASE + EACH * replicas + STRANGERS)
-    endpoint, key = _endpoint(join), _key(file)
+    _host_and_port(join)
+    key = _key_reader(file)
     if store is not None:
         _prepare(store)
     descriptors.raise_limit()
     clear_abandoned()
+    attend = partial(_attend, join, key, replicas, store)
     try:
-        return asyncio.run(_work(endpoint, key, replicas, store))
+        return _return_to(attend, wait_s) if wait_s else attend().status
     finally:
         clear_abandoned()  # of relays that were killed
 
 
-async def _work(endpoint: str, key: JoinKey, replicas: int, store: Path | None) -> int:
+class Attendance(NamedTuple):
+    """How a machine's time with a run ended: the exit code, and whether the run may go on later."""
+
+    status: int
+    resumable: bool
+
+
+def _return_to(attend: Callable[[], Attendance], wait_s: float) -> int:
+    """Take part until the run is complete, also if it is not there at first or is started again."""
+    until, told = time.monotonic() + wait_s, False
+    while True:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # while it waits; who takes part handles both
+        try:
+            attended = attend()
+        except AbsentError as error:
+            if time.monotonic() > until:
+                raise
+            if not told:
+                _say(f"waiting up to {wait_s:g} s for the run: {error}")
+            told = True
+        else:
+            if attended.status or not attended.resumable:
+                return attended.status
+            until, told = time.monotonic() + wait_s, False
+        time.sleep(RETURN_S)
+
+
+def _attend(join: str, key: Callable[[], JoinKey], replicas: int, store: Path | None) -> Attendance:
+    return asyncio.run(_work(_endpoint(join), key(), replicas, store))
+
+
+async def _work(endpoint: str, key: JoinKey, replicas: int, store: Path | None) -> Attendance:
     agent = Agent(endpoint, key, replicas, _say, store)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, agent.interrupt)
     _say(await agent.run())
-    return 130 if agent.interrupted else 0
+    return Attendance(130 if agent.interrupted else 0, agent.resumable)
 
 
 def _endpoint(join: str) -> str:
-    host, _, port = join.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise WireError(f"--join is '{join}', not an address; write HOST:PORT as 'tailrace train' has printed it")
+    host, port = _host_and_port(join)
     try:
-        socket.getaddrinfo(host.strip("[]"), int(port))
+        socket.getaddrinfo(host, port)
     except OSError as error:
-        raise WireError(f"--join is '{join}', but there is no such host ({error.strerror})") from None
+        raise AbsentError(f"--join is '{join}', but there is no such host ({error.strerror})") from None
     return f"tcp://{join}"
 
 
-def _key(file: Path | None) -> JoinKey:
-    if file is None and VARIABLE not in os.environ:
+def _host_and_port(join: str) -> tuple[str, int]:
+    host, _, port = join.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise WireError(f"--join is '{join}', not an address; write HOST:PORT as 'tailrace train' has printed it")
+    return host.strip("[]"), int(port)
+
+
+def _key_reader(file: Path | None) -> Callable[[], JoinKey]:
+    """A file is read each time: it may be written later, or anew."""
+    if file is not None:
+        return partial(_key_of, file)
+    if VARIABLE not in os.environ:
         raise WireError(
             f"a join key is needed; write --key FILE with the run's {FILE}, or set {VARIABLE} to its content"
         )
+    key = JoinKey.read(os.environ.pop(VARIABLE))  # not for those whom we start
+    return lambda: key
+
+
+def _key_of(file: Path) -> JoinKey:
     try:
-        text = os.environ.pop(VARIABLE) if file is None else file.read_text()  # not for those whom we start
+        return JoinKey.read(file.read_text())
+    except FileNotFoundError as error:
+        raise AbsentError(_unreadable(file, error.strerror)) from None
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise WireError(f"the join key {file} cannot be read ({why}); it is {FILE} in the run's folder") from None
-    return JoinKey.read(text)
+        raise WireError(_unreadable(file, why)) from None
+
+
+def _unreadable(file: Path, why: str) -> str:
+    return f"the join key {file} cannot be read ({why}); it is {FILE} in the run's folder"
 
 
 def _say(sentence: str) -> None:

@@ -31,7 +31,17 @@ from tailrace.store.folder import RunFolder
 from tailrace.wire.client import ControlClient
 from tailrace.wire.connection import check_join_key
 from tailrace.wire.keys import JoinKey, host_key
-from tailrace.wire.messages import OFFER_S, ComponentSpec, Dismissed, Ended, FromController, Hello, Offer, Wanted
+from tailrace.wire.messages import (
+    OFFER_S,
+    AbsentError,
+    ComponentSpec,
+    Dismissed,
+    Ended,
+    FromController,
+    Hello,
+    Offer,
+    Wanted,
+)
 
 JOIN_CHECK_S = 10.0  # until the run must have let us in
 SILENCE_S = 60.0  # without a word of the controller, which may have to be replaced
@@ -65,6 +75,7 @@ class Agent:
         self._leaving = False
         self._over = ""
         self._ended_with_the_run = False  # then the components have been told
+        self.resumable = False  # the run has stopped, and may go on later
 
     def interrupt(self) -> None:
         """Leave; the second time: at once."""
@@ -103,7 +114,7 @@ class Agent:
             if time.monotonic() > leave_at:
                 self._over = "left"
             if time.monotonic() - self._heard_at > SILENCE_S:
-                raise AgentError(f"nothing was heard of the run for {SILENCE_S:g} s; if it goes on, join it again")
+                raise AbsentError(f"nothing was heard of the run for {SILENCE_S:g} s; if it goes on, join it again")
             await self._listen(time.monotonic() + OFFER_S)
 
     def _offer(self, replicas: int) -> None:
@@ -125,6 +136,7 @@ class Agent:
         if isinstance(message, Ended):
             self._over = "the run is complete" if message.complete else "the run has stopped"
             self._ended_with_the_run = True
+            self.resumable = not message.complete
         elif isinstance(message, Dismissed):
             raise AgentError(message.reason)
         elif isinstance(message, Wanted) and self._leaving and not message.names:
