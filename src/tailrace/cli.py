@@ -124,9 +124,10 @@ def _control(arguments: argparse.Namespace, supervisor: Supervisor) -> int:
 
 
 def _worker(arguments: argparse.Namespace) -> int:
-    from tailrace.launch.machines import work
+    from tailrace.launch.machines import Patience, work
 
-    return work(arguments.join, arguments.replicas, arguments.key, arguments.store, arguments.wait)
+    patience = Patience(arguments.wait, arguments.stay)
+    return work(arguments.join, arguments.replicas, arguments.key, arguments.store, patience)
 
 
 def _launch_ray(arguments: argparse.Namespace) -> int:
@@ -135,17 +136,30 @@ def _launch_ray(arguments: argparse.Namespace) -> int:
     return launch_ray(_request(arguments), arguments.address)
 
 
+def _launch_slurm(arguments: argparse.Namespace) -> int:
+    from tailrace.launch.placers.slurm import SlurmJob, launch_slurm
+
+    job = SlurmJob(arguments.gpus_per_node, arguments.time, arguments.partition, arguments.sbatch)
+    return launch_slurm(_request(arguments), job, arguments.output, arguments.submit)
+
+
+def _launch_k8s(arguments: argparse.Namespace) -> int:
+    from tailrace.launch.placers.kubernetes import PodShape, launch_k8s
+
+    shape = PodShape(arguments.image, arguments.gpus_per_node, arguments.storage, arguments.memory, arguments.volume)
+    return launch_k8s(_request(arguments), shape, arguments.kuberay)
+
+
 def _nothing(_: argparse.Namespace) -> int:
-    raise UsageError("launch needs a placer: ray")
+    raise UsageError("launch needs a placer: ray, slurm or k8s")
 
 
 def _request(arguments: argparse.Namespace) -> FleetRequest:
     """What every placer is asked for."""
     from tailrace.launch.placers.fleet import FleetRequest
 
-    return FleetRequest(
-        arguments.files, arguments.settings, arguments.nodes, arguments.replicas_per_node, arguments.resume
-    )
+    resume = getattr(arguments, "resume", "")
+    return FleetRequest(arguments.files, arguments.settings, arguments.nodes, arguments.replicas_per_node, resume)
 
 
 def _eval(arguments: argparse.Namespace) -> int:
@@ -257,8 +271,10 @@ def _add_training(add: Add) -> None:
     store = "keep the tokens that are generated here in this directory; unset: they go to the run's machine"
     worker.add_argument("--store", type=_path, metavar="DIR", help=store)
 
-    wait = "for so long the run may be away: not begun yet, or between two starts (0)"
+    wait = "for so long the run need not be there yet (0)"
     worker.add_argument("--wait", type=_seconds, default=0.0, metavar="SECONDS", help=wait)
+    stay = "when the run stops without being complete, wait for it again: it may be resumed"
+    worker.add_argument("--stay", action="store_true", help=stay)
 
     evaluate = _of_a_run(add("eval", _eval, "held-out accuracy of a version of a run"))
     evaluate.add_argument("--version", type=_version, metavar="N", help="0: the start; unset: the newest")
@@ -288,13 +304,35 @@ def _add_launching(add: Add) -> None:
     ray.add_argument(
         "--address", default="auto", metavar="HOST:PORT", help="of the cluster's head (auto: of this node)"
     )
+    ray.add_argument("--nodes", type=_nodes, metavar="N", help="machines beside that of the controller (all)")
+    resumed = {"dest": "resume", "action": "store_const", "default": ""}
+    ray.add_argument("--resume", const="--resume", help="go on exactly where the run of this name stopped", **resumed)
+    ray.add_argument("--auto-resume", const="--auto-resume", help="the same if it was begun, else begin it", **resumed)
+
+    slurm = placer("slurm", _launch_slurm, "a batch script: the controller on the first node, an agent on each other")
+    slurm.add_argument("--nodes", type=_nodes, default=1, metavar="N", help="machines, with the controller's (1)")
+    slurm.add_argument("--gpus-per-node", type=_gpus, default=0, metavar="N", help="cards on each machine (0)")
+    slurm.add_argument("--time", default="", metavar="LIMIT", help="of sbatch: 8:00:00")
+    slurm.add_argument("--partition", default="", metavar="NAME", help="of sbatch")
+    more = "any other option of sbatch: --sbatch=--account=lab; may be repeated"
+    slurm.add_argument("--sbatch", action="append", default=[], metavar="OPTION", help=more)
+    slurm.add_argument("-o", "--output", type=_path, metavar="FILE", help="write the script there (standard output)")
+    slurm.add_argument("--submit", action="store_true", help="hand it in with sbatch")
+
+    k8s = placer("k8s", _launch_k8s, "manifests for Kubernetes: a controller and agents, or a RayJob")
+    k8s.add_argument("--image", required=True, metavar="IMAGE", help="a container image with tailrace and the model")
+    k8s.add_argument("--nodes", type=_nodes, default=1, metavar="N", help="pods beside that of the controller (1)")
+    k8s.add_argument("--gpus-per-node", type=_gpus, default=0, metavar="N", help="cards of each pod (0)")
+    k8s.add_argument("--storage", default="100Gi", metavar="SIZE", help="for the run's folder (100Gi)")
+    k8s.add_argument("--memory", default="16Gi", metavar="SIZE", help="shared memory for weights, of each pod (16Gi)")
+    claims = "a volume claim that exists, for all pods to read, such as models:/models; may be repeated"
+    k8s.add_argument("--volume", type=_volume, action="append", default=[], metavar="CLAIM:PATH", help=claims)
+    k8s.add_argument("--kuberay", action="store_true", help="a RayJob of KubeRay instead of plain Jobs")
 
 
 def _of_a_fleet(command: _Parser) -> None:
-    command.add_argument("--nodes", type=_nodes, metavar="N", help="machines beside that of the controller (all)")
     each = "on each machine (auto: one per card, or one)"
     command.add_argument("--replicas-per-node", type=_replicas_or_auto, metavar="auto|N", help=each)
-    command.add_argument("--resume", action="store_true", help="go on exactly where the run of this name stopped")
 
 
 def _add_looking(add: Add) -> None:
@@ -405,6 +443,17 @@ def _replicas_or_auto(text: str) -> int | None:
 
 def _nodes(text: str) -> int:
     return _whole(text, 4096, "a number of machines; write --nodes 4")
+
+
+def _gpus(text: str) -> int:
+    return 0 if text == "0" else _whole(text, 1024, "a number of cards; write --gpus-per-node 8")
+
+
+def _volume(text: str) -> tuple[str, str]:
+    claim, _, path = text.partition(":")
+    if not claim or not path.startswith("/"):
+        raise argparse.ArgumentTypeError(f"'{text}' is not a claim and a path; write --volume models:/models")
+    return claim, path
 
 
 def _seconds(text: str) -> float:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tailrace.launch.limits import BASE, EACH, STRANGERS, allow_files
-from tailrace.runtime.agent import Agent, AgentError
+from tailrace.runtime.agent import Agent, AgentError, SilentError
 from tailrace.runtime.controller import Controller
 from tailrace.store.folder import PRIVATE, PRIVATE_FOLDER, RunFolder
 from tailrace.weights.shared_memory import clear_abandoned
@@ -52,9 +52,17 @@ def withdraw(folder: RunFolder) -> None:
     (folder.now / FILE).unlink(missing_ok=True)
 
 
-def work(join: str, replicas: int, file: Path | None, store: Path | None = None, wait_s: float = 0.0) -> int:
-    """Until the run is over (0), or Ctrl-C (130). `wait_s`: so long the run may be away, before it begins or between
-    two starts; then a run that has stopped is not over."""
+class Patience(NamedTuple):
+    """For so long a run may be away before it begins; `stay`: between two starts too, so one that stops is not over."""
+
+    wait_s: float = 0.0
+    stay: bool = False
+
+
+def work(
+    join: str, replicas: int, file: Path | None, store: Path | None = None, patience: Patience = Patience()
+) -> int:
+    """Until the run is over (0), or Ctrl-C (130)."""
     allow_files(BASE + EACH * replicas + STRANGERS)
     _host_and_port(join)
     key = _key_reader(file)
@@ -64,7 +72,7 @@ def work(join: str, replicas: int, file: Path | None, store: Path | None = None,
     clear_abandoned()
     attend = partial(_attend, join, key, replicas, store)
     try:
-        return _return_to(attend, wait_s) if wait_s else attend().status
+        return _patiently(attend, patience)
     finally:
         clear_abandoned()  # of relays that were killed
 
@@ -76,23 +84,22 @@ class Attendance(NamedTuple):
     resumable: bool
 
 
-def _return_to(attend: Callable[[], Attendance], wait_s: float) -> int:
-    """Take part until the run is complete, also if it is not there at first or is started again."""
-    until, told = time.monotonic() + wait_s, False
+def _patiently(attend: Callable[[], Attendance], patience: Patience) -> int:
+    """Take part in a run, also if it is not there at first or is started again."""
+    until, told = time.monotonic() + patience.wait_s, False
     while True:
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # while it waits; who takes part handles both
         try:
             attended = attend()
+            if attended.status or not attended.resumable or not patience.stay:
+                return attended.status
+            until, told = time.monotonic() + patience.wait_s, False
         except AbsentError as error:
-            if time.monotonic() > until:
+            if time.monotonic() >= until or (isinstance(error, SilentError) and not patience.stay):
                 raise
             if not told:
-                _say(f"waiting up to {wait_s:g} s for the run: {error}")
+                _say(f"waiting up to {patience.wait_s:g} s for the run: {error}")
             told = True
-        else:
-            if attended.status or not attended.resumable:
-                return attended.status
-            until, told = time.monotonic() + wait_s, False
         time.sleep(RETURN_S)
 
 

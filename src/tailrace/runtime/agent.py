@@ -53,6 +53,10 @@ class AgentError(TailraceError):
     """Why this machine cannot work for the run, for the person who asked it to."""
 
 
+class SilentError(AbsentError):
+    """The run was there, and is not heard any more."""
+
+
 class Agent:
     def __init__(
         self, endpoint: str, key: JoinKey, replicas: int, say: Callable[[str], None], store: Path | None = None
@@ -114,7 +118,7 @@ class Agent:
             if time.monotonic() > leave_at:
                 self._over = "left"
             if time.monotonic() - self._heard_at > SILENCE_S:
-                raise AbsentError(f"nothing was heard of the run for {SILENCE_S:g} s; if it goes on, join it again")
+                raise SilentError(f"nothing was heard of the run for {SILENCE_S:g} s; if it goes on, join it again")
             await self._listen(time.monotonic() + OFFER_S)
 
     def _offer(self, replicas: int) -> None:
@@ -198,4 +202,4 @@ def _own_address(endpoint: str) -> str:
         return asking.getsockname()[0]
 
 
-__all__ = ["Agent", "AgentError"]
+__all__ = ["Agent", "AgentError", "SilentError"]

@@ -29,7 +29,7 @@ class FleetRequest(NamedTuple):
     settings: Sequence[str]
     nodes: int | None = None
     replicas: int | None = None
-    resume: bool = False
+    resume: str = ""  # --resume or --auto-resume
 
     @property
     def config(self) -> Config:
@@ -50,7 +50,7 @@ class FleetRequest(NamedTuple):
 
 def train_words(fleet: FleetRequest, listen: str, port: int | str, *more: str) -> list[str]:
     """`tailrace train` for a controller to which agents come."""
-    resume = ["--resume"] if fleet.resume else []
+    resume = [fleet.resume] if fleet.resume else []
     return ["train", *fleet.files, *fleet.settings, "--local.listen", listen, "--local.port", str(port), *resume, *more]
 
 

@@ -15,14 +15,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tailrace.launch.placers.fleet import LaunchError
 from tailrace.launch.placers.ray_agent import NodeAgent
+from tailrace.launch.placers.ray_system import TIGHT
 
 CALL_S = 5.0  # for the head to answer
 SLOW_S = 5.0  # to notice a dead node
 RESERVE_S = 60.0  # for the cards of this node
-TIGHT = (
-    '{"health_check_initial_delay_ms":0,"health_check_period_ms":500,'
-    '"health_check_timeout_ms":500,"health_check_failure_threshold":3}'
-)
 START = "start one with 'ray start --head' and, on the other machines, 'ray start --address HEAD:6379'"
 
 

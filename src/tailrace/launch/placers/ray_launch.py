@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 import os
 import queue
-import secrets
 import signal
 import subprocess
 import sys
@@ -23,16 +22,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
-from typing import NamedTuple
 
 from tailrace.launch.machines import VARIABLE as KEY
 from tailrace.launch.placers.bound import bound, tailrace
 from tailrace.launch.placers.fleet import FleetRequest, LaunchError, free_port, train_words
+from tailrace.launch.placers.keys import make_keys
 from tailrace.launch.placers.ray_agent import CARDS, THREADS
 from tailrace.launch.placers.ray_messages import Failed, Found, FromPlacer, Go, Order, Said, line, read_from_placer
-from tailrace.launch.secret import VARIABLE, RunSecret
-from tailrace.wire.keys import JoinKey, Keyring
-from tailrace.wire.tls import Identity
+from tailrace.launch.secret import VARIABLE
 
 log = logging.getLogger(__name__)
 
@@ -41,20 +38,6 @@ FIND_S = 120.0  # until the cluster must have been found
 LEAVE_S = 20.0  # for the placer, after the run
 AGAIN_S = 5.0  # before another placer is started
 LOST = "the connection to Ray is lost; the run goes on, and agents are placed again as soon as Ray is back"
-
-
-class RunKeys(NamedTuple):
-    """`secret` is the controller's alone; `join` is what agents have."""
-
-    secret: str
-    join: str
-
-
-def make_keys() -> RunKeys:
-    seed = secrets.token_bytes(32)
-    keys = RunSecret.of(seed)
-    fingerprint = Identity(Keyring(keys.controller, keys.token).identity).fingerprint
-    return RunKeys(seed.hex(), str(JoinKey(fingerprint, keys.token)))
 
 
 class PlacerProcess:
