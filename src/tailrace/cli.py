@@ -3,7 +3,7 @@
 Only parsing lives here. What a command does is in `launch`, imported when it runs, so that `--help` and mistakes answer
 at once.
 Exit codes: 0 done, 1 a replay found a difference, 2 bad input or a run that cannot go on, 3 a simulated fleet came to a
-standstill, 130 Ctrl-C.
+standstill, 4 a worker whose run is not heard of any more, 130 Ctrl-C.
 """
 
 from __future__ import annotations
@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SETTINGS = "Any setting can be given too: --schedule.kind sync, --cluster.gpus 64. --dry-run prints them all."
+RESUMING = {
+    "--resume": "go on exactly where the run of this name stopped",
+    "--auto-resume": "go on with the run of this name if it was begun, else begin it: for a job that is started again",
+}
 DESCRIPTION = "RL post-training without the synchronization barrier: train, simulate, plan and examine."
 
 
@@ -144,7 +148,8 @@ def _launch_slurm(arguments: argparse.Namespace) -> int:
 
 
 def _launch_k8s(arguments: argparse.Namespace) -> int:
-    from tailrace.launch.placers.kubernetes import PodShape, launch_k8s
+    from tailrace.launch.placers.k8s_launch import launch_k8s
+    from tailrace.launch.placers.pods import PodShape
 
     shape = PodShape(arguments.image, arguments.gpus_per_node, arguments.storage, arguments.memory, arguments.volume)
     return launch_k8s(_request(arguments), shape, arguments.kuberay)
@@ -255,9 +260,8 @@ def _add_simulating(add: Add) -> None:
 
 def _add_training(add: Add) -> None:
     train = _of_files(add("train", _train, "train a model with real processes on this machine", SETTINGS))
-    train.add_argument("--resume", action="store_true", help="go on exactly where the run of this name stopped")
-    auto = "go on with the run of this name if it was begun, else begin it: for a job that is started again"
-    train.add_argument("--auto-resume", action="store_true", help=auto)
+    for option, text in RESUMING.items():
+        train.add_argument(option, action="store_true", help=text)
     secret = "what the keys of the run are made from, 64 hex digits; unset: TAILRACE_RUN_SECRET, or a new one"
     train.add_argument("--secret", type=_path, metavar="FILE", help=secret)
     accept = "with --resume: go on though data, reward or model are not what the run was begun with"
@@ -305,9 +309,8 @@ def _add_launching(add: Add) -> None:
         "--address", default="auto", metavar="HOST:PORT", help="of the cluster's head (auto: of this node)"
     )
     ray.add_argument("--nodes", type=_nodes, metavar="N", help="machines beside that of the controller (all)")
-    resumed = {"dest": "resume", "action": "store_const", "default": ""}
-    ray.add_argument("--resume", const="--resume", help="go on exactly where the run of this name stopped", **resumed)
-    ray.add_argument("--auto-resume", const="--auto-resume", help="the same if it was begun, else begin it", **resumed)
+    for option, text in RESUMING.items():
+        ray.add_argument(option, dest="resume", action="store_const", const=option, default="", help=text)
 
     slurm = placer("slurm", _launch_slurm, "a batch script: the controller on the first node, an agent on each other")
     slurm.add_argument("--nodes", type=_nodes, default=1, metavar="N", help="machines, with the controller's (1)")

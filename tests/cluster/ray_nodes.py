@@ -27,11 +27,12 @@ def missing() -> str:
 class Nodes:
     """The head, which has no card, and others with two each."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, dashboard: bool = False) -> None:
         os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
         from ray.cluster_utils import Cluster
 
-        args = {"num_cpus": 1, "num_gpus": 0, "include_dashboard": False, "object_store_memory": STORE}
+        args = {"num_cpus": 1, "num_gpus": 0, "include_dashboard": dashboard, "object_store_memory": STORE}
+        args |= {"dashboard_port": _free_port()} if dashboard else {}
         self._cluster: Any = Cluster(initialize_head=True, head_node_args={**args, "_system_config": QUICK})
         self.others: list[Any] = []
         for _ in range(count):
@@ -44,6 +45,11 @@ class Nodes:
     @property
     def head(self) -> Any:
         return self._cluster.head_node
+
+    @property
+    def dashboard(self) -> str:
+        """Where jobs are submitted."""
+        return f"http://{self.head.webui_url}"
 
     def add(self, cards: int = 2) -> Any:
         self.others.append(self._cluster.add_node(num_cpus=1, num_gpus=cards, object_store_memory=STORE))
@@ -67,8 +73,8 @@ class Nodes:
 
 
 @contextmanager
-def ray_nodes(count: int) -> Iterator[Nodes]:
-    nodes = Nodes(count)
+def ray_nodes(count: int, dashboard: bool = False) -> Iterator[Nodes]:
+    nodes = Nodes(count, dashboard)
     try:
         yield nodes
     finally:

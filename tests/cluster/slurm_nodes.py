@@ -18,13 +18,13 @@ from pathlib import Path
 from hosts import Host, Network, clear_abandoned, hosts
 from hosts import missing as missing_for_hosts
 
-DEADLINE_S = 120.0
+DEADLINE_S = 180.0
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue")
 CONFIG = """
 ClusterName=tailrace
 SlurmctldHost=controller({controller})
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket
+AuthInfo=socket={folder}/munge.socket,cred_expire=15
 SlurmUser=root
 SlurmdUser=root
 StateSaveLocation={folder}/state

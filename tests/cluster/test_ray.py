@@ -154,12 +154,11 @@ def test_an_agent_that_is_killed_is_placed_again(tmp_path, two_nodes):
 
 @pytest.mark.soak
 def test_a_lost_head_does_not_stop_the_run(tmp_path):
-    """Without Redis the other nodes give up after a minute, and the run goes on with its own machine."""
+    """Ray's library ends the process that uses it after a minute without a head; the run is in another one."""
     with ray_nodes(1) as nodes, launched(tmp_path, nodes, "--run.steps", "100000") as run:
         working(run, 1)
         nodes.lose_head()
         run.until(lambda: "the connection to Ray is lost" in run.said, "the loss of the head")
-        run.until(lambda: run.events("HostLeft"), "the loss of the node")
         at_work(run, 0)
         assert run.stop() == 130
         run.gone()

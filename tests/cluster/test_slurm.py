@@ -86,7 +86,7 @@ def test_a_lost_node_does_not_stop_the_job_and_the_loss_of_the_first_one_queues_
         nodes.kill(first)
         nodes.until(lambda: nodes.job(job.number, "Restarts") == "1", "the job to be queued again")
         nodes.start(first)
-        job.until(lambda: job.events("ControllerRestarted"), "the run to be resumed")
+        nodes.until(lambda: job.events("ControllerRestarted"), "the run to be resumed")
         before = job.events("HostJoined")
         job.until(lambda: job.events("HostJoined") >= before + 1, "agents to join again")
         at_work(job, 0)
@@ -99,7 +99,7 @@ def test_before_its_time_is_over_the_job_is_queued_again(tmp_path, nodes):
         working(job, 2)
         nodes.run("scancel", "--batch", "--signal=USR1", str(job.number))  # as Slurm sends it before the time limit
         nodes.until(lambda: nodes.job(job.number, "Restarts") == "1", "the job to be queued again")
-        job.until(lambda: job.events("ControllerRestarted"), "the run to be resumed")
+        nodes.until(lambda: job.events("ControllerRestarted"), "the run to be resumed")
         working(job, 4)
     assert "ended with status 130" in job.said()
     nodes.until(lambda: nothing_is_left(job), "nothing to be left")

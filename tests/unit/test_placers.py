@@ -14,8 +14,9 @@ from tailrace.cli import main
 from tailrace.launch.placers.fleet import FleetRequest, LaunchError, train_words, worker_words
 from tailrace.launch.placers.keys import make_keys
 from tailrace.launch.placers.kuberay import HERE, ray_manifests
-from tailrace.launch.placers.kubernetes import PodShape, plain_manifests
+from tailrace.launch.placers.kubernetes import plain_manifests
 from tailrace.launch.placers.manifest_text import documents
+from tailrace.launch.placers.pods import PodShape
 from tailrace.launch.placers.ray_agent import AgentOrder, environment
 from tailrace.launch.placers.slurm import SlurmJob, batch_script
 from tailrace.launch.secret import SecretError, read_secret

@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 
 FILE = "join.key"
 VARIABLE = "TAILRACE_JOIN_KEY"
+SILENT = 4  # exit code
 RETURN_S = 0.5  # between two tries to find a run that is away
 
 
@@ -62,7 +63,7 @@ class Patience(NamedTuple):
 def work(
     join: str, replicas: int, file: Path | None, store: Path | None = None, patience: Patience = Patience()
 ) -> int:
-    """Until the run is over (0), or Ctrl-C (130)."""
+    """Until the run is over (0), is not heard of any more (4), or Ctrl-C (130)."""
     allow_files(BASE + EACH * replicas + STRANGERS)
     _host_and_port(join)
     key = _key_reader(file)
@@ -95,7 +96,10 @@ def _patiently(attend: Callable[[], Attendance], patience: Patience) -> int:
                 return attended.status
             until, told = time.monotonic() + patience.wait_s, False
         except AbsentError as error:
-            if time.monotonic() >= until or (isinstance(error, SilentError) and not patience.stay):
+            if isinstance(error, SilentError) and not patience.stay:
+                log.error("%s", error)
+                return SILENT
+            if time.monotonic() >= until:
                 raise
             if not told:
                 _say(f"waiting up to {patience.wait_s:g} s for the run: {error}")
@@ -154,7 +158,7 @@ def _key_of(file: Path) -> JoinKey:
         raise WireError(_unreadable(file, why)) from None
 
 
-def _unreadable(file: Path, why: str) -> str:
+def _unreadable(file: Path, why: str | None) -> str:
     return f"the join key {file} cannot be read ({why}); it is {FILE} in the run's folder"
 
 

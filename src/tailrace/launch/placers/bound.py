@@ -29,7 +29,7 @@ def become(number: int, parent: int, program: Sequence[str]) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)
     if os.getppid() != parent:  # it was gone before the kernel was asked
         sys.exit(1)
-    os.execv(program[0], program)
+    os.execv(program[0], list(program))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import json
 from collections.abc import Sequence
 
 from tailrace.launch.placers.fleet import FleetRequest, quoted
-from tailrace.launch.placers.kubernetes import (
+from tailrace.launch.placers.pods import (
     LEAVE_S,
     RUNS,
     SETTINGS,

@@ -11,6 +11,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 import ray
+from ray import exceptions
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tailrace.launch.placers.fleet import LaunchError
@@ -68,7 +69,7 @@ class RayCluster:
         holder = self.hold(self.own, self.own.cards)
         try:
             cards: str = ray.get(holder.cards.remote(self.own.cards), timeout=RESERVE_S)
-        except ray.exceptions.GetTimeoutError:
+        except exceptions.GetTimeoutError:
             raise LaunchError(
                 f"other jobs of the cluster have cards of {self.own}, where the run is to train; wait for them, or "
                 "say which are ours with CUDA_VISIBLE_DEVICES"
@@ -130,9 +131,9 @@ def sentence(error: BaseException) -> str:
     text = str(error)
     if "No module named 'tailrace'" in text:
         return "tailrace is not installed there; install the same release on every node"
-    if isinstance(error, ray.exceptions.ActorUnschedulableError):
+    if isinstance(error, exceptions.ActorUnschedulableError):
         return "the node is gone"
-    if isinstance(error, ray.exceptions.RayActorError):
+    if isinstance(error, exceptions.RayActorError):
         return "its process was killed, or the node is gone"
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0] if lines else 'no reason was given'}"[:400]
@@ -141,7 +142,7 @@ def sentence(error: BaseException) -> str:
 def slowness() -> str:
     """Advice, where a dead node is noticed late; our own heartbeats find lost agents in any case."""
     with suppress(ImportError, AttributeError):
-        from ray._raylet import Config
+        from ray._raylet import Config  # pyright: ignore[reportAttributeAccessIssue]
 
         seconds = Config.health_check_period_ms() * Config.health_check_failure_threshold() / 1000
         if seconds > SLOW_S:

@@ -19,7 +19,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 
@@ -179,7 +179,7 @@ def _refuse_without_ray() -> None:
         raise LaunchError("launch ray needs Ray in this Python: pip install 'tailrace[ray]', on every node")
 
 
-def _passing_on(child: subprocess.Popen[bytes]) -> object:
+def _passing_on(child: subprocess.Popen[bytes]) -> Callable[[int, object], None]:
     def pass_on(number: int, _: object) -> None:
         with suppress(ProcessLookupError):
             child.send_signal(number)

@@ -26,7 +26,7 @@ STOP_S = 10.0  # for the agents to leave
 PENDING_S = 30.0  # until somebody is told that a node does not give its cards
 FIRST_RETRY_S, LONGEST_RETRY_S = 2.0, 60.0
 
-Say = Callable[[FromPlacer], None]
+Say = Callable[[FromPlacer], object]
 
 
 class PlacedAgent(NamedTuple):
@@ -201,7 +201,7 @@ def main() -> int:
     order = read_from_launcher(lines.readline())
     assert isinstance(order, Order)
     try:
-        _asked(lines, order, lambda message: output.write(line(message)) and None)
+        _asked(lines, order, lambda message: output.write(line(message)))
     except LaunchError as error:
         output.write(line(Failed(str(error))))
         return 2

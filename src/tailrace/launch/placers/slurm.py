@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from tailrace.launch.machines import SILENT
 from tailrace.launch.placers.fleet import FleetRequest, LaunchError, quoted, train_words, worker_words
 from tailrace.logs import output
 
@@ -43,9 +44,19 @@ trap 'stop end' TERM        # cancelled, or about to be preempted
 "${{tailrace[@]}}" {train} &
 controller=$!
 
+# On the node of an agent. If the first node is lost, Slurm takes it out of the job and leaves the others in it. So an
+# agent that does not hear the controller any more looks whether that is so, and has the job queued again.
+watch='"$@"; status=$?
+[ "$status" = {silent} ] && for _ in $(seq 90); do
+    case $(sinfo -h -n "$0" -o %T) in down*) scontrol requeue "$SLURM_JOB_ID"; break ;; esac
+    sleep 10
+done
+exit "$status"'
+
 agent() {{  # a job step for each node: one that is lost takes no other along
+    step=(srun --nodes=1 --ntasks=1 --nodelist="$1" --overlap bash -c "$watch" "$SLURMD_NODENAME")
     while kill -0 "$controller" 2>/dev/null; do
-        srun --nodes=1 --ntasks=1 --nodelist="$1" --overlap "${{tailrace[@]}}" {worker} && break
+        "${{step[@]}}" "${{tailrace[@]}}" {worker} && break
         sleep 10
     done
 }}
@@ -87,6 +98,7 @@ def batch_script(fleet: FleetRequest, job: SlurmJob) -> str:
         listen=local.listen or ADDRESS,
         port=port,
         leave=LEAVE_S,
+        silent=SILENT,
         train=train.replace("@listen@", QUOTED_LISTEN).replace("@port@", QUOTED_PORT),
         worker=worker.replace("@listen@:@port@", QUOTED_JOIN).replace("@key@", QUOTED_KEY),
     )
