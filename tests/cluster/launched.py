@@ -3,6 +3,7 @@ as their working directory, wherever they are started. So whoever is left over i
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -78,6 +79,15 @@ class Launched(Run):
         while left := self.processes():
             assert time.monotonic() < limit, f"left over: {[describe(id) for id in left]}"
             time.sleep(0.05)
+
+
+RECIPE = Path(__file__).parents[2] / "examples" / "running_total" / "running_total.toml"
+
+
+def learned(run: Run) -> tuple[float, float]:
+    """Held-out accuracy before and after."""
+    accuracy = json.loads((run.folder / "summary.json").read_text())["accuracy"]
+    return accuracy["before"], accuracy["after"]
 
 
 def describe(process: int) -> str:

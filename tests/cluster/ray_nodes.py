@@ -15,7 +15,7 @@ STORE = 80 << 20  # bytes; the least that Ray takes
 QUICK = {
     "health_check_initial_delay_ms": 0,
     "health_check_period_ms": 500,
-    "health_check_timeout_ms": 1000,
+    "health_check_timeout_ms": 10_000,  # who is dead refuses at once; who is only slow shall not be taken for dead
     "health_check_failure_threshold": 4,
 }
 
@@ -28,7 +28,7 @@ class Nodes:
     """The head, which has no card, and others with two each."""
 
     def __init__(self, count: int, dashboard: bool = False) -> None:
-        os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+        os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_raylet_start_wait_time_s": "120"}
         from ray.cluster_utils import Cluster
 
         args = {"num_cpus": 1, "num_gpus": 0, "include_dashboard": dashboard, "object_store_memory": STORE}

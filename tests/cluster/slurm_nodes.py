@@ -134,10 +134,10 @@ class SlurmNodes:
         told = self.run("scontrol", "show", "job", str(number))
         return next(word.partition("=")[2] for word in told.split() if word.startswith(f"{what}="))
 
-    def until(self, condition: Callable[[], object], what: str) -> None:
-        limit = time.monotonic() + DEADLINE_S
+    def until(self, condition: Callable[[], object], what: str, within_s: float = DEADLINE_S) -> None:
+        limit = time.monotonic() + within_s
         while not condition():
-            assert time.monotonic() < limit, f"waited {DEADLINE_S} s for {what}\n{self.logs()}"
+            assert time.monotonic() < limit, f"waited {within_s} s for {what}\n{self.logs()}"
             time.sleep(0.2)
 
     def logs(self) -> str:

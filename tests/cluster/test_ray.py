@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from guests import at_work, joined
-from launched import Launched
+from guests import at_work, finished, joined
+from launched import RECIPE, Launched, learned
 from proof import prove
 from ray_nodes import Nodes, missing, ray_nodes, redis
 
@@ -183,3 +183,21 @@ def test_with_redis_a_head_that_comes_back_finds_everything_as_it_was(tmp_path, 
             assert run.stop() == 130
             run.gone()
             assert prove(run.folder).trained
+
+
+@pytest.mark.soak
+def test_the_default_recipe_learns_as_on_one_box(tmp_path):
+    """Two replicas, as in the recipe: one here, and one on a node of the cluster."""
+    settings = f'extends = "{RECIPE}"\n'
+    with ray_nodes(1) as nodes:
+        run = Launched(tmp_path, nodes.address, settings, "--replicas-per-node", "1").start()
+        try:
+            assert run.child is not None
+            assert run.child.wait(1800) == 0, run.said
+            before, after = learned(run)
+            assert (before < 0.5, after > 0.85) == (True, True), (before, after)
+            assert [one.replicas for one in joined(run)] == [(1,)]
+            assert finished(run, 1) > 500
+            run.gone()
+        finally:
+            run.end()

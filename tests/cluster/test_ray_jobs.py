@@ -24,6 +24,12 @@ pytestmark = [pytest.mark.soak, pytest.mark.skipif(bool(needed), reason=needed o
 MARK = "TAILRACE_TEST_FOLDER"
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch) -> None:
+    """A job has an environment of its own made for it, and processes of Ray's besides."""
+    monkeypatch.setattr("runs.DEADLINE_S", 400.0)
+
+
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Nodes]:
     with ray_nodes(1, dashboard=True) as made:

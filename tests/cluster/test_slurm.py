@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from guests import at_work, joined
+from launched import RECIPE, learned
 from proof import prove
 from slurm_nodes import SlurmNodes, missing, slurm_nodes
 
@@ -29,8 +30,8 @@ def nodes(tmp_path_factory) -> Iterator[SlurmNodes]:
 class Job(Run):
     """Handed in with `tailrace launch slurm --submit`."""
 
-    def __init__(self, folder: Path, nodes: SlurmNodes, *options: str) -> None:
-        super().__init__(folder, EMULATED)
+    def __init__(self, folder: Path, nodes: SlurmNodes, settings: str, *options: str) -> None:
+        super().__init__(folder, settings)
         self._nodes = nodes
         command = [sys.executable, "-m", "tailrace", "launch", "slurm", str(self.file), "--submit", *self.options]
         told = nodes.run(*command, "--nodes", "3", "--local.replicas", "1", *options, folder=folder)
@@ -45,14 +46,14 @@ class Job(Run):
 
 
 @contextmanager
-def submitted(folder: Path, nodes: SlurmNodes, *options: str) -> Iterator[Job]:
-    job = Job(folder, nodes, *options)
+def submitted(folder: Path, nodes: SlurmNodes, *options: str, settings: str = EMULATED) -> Iterator[Job]:
+    job = Job(folder, nodes, settings, *options)
     try:
         yield job
     except AssertionError as error:
         raise AssertionError(f"{error}\n{job.said()}\n{nodes.logs()}") from error
     finally:
-        nodes.run("scancel", "--full", str(job.number))
+        nodes.run("scancel", "--batch", "--signal=TERM", str(job.number))
         nodes.until(lambda: job.state in ("CANCELLED", "COMPLETED", "FAILED"), "the job to be over")
 
 
@@ -104,3 +105,12 @@ def test_before_its_time_is_over_the_job_is_queued_again(tmp_path, nodes):
     assert "ended with status 130" in job.said()
     nodes.until(lambda: nothing_is_left(job), "nothing to be left")
     assert prove(job.folder).trained
+
+
+def test_the_default_recipe_learns_as_on_one_box(tmp_path, nodes):
+    with submitted(tmp_path, nodes, settings=f'extends = "{RECIPE}"\n') as job:
+        nodes.until(lambda: job.state not in ("PENDING", "RUNNING"), "the end of the job", 1800.0)
+        assert job.state == "COMPLETED"
+        before, after = learned(job)
+        assert (before < 0.5, after > 0.85) == (True, True), (before, after)
+        assert len(joined(job)) == 2
