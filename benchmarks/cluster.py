@@ -2,6 +2,7 @@
 
     python benchmarks/cluster.py throughput [--rounds 5] [--steps 60]
     python benchmarks/cluster.py latency [--rounds 3]
+    python benchmarks/cluster.py growth                  # two more nodes in the middle of a run
 
 Five emulated replicas of examples/heavy_tail.toml, which take time and no processor. Locally they are all children of
 the controller; on Ray one is, and two raylets of a cluster on this machine have an agent with two each. Both kinds of
@@ -212,13 +213,50 @@ def latency(rounds: int) -> dict[str, Any]:
     return {name: [life[name] for life in lives] for name in lives[0]}
 
 
+# ------------------------------------------------------------------------------------------------------------- growth
+
+
+def generated(run: Path, since: float) -> tuple[float, int]:
+    """The run's clock, and tokens of samples that were finished after `since` of it."""
+    found = [(entry.now, entry.event) for entry in Journal(run).entries()]
+    done = [event.meta.tokens for now, event in found if isinstance(event, Finished) and now > since]
+    return found[-1][0], sum(done)
+
+
+def rate(run: Path, seconds: float) -> float:
+    """Tokens per second of the run's own clock, from now on."""
+    begin, _ = generated(run, 0.0)
+    time.sleep(seconds)
+    end, tokens = generated(run, begin)
+    return tokens / (end - begin)
+
+
+def growth(seconds: float = 30.0) -> dict[str, float]:
+    with ray_nodes(1) as nodes, tempfile.TemporaryDirectory() as folder:
+        run = Endless(nodes, Path(folder))
+        until(lambda: len({event.replica for event in run.events(Finished)}) == 3)
+        before = rate(run.run, seconds)
+        nodes.add()
+        nodes.add()
+        until(lambda: len({event.replica for event in run.events(Finished)}) == 7)
+        after = rate(run.run, seconds)
+        run.end()
+    print(f"3 replicas: {before:,.0f} tokens/s; with two more nodes, 7: {after:,.0f} tokens/s ({after / before:.2f}x)")
+    return {"tokens_per_s_3_replicas": before, "tokens_per_s_7_replicas": after}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["throughput", "latency"])
+    parser.add_argument("what", choices=["throughput", "latency", "growth"])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=60)
     asked = parser.parse_args()
-    row = throughput(asked.rounds, asked.steps) if asked.what == "throughput" else latency(asked.rounds)
+    rows: dict[str, Callable[[], dict[str, Any]]] = {
+        "throughput": lambda: throughput(asked.rounds, asked.steps),
+        "latency": lambda: latency(asked.rounds),
+        "growth": growth,
+    }
+    row = rows[asked.what]()
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     results |= {asked.what: row, "cores": os.cpu_count()}
     RESULTS.write_text(json.dumps(results, indent=2) + "\n")

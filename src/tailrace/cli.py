@@ -13,24 +13,21 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from tailrace import __version__
 from tailrace.errors import TailraceError, UsageError
+from tailrace.launch.arguments import RESUMING
+from tailrace.launch.arguments import path as _path
+from tailrace.launch.arguments import whole as _whole
 from tailrace.logs import LEVELS, for_command, set_level
 
 if TYPE_CHECKING:
-    from tailrace.launch.placers.fleet import FleetRequest
     from tailrace.launch.supervisor import Supervisor
 
 log = logging.getLogger(__name__)
 
 SETTINGS = "Any setting can be given too: --schedule.kind sync, --cluster.gpus 64. --dry-run prints them all."
-RESUMING = {
-    "--resume": "go on exactly where the run of this name stopped",
-    "--auto-resume": "go on with the run of this name if it was begun, else begin it: for a job that is started again",
-}
 DESCRIPTION = "RL post-training without the synchronization barrier: train, simulate, plan and examine."
 
 
@@ -134,37 +131,8 @@ def _worker(arguments: argparse.Namespace) -> int:
     return work(arguments.join, arguments.replicas, arguments.key, arguments.store, patience)
 
 
-def _launch_ray(arguments: argparse.Namespace) -> int:
-    from tailrace.launch.placers.ray_launch import launch_ray
-
-    return launch_ray(_request(arguments), arguments.address)
-
-
-def _launch_slurm(arguments: argparse.Namespace) -> int:
-    from tailrace.launch.placers.slurm import SlurmJob, launch_slurm
-
-    job = SlurmJob(arguments.gpus_per_node, arguments.time, arguments.partition, arguments.sbatch)
-    return launch_slurm(_request(arguments), job, arguments.output, arguments.submit)
-
-
-def _launch_k8s(arguments: argparse.Namespace) -> int:
-    from tailrace.launch.placers.k8s_launch import launch_k8s
-    from tailrace.launch.placers.pods import PodShape
-
-    shape = PodShape(arguments.image, arguments.gpus_per_node, arguments.storage, arguments.memory, arguments.volume)
-    return launch_k8s(_request(arguments), shape, arguments.kuberay)
-
-
-def _nothing(_: argparse.Namespace) -> int:
-    raise UsageError("launch needs a placer: ray, slurm or k8s")
-
-
-def _request(arguments: argparse.Namespace) -> FleetRequest:
-    """What every placer is asked for."""
-    from tailrace.launch.placers.fleet import FleetRequest
-
-    resume = getattr(arguments, "resume", "")
-    return FleetRequest(arguments.files, arguments.settings, arguments.nodes, arguments.replicas_per_node, resume)
+def _launch(arguments: argparse.Namespace) -> int:
+    raise AssertionError(f"a placer runs itself, and {arguments.command} is none")
 
 
 def _eval(arguments: argparse.Namespace) -> int:
@@ -235,9 +203,7 @@ def _parser() -> tuple[_Parser, dict[str, _Parser]]:
 
     def add(name: str, run: Run, text: str, epilog: str = "") -> _Parser:
         command = group.add_parser(name, help=text, description=text, epilog=epilog, allow_abbrev=False)
-        command.set_defaults(run=run)
-        command.add_argument("--log-level", metavar="LEVEL", help=f"{', '.join(LEVELS)} (info)")
-        return command
+        return _of_anybody(command, run)
 
     _add_simulating(add)
     _add_training(add)
@@ -295,47 +261,16 @@ def _add_training(add: Add) -> None:
 
 
 def _add_launching(add: Add) -> None:
-    launch = add("launch", _nothing, "run on many machines that a cluster manager hands out")
+    from tailrace.launch.placers.options import add_placers
+
+    launch = add("launch", _launch, "run on many machines that a cluster manager hands out")
     group = launch.add_subparsers(dest="placer", metavar="PLACER", required=True, parser_class=_Parser)
 
     def placer(name: str, run: Run, text: str) -> _Parser:
-        command = _of_files(group.add_parser(name, help=text, description=text, epilog=SETTINGS, allow_abbrev=False))
-        command.set_defaults(run=run)
-        _of_a_fleet(command)
-        return command
+        command = group.add_parser(name, help=text, description=text, epilog=SETTINGS, allow_abbrev=False)
+        return _of_anybody(_of_files(command), run)
 
-    ray = placer("ray", _launch_ray, "the controller here, and an agent on every other node of a Ray cluster")
-    ray.add_argument(
-        "--address", default="auto", metavar="HOST:PORT", help="of the cluster's head (auto: of this node)"
-    )
-    ray.add_argument("--nodes", type=_nodes, metavar="N", help="machines beside that of the controller (all)")
-    for option, text in RESUMING.items():
-        ray.add_argument(option, dest="resume", action="store_const", const=option, default="", help=text)
-
-    slurm = placer("slurm", _launch_slurm, "a batch script: the controller on the first node, an agent on each other")
-    slurm.add_argument("--nodes", type=_nodes, default=1, metavar="N", help="machines, with the controller's (1)")
-    slurm.add_argument("--gpus-per-node", type=_gpus, default=0, metavar="N", help="cards on each machine (0)")
-    slurm.add_argument("--time", default="", metavar="LIMIT", help="of sbatch: 8:00:00")
-    slurm.add_argument("--partition", default="", metavar="NAME", help="of sbatch")
-    more = "any other option of sbatch: --sbatch=--account=lab; may be repeated"
-    slurm.add_argument("--sbatch", action="append", default=[], metavar="OPTION", help=more)
-    slurm.add_argument("-o", "--output", type=_path, metavar="FILE", help="write the script there (standard output)")
-    slurm.add_argument("--submit", action="store_true", help="hand it in with sbatch")
-
-    k8s = placer("k8s", _launch_k8s, "manifests for Kubernetes: a controller and agents, or a RayJob")
-    k8s.add_argument("--image", required=True, metavar="IMAGE", help="a container image with tailrace and the model")
-    k8s.add_argument("--nodes", type=_nodes, default=1, metavar="N", help="pods beside that of the controller (1)")
-    k8s.add_argument("--gpus-per-node", type=_gpus, default=0, metavar="N", help="cards of each pod (0)")
-    k8s.add_argument("--storage", default="100Gi", metavar="SIZE", help="for the run's folder (100Gi)")
-    k8s.add_argument("--memory", default="16Gi", metavar="SIZE", help="shared memory for weights, of each pod (16Gi)")
-    claims = "a volume claim that exists, for all pods to read, such as models:/models; may be repeated"
-    k8s.add_argument("--volume", type=_volume, action="append", default=[], metavar="CLAIM:PATH", help=claims)
-    k8s.add_argument("--kuberay", action="store_true", help="a RayJob of KubeRay instead of plain Jobs")
-
-
-def _of_a_fleet(command: _Parser) -> None:
-    each = "on each machine (auto: one per card, or one)"
-    command.add_argument("--replicas-per-node", type=_replicas_or_auto, metavar="auto|N", help=each)
+    add_placers(placer)
 
 
 def _add_looking(add: Add) -> None:
@@ -359,6 +294,12 @@ def _add_looking(add: Add) -> None:
     _of_a_run(add("replay", _replay, compared), RECORDED)
 
     _of_files(add("doctor", _doctor, "what this machine, and these settings, can and cannot do", SETTINGS), "*")
+
+
+def _of_anybody(command: _Parser, run: Run) -> _Parser:
+    command.set_defaults(run=run)
+    command.add_argument("--log-level", metavar="LEVEL", help=f"{', '.join(LEVELS)} (info)")
+    return command
 
 
 def _of_files(command: _Parser, count: str = "+") -> _Parser:
@@ -440,25 +381,6 @@ def _replicas(text: str) -> int:
     return _whole(text, 1024, "a number of replicas; write --replicas 2")
 
 
-def _replicas_or_auto(text: str) -> int | None:
-    return None if text == "auto" else _whole(text, 1024, "a number of replicas; write --replicas-per-node 2 or auto")
-
-
-def _nodes(text: str) -> int:
-    return _whole(text, 4096, "a number of machines; write --nodes 4")
-
-
-def _gpus(text: str) -> int:
-    return 0 if text == "0" else _whole(text, 1024, "a number of cards; write --gpus-per-node 8")
-
-
-def _volume(text: str) -> tuple[str, str]:
-    claim, _, path = text.partition(":")
-    if not claim or not path.startswith("/"):
-        raise argparse.ArgumentTypeError(f"'{text}' is not a claim and a path; write --volume models:/models")
-    return claim, path
-
-
 def _seconds(text: str) -> float:
     try:
         seconds = float(text)
@@ -471,18 +393,6 @@ def _seconds(text: str) -> float:
 
 def _rounds(text: str) -> int:
     return _whole(text, 100, "a number of rounds; write --rounds 3")
-
-
-def _whole(text: str, most: int, what: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= most:
-        raise argparse.ArgumentTypeError(f"'{text}' is not {what}, at most {most}")
-    return int(text)
-
-
-def _path(text: str) -> Path:
-    if not text:
-        raise argparse.ArgumentTypeError("an empty name is no path; write one")
-    return Path(text)
 
 
 def _names(text: str) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -53,7 +53,8 @@ def submitted(folder: Path, nodes: SlurmNodes, *options: str, settings: str = EM
     except AssertionError as error:
         raise AssertionError(f"{error}\n{job.said()}\n{nodes.logs()}") from error
     finally:
-        nodes.run("scancel", "--batch", "--signal=TERM", str(job.number))
+        with suppress(AssertionError):  # it is over already
+            nodes.run("scancel", "--batch", "--signal=TERM", str(job.number))
         nodes.until(lambda: job.state in ("CANCELLED", "COMPLETED", "FAILED"), "the job to be over")
 
 

@@ -131,7 +131,7 @@ class RayLaunch:
                 placer = self._until_over(controller, placer, go)
         finally:
             placer.end()
-        return controller.returncode
+        return controller.returncode if controller.returncode >= 0 else 128 - controller.returncode
 
     @contextmanager
     def _controller(self, listen: str, port: int, cards: str) -> Iterator[subprocess.Popen[bytes]]:

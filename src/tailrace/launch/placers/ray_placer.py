@@ -126,12 +126,13 @@ class Placing:
         if not running:
             time.sleep(TURN_S)
         for call in self._cluster.ended(list(running), TURN_S):
-            id = running[call]
-            node = self._remove(id).node
+            agent = self._remove(running[call])
+            if time.monotonic() - agent.since > LONGEST_RETRY_S:
+                self._failures.pop(agent.node.id, None)
             try:
-                self._ended(node, self._cluster.result(call))
+                self._ended(agent.node, self._cluster.result(call))
             except LaunchError as error:
-                self._retry(node, f"the agent on node {node} is lost: {error}")
+                self._retry(agent.node, f"the agent on node {agent.node} is lost: {error}")
 
     def _ended(self, node: ClusterNode, end: AgentEnd) -> None:
         if end.status == 0:
