@@ -3,7 +3,7 @@
 Only parsing lives here. What a command does is in `launch`, imported when it runs, so that `--help` and mistakes answer
 at once.
 Exit codes: 0 done, 1 a replay found a difference, 2 bad input or a run that cannot go on, 3 a simulated fleet came to a
-standstill, 130 Ctrl-C.
+standstill, 4 a worker whose run is not heard of any more, 130 Ctrl-C.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from tailrace import __version__
 from tailrace.errors import TailraceError, UsageError
+from tailrace.launch.arguments import RESUMING
+from tailrace.launch.arguments import path as _path
+from tailrace.launch.arguments import whole as _whole
 from tailrace.logs import LEVELS, for_command, set_level
 
 if TYPE_CHECKING:
@@ -107,23 +109,32 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def _train(arguments: argparse.Namespace) -> int:
+    from tailrace.launch.secret import read_secret
     from tailrace.launch.supervisor import Supervisor
 
-    return Supervisor().keep(lambda supervisor: _guarded(lambda: _control(arguments, supervisor)))
+    return Supervisor(read_secret(arguments.secret)).keep(
+        lambda supervisor: _guarded(lambda: _control(arguments, supervisor))
+    )
 
 
 def _control(arguments: argparse.Namespace, supervisor: Supervisor) -> int:
     """Imported by the controller's process alone: its supervisor stays small."""
-    from tailrace.launch.controller import control
+    from tailrace.launch.controller import Resuming, control
 
-    return control(arguments.files, arguments.settings, arguments.resume, arguments.accept_changed_inputs, supervisor)
+    resuming = Resuming(arguments.resume, arguments.auto_resume, arguments.accept_changed_inputs)
+    return control(arguments.files, arguments.settings, resuming, supervisor)
 
 
 def _worker(arguments: argparse.Namespace) -> int:
-    from tailrace.launch.machines import work
+    from tailrace.launch.machines import Patience, work
 
     room = (arguments.replicas, arguments.ranks, arguments.store)
-    return work(arguments.join, arguments.key, *room, arguments.settings)
+    patience = Patience(arguments.wait, arguments.stay)
+    return work(arguments.join, arguments.key, *room, arguments.settings, patience)
+
+
+def _launch(arguments: argparse.Namespace) -> int:
+    raise AssertionError(f"a placer runs itself, and {arguments.command} is none")
 
 
 def _eval(arguments: argparse.Namespace) -> int:
@@ -194,12 +205,11 @@ def _parser() -> tuple[_Parser, dict[str, _Parser]]:
 
     def add(name: str, run: Run, text: str, epilog: str = "") -> _Parser:
         command = group.add_parser(name, help=text, description=text, epilog=epilog, allow_abbrev=False)
-        command.set_defaults(run=run)
-        command.add_argument("--log-level", metavar="LEVEL", help=f"{', '.join(LEVELS)} (info)")
-        return command
+        return _of_anybody(command, run)
 
     _add_simulating(add)
     _add_training(add)
+    _add_launching(add)
     _add_looking(add)
     return parser, dict(group.choices)
 
@@ -218,7 +228,10 @@ def _add_simulating(add: Add) -> None:
 
 def _add_training(add: Add) -> None:
     train = _of_files(add("train", _train, "train a model with real processes on this machine", SETTINGS))
-    train.add_argument("--resume", action="store_true", help="go on exactly where the run of this name stopped")
+    for option, text in RESUMING.items():
+        train.add_argument(option, action="store_true", help=text)
+    secret = "what the keys of the run are made from, 64 hex digits; unset: TAILRACE_RUN_SECRET, or a new one"
+    train.add_argument("--secret", type=_path, metavar="FILE", help=secret)
     accept = "with --resume: go on though data, reward or model are not what the run was begun with"
     train.add_argument("--accept-changed-inputs", action="store_true", help=accept)
 
@@ -233,6 +246,11 @@ def _add_training(add: Add) -> None:
     store = "keep the tokens that are generated here in this directory; unset: they go to the run's machine"
     worker.add_argument("--store", type=_path, metavar="DIR", help=store)
 
+    wait = "for so long the run need not be there yet (0)"
+    worker.add_argument("--wait", type=_seconds, default=0.0, metavar="SECONDS", help=wait)
+    stay = "when the run stops without being complete, wait for it again: it may be resumed"
+    worker.add_argument("--stay", action="store_true", help=stay)
+
     evaluate = _of_a_run(add("eval", _eval, "held-out accuracy of a version of a run"))
     evaluate.add_argument("--version", type=_version, metavar="N", help="0: the start; unset: the newest")
 
@@ -245,6 +263,19 @@ def _add_training(add: Add) -> None:
     _of_files(bench)
     bench.add_argument("--rounds", type=_rounds, default=1, metavar="N", help="run each so often and take the median")
     bench.add_argument("--json", action="store_true", help="one JSON object for programs")
+
+
+def _add_launching(add: Add) -> None:
+    from tailrace.launch.placers.options import add_placers
+
+    launch = add("launch", _launch, "run on many machines that a cluster manager hands out")
+    group = launch.add_subparsers(dest="placer", metavar="PLACER", required=True, parser_class=_Parser)
+
+    def placer(name: str, run: Run, text: str) -> _Parser:
+        command = group.add_parser(name, help=text, description=text, epilog=SETTINGS, allow_abbrev=False)
+        return _of_anybody(_of_files(command), run)
+
+    add_placers(placer)
 
 
 def _add_looking(add: Add) -> None:
@@ -273,6 +304,12 @@ def _add_looking(add: Add) -> None:
     doctor.add_argument("--cards", metavar="NxGB", help=cards)
 
 
+def _of_anybody(command: _Parser, run: Run) -> _Parser:
+    command.set_defaults(run=run)
+    command.add_argument("--log-level", metavar="LEVEL", help=f"{', '.join(LEVELS)} (info)")
+    return command
+
+
 def _of_files(command: _Parser, count: str = "+") -> _Parser:
     text = "settings in TOML; later files override earlier ones"
     command.add_argument("files", nargs=count, metavar="FILE", help=text)
@@ -292,8 +329,11 @@ def _split(words: list[str], commands: dict[str, _Parser]) -> tuple[list[str], l
         return words, []
     if name not in commands:
         raise UsageError(f"there is no command '{name}'; {_nearest_command(name, list(commands))}")
-    takes_value = {o: a.nargs != 0 for a in commands[name]._actions for o in a.option_strings}
-    own, settings = [name], list[str]()
+    own, settings, command = [name], list[str](), commands[name]
+    while rest and rest[0] in _inner(command):
+        command = _inner(command)[rest[0]]
+        own.append(rest.pop(0))
+    takes_value = {o: a.nargs != 0 for a in command._actions for o in a.option_strings}
     while rest:
         word = rest.pop(0)
         option, equals, _ = word.partition("=")
@@ -307,6 +347,12 @@ def _split(words: list[str], commands: dict[str, _Parser]) -> tuple[list[str], l
         if not equals and rest and not rest[0].startswith("--") and not _is_lone_flag(option, rest[0]):
             settings.append(rest.pop(0))
     return own, settings
+
+
+def _inner(command: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    """The commands of a command."""
+    groups = [each for each in command._actions if isinstance(each, argparse._SubParsersAction)]
+    return dict(groups[0].choices) if groups else {}
 
 
 def _is_lone_flag(option: str, following: str) -> bool:
@@ -347,20 +393,18 @@ def _ranks(text: str) -> int:
     return _whole(text, 1024, "a number of ranks; write --ranks 2", least=0)
 
 
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds <= 1e7:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number of seconds; write --wait 600")
+    return seconds
+
+
 def _rounds(text: str) -> int:
     return _whole(text, 100, "a number of rounds; write --rounds 3")
-
-
-def _whole(text: str, most: int, what: str, least: int = 1) -> int:
-    if not text.isdecimal() or not least <= int(text) <= most:
-        raise argparse.ArgumentTypeError(f"'{text}' is not {what}, at most {most}")
-    return int(text)
-
-
-def _path(text: str) -> Path:
-    if not text:
-        raise argparse.ArgumentTypeError("an empty name is no path; write one")
-    return Path(text)
 
 
 def _names(text: str) -> list[str]:

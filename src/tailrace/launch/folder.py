@@ -54,6 +54,14 @@ def run_folder(config: Config, files: list[str]) -> Path:
     return Path(config.run.folder) / name
 
 
+def has_run(folder: Path) -> bool:
+    return (folder / "run.db").exists()
+
+
+def is_complete(folder: Path) -> bool:
+    return Journal(folder).complete
+
+
 def begin_store(folder: Path, config: Config) -> RunStore:
     """A new run."""
     _refuse_taken(folder)
@@ -101,12 +109,12 @@ def _configured(store: RunStore, config: Config) -> RunStore:
 
 
 def _refuse_taken(folder: Path) -> None:
-    if not (folder / "run.db").exists():
+    if not has_run(folder):
         return
     another = "begin another with --run.name NAME"
     if is_being_written(folder):
         raise ConfigError(f"{folder} has a run that goes on now; watch it with tailrace page {folder}, or {another}")
-    if Journal(folder).complete:
+    if is_complete(folder):
         raise ConfigError(f"{folder} has a complete run; look at it with tailrace page {folder}, or {another}")
     raise ConfigError(f"{folder} already has a run; go on with it by --resume, or {another}")
 

@@ -11,23 +11,28 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from tailrace.errors import UsageError
 from tailrace.launch.cards import cards_of_worker
 from tailrace.launch.limits import BASE, EACH, STRANGERS, allow_files
-from tailrace.runtime.agent import Agent, AgentError, Room
+from tailrace.runtime.agent import Agent, AgentError, Room, SilentError
 from tailrace.runtime.controller import Controller
 from tailrace.store.folder import PRIVATE, PRIVATE_FOLDER, RunFolder
 from tailrace.weights.shared_memory import clear_abandoned
 from tailrace.wire import descriptors
 from tailrace.wire.keys import JOIN_KEY, JoinKey
-from tailrace.wire.messages import WireError
+from tailrace.wire.messages import AbsentError, WireError
 
 log = logging.getLogger(__name__)
 
 VARIABLE = "TAILRACE_JOIN_KEY"
+SILENT = 4  # exit code
+RETURN_S = 0.5  # between two tries to find a run that is away
 
 
 def invite(controller: Controller, folder: RunFolder) -> str:
@@ -49,6 +54,13 @@ def withdraw(folder: RunFolder) -> None:
     (folder.now / JOIN_KEY).unlink(missing_ok=True)
 
 
+class Patience(NamedTuple):
+    """For so long a run may be away before it begins; `stay`: between two starts too, so one that stops is not over."""
+
+    wait_s: float = 0.0
+    stay: bool = False
+
+
 def work(
     join: str,
     file: Path | None,
@@ -56,18 +68,21 @@ def work(
     ranks: int = 0,
     store: Path | None = None,
     own: Sequence[str] = (),
+    patience: Patience = Patience(),
 ) -> int:
-    """Until the run is over (0), or Ctrl-C (130). `replicas`: None: one, unless this machine is for ranks; "auto": one
-    for each GPU that ranks leave, or one where there is none. `own`: settings of [rollout] for the replicas here."""
+    """Until the run is over (0), is not heard of any more (4), or Ctrl-C (130). `replicas`: None: one, unless this
+    machine is for ranks; "auto": one for each GPU that ranks leave, or one where there is none. `own`: settings of
+    [rollout] for the replicas here."""
     room = _room(replicas, ranks, store, own)
-    endpoint, key = _endpoint(join), _key(file)
     allow_files(BASE + EACH * (room.replicas + room.ranks) + STRANGERS)
+    _host_and_port(join)
+    key = _key_reader(file)
     if room.store is not None:
         _prepare(room.store)
     descriptors.raise_limit()
     clear_abandoned()
     try:
-        return asyncio.run(_work(endpoint, key, room))
+        return _patiently(partial(_attend, join, key, room), patience)
     finally:
         clear_abandoned()  # of relays that were killed
 
@@ -83,37 +98,88 @@ def _room(replicas: int | str | None, ranks: int, store: Path | None, own: Seque
     return Room(replicas, ranks, store, cards, tuple(own))
 
 
-async def _work(endpoint: str, key: JoinKey, room: Room) -> int:
+class Attendance(NamedTuple):
+    """How a machine's time with a run ended: the exit code, and whether the run may go on later."""
+
+    status: int
+    resumable: bool
+
+
+def _patiently(attend: Callable[[], Attendance], patience: Patience) -> int:
+    """Take part in a run, also if it is not there at first or is started again."""
+    until, told = time.monotonic() + patience.wait_s, False
+    while True:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # while it waits; who takes part handles both
+        try:
+            attended = attend()
+            if attended.status or not attended.resumable or not patience.stay:
+                return attended.status
+            until, told = time.monotonic() + patience.wait_s, False
+        except AbsentError as error:
+            if isinstance(error, SilentError) and not patience.stay:
+                log.error("%s", error)
+                return SILENT
+            if time.monotonic() >= until:
+                raise
+            if not told:
+                _say(f"waiting up to {patience.wait_s:g} s for the run: {error}")
+            told = True
+        time.sleep(RETURN_S)
+
+
+def _attend(join: str, key: Callable[[], JoinKey], room: Room) -> Attendance:
+    return asyncio.run(_work(_endpoint(join), key(), room))
+
+
+async def _work(endpoint: str, key: JoinKey, room: Room) -> Attendance:
     agent = Agent(endpoint, key, room, _say)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, agent.interrupt)
     _say(await agent.run())
-    return 130 if agent.interrupted else 0
+    return Attendance(130 if agent.interrupted else 0, agent.resumable)
 
 
 def _endpoint(join: str) -> str:
-    host, _, port = join.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise WireError(f"--join is '{join}', not an address; write HOST:PORT as 'tailrace train' has printed it")
+    host, port = _host_and_port(join)
     try:
-        socket.getaddrinfo(host.strip("[]"), int(port))
+        socket.getaddrinfo(host, port)
     except OSError as error:
-        raise WireError(f"--join is '{join}', but there is no such host ({error.strerror})") from None
+        raise AbsentError(f"--join is '{join}', but there is no such host ({error.strerror})") from None
     return f"tcp://{join}"
 
 
-def _key(file: Path | None) -> JoinKey:
-    if file is None and VARIABLE not in os.environ:
+def _host_and_port(join: str) -> tuple[str, int]:
+    host, _, port = join.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise WireError(f"--join is '{join}', not an address; write HOST:PORT as 'tailrace train' has printed it")
+    return host.strip("[]"), int(port)
+
+
+def _key_reader(file: Path | None) -> Callable[[], JoinKey]:
+    """A file is read each time: it may be written later, or anew."""
+    if file is not None:
+        return partial(_key_of, file)
+    if VARIABLE not in os.environ:
         raise WireError(
             f"a join key is needed; write --key FILE with the run's {JOIN_KEY}, or set {VARIABLE} to its content"
         )
+    key = JoinKey.read(os.environ.pop(VARIABLE))  # not for those whom we start
+    return lambda: key
+
+
+def _key_of(file: Path) -> JoinKey:
     try:
-        text = os.environ.pop(VARIABLE) if file is None else file.read_text()  # not for those whom we start
+        return JoinKey.read(file.read_text())
+    except FileNotFoundError as error:
+        raise AbsentError(_unreadable(file, error.strerror)) from None
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise WireError(f"the join key {file} cannot be read ({why}); it is {JOIN_KEY} in the run's folder") from None
-    return JoinKey.read(text)
+        raise WireError(_unreadable(file, why)) from None
+
+
+def _unreadable(file: Path, why: str | None) -> str:
+    return f"the join key {file} cannot be read ({why}); it is {JOIN_KEY} in the run's folder"
 
 
 def _say(sentence: str) -> None:

@@ -22,6 +22,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from tailrace.launch.secret import RunSecret
 from tailrace.watchdog import show_stacks_when_asked
 
 log = logging.getLogger(__name__)
@@ -39,9 +40,10 @@ BEGUN, BEATS = 0, 1  # on the board
 class Supervisor:
     """What a controller has of its supervisor."""
 
-    def __init__(self) -> None:
-        self.token = os.urandom(32).hex()
-        self.secret = os.urandom(32)  # the controller's, which no component has
+    def __init__(self, secret: RunSecret | None = None) -> None:
+        """`secret`: of the run, if its keys are to be known to others; unset: a new one."""
+        # the controller's, which no component has; and what machines that join have
+        self.secret, self.token = secret or RunSecret.of(os.urandom(32))
         self.lifeline, self._held = os.pipe()
         self._board = memoryview(mmap.mmap(-1, 16)).cast("Q")  # memory that both processes see
 

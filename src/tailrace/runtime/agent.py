@@ -39,6 +39,7 @@ from tailrace.wire.interfaces import interfaces
 from tailrace.wire.keys import JoinKey, host_key
 from tailrace.wire.messages import (
     OFFER_S,
+    AbsentError,
     ComponentSpec,
     Dismissed,
     Ended,
@@ -58,6 +59,10 @@ FAREWELL_S = 3.0  # for the controller to say that it has heard of our leaving
 
 class AgentError(TailraceError):
     """Why this machine cannot work for the run, for the person who asked it to."""
+
+
+class SilentError(AbsentError):
+    """The run was there, and is not heard any more."""
 
 
 class Room(NamedTuple):
@@ -90,6 +95,7 @@ class Agent:
         self._leaving = False
         self._over = self._trouble = ""
         self._ended_with_the_run = False  # then the components have been told
+        self.resumable = False  # the run has stopped, and may go on later
 
     def interrupt(self) -> None:
         """Leave; the second time: at once."""
@@ -131,7 +137,7 @@ class Agent:
             if time.monotonic() > leave_at:
                 self._over = "left"
             if time.monotonic() - self._heard_at > SILENCE_S:
-                raise AgentError(f"nothing was heard of the run for {SILENCE_S:g} s; if it goes on, join it again")
+                raise SilentError(f"nothing was heard of the run for {SILENCE_S:g} s; if it goes on, join it again")
             await self._listen(time.monotonic() + OFFER_S)
 
     def _offer(self, leaving: bool) -> None:
@@ -155,6 +161,7 @@ class Agent:
         if isinstance(message, Ended):
             self._over = "the run is complete" if message.complete else "the run has stopped"
             self._ended_with_the_run = True
+            self.resumable = not message.complete
         elif isinstance(message, Dismissed):
             raise AgentError(message.reason)
         elif isinstance(message, Wanted) and self._leaving and not message.names:
@@ -264,4 +271,4 @@ def _own_address(endpoint: str) -> str:
         return asking.getsockname()[0]
 
 
-__all__ = ["Agent", "AgentError", "Room"]
+__all__ = ["Agent", "AgentError", "Room", "SilentError"]

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Self
 
 from tailrace.wire.liveness import BeatSender
-from tailrace.wire.messages import WireError
+from tailrace.wire.messages import AbsentError, WireError
 from tailrace.wire.session import (
     HEAD,
     NAMELESS,
@@ -186,19 +186,19 @@ def _host_and_port(endpoint: str) -> tuple[str, int]:
 
 
 def check_join_key(endpoint: str, name: str, key: bytes, pinned: str, within_s: float) -> None:
-    """Returns if the run at this address lets us in; else a `WireError` says why not."""
+    """Returns if the run at this address lets us in; else an `AbsentError` says why not."""
     where, until = endpoint.removeprefix("tcp://"), time.monotonic() + within_s
     while True:
         try:
             with Connection(endpoint, name, key, pinned, until - time.monotonic()):
                 return
         except (StrangerError, ssl.SSLError):
-            raise WireError(
+            raise AbsentError(
                 f"{where} refused this join key; it takes the one in join.key of a run that goes on there now"
             ) from None
         except OSError:
             if time.monotonic() + RETRY_S >= until:
-                raise WireError(
+                raise AbsentError(
                     f"nobody answered at {where} within {within_s:g} s; does the run go on, and is the address right?"
                 ) from None
             time.sleep(RETRY_S)

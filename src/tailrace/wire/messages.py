@@ -38,6 +38,10 @@ class WireError(TailraceError):
     """Why the processes of a run cannot be connected, for the person who started it."""
 
 
+class AbsentError(WireError):
+    """The run is not where it should be: not yet, not any more, or another one is. It may come."""
+
+
 class ComponentSpec(Struct):
     """What a component is told when it is started: who it is and where the controller listens."""
 
