@@ -7,7 +7,6 @@ evicted hears SIGTERM and leaves in time; the Jobs make another one, and the run
 
 from __future__ import annotations
 
-from tailrace.launch.machines import FILE as JOIN_KEY
 from tailrace.launch.placers.fleet import FleetRequest, worker_words
 from tailrace.launch.placers.keys import RunKeys
 from tailrace.launch.placers.pods import (
@@ -23,6 +22,7 @@ from tailrace.launch.placers.pods import (
     secret,
     settings_map,
 )
+from tailrace.wire.keys import JOIN_KEY
 
 PORT = 4700
 KEYS = "/var/run/tailrace"
