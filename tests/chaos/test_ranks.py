@@ -172,7 +172,6 @@ def test_when_the_host_of_a_rank_or_of_the_meeting_dies_others_take_its_place(tm
         back, waits = run.events("TrainerJoined"), run.events("TrainerWaits")
         network.isolate(4)  # too few are left
         run.until(lambda: run.events("TrainerWaits") > waits, "the trainer to wait")
-        at_work(run, 0)
         network.heal()  # it joins again by itself
         came_back(run, back)
         proof = ends_well(run)
