@@ -7,13 +7,15 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
 from played import Played
 from tailrace import __version__
 from tailrace.config import load
 from tailrace.config.tree import Config
 from tailrace.protocol import Publish, TrainerLost, TrainerWaits
 from tailrace.store.journal import Journal
-from tailrace.wire.messages import ComponentSpec, Dismissed, Hello, Offer, Ordered, Wanted, is_marked
+from tailrace.wire.messages import ComponentSpec, Dismissed, Hello, Offer, Ordered, Wanted, is_marked, shares_folder
 
 INTERFACES = {"lo": "127.0.0.1", "eth1": "10.0.0.9"}
 
@@ -116,6 +118,8 @@ def test_the_trainer_waits_until_there_is_room_and_again_when_a_machine_leaves(t
         assert again.meeting != first.meeting
         assert is_marked(again)
         assert not is_marked(first), "what the first one was told to write is not its to write any more"
+        assert shares_folder(first), "it is the same folder all the same"
+        assert not shares_folder(replace(first, folder=str(tmp_path)))
 
     play(tmp_path / "run", scene)
     events = [entry.event for entry in Journal(tmp_path / "run").entries()]

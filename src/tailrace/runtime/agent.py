@@ -47,7 +47,7 @@ from tailrace.wire.messages import (
     Hello,
     Offer,
     Wanted,
-    is_marked,
+    shares_folder,
 )
 
 IN_ORDER = how_it_ended(0)
@@ -247,7 +247,7 @@ def _refuse_missing_torch() -> None:
 def _refuse_other_folder(spec: ComponentSpec) -> None:
     """Checkpoints are written and read by all ranks."""
     folder = Path(spec.folder)
-    if not is_marked(spec):
+    if not shares_folder(spec):
         raise AgentError(
             f"the run's folder {folder} is not shared with this machine, and ranks on several machines write their "
             "checkpoints there; mount it here at the same path, or join with --replicas alone"

@@ -5,6 +5,7 @@ One component to control, one `Process` with several children here. `placement` 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 from msgspec.structs import replace
@@ -40,10 +41,10 @@ class TrainerRanks:
             return []
         alone, first_here = len(found.hosts) == 1, self._host(found.hosts[0]) is None
         meeting = "" if alone else placement.meeting(found, first_here)
-        same = replace(spec, rank_hosts=found.hosts, meeting=meeting)
+        mark = self._keys.folder_mark(spec.name) if self._config.local.listen else ""
+        same = replace(spec, rank_hosts=found.hosts, meeting=meeting, folder_mark=mark)
         if any(map(self._host, found.hosts)):
-            key = self._keys.of(f"ranks of {spec.name}").hex()
-            same = replace(same, rank_key=key, folder_mark=self._keys.folder_mark(spec.name))
+            same = replace(same, rank_key=self._keys.of(f"ranks of {spec.name}").hex())
         return [self._of_rank(same, rank, found) for rank in range(len(found.hosts))]
 
     def members(self, specs: Sequence[ComponentSpec]) -> list[ComponentSpec | Child]:
@@ -83,8 +84,8 @@ class TrainerRanks:
         """So that another machine can tell whether it has the same directory, not one of the same name; and so that an
         earlier trainer, which may live on where nobody can reach it, writes no more checkpoints."""
         mark = self._folder.path / RANKS_MARK
+        written = mark.with_suffix(".new")
         if text:
-            mark.touch(PRIVATE)
-            mark.write_text(text)
-        else:
-            mark.unlink(missing_ok=True)
+            written.touch(PRIVATE)
+            written.write_text(text)
+            os.replace(written, mark)

@@ -33,8 +33,10 @@ class Keyring(NamedTuple):
         return hmac.digest(self.secret, b"component " + name.encode(), "sha256")
 
     def folder_mark(self, name: str) -> str:
-        """By which another machine knows the folder of this run, and this trainer as the one that writes there."""
-        return hmac.digest(self.secret, b"folder " + name.encode(), "sha256").hex()
+        """By which another machine knows the folder of this run, and, after the point, this trainer as the one that
+        writes there."""
+        folder = hmac.digest(self.secret, b"folder", "sha256").hex()
+        return f"{folder}.{hmac.digest(self.secret, b'folder ' + name.encode(), 'sha256').hex()}"
 
     @property
     def identity(self) -> bytes:

@@ -28,7 +28,7 @@ LOOPBACK = "127.0.0.1"
 OFFER_S = 0.5  # how often a host offers itself
 MOST_REPLICAS = 1024  # of other machines that a run takes
 MOST_RANKS = 1024  # of the trainer
-RANKS_MARK = "ranks.mark"  # a file in the run's folder while ranks are on other machines: whose checkpoints count
+RANKS_MARK = "ranks.mark"  # a file in the folder of a run that others may join: whose checkpoints count
 
 
 ShortText = Annotated[str, Meta(max_length=64)]
@@ -67,7 +67,7 @@ class ComponentSpec(Struct):
     meeting: str = ""  # trainer: where its ranks find each other
     interface: str = ""  # trainer: by which this rank talks to the others
     rank_key: str = ""  # trainer: that all of its ranks have, and nobody else
-    # trainer with ranks elsewhere: what a file in the run's folder says, so that another machine knows it as the same
+    # trainer of a run that others may join: what a file in its folder says, so that they know it as the same
     folder_mark: str = ""
     # what it was dealt (config/dealing.py), by whoever starts it
     cards: tuple[int, ...] = ()  # the GPUs that it sees; none: those that are there, if it uses any
@@ -88,11 +88,20 @@ class ComponentSpec(Struct):
 
 
 def is_marked(spec: ComponentSpec) -> bool:
-    """Whether the folder that this trainer was told is here, and the trainer the newest."""
+    """Whether the folder that this trainer was told is here, and the trainer is the newest."""
+    return _mark(spec) == spec.folder_mark
+
+
+def shares_folder(spec: ComponentSpec) -> bool:
+    """Whether it is here. By the time of asking there may be a newer trainer."""
+    return _mark(spec).partition(".")[0] == spec.folder_mark.partition(".")[0]
+
+
+def _mark(spec: ComponentSpec) -> str:
     try:
-        return (Path(spec.folder) / RANKS_MARK).read_text() == spec.folder_mark
+        return (Path(spec.folder) / RANKS_MARK).read_text()
     except OSError:
-        return False
+        return "none"
 
 
 # -------------------------------------------------------------------------------------------------- from the components
