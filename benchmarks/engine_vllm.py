@@ -15,6 +15,7 @@ import asyncio
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -23,7 +24,7 @@ from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-VOCABULARY = 1000  # token ids of the invented prompts are below it
+VOCABULARY = 140  # token ids of the invented prompts are below it: the smallest of our models has 143
 ROW = "ROW "
 
 
@@ -89,6 +90,7 @@ class Alone:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            start_new_session=True,
             env=ENVIRONMENT | dict(os.environ),
         )
         self._ask(arguments)
@@ -107,8 +109,7 @@ class Alone:
         return float(self._ask([number, requests]))
 
     def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
+        os.killpg(self._process.pid, signal.SIGKILL)  # with vLLM's own processes
         self._process.wait(60)
 
 

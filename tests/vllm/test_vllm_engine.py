@@ -147,6 +147,13 @@ def test_a_killed_vllm_ends_the_engine_and_leaves_no_process():
     assert gone_soon(engine.process.pid)
 
 
+def test_a_killed_server_leaves_no_process_even_if_its_replica_is_killed_too():
+    engine = engine_of()
+    group = engine.process.pid
+    os.kill(group, signal.SIGKILL)  # nobody but its own workers is left to end the others
+    assert gone_soon(group)
+
+
 def test_vllm_ends_with_the_replica():
     engine = engine_of()
     engine.process._end_lifeline()  # as the kernel does when the replica is killed

@@ -19,6 +19,7 @@ from engines_under_test import START
 from runs import Run, nothing_is_left, replayed
 from tailrace.config import load
 from tailrace.launch.evaluation import measure
+from tailrace.protocol import Finished, Parked, ReplicaLost
 from tailrace.runtime.local import read_records
 from tailrace.store.journal import Journal
 
@@ -120,9 +121,9 @@ def movers(run: Run) -> set[tuple[int, int]]:
     found: set[tuple[int, int]] = set()
     for entry in Journal(run.folder).entries():
         event = entry.event
-        if type(event).__name__ == "Parked":
+        if isinstance(event, Parked):
             parked |= {one.id: event.replica for one in event.samples if one.tokens}
-        elif type(event).__name__ == "Finished" and event.meta.id in parked:
+        elif isinstance(event, Finished) and event.meta.id in parked:
             found.add((parked[event.meta.id], event.replica))
     return found
 
@@ -161,7 +162,7 @@ def test_samples_move_between_vllm_and_native_and_a_killed_vllm_is_a_killed_repl
     finally:
         if run.child is not None and run.child.poll() is None:
             run.kill()
-    lost = [entry.event for entry in Journal(run.folder).entries() if type(entry.event).__name__ == "ReplicaLost"]
+    lost = [entry.event for entry in Journal(run.folder).entries() if isinstance(entry.event, ReplicaLost)]
     assert "vLLM" in lost[0].reason
     replayed(run)
     until = time.monotonic() + 30

@@ -47,7 +47,7 @@ LOOK_S = 1.0  # how often a quiet engine is looked at
 ABORT_S = 0.05  # before it is asked again
 ABORTING_S = 60.0
 ENDED = {"stop": STOPPED, "length": LIMITED}  # of an aborted one nobody waits for the end
-ORPHANED = 3
+SERVER = "TAILRACE_VLLM_SERVER"
 
 
 def main() -> None:
@@ -55,6 +55,7 @@ def main() -> None:
     for descriptor in (link, lifeline):
         os.set_inheritable(descriptor, False)
     threading.Thread(target=_end_with, args=(lifeline,), daemon=True).start()
+    os.environ[SERVER] = str(os.getpid())  # for the workers, which end with it
     connection = socket.socket(fileno=link)
     try:
         asyncio.run(_serve(connection))

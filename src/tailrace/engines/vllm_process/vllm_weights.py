@@ -10,16 +10,19 @@ generation uses, and are compared with the file bit for bit.
 # vLLM is in another environment.
 from __future__ import annotations
 
-import ctypes
 import logging
+import os
 import random
+import select
 import signal
+import threading
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
 
-PR_SET_PDEATHSIG = 1
+SERVER = "TAILRACE_VLLM_SERVER"  # the process id of vllm_server.py
 COLUMNS = 4  # of each matrix that are read back: a step of training changes thousands of numbers in them
 ROWS = 64  # of the embedding
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -27,7 +30,18 @@ HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 RELOADER = "vllm.model_executor.model_loader.reload.layerwise"
 
 logging.getLogger(RELOADER).setLevel(logging.ERROR)  # it warns of layers without weights; what matters is read back
-ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a worker never outlives whoever started it
+
+
+def _end_with(server: int) -> None:
+    """vLLM's engine process outlives a killed server; its workers end it and themselves, who are one group."""
+    with suppress(ProcessLookupError):
+        select.select([os.pidfd_open(server)], [], [])
+    if os.getpgrp() == server:  # it led the group
+        os.killpg(server, signal.SIGKILL)
+
+
+if SERVER in os.environ:
+    threading.Thread(target=_end_with, args=(int(os.environ[SERVER]),), daemon=True).start()
 
 
 class Verified(NamedTuple):
