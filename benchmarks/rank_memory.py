@@ -17,6 +17,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,7 @@ def be_a_rank(rank: int, size: int, meeting: str, folder: Path, address: str) ->
     config = Config(model=Model(path=str(folder / "model")), trainer=trainer)
     before, figures = _resident_mb(), dict[str, float]()
     learner = _peak("load", figures, before, lambda: Learner(config, ranks))
-    work = in_memory([_group(_lengths(128, 1024))])
+    work = in_memory([_group(_lengths(64, 128))])
 
     def step() -> None:
         for number in range(2):
@@ -70,7 +71,7 @@ def be_a_rank(rank: int, size: int, meeting: str, folder: Path, address: str) ->
         sender.send(1, PublishRoute(0, {0: address}), lambda _, reason: sys.exit(reason))
         ranks.gather_bytes(b"")
         while sender._under_way is not None:
-            pass
+            time.sleep(0.01)
 
     _peak("publish", figures, before, publish)
     figures["snapshot_mb"] = sender.publisher.snapshot_bytes / 2**20
@@ -152,8 +153,10 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         _make_model(Path(folder))
-        rows = [measure(size, Path(folder)) for size in options.ranks]
-    RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
+        rows: list[dict[str, Any]] = []
+        for size in options.ranks:
+            rows.append(measure(size, Path(folder)))
+            RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
     table = Table(*rows[0])
     for row in rows:
         table.add_row(*map(str, row.values()))

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
 from tailrace.config.errors import ConfigError
 from tailrace.model.load import PIECES, model_folder
+from tailrace.trainer.announcements import Announcements
 from tailrace.trainer.checkpoint import newest, restore, save
 from tailrace.trainer.manifest import CheckpointError
-from tailrace.trainer.parallel import by_host
+from tailrace.trainer.parallel import Together, by_host
+from tailrace.trainer.rank_group import Complaint, NativeRankGroup, PublishRoute
 from tailrace.trainer.saved_tensors import SavedPiece, SavedTensors, file_of, joined, whole, write_tensors
 from tailrace.trainer.step import Learner
 from tailrace.weights.shard import RowRange
@@ -102,3 +106,18 @@ def test_hybrid_sharding_needs_as_many_ranks_on_every_host() -> None:
     assert by_host([]) == []
     with pytest.raises(ConfigError, match=r'"hybrid" needs as many .* 2 on host 0, 1 on host 4; write "full"'):
         by_host([0, 0, 4])
+
+
+def test_a_rank_that_cannot_send_its_part_tells_the_first_which_tells_control() -> None:
+    board: Any = HashStore()
+    first, second = (Together(rank, 2, "cpu", None, board, Announcements("")) for rank in range(2))  # pyright: ignore[reportArgumentType]
+    told: list[tuple[int, str]] = []
+    group = NativeRankGroup.__new__(NativeRankGroup)
+    group.ranks, group._route = first, PublishRoute(3, {})
+    group._give_up = lambda version, reason: told.append((version, reason))
+    for master in (3, 4):  # the other one is no longer the master
+        second.complain(msgspec.json.encode(Complaint(1, 7, master, "no room")).decode())
+    for text in first.complaints():
+        group._heed(msgspec.json.decode(text, type=Complaint))
+    assert told == [(7, "rank 1: no room")]
+    assert first.complaints() == []
