@@ -1,6 +1,6 @@
 """A run that Ray has placed beside the same run on one machine: throughput, and how soon control hears and is heard.
 
-    python benchmarks/cluster.py throughput [--rounds 5] [--steps 60]
+    python benchmarks/cluster.py throughput [--rounds 5] [--steps 20]
     python benchmarks/cluster.py latency [--rounds 3]
     python benchmarks/cluster.py growth                  # two more nodes in the middle of a run
 
@@ -249,7 +249,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["throughput", "latency", "growth"])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=20)
     asked = parser.parse_args()
     rows: dict[str, Callable[[], dict[str, Any]]] = {
         "throughput": lambda: throughput(asked.rounds, asked.steps),

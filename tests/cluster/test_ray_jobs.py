@@ -37,17 +37,15 @@ def nodes() -> Iterator[Nodes]:
 
 
 class Submitted(Launched):
-    """Ray unpacks what is uploaded somewhere, so the processes are known by a mark in their environment."""
+    """Nothing is uploaded: two raylets on one machine would unpack it into the same folder. Processes are known by a
+    mark in their environment."""
 
     def __init__(self, folder: Path, nodes: Nodes, *options: str) -> None:
         super().__init__(folder, nodes.dashboard, EMULATED, *options)
         self.name = folder.name
-        upload = folder / "upload"
-        upload.mkdir()
-        (upload / "run.toml").write_text(EMULATED)
         mark = json.dumps({"env_vars": {MARK: str(folder)}})
-        words = [sys.executable, "-m", "tailrace", "launch", "ray", "run.toml", *self.options]
-        given = ["--submission-id", self.name, "--working-dir", str(upload), "--runtime-env-json", mark]
+        words = [sys.executable, "-m", "tailrace", "launch", "ray", str(self.file), *self.options]
+        given = ["--submission-id", self.name, "--runtime-env-json", mark]
         self.job("submit", "--no-wait", *given, "--", *words)
 
     def job(self, what: str, *words: str) -> str:
@@ -58,7 +56,7 @@ class Submitted(Launched):
 
     def over(self) -> bool:
         status = self.job("status", self.name)
-        return any(word in status for word in ("SUCCEEDED", "FAILED", "STOPPED"))
+        return any(f"' {words}" in status for words in ("succeeded", "failed", "was stopped"))
 
     def processes(self, *words: str) -> list[int]:
         found = list[int]()
@@ -75,7 +73,7 @@ def test_a_job_that_is_submitted_succeeds(tmp_path, nodes):
     run = Submitted(tmp_path, nodes, "--run.steps", "60")
     run.until(lambda: run.events("Trained") or run.over(), "a step")
     run.until(run.over, "the end of the job")
-    assert "SUCCEEDED" in run.job("status", run.name), run.job("logs", run.name)
+    assert "' succeeded" in run.job("status", run.name), run.job("logs", run.name)
     assert prove(run.folder).steps == 60
     run.gone()
 
@@ -88,5 +86,5 @@ def test_a_job_that_is_stopped_leaves_nothing_and_can_be_resumed(tmp_path, nodes
     assert len(run.agents()) == 1
     run.job("stop", run.name)
     run.gone()
-    assert "STOPPED" in run.job("status", run.name)
+    assert "' was stopped" in run.job("status", run.name)
     assert prove(run.folder).trained
