@@ -54,7 +54,7 @@ class ScriptedServer:
         if isinstance(message, words.StartEngine):
             self.script = message.sampling.get("script", "")
             if self.script == "fails":
-                self.say(words.Failed("ValueError: no such model"))
+                self.say(words.EngineFailed("ValueError: no such model"))
             elif self.script != "silent":
                 self.say(words.EngineReady("0.0", "cpu", 4096, 512))
         elif isinstance(message, words.Submit):

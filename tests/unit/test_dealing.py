@@ -20,6 +20,7 @@ from tailrace.config.check import check
 from tailrace.config.dealing import Deal, deal_elsewhere, deal_here, ranks_share_cards, resolved, visible
 from tailrace.config.tree import Local, Model, Rollout, Trainer
 from tailrace.launch import cards as launch_cards
+from tailrace.launch import machines
 from tailrace.launch.cards import NOTED, deal_cards, dealt_among, imagined, record_cards
 from tailrace.launch.deal_table import describe_deal
 from tailrace.model import device
@@ -317,7 +318,7 @@ async def started(deal: Deal, folder: Path) -> tuple[dict[str, str], set[int]]:
     lifeline, held = os.pipe()
     local = LocalProcesses(RunFolder(folder), 0, lambda *_: None, deal)
     nowhere = ComponentSpec("trainer", 0, 1, "tcp://127.0.0.1:9", "ab" * 32, str(folder), emulated, lifeline=lifeline)
-    process = local.start(nowhere)
+    process = local.start(nowhere, [replace(nowhere, rank=rank) for rank in range(2)])
     child = process.children[1].pid
     try:
         async with asyncio.timeout(DEADLINE_S):
@@ -428,7 +429,7 @@ def test_a_machine_that_has_joined_deals_its_own_cards(monkeypatch):
     monkeypatch.setattr(agent, "check_join_key", lambda *_: None)
     began: list[ComponentSpec] = []
     key = JoinKey("", "ab" * 32)
-    machine = agent.Agent("tcp://127.0.0.1:9", key, 2, lambda _: None, None, of(2, 20))
+    machine = agent.Agent("tcp://127.0.0.1:9", key, agent.Room(2, cards=of(2, 20)), lambda _: None)
     monkeypatch.setattr(machine._local, "start", lambda spec: began.append(placed(spec, machine._local.deal)))
     run = replace(config(5, rollout_cards=(7,)), model=replace(SMALL, path=""))
     specs = tuple([ComponentSpec("replica", id, 1, "", "", "", run, key="ab") for id in (5, 6)])
@@ -439,20 +440,19 @@ def test_a_machine_that_has_joined_deals_its_own_cards(monkeypatch):
         machine._obey(Wanted((large.name,), (large,)))
 
 
-def test_a_worker_counts_its_cards(monkeypatch, tmp_path):
-    key = tmp_path / "join.key"
+def test_a_worker_counts_its_cards(monkeypatch):
     asked: list[object] = []
 
-    async def work(endpoint: str, key: object, replicas: int, store: Path | None, cards: tuple[Card, ...]) -> int:
-        asked.append((replicas, len(cards)))
-        return 0
-
-    from tailrace.launch import machines
+    async def work(endpoint: str, key: object, room: agent.Room) -> machines.Attendance:
+        asked.append((room.replicas, len(room.cards)))
+        return machines.Attendance(0, resumable=False)
 
     monkeypatch.setattr(machines, "_work", work)
-    monkeypatch.setattr(machines, "_key", lambda file: key)
-    for cards, words in ((3, ("--replicas", "auto")), (0, ("--replicas", "auto")), (3, ()), (1, ("--replicas", "2"))):
+    monkeypatch.setenv("TAILRACE_JOIN_KEY", "")
+    monkeypatch.setattr(machines, "_key_reader", lambda _: lambda: JoinKey("", "ab" * 32))
+    auto = ("--replicas", "auto")
+    for cards, words in ((3, auto), (0, auto), (3, ()), (1, ("--replicas", "2")), (4, (*auto, "--ranks", "3"))):
         monkeypatch.setattr(machines, "cards_of_worker", lambda cards=cards: of(cards))
         assert main(["worker", "--join", "127.0.0.1:4700", *words]) == 0
-    assert asked == [(3, 3), (1, 0), (1, 3), (2, 1)]
+    assert asked == [(3, 3), (1, 0), (1, 3), (2, 1), (1, 4)]
     assert main(["worker", "--join", "127.0.0.1:4700", "--replicas", "all"]) == 2

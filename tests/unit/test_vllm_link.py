@@ -151,7 +151,7 @@ def test_closing_ends_the_whole_group():
 
 
 def test_frames_are_read_from_any_pieces():
-    whole = words.frame(words.Abort([1, 2])) + words.frame(words.Failed("x" * 1000))
+    whole = words.frame(words.Abort([1, 2])) + words.frame(words.EngineFailed("x" * 1000))
     for step in (1, 3, 100):
         buffer, found = bytearray(), list[bytes]()
         for at in range(0, len(whole), step):

@@ -122,7 +122,7 @@ class VllmProcess:
     def _decode(self) -> None:
         for body in words.take_frames(self._buffer):
             message = msgspec.msgpack.decode(body, type=words.FromVllm)
-            if isinstance(message, words.Failed):
+            if isinstance(message, words.EngineFailed):
                 self.close()
                 raise VllmLostError(message.reason)
             self._heard.append(message)

@@ -27,7 +27,7 @@ class Machine(NamedTuple):
     interfaces: Mapping[str, str]
 
 
-class Placement(NamedTuple):
+class RankPlacement(NamedTuple):
     """By rank: its host, and where it is in the network of all ranks."""
 
     hosts: tuple[HostId, ...]
@@ -40,7 +40,7 @@ def own_machine(config: Config) -> Machine:
     return Machine(tuple([rank * relays // ranks for rank in range(ranks)]), interfaces() if ranks else {})
 
 
-def place(wanted: int, machines: Sequence[Machine], interface: str) -> Placement | None:
+def place(wanted: int, machines: Sequence[Machine], interface: str) -> RankPlacement | None:
     """None if there is no room for so many."""
     able = machines if interface else [one for one in machines if len(one.slots) >= wanted]
     slots = [(machine, host) for machine in able for host in machine.slots][:wanted]
@@ -49,7 +49,7 @@ def place(wanted: int, machines: Sequence[Machine], interface: str) -> Placement
     together = all(machine is slots[0][0] for machine, _ in slots)
     found = [ON_LOOPBACK if together else find(interface, machine.interfaces) for machine, _ in slots]
     endpoints = tuple([one for one in found if one])
-    return Placement(tuple([host for _, host in slots]), endpoints) if len(endpoints) == wanted else None
+    return RankPlacement(tuple([host for _, host in slots]), endpoints) if len(endpoints) == wanted else None
 
 
 def missing(wanted: int, machines: Sequence[Machine], interface: str) -> int:
@@ -57,7 +57,7 @@ def missing(wanted: int, machines: Sequence[Machine], interface: str) -> int:
     return max(0, wanted - sum(len(machine.slots) for machine in machines)) if interface else wanted
 
 
-def meeting(placement: Placement, is_here: bool) -> str:
+def meeting(placement: RankPlacement, is_here: bool) -> str:
     """Where rank 0 listens. On another machine it is not known whether a port is free: if not, the next start tries
     another one."""
     address = placement.endpoints[0].address

@@ -14,7 +14,7 @@ from tailrace.config.tree import Config
 from tailrace.runtime import placement
 from tailrace.runtime.hosts import Host, Hosts
 from tailrace.runtime.local import Child, ComponentRecord
-from tailrace.runtime.placement import Machine, Placement
+from tailrace.runtime.placement import Machine, RankPlacement
 from tailrace.store.folder import PRIVATE, RunFolder
 from tailrace.types import HostId
 from tailrace.wire.keys import Keyring
@@ -77,7 +77,7 @@ class TrainerRanks:
         one = replace(spec, rank=rank)
         return replace(one, key=self._keys.of(one.name).hex())
 
-    def _of_rank(self, same: ComponentSpec, rank: int, found: Placement) -> ComponentSpec:
+    def _of_rank(self, same: ComponentSpec, rank: int, found: RankPlacement) -> ComponentSpec:
         return replace(self._named(same, rank), host=found.hosts[rank], interface=found.endpoints[rank].interface)
 
     def _mark_folder(self, text: str) -> None:

@@ -4,7 +4,7 @@ Read on both sides: by `engines/vllm_link.py`, and by `vllm_server.py` in vLLM's
 msgspec, which vLLM has too.
 
     replica  StartEngine, then Submit, Abort and Load at any time
-    vLLM     EngineReady, then Sampled whenever there is something, Loaded after each Load; Failed is its last word
+    vLLM     EngineReady, then Sampled whenever there is something, Loaded after each Load; its last word: EngineFailed
 """
 
 from __future__ import annotations
@@ -97,12 +97,12 @@ class Loaded(EngineMessage, frozen=True):
     unchecked: list[str]
 
 
-class Failed(EngineMessage, frozen=True):
+class EngineFailed(EngineMessage, frozen=True):
     reason: str
 
 
 ToVllm = StartEngine | Submit | Abort | Load
-FromVllm = EngineReady | Sampled | Loaded | Failed
+FromVllm = EngineReady | Sampled | Loaded | EngineFailed
 
 
 def frame(message: EngineMessage) -> bytes:

@@ -27,10 +27,10 @@ from vllm_messages import (
     LIMITED,
     STOPPED,
     Abort,
+    EngineFailed,
     EngineMessage,
     EngineReady,
     EngineTotals,
-    Failed,
     Load,
     Loaded,
     PromptRequest,
@@ -82,7 +82,7 @@ def _say_last(connection: socket.socket, error: Exception) -> None:
     connection.setblocking(True)
     connection.settimeout(LOOK_S)
     reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    connection.sendall(frame(Failed(reason[:4000])))
+    connection.sendall(frame(EngineFailed(reason[:4000])))
 
 
 async def _serve(connection: socket.socket) -> None:
