@@ -121,13 +121,14 @@ class Ours:
 
     def __init__(self, python: str, arguments: dict[str, Any], kv_tokens: int) -> None:
         from tailrace.config.tree import Config
-        from tailrace.engines.vllm_engine import VllmEngine
+        from tailrace.engines.vllm_engine import STREAM_INTERVAL, VllmEngine
         from tailrace.engines.vllm_link import VllmProcess
         from tailrace.engines.vllm_process import vllm_messages as words
 
         memory = arguments.pop("gpu_memory_utilization")
         process = VllmProcess(python)
-        extended = arguments | {"worker_extension_cls": "vllm_weights.VersionLoader"}
+        own = {"worker_extension_cls": "vllm_weights.VersionLoader", "stream_interval": STREAM_INTERVAL}
+        extended = arguments | own
         process.send(words.StartEngine(extended, {"temperature": 1.0}, kv_tokens, memory, memory))
         ready, _ = process.wait_for(words.EngineReady, "start", 900)
         self.vllm = ready.vllm

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from tailrace.cli import main
-from tailrace.launch.placers.fleet import FleetRequest, LaunchError, train_words, worker_words
+from tailrace.launch.placers.fleet import FleetRequest, LaunchError, NodeShare, train_words
 from tailrace.launch.placers.keys import make_keys
 from tailrace.launch.placers.kuberay import HERE, ray_manifests
 from tailrace.launch.placers.kubernetes import plain_manifests
@@ -68,11 +68,22 @@ def test_what_is_no_secret_is_refused(tmp_path, content, words):
 
 def test_no_key_is_on_a_command_line():
     keys = make_keys()
-    words = [*train_words(fleet(), "10.0.0.1", 4700), *worker_words("10.0.0.1:4700", 2)]
+    words = [*train_words(fleet(), "10.0.0.1", 4700), *NodeShare(2).worker_words("10.0.0.1:4700", 2)]
     pods = [
         each["spec"]["template"] for each in plain_manifests(fleet(), PodShape("image"), keys) if each["kind"] == "Job"
     ]
     assert not any(secret in text for secret in keys for text in (*words, batch_script(fleet(), SlurmJob()), str(pods)))
+
+
+def test_a_node_has_ranks_and_the_replicas_that_its_other_cards_are_good_for():
+    assert NodeShare().replicas_for(8) == 8
+    assert NodeShare().replicas_for(0) == 1
+    shared = NodeShare(None, ranks=4, replica_cards=2)
+    assert (shared.replicas_for(8), shared.cards_for(8)) == (2, 8)
+    assert shared.worker_words("a:1", 8)[3:7] == ["--replicas", "2", "--ranks", "4"]
+    only_ranks = NodeShare(0, ranks=8)
+    assert (only_ranks.replicas_for(8), only_ranks.cards_for(8), only_ranks.cards_for(4)) == (0, 8, 4)
+    assert "--ranks" not in NodeShare(2).worker_words("a:1", 8)
 
 
 # ----------------------------------------------------------------------------------------------------------------- ray

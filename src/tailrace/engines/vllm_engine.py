@@ -35,6 +35,7 @@ from tailrace.weights.shared_memory import default_base
 
 log = logging.getLogger(__name__)
 
+STREAM_INTERVAL = 8  # tokens of a sequence that vLLM hands over at once: each handing over costs its one Python loop
 WAIT_S = 0.02  # a step without news takes no longer
 FINISHES: tuple[Finish, ...] = ("", "stop", "length")  # by the numbers in a message
 ROOFLINE = {"cpu": 8}
@@ -307,6 +308,7 @@ def _start(config: Config, stop_tokens: Iterable[int], memory: float, with_weigh
         "skip_tokenizer_init": True,
         "generation_config": "vllm",
         "disable_log_stats": True,
+        "stream_interval": STREAM_INTERVAL,
         "seed": secrets.randbits(31),  # with the same one, replicas would draw the same answers to a prompt
     }
     if rollout.precision:

@@ -19,6 +19,7 @@ import threading
 import time
 from array import array
 from collections.abc import AsyncIterator, Iterable
+from importlib.util import find_spec
 from typing import Any
 
 import msgspec
@@ -56,6 +57,8 @@ def main() -> None:
         os.set_inheritable(descriptor, False)
     threading.Thread(target=_end_with, args=(lifeline,), daemon=True).start()
     os.environ[SERVER] = str(os.getpid())  # for the workers, which end with it
+    if find_spec("flashinfer") is None:  # vLLM 0.24 fails for lack of it instead of doing without
+        os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     connection = socket.socket(fileno=link)
     try:
         asyncio.run(_serve(connection))

@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tailrace.config import Config, load
+from tailrace.config.dealing import cards_per_replica
 from tailrace.errors import TailraceError
 from tailrace.launch.folder import run_folder
+from tailrace.types import Struct
 
 WAIT_S = 3600  # for which an agent waits for the run: accuracy is measured before the controller listens
 
@@ -22,14 +24,40 @@ class LaunchError(TailraceError):
     """Why a run cannot be launched on this cluster, for the person who asked for it."""
 
 
+class NodeShare(Struct):
+    """What an agent starts on a node. `replicas`: unset: as many as its cards are good for, `replica_cards` each."""
+
+    replicas: int | None = None
+    ranks: int = 0
+    replica_cards: int = 1
+
+    def replicas_for(self, cards: int) -> int:
+        """On a node with so many cards. One without any generates too, with its processors, unless it trains."""
+        if self.replicas is not None:
+            return self.replicas
+        return max(0 if self.ranks else 1, (cards - self.ranks) // self.replica_cards)
+
+    def cards_for(self, cards: int) -> int:
+        """How many of a node's cards such processes take."""
+        return min(self.replicas_for(cards) * self.replica_cards + self.ranks, cards)
+
+    def worker_words(self, join: str, cards: int, *more: str) -> list[str]:
+        """`tailrace worker` for an agent on such a node, which waits for the run and comes back to it."""
+        ranks = ["--ranks", str(self.ranks)] if self.ranks else []
+        replicas = ["--replicas", str(self.replicas_for(cards))]
+        return ["worker", "--join", join, *replicas, *ranks, "--wait", str(WAIT_S), *more]
+
+
 class FleetRequest(NamedTuple):
-    """What is to be launched. `nodes`: machines, unset: all there are; `replicas`: on each, unset: one per card."""
+    """What is to be launched. `nodes`: machines, unset: all there are; `replicas` and `ranks`: on each, as in
+    `NodeShare`."""
 
     files: Sequence[str]
     settings: Sequence[str]
     nodes: int | None = None
     replicas: int | None = None
     resume: str = ""  # --resume or --auto-resume
+    ranks: int = 0
 
     @property
     def config(self) -> Config:
@@ -39,24 +67,15 @@ class FleetRequest(NamedTuple):
     def folder(self) -> Path:
         return run_folder(self.config, list(self.files))
 
-    def replicas_for(self, cards: int) -> int:
-        """On a node with so many cards. One without any generates too, with its processors."""
-        return self.replicas or max(1, cards)
-
-    def cards_for(self, cards: int) -> int:
-        """How many of a node's cards such replicas take."""
-        return min(self.replicas_for(cards), cards)
+    @property
+    def each(self) -> NodeShare:
+        return NodeShare(self.replicas, self.ranks, cards_per_replica(self.config))
 
 
 def train_words(fleet: FleetRequest, listen: str, port: int | str, *more: str) -> list[str]:
     """`tailrace train` for a controller to which agents come."""
     resume = [fleet.resume] if fleet.resume else []
     return ["train", *fleet.files, *fleet.settings, "--local.listen", listen, "--local.port", str(port), *resume, *more]
-
-
-def worker_words(join: str, replicas: int | str, *more: str) -> list[str]:
-    """`tailrace worker` for an agent, which waits for the run and comes back to it."""
-    return ["worker", "--join", join, "--replicas", str(replicas), "--wait", str(WAIT_S), *more]
 
 
 def free_port(address: str) -> int:

@@ -7,7 +7,7 @@ evicted hears SIGTERM and leaves in time; the Jobs make another one, and the run
 
 from __future__ import annotations
 
-from tailrace.launch.placers.fleet import FleetRequest, worker_words
+from tailrace.launch.placers.fleet import FleetRequest
 from tailrace.launch.placers.keys import RunKeys
 from tailrace.launch.placers.pods import (
     RUNS,
@@ -99,7 +99,7 @@ def _container_ports() -> list[Manifest]:
 
 def _agent_pod(name: str, fleet: FleetRequest, shape: PodShape) -> Manifest:
     more = ["--key", f"{KEYS}/{JOIN_KEY}", "--stay"]
-    words = ["tailrace", *worker_words(f"{name}:{PORT}", fleet.replicas_for(shape.cards), *more)]
+    words = ["tailrace", *fleet.each.worker_words(f"{name}:{PORT}", shape.cards, *more)]
     return pod(shape, words, [key_volume(f"{name}-agents")], {})
 
 

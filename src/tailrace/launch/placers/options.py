@@ -9,6 +9,7 @@ import argparse
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from tailrace.errors import UsageError
 from tailrace.launch.arguments import RESUMING, path, whole
 
 if TYPE_CHECKING:
@@ -61,8 +62,10 @@ def _add_k8s(k8s: argparse.ArgumentParser) -> None:
 
 
 def _of_a_fleet(command: argparse.ArgumentParser) -> None:
-    each = "on each machine (auto: one per card, or one)"
+    each = "on each machine (auto: one per card that ranks leave, or one)"
     command.add_argument("--replicas-per-node", type=_replicas_or_auto, metavar="auto|N", help=each)
+    ranks = "of the trainer, on each machine (0); trainer.ranks, local.ranks and trainer.interface have to fit"
+    command.add_argument("--ranks-per-node", type=_ranks, default=0, metavar="N", help=ranks)
 
 
 def _launch_ray(arguments: argparse.Namespace) -> int:
@@ -90,12 +93,21 @@ def _request(arguments: argparse.Namespace) -> FleetRequest:
     """What every placer is asked for."""
     from tailrace.launch.placers.fleet import FleetRequest
 
-    resume = getattr(arguments, "resume", "")
-    return FleetRequest(arguments.files, arguments.settings, arguments.nodes, arguments.replicas_per_node, resume)
+    resume, each = getattr(arguments, "resume", ""), (arguments.replicas_per_node, arguments.ranks_per_node)
+    if each == (0, 0):
+        raise UsageError(
+            "--replicas-per-node is 0, and no rank is asked for; write --ranks-per-node 1, or more replicas"
+        )
+    return FleetRequest(arguments.files, arguments.settings, arguments.nodes, each[0], resume, each[1])
 
 
 def _replicas_or_auto(text: str) -> int | None:
-    return None if text == "auto" else whole(text, 1024, "a number of replicas; write --replicas-per-node 2 or auto")
+    what = "a number of replicas; write --replicas-per-node 2 or auto"
+    return None if text == "auto" else whole(text, 1024, what, least=0)
+
+
+def _ranks(text: str) -> int:
+    return whole(text, 1024, "a number of ranks; write --ranks-per-node 8", least=0)
 
 
 def _nodes(text: str) -> int:

@@ -23,6 +23,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 
+from msgspec.structs import replace
+
 from tailrace.launch.machines import VARIABLE as KEY
 from tailrace.launch.placers.bound import bound, tailrace
 from tailrace.launch.placers.fleet import FleetRequest, LaunchError, free_port, train_words
@@ -117,7 +119,7 @@ class RayLaunch:
         self._fleet = fleet
         self._keys = make_keys()
         cards = os.environ.get(CARDS) or None  # of a job that was submitted with cards
-        self._order = Order(address, fleet.nodes or 0, fleet.replicas or 0, cards)
+        self._order = Order(address, fleet.nodes or 0, fleet.each, cards)
 
     def run(self) -> int:
         placer = PlacerProcess(self._order)
@@ -153,7 +155,7 @@ class RayLaunch:
     def _until_over(self, controller: subprocess.Popen[bytes], placer: PlacerProcess, go: Go) -> PlacerProcess:
         """Returns the placer of the end: the run outlives those whose cluster lost its head. A later one takes what
         nodes there are."""
-        again = Order(self._order.address, 0, self._order.replicas, self._order.cards)
+        again = replace(self._order, nodes=0)
         again_at = 0.0
         while controller.poll() is None:
             time.sleep(LOOK_S)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
+from tailrace.launch.placers.fleet import NodeShare
 from tailrace.types import Struct
 
 
@@ -17,7 +18,7 @@ class Order(Struct, tag=True):
 
     address: str
     nodes: int
-    replicas: int  # on each node; 0: one per card
+    each: NodeShare
     cards: str | None = None
 
 

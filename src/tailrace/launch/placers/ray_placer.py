@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, BinaryIO, NamedTuple
 
 from tailrace.launch.machines import VARIABLE
-from tailrace.launch.placers.fleet import FleetRequest, LaunchError, worker_words
+from tailrace.launch.placers.fleet import LaunchError
 from tailrace.launch.placers.ray_agent import AgentEnd, AgentOrder
 from tailrace.launch.placers.ray_cluster import ClusterNode, RayCluster, slowness
 from tailrace.launch.placers.ray_messages import Failed, Found, FromPlacer, Go, Order, Said, line, read_from_launcher
@@ -40,9 +40,9 @@ class PlacedAgent(NamedTuple):
 class Placing:
     """Keeps one agent on every node, until `stop`."""
 
-    def __init__(self, cluster: RayCluster, fleet: FleetRequest, go: Go, say: Say) -> None:
+    def __init__(self, cluster: RayCluster, order: Order, go: Go, say: Say) -> None:
         self._cluster = cluster
-        self._fleet = fleet
+        self._order = order
         self._go = go
         self._say = say
         self._known: dict[str, ClusterNode] = {}  # nodes that were given an agent, by their ids
@@ -95,17 +95,19 @@ class Placing:
         now = time.monotonic()
         free = [nodes[id] for id in nodes.keys() - self._agents.keys() - self._done]
         due = [node for node in free if now >= self._again_at.get(node.id, 0.0)]
-        room = (self._fleet.nodes or len(nodes)) - len(self._agents) - len(self._done & nodes.keys())
+        room = (self._order.nodes or len(nodes)) - len(self._agents) - len(self._done & nodes.keys())
         for node in sorted(due, key=lambda one: one.id)[: max(0, room)]:
             self._known[node.id] = node
             self._agents[node.id] = self._place(node)
 
     def _place(self, node: ClusterNode) -> PlacedAgent:
-        cards, replicas = self._fleet.cards_for(node.cards), self._fleet.replicas_for(node.cards)
+        each = self._order.each
+        cards, replicas = each.cards_for(node.cards), each.replicas_for(node.cards)
         actor = self._cluster.hold(node, cards)
-        words = worker_words(self._go.join, replicas)
+        ranks = f" and {each.ranks} trainer ranks" if each.ranks else ""
+        words = each.worker_words(self._go.join, node.cards)
         order = AgentOrder(words, {VARIABLE: self._go.key}, cards, self._go.folder, self._go.threads)
-        self._say(Said(f"node {node}: an agent with {replicas} replicas on {cards} cards"))
+        self._say(Said(f"node {node}: an agent with {replicas} replicas{ranks} on {cards} cards"))
         self._pending.add(node.id)
         return PlacedAgent(node, actor, actor.where.remote(), actor.run.remote(order), time.monotonic())
 
@@ -177,8 +179,7 @@ def _asked(lines: BinaryIO, order: Order, say: Say) -> None:
 
 
 def _keep(cluster: RayCluster, order: Order, go: Any, say: Say, lines: BinaryIO) -> None:
-    fleet = FleetRequest((), (), order.nodes or None, order.replicas or None)
-    placing = Placing(cluster, fleet, go, say)
+    placing = Placing(cluster, order, go, say)
     try:
         while not select.select([lines], [], [], 0)[0]:
             placing.turn()

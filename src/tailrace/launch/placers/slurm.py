@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tailrace.launch.machines import SILENT
-from tailrace.launch.placers.fleet import FleetRequest, LaunchError, quoted, train_words, worker_words
+from tailrace.launch.placers.fleet import FleetRequest, LaunchError, quoted, train_words
 from tailrace.logs import output
 
 log = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ def batch_script(fleet: FleetRequest, job: SlurmJob) -> str:
     local = fleet.config.local
     port = str(local.port) if local.port else f"$(({FIRST_PORT} + SLURM_JOB_ID % {PORTS}))"
     train = quoted(train_words(fleet, "@listen@", "@port@", "--auto-resume"))
-    worker = quoted(worker_words("@listen@:@port@", fleet.replicas_for(job.cards), "--key", "@key@"))
+    worker = quoted(fleet.each.worker_words("@listen@:@port@", job.cards, "--key", "@key@"))
     return SCRIPT.format(
         directives="\n".join(f"#SBATCH {each}" for each in _directives(fleet, job)),
         run=quoted([str(fleet.folder)]),
