@@ -139,7 +139,7 @@ def test_without_the_key_nobody_gets_in(tmp_path):
         (("--join", "127.0.0.1:1", "--key", "/"), None, "cannot be read"),
         (("--join", "127.0.0.1:1", "--replicas", "0"), None, "not a number of replicas"),
         (("--join", "127.0.0.1:1", "--replicas", "many"), None, "not a number of replicas"),
-        (("--join", "127.0.0.1:1", "--model.path", "x"), None, "no option --model.path"),
+        (("--join", "127.0.0.1:1", "--model.path", "x"), None, "--model.path is the run's"),
         (("--join", "no.such.host.invalid:1"), f"{'0' * 64}.{'0' * 64}", "no such host"),
         (("--join", "127.0.0.1:1"), f"{'0' * 64}.{'0' * 64}", "nobody answered at 127.0.0.1:1 within 10 s"),
     ],

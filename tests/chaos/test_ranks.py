@@ -82,7 +82,7 @@ def test_a_run_with_nothing_of_its_own_waits_for_what_others_bring_and_sends_awa
 
         training, generating = join("--ranks", "1"), join()
         trained(run)
-        assert training.components().keys() == {"relay2", "trainer0"}
+        assert sorted(name.rstrip("0123456789") for name in training.components()) == ["relay", "trainer"]
         assert generating.interrupt()[0] == 130
         run.until(lambda: len(left(run)) == 2, "its leaving")
         join()

@@ -97,7 +97,7 @@ def test_a_trainer_that_cannot_get_a_version_to_the_master_says_so_and_goes_on()
     reported: list[object] = []
     worker.controller = SimpleNamespace(incarnation=3, report=reported.append)
     worker.rank_group = SimpleNamespace(
-        publish=lambda version, address, give_up: give_up(version, f"{address} took nothing")
+        publish=lambda version, route, give_up: give_up(version, f"{route.addresses[route.master]} took nothing")
     )
     assert worker._obey(Ordered(Publish(3, 7, 1), addresses={1: "10.0.0.2:4242"}))
     assert reported == [PublishFailed(3, 7, 1, "10.0.0.2:4242 took nothing")]

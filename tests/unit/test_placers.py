@@ -41,7 +41,7 @@ def fleet(*settings: str, nodes: int = 3, replicas: int | None = None) -> FleetR
 )
 def test_a_node_gets_a_replica_for_each_card_unless_a_number_is_given(replicas, cards, expected):
     asked = fleet(replicas=replicas)
-    assert (asked.replicas_for(cards), asked.cards_for(cards)) == expected
+    assert (asked.each.replicas_for(cards), asked.each.cards_for(cards)) == expected
 
 
 def test_the_keys_that_a_placer_makes_are_those_of_the_run(monkeypatch):

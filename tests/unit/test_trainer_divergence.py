@@ -159,7 +159,7 @@ def worker(folder: Path, *updates: dict[str, float]) -> Any:
     one: Any = TrainerWorker.__new__(TrainerWorker)
     said: list[object] = []
     config = Config(trainer=Trainer(mini_batches=1, learning_rate=0.5))
-    one.spec = SimpleNamespace(config=config, folder=str(folder), folder_id=identity_of(folder))
+    one.spec = SimpleNamespace(config=config, folder=str(folder), folder_id=identity_of(folder), folder_mark="")
     one.rank_group, one.checkpoints, one.divergence = Scripted(*updates), folder, Divergence()
     one.controller = SimpleNamespace(incarnation=1, measure=lambda *_: None, report=said.append)
     one.pace = CheckpointPace(1, 1, 0, 0.0)

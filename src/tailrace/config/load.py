@@ -43,10 +43,16 @@ def with_values(config: Config, values: Mapping[str, Any]) -> Config:
 
 def with_options(config: Config, words: Sequence[str], section: str) -> Config:
     """A checked copy with some settings of one section changed, as they are written on a command line."""
-    given = read_words(words)
-    refuse([f"--{key} is the run's; only --{section}* can be set here" for key in given if not key.startswith(section)])
+    given = refuse_other_sections(words, section)
     kept = {key: Given(value, "") for key, value in (changes(config) | fleet_of(config)).items()}
     return _build(kept | given)
+
+
+def refuse_other_sections(words: Sequence[str], section: str) -> dict[str, Given]:
+    """Those settings on a command line, if all are of this section."""
+    given = read_words(words)
+    refuse([f"--{key} is the run's; only --{section}* can be set here" for key in given if not key.startswith(section)])
+    return given
 
 
 def _build(settings: Mapping[str, Given]) -> Config:

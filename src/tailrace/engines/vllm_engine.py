@@ -326,8 +326,8 @@ def _start(config: Config, stop_tokens: Iterable[int], memory: float, with_weigh
 
 def _memory(config: Config, dealt: float) -> tuple[float, float]:
     """The share of a card's memory, and of the host's, that one replica may take."""
-    wanted = config.rollout.memory
-    return dealt or wanted or TO_ITSELF, (wanted or _free_share() / 2) / max(1, config.local.replicas)
+    wanted, replicas = config.rollout.memory, 1 if config.local.is_auto else max(1, config.local.replicas)
+    return dealt or wanted or TO_ITSELF, (wanted or _free_share() / 2) / replicas
 
 
 def _free_share() -> float:

@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from tailrace.config import refuse_other_sections
 from tailrace.errors import UsageError
 from tailrace.launch.cards import cards_of_worker
 from tailrace.launch.limits import BASE, EACH, STRANGERS, allow_files
@@ -95,6 +96,7 @@ def _room(replicas: int | str | None, ranks: int, store: Path | None, own: Seque
         replicas = max(1, len(cards) - ranks)
     if not replicas and not ranks:
         raise UsageError("0 is not a number of replicas for a worker without ranks; write --replicas 1 or --ranks 1")
+    refuse_other_sections(own, "rollout.")
     return Room(replicas, ranks, store, cards, tuple(own))
 
 
