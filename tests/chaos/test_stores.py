@@ -100,11 +100,15 @@ def test_a_host_keeps_its_samples_and_when_it_is_cut_off_they_are_generated_agai
 
 
 def trained_in(folder: Path, trained: Collection[int]) -> dict[int, int]:
-    """Of what was trained: the samples that a store still had when it was cut off, and how many tokens of each."""
+    """Of what was trained: the samples that a store had when it was cut off, and how many tokens of each. Those that no
+    checkpoint covered yet are read; the others may all be archived by then."""
     path = sample_file(folder, GUEST)
     with closing(sqlite3.connect(path)) as database, closing(SampleReader(path)) as reader:
-        live = {id for (id,) in database.execute("SELECT id FROM trajectories WHERE payload = 'live'")}
-        return {one.id: sum(map(len, one.pieces[1:])) for one in reader.read(sorted(live.intersection(trained)))}
+        rows = database.execute("SELECT id, tokens, payload FROM trajectories WHERE payload IN ('live', 'archived')")
+        found = {id: (tokens, payload) for id, tokens, payload in rows if id in trained}
+        live = sorted(id for id, (_, payload) in found.items() if payload == "live")
+        read = {one.id: sum(map(len, one.pieces[1:])) for one in reader.read(live)}
+        return {id: tokens for id, (tokens, _) in found.items()} | read
 
 
 # ------------------------------------------------------------------------------------------------------- damaged files

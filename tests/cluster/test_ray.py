@@ -73,7 +73,7 @@ HEAVY = str(Path(__file__).parents[2] / "examples" / "heavy_tail.toml")
         (("rai", HEAVY), "invalid choice: 'rai'"),
         (("ray", "nowhere.toml"), "nowhere.toml does not exist"),
         (("ray", HEAVY, "--nodes", "none"), "not a number of machines"),
-        (("ray", HEAVY, "--replicas-per-node", "0"), "not a number of replicas"),
+        (("ray", HEAVY, "--replicas-per-node", "0"), "no rank is asked for"),
         (("ray", HEAVY, "--replica-per-node", "1"), "did you mean --replicas-per-node?"),
         (("ray", HEAVY, "--address", "here"), "write HOST:PORT"),
         (("ray", HEAVY, "--address", "ray://127.0.0.1:10001"), "ray job submit"),
