@@ -46,12 +46,11 @@ def alone() -> None:
 
 
 async def _alone(arguments: dict[str, Any]) -> None:
+    from vllm import SamplingParams  # pyright: ignore
     from vllm.engine.arg_utils import AsyncEngineArgs  # pyright: ignore
     from vllm.inputs import tokens_input  # pyright: ignore
     from vllm.sampling_params import RequestOutputKind  # pyright: ignore
     from vllm.v1.engine.async_llm import AsyncLLM  # pyright: ignore
-
-    from vllm import SamplingParams  # pyright: ignore
 
     kv_tokens = arguments.pop("kv_tokens")
     config = AsyncEngineArgs(**arguments).create_engine_config()

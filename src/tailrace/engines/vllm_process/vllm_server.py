@@ -280,11 +280,10 @@ class StepTally:
 
 def build(start: StartEngine, tally: StepTally) -> tuple[Any, EngineReady]:
     """The engine, with nothing to do."""
+    import vllm
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
     from vllm.v1.engine.async_llm import AsyncLLM
-
-    import vllm
 
     on_cpu = current_platform.is_cpu()
     memory = {"gpu_memory_utilization": start.cpu_memory if on_cpu else start.gpu_memory}
@@ -320,9 +319,8 @@ def stat_logger(tally: StepTally) -> Any:
 
 def sampling_parameters(sampling: dict[str, Any], max_tokens: int) -> Any:
     """Only what was asked for ends a request: our stop tokens and its limit."""
-    from vllm.sampling_params import RequestOutputKind
-
     from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
 
     return SamplingParams(
         **sampling,
