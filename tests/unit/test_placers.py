@@ -86,6 +86,14 @@ def test_a_node_has_ranks_and_the_replicas_that_its_other_cards_are_good_for():
     assert "--ranks" not in NodeShare(2).worker_words("a:1", 8)
 
 
+def test_where_nodes_have_the_ranks_the_controllers_machine_computes_nothing_unless_it_is_told_to():
+    words = FleetRequest([HEAVY], ["--trainer.ranks", "4"], 2, 1, ranks=2).of_controller
+    assert words == ["--local.ranks", "0"]  # the file says how many replicas there are
+    told = FleetRequest([HEAVY], ["--trainer.ranks", "4", "--local.ranks", "4"], 2, 1, ranks=2)
+    assert told.of_controller == []
+    assert fleet().of_controller == []
+
+
 # ----------------------------------------------------------------------------------------------------------------- ray
 
 

@@ -20,7 +20,6 @@ from tailrace.sim.gpus import find
 from tailrace.sim.sharding import arithmetic_s
 
 MOST_PROCESSES = 1024  # ranks of a trainer, and replicas of a run
-PLACERS = ("ray", "slurm", "k8s")
 
 
 class LaunchCommand(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,7 +119,7 @@ def _commands(sizing: Sizing, file: str) -> Iterator[str]:
     if sizing.placement.nodes == 1:
         yield f"tailrace train {file}"
         return
-    yield f"tailrace launch {PLACERS[0]} {file} {_per_node(first)}"
+    yield f"tailrace launch ray {file} {_per_node(first)}"
     for group in others:
         where = "one more host" if group.nodes == 1 else f"each of {group.nodes} more hosts"
         ranks = f" --ranks {group.ranks}" if group.ranks else ""
@@ -134,7 +133,8 @@ def _per_node(group: NodeGroup) -> str:
 def _notes(config: Config, sizing: Sizing) -> Iterator[str]:
     placement = sizing.placement
     if placement.nodes > 1:
-        yield f"{' and '.join(PLACERS[1:])} take the same options as {PLACERS[0]}."
+        more = placement.groups[0].nodes + 1
+        yield f"k8s takes the same options as ray; slurm counts the controller's machine too: --nodes {more}."
     if placement.ranks > placement.ranks_per_node:
         yield "Write trainer.interface too: the network between your hosts that you trust (NCCL does not encrypt)."
     if placement.ways > 1:

@@ -68,6 +68,13 @@ class FleetRequest(NamedTuple):
         return run_folder(self.config, list(self.files))
 
     @property
+    def of_controller(self) -> list[str]:
+        """Settings: where nodes have the ranks, the controller's machine computes nothing unless it is told to."""
+        local = self.config.local
+        ranks = ["--local.ranks", "0"] if self.ranks and local.ranks is None else []
+        return ranks + (["--local.replicas", "0"] if self.ranks and local.is_auto else [])
+
+    @property
     def each(self) -> NodeShare:
         return NodeShare(self.replicas, self.ranks, cards_per_replica(self.config))
 
@@ -75,7 +82,8 @@ class FleetRequest(NamedTuple):
 def train_words(fleet: FleetRequest, listen: str, port: int | str, *more: str) -> list[str]:
     """`tailrace train` for a controller to which agents come."""
     resume = [fleet.resume] if fleet.resume else []
-    return ["train", *fleet.files, *fleet.settings, "--local.listen", listen, "--local.port", str(port), *resume, *more]
+    where = ["--local.listen", listen, "--local.port", str(port), *fleet.of_controller]
+    return ["train", *fleet.files, *fleet.settings, *where, *resume, *more]
 
 
 def free_port(address: str) -> int:
