@@ -140,6 +140,19 @@ def test_a_run_ends_by_itself_with_its_own_exit_code(tmp_path, two_nodes):
 
 
 @pytest.mark.soak
+def test_nodes_have_the_ranks_of_the_trainer_and_replicas_beside_them(tmp_path, two_nodes):
+    """Raylets of one machine meet on its loopback; the controller's machine computes nothing."""
+    ranks = ("--ranks-per-node", "1", "--replicas-per-node", "1", "--trainer.ranks", "2", "--trainer.interface", "lo")
+    here = ("--local.listen", "127.0.0.1", "--local.replicas", "0", "--run.steps", "60")
+    with launched(tmp_path, two_nodes, *ranks, *here) as run:
+        assert run.wait()[0] == 0, run.said
+        assert [(one.ranks, len(one.replicas)) for one in joined(run)] == [(1, 1), (1, 1)]
+        assert "and 1 trainer ranks on" in run.said
+        run.gone()
+        assert prove(run.folder).steps == 60
+
+
+@pytest.mark.soak
 def test_an_agent_that_is_killed_is_placed_again(tmp_path, two_nodes):
     with launched(tmp_path, two_nodes, "--run.steps", "100000") as run:
         working(run, 2)

@@ -24,9 +24,9 @@ from tailrace.config.suggestions import unknown
 from tailrace.config.tree import Config
 
 
-def load(paths: Sequence[str | Path], overrides: Sequence[str] = ()) -> Config:
-    """`load(["base.toml", "mine.toml"], ["--schedule.kind", "sync"])`."""
-    settings: dict[str, Given] = {}
+def load(paths: Sequence[str | Path], overrides: Sequence[str] = (), otherwise: Sequence[str] = ()) -> Config:
+    """`load(["base.toml", "mine.toml"], ["--schedule.kind", "sync"])`. `otherwise`: options for what nobody has set."""
+    settings = read_words(otherwise)
     for path in paths:
         settings |= read_file(path)
     return _build(settings | read_words(overrides))

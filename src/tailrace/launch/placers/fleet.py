@@ -19,6 +19,8 @@ from tailrace.types import Struct
 
 WAIT_S = 3600  # for which an agent waits for the run: accuracy is measured before the controller listens
 
+NOT_KNOWN_YET = "192.0.2.1"  # stands for the controller's address; documents have it, and no machine
+
 
 class LaunchError(TailraceError):
     """Why a run cannot be launched on this cluster, for the person who asked for it."""
@@ -61,7 +63,13 @@ class FleetRequest(NamedTuple):
 
     @property
     def config(self) -> Config:
-        return load(self.files, self.settings)
+        """As the controller will have it, which listens."""
+        return load(self.files, self.settings, ["--local.listen", NOT_KNOWN_YET])
+
+    @property
+    def listen(self) -> str:
+        """The address that somebody has set; empty: the placer finds one."""
+        return self.config.local.listen.replace(NOT_KNOWN_YET, "")
 
     @property
     def folder(self) -> Path:

@@ -125,7 +125,7 @@ class RayLaunch:
         placer = PlacerProcess(self._order)
         try:
             found = placer.found()
-            listen = self._config.local.listen or found.address
+            listen = self._fleet.listen or found.address
             port = self._config.local.port or free_port(listen)
             go = Go(f"{_in_brackets(listen)}:{port}", self._keys.join, os.getcwd(), os.environ.get(THREADS))
             with self._controller(listen, port, found.cards) as controller:

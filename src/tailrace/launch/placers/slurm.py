@@ -95,7 +95,7 @@ def batch_script(fleet: FleetRequest, job: SlurmJob) -> str:
         directives="\n".join(f"#SBATCH {each}" for each in _directives(fleet, job)),
         run=quoted([str(fleet.folder)]),
         tailrace=quoted([sys.executable, "-m", "tailrace"]),
-        listen=local.listen or ADDRESS,
+        listen=fleet.listen or ADDRESS,
         port=port,
         leave=LEAVE_S,
         silent=SILENT,
