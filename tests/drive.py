@@ -140,10 +140,10 @@ class Drive:
         for request in self.running(replica):
             self.finish(request)
 
-    def train(self) -> list[Command]:
+    def train(self, after: float = 0.0) -> list[Command]:
         """The trainer has done what it was told last."""
         order = self.orders(Train)[-1]
-        return self.tell(Trained(order.incarnation, order.step, order.mini_batch))
+        return self.tell(Trained(order.incarnation, order.step, order.mini_batch), after)
 
     def keep_alive(self) -> None:
         """For tests that are not about silence."""

@@ -29,6 +29,7 @@ from tailrace.types import (
     Version,
 )
 
+UpdateChoice = Literal["take_along", "drain", "stay"]
 Role = Literal["replica", "relay", "trainer", "store"]
 Ending = Literal["trained", "stale", "filtered", "failed", "lost", "regenerate"]  # why a payload is not needed
 TRAINER = 0  # the trainer is one component, whatever its number of ranks
@@ -151,6 +152,16 @@ class ReplicaLost(Event):
     reason: str
 
 
+class EngineWork(Struct):
+    """What an engine has done since it started, and how long that took: what things cost is fitted to this."""
+
+    busy_s: Annotated[float, Meta(ge=0.0)]
+    steps: Natural  # decode steps
+    decoded: Natural  # sequences, over all decode steps
+    kv_read: Natural  # KV tokens, over all decode steps
+    prefilled: Natural  # tokens
+
+
 class Progressed(Event):
     """A replica's load, which has changed since it was last reported."""
 
@@ -159,6 +170,7 @@ class Progressed(Event):
     kv_tokens: Natural
     running: Natural
     waiting: Natural
+    work: EngineWork | None = None
 
 
 class ScoringStarted(Event):
@@ -406,10 +418,12 @@ class Generate(Command):
 
 
 class Release(Command):
-    """Stop everything and hand it back -> Parked. What a judge has for good stays: nothing of it will be generated."""
+    """Stop these, or everything, and hand it back -> Parked. What a judge has for good stays: nothing of it will be
+    generated."""
 
     replica: ReplicaId
     incarnation: Natural
+    samples: tuple[Assignment, ...] = ()  # empty: everything
 
 
 class Cancel(Command):
@@ -427,6 +441,19 @@ class LoadWeights(Command):
     incarnation: Natural
     version: Version
     relay: RelayId
+
+
+class Explain(Command):
+    """What a replica does about a newer version, and what each choice was expected to cost, in seconds of the
+    replica's decoding; None: it could not be chosen. For the journal; no answer."""
+
+    replica: ReplicaId
+    version: Version
+    choice: UpdateChoice
+    samples: Natural  # that it has in hand
+    recompute_s: float | None  # take_along: the KV is computed again under the new weights
+    drain_s: float | None  # drain: it gets nothing more until the best moment to take the rest along, or the end
+    stay_s: float | None  # stay: new samples start under the old weights
 
 
 class Train(Command):
@@ -511,6 +538,7 @@ AnyCommand = (
     | Release
     | Cancel
     | LoadWeights
+    | Explain
     | Train
     | Publish
     | Route

@@ -38,6 +38,7 @@ from tailrace.protocol import (
     Checkpointed,
     Command,
     ControllerRestarted,
+    EngineWork,
     Event,
     FetchPrompts,
     Finished,
@@ -96,6 +97,7 @@ def small(seed: int) -> Config:
             staleness_policy=draw.choice(["drop", "wait"]),
             order=draw.choice(["fifo", "freshest"]),
             steps_ahead=draw.choice([None, 1]),
+            mixed_share=draw.choice([0.0, 0.3, 1.0]),
         ),
         relay=RelaySettings(topology=draw.choice(["chain", "tree"])),
         groups=Groups(deadline_s=draw.choice([20.0, 1e9]), min_survivors=1, max_failures=2),
@@ -140,9 +142,11 @@ class Fleet:
                 answers.append(PromptsAdded(start, tuple(Prompt(id, 10) for id in range(start, start + count))))
             case Generate():
                 self.generate(command)
-            case Release(replica=id, incarnation=incarnation):
+            case Release(replica=id, incarnation=incarnation, samples=samples):
                 if self.is_current("replica", id, incarnation):
-                    leaving = {t: meta for t, meta in self.held[id].items() if (t, meta.attempt) not in self.scored}
+                    asked = {one.trajectory for one in samples} or self.held[id].keys()
+                    kept = {t for t, meta in self.held[id].items() if (t, meta.attempt) in self.scored}
+                    leaving = {t: meta for t, meta in self.held[id].items() if t in asked and t not in kept}
                     answers.append(Parked(id, incarnation, tuple(leaving.values())))
                     self.held[id] = {t: meta for t, meta in self.held[id].items() if t not in leaving}
             case LoadWeights(replica=id, incarnation=incarnation, version=version):
@@ -294,12 +298,15 @@ def nonsense(draw: random.Random) -> Event:
     def late() -> Late:
         return Late(draw.choice(["replica", "relay", "trainer"]), n(), n(), draw.uniform(0.0, 9.0))
 
+    def work() -> EngineWork:
+        return EngineWork(draw.uniform(0.0, 9.0), *[draw.randint(0, 10 ** draw.randint(0, 6)) for _ in range(4)])
+
     makers = [
         lambda: ScoringStarted(n(), n(), turns()),
         lambda: GenerationResumed(n(), n(), turns()),
         lambda: PromptsAdded(n(8), ()),
         lambda: ReplicaLost(n(), n(), "?"),
-        lambda: Progressed(n(), n(), draw.randint(0, 2000), n(9), n(9)),
+        lambda: Progressed(n(), n(), draw.randint(0, 2000), n(9), n(9), work()),
         lambda: Finished(n(), meta()),
         lambda: SampleFailed(n(), n(40), n(3), "?"),
         lambda: Parked(n(), n(), tuple(meta() for _ in range(n(3)))),

@@ -1,17 +1,40 @@
 """Repack: who may give, who may take, and what is looked at again when the work has been handed back."""
 
 from drive import Drive, config, only
-from tailrace.control.repack import Move, View, plan
-from tailrace.protocol import Generate, Parked, Progressed, Release, ReplicaLost, TimerFired
+from tailrace.config.tree import Schedule
+from tailrace.control import repack
+from tailrace.control.repack import Move, View, spread
+from tailrace.protocol import EngineWork, Generate, Parked, Progressed, Release, ReplicaLost, TimerFired
+
+
+def plan(views, most=100):
+    return repack.plan(views, most)
 
 
 def view(id, kv, version=1, before=None, requests=2, waiting=0, batch=100, limit=100, roofline=8):
     return View(id, version, kv, kv + 1 if before is None else before, limit, requests, waiting, batch, roofline)
 
 
-def test_the_smallest_goes_to_the_fullest_that_still_has_room():
-    assert plan([view(0, 10), view(1, 50), view(2, 80)]) == [Move(0, 2)]
-    assert plan([view(0, 30), view(1, 50), view(2, 80)]) == [Move(0, 1)]
+def test_the_smallest_goes_to_the_emptiest():
+    assert plan([view(0, 10), view(1, 50), view(2, 80)]) == [Move(0, 1)]
+    assert plan([view(0, 30), view(1, 50, requests=7), view(2, 60)]) == [Move(0, 2)], "that has room for its requests"
+
+
+def test_no_more_are_emptied_than_can_be_put_to_use():
+    views = [view(id, 10, requests=1) for id in range(8)]
+    assert len(plan(views)) > 2
+    assert len(plan(views, 2)) == 2
+
+
+def test_nobody_is_emptied_whose_work_ends_sooner_than_it_moves():
+    views = [View(id, 1, 10, 11, 100, 2, 0, 100, 8, worthwhile=id > 1) for id in range(4)]
+    assert {move.source for move in plan(views)} <= {2, 3}
+
+
+def test_the_idle_take_half_of_the_largest_batches_of_their_version():
+    views = [view(0, 50, requests=6), view(1, 80, requests=8), view(2, 0, requests=0), view(3, 9, requests=1)]
+    assert spread([*views, view(4, 0, version=2, requests=0)]) == [Move(1, 2)]
+    assert not spread([view(0, 9, requests=1), view(1, 0, requests=0)]), "one sample cannot be divided"
 
 
 def test_a_lone_straggler_whose_kv_never_falls_is_past_its_peak():
@@ -81,3 +104,22 @@ def test_a_move_whose_source_dies_is_forgotten():
     (release,) = [c for c in drive.tell(TimerFired("repack"), after=5.0) if isinstance(c, Release)]
     drive.tell(ReplicaLost(release.replica, 1, "it died"))
     assert not drive.plane.state.fleet.moves
+
+
+def test_an_idle_replica_takes_over_samples_where_nothing_may_start():
+    drive = Drive(config(prompts=2, size=4, schedule=Schedule(max_inflight=16, steps_ahead=0))).join_all()
+    work = EngineWork(20.0, 1000, 4000, 400_000, 1000)  # a step takes 10 ms and each of its sequences 2 more
+    for replica in (0, 1):
+        drive.tell(Progressed(replica, 1, 200, 4, 0, work))
+    for request in drive.running(0):
+        drive.finish(request)
+    (release,) = [c for c in drive.tell(TimerFired("repack"), after=5.0) if isinstance(c, Release)]
+    assert release.replica == 1
+    moved = {one.trajectory for one in release.samples}
+    assert len(moved) == 2, "half of what it has"
+    parked = [request for request in drive.running(1) if request.trajectory in moved]
+    commands = drive.tell(Parked(1, 1, tuple([drive.meta(request) for request in parked])))
+    assert {
+        request.trajectory for c in commands if isinstance(c, Generate) and c.replica == 0 for request in c.requests
+    } == moved
+    assert len(drive.running(1)) == 2

@@ -77,9 +77,12 @@ def _field(annotation: Any) -> Field:
     kind = type_info(annotation)
     if not isinstance(kind, UnionType):
         return Field(annotation, kind, optional=False)
-    words = [str(word) for each in kind.types if isinstance(each, LiteralType) for word in each.values]
+    optional = any(isinstance(each, NoneType) for each in kind.types)
+    literals = [each for each in kind.types if isinstance(each, LiteralType)]
     values = [each for each in kind.types if not isinstance(each, NoneType | LiteralType)]
-    return Field(annotation, values[0], any(isinstance(each, NoneType) for each in kind.types), tuple(words))
+    if not values:  # one of a few words, or nothing
+        return Field(annotation, literals[0], optional)
+    return Field(annotation, values[0], optional, tuple([str(word) for each in literals for word in each.values]))
 
 
 def open_table(key: str) -> str:

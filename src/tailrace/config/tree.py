@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, dataclass_transform
 import msgspec
 from msgspec import Meta
 
-ScheduleKind = Literal["sync", "one_step", "stream", "partial", "trajectory"]
-SCHEDULES: tuple[ScheduleKind, ...] = ("sync", "one_step", "stream", "partial", "trajectory")
+ScheduleKind = Literal["sync", "one_step", "stream", "partial", "trajectory", "adaptive"]
+SCHEDULES: tuple[ScheduleKind, ...] = ("sync", "one_step", "stream", "partial", "trajectory", "adaptive")
 
 Count = Annotated[int, Meta(ge=1)]
 Natural = Annotated[int, Meta(ge=0)]
@@ -176,22 +176,35 @@ class Schedule(Section):
     kind: ScheduleKind = "trajectory"
     max_staleness: Natural = 4  # versions between a trajectory's oldest token and the step that trains on it
     staleness_policy: Literal["drop", "wait"] = "drop"
-    order: Literal["fifo", "freshest"] = "fifo"
+    order: Literal["fifo", "freshest", "oldest"] | None = None  # unset: oldest for trajectory and adaptive, else fifo
     # how many steps of data may be started ahead of the trainer; unset: half of max_staleness under `drop`, all of it
     # under `wait`, at most 1 for `stream`
     steps_ahead: Amount | None = None
     # trajectories that are generated at once, over all replicas (not those that judges have); 0: one step's worth
-    # (trajectory: see kv_fill)
+    # (trajectory, adaptive: see kv_fill)
     max_inflight: Natural = 0
-    kv_fill: Annotated[float, Meta(gt=0)] = (
-        1.5  # trajectory: size of a replica's batch, as a multiple of what its KV holds
-    )
+    # trajectory, adaptive: size of a replica's batch, as a multiple of what its KV holds; unset: 1.5 and 1
+    kv_fill: Annotated[float, Meta(gt=0)] | None = None
     publish_every: Count = 1
-    in_flight_kv: Literal["recompute", "keep"] = "recompute"  # partial: what an update does to the KV of running work
+    mixed_share: Share = 0.5  # adaptive: at most this share of the samples may have tokens of several versions
+    # partial, adaptive: what an update does to the KV of running work
+    in_flight_kv: Literal["recompute", "keep"] = "recompute"
+
+    @property
+    def picks(self) -> Literal["fifo", "freshest", "oldest"]:
+        """Which ready groups train first; under `wait` the oldest always do."""
+        chosen = "oldest" if self.kind in ("trajectory", "adaptive") else "fifo"
+        return "oldest" if self.staleness_policy == "wait" else self.order or chosen
+
+    @property
+    def batch_per_kv(self) -> float:
+        """Where what is taken along is cheap, a batch need not last; where it has to run out, some of it may wait."""
+        return self.kv_fill or (1.0 if self.kind == "adaptive" else 1.5)
 
 
 class Repack(Section):
-    """Consolidation of long-tail trajectories onto few replicas (schedule `trajectory`)."""
+    """Moving of samples between replicas (schedules `trajectory` and `adaptive`): long tails onto few of them, and from
+    full ones to idle ones."""
 
     enabled: bool = True
     every_s: Pause = 5.0

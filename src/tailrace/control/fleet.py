@@ -19,7 +19,8 @@ from typing import Literal
 import msgspec
 
 from tailrace.control.ledger import NONE, NOWHERE
-from tailrace.protocol import ReplicaJoined
+from tailrace.control.speed import Speed
+from tailrace.protocol import EngineWork, ReplicaJoined, UpdateChoice
 from tailrace.types import HostId, RelayId, ReplicaId, TrajectoryId, Version
 
 ReplicaState = Literal["lost", "ready", "pulling", "releasing", "quarantined", "departed"]
@@ -41,7 +42,11 @@ class Replica(msgspec.Struct):
     kv_tokens: int = 0  # as last reported
     pledged: int = 0  # tokens given to it since that report
     waiting: int = 0  # as last reported
+    work: EngineWork | None = None  # as last reported
     kv_checked: int = 0  # at the last look for repack
+    choice: UpdateChoice = "drain"  # about the version `chosen_for`
+    chosen_for: Version = NONE
+    chosen_with: int = 0  # samples that it had in hand then
     batch: int = 0  # how many samples its present batch began with
     assigned: dict[TrajectoryId, None] = {}  # what it generates, or has waiting
     scoring: dict[TrajectoryId, bool] = {}  # what judges have there; True: for good, it will not be generated again
@@ -73,6 +78,11 @@ class Replica(msgspec.Struct):
         del (self.scoring if id in self.scoring else self.assigned)[id]
 
     @property
+    def steps(self) -> int:
+        """Decode steps of its engine, as last reported."""
+        return self.work.steps if self.work else 0
+
+    @property
     def kv_load(self) -> int:
         return self.kv_tokens + self.pledged
 
@@ -89,6 +99,7 @@ class Fleet(msgspec.Struct):
     live: int = 0
     kv_capacity: int = 0  # of the replica that joined with the smallest
     offered: Version = NONE  # newest version that all replicas were told to load (schedule `partial`)
+    speed: Speed = msgspec.field(default_factory=Speed)
 
     def join(self, now: float, event: ReplicaJoined) -> Replica:
         replica = self.replicas.get(event.replica)
@@ -103,6 +114,7 @@ class Fleet(msgspec.Struct):
         replica.kv_capacity = event.kv_capacity
         self.kv_capacity = min(self.kv_capacity or event.kv_capacity, event.kv_capacity)
         replica.roofline = event.roofline
+        replica.work, replica.chosen_for = None, NONE
         replica.kv_tokens = replica.pledged = replica.waiting = replica.kv_checked = 0
         replica.last_seen = now
         replica.failures = 0

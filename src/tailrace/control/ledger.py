@@ -16,11 +16,12 @@ Owned by the plane; nothing outside `control` writes to it. It promises that a g
 from __future__ import annotations
 
 from collections.abc import Iterable
-from math import inf
+from math import inf, log
 from typing import Literal
 
 import msgspec
 
+from tailrace.control.estimates import LengthEstimates
 from tailrace.control.fifo import Fifo
 from tailrace.protocol import Ending, Request, TrainGroup, TrajectoryMeta
 from tailrace.types import GroupId, Prompt, ReplicaId, StoreId, TrajectoryId, Version
@@ -45,7 +46,13 @@ class Sample(msgspec.Struct, gc=False):
     tokens: int = 0  # of the prefix in its store, or in all
     oldest: Version = NONE  # of its tokens; NONE: nothing of it exists
     newest: Version = NONE
+    since: int = 0  # decode steps of its replica when it was assigned
+    mixed: bool = False  # it was taken along to another version
     reward: float | None = None
+
+    def grown(self, steps: int) -> int:
+        """Its length, if it has got a token in every decode step of its replica since it was assigned."""
+        return self.tokens + max(0, steps - self.since)
 
 
 class Group(msgspec.Struct, gc=False):
@@ -59,6 +66,8 @@ class Group(msgspec.Struct, gc=False):
     state: Literal["open", "ready", "training"] = "open"
     oldest: Version = NONE
     round: int = 0  # of the schedules that have rounds
+    done: int = 0  # samples that have finished
+    log_tokens: float = 0.0  # sum of their log lengths
 
 
 class Tally(msgspec.Struct, gc=False):
@@ -94,6 +103,8 @@ class Ledger(msgspec.Struct):
     finished_tokens: int = 0  # prompts included
     next_group: GroupId = 0
     next_sample: TrajectoryId = 0
+    mixed: int = 0  # samples that were taken along to another version
+    lengths: LengthEstimates = msgspec.field(default_factory=LengthEstimates)
 
     # ------------------------------------------------------------------------------------------------- opening
 
@@ -121,7 +132,9 @@ class Ledger(msgspec.Struct):
 
     # ----------------------------------------------------------------------------------------------- assignment
 
-    def assign(self, id: TrajectoryId, replica: ReplicaId, version: Version, store: StoreId = 0) -> Request:
+    def assign(
+        self, id: TrajectoryId, replica: ReplicaId, version: Version, store: StoreId = 0, since: int = 0
+    ) -> Request:
         """Give a waiting sample to a replica that generates under `version`. One that begins anew goes to `store`."""
         sample = self.samples[id]
         del self.waiting[id]
@@ -129,6 +142,7 @@ class Ledger(msgspec.Struct):
         sample.replica = replica
         sample.attempt += 1
         sample.turn = 0
+        sample.since = since
         resume = sample.oldest != NONE
         if not resume:
             sample.oldest, sample.store, sample.began = version, store, sample.attempt
@@ -202,8 +216,24 @@ class Ledger(msgspec.Struct):
         self.keep_prefix(sample, meta)
         sample.reward = meta.reward
         self._end_sample(sample, "done")
+        group = self.groups[sample.group]
         self.finished_samples += 1
-        self.finished_tokens += meta.tokens + self.groups[sample.group].prompt.tokens
+        self.finished_tokens += meta.tokens + group.prompt.tokens
+        length = log(max(1, meta.tokens))
+        self.lengths.note_sample(length, group.log_tokens, group.done)
+        group.done += 1
+        group.log_tokens += length
+
+    def expected_left(self, sample: Sample, steps: int, most: int) -> float:
+        """Tokens that a sample is expected to get yet, after so many decode steps of its replica."""
+        group = self.groups[sample.group]
+        return self.lengths.residual(sample.grown(steps), group.log_tokens, group.done, most)
+
+    def mix(self, samples: Iterable[Sample]) -> None:
+        """They go on under other weights than they began with."""
+        for sample in samples:
+            self.mixed += not sample.mixed
+            sample.mixed = True
 
     @property
     def generated(self) -> bool:
@@ -246,6 +276,7 @@ class Ledger(msgspec.Struct):
             return False
         self._unindex(group)
         group.oldest = min(self.samples[id].oldest for id in survivors)
+        self.lengths.note_group([log(max(1, self.samples[id].tokens)) for id in survivors])
         group.state = "ready"
         self.open_groups -= 1
         self.ready[group.id] = None
@@ -271,6 +302,8 @@ class Ledger(msgspec.Struct):
             self.waiting[sample.id] = None
             group.unfinished += 1
             self.unfinished += 1
+            group.done -= 1
+            group.log_tokens -= log(max(1, sample.tokens))
         sample.tokens, sample.oldest, sample.newest, sample.reward = 0, NONE, NONE, None
         self._reopen(group)
 

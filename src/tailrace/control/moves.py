@@ -2,43 +2,80 @@
 
 from __future__ import annotations
 
-from tailrace.control import repack, work
+from math import ceil
+
+from tailrace.control import repack, updates, weights, work
 from tailrace.control.fleet import Replica
 from tailrace.control.ledger import NOWHERE
+from tailrace.control.quota import quota
 from tailrace.control.state import Context
-from tailrace.protocol import Parked, Release
+from tailrace.protocol import Assignment, Parked, Release
 from tailrace.types import ReplicaId, TrajectoryId
 
 
 def consider(context: Context) -> None:
-    """Empty replicas whose work fits elsewhere, if there is other work that they could start instead."""
+    """Where more may start than replicas can take, empty some whose work fits elsewhere; where nothing may start, let
+    idle replicas take over a part of what others have."""
     ready = list(context.fleet.ready())
-    views = [_view(context, replica) for replica in ready if replica.unfinished]
+    startable = max(0, context.admits()) * context.config.workload.group_size + len(context.ledger.waiting)
+    if startable:
+        _hand_over(context, ready, startable)
+    else:
+        _spread(context, ready)
     for replica in ready:
         replica.kv_checked = replica.kv_tokens
-    if context.admits() <= 0:
+
+
+def _hand_over(context: Context, ready: list[Replica], startable: int) -> None:
+    """No more are emptied than what may start can fill, beyond the room that others have."""
+    draining = [one for one in ready if _is_stuck(context, one)]
+    full = quota(context)
+    room = sum(max(0, full - len(one.assigned)) for one in ready) - sum(full - len(one.assigned) for one in draining)
+    needed = ceil((startable - room) / full)
+    if needed <= 0:
         return
-    moves = repack.plan(views)
+    views = [_view(context, one, updates.is_worth_moving(context, one)) for one in draining]
+    moves = repack.plan(views, needed)
     context.state.repacks += 1 if moves else 0
     for move in moves:
+        _release(context, move, ())
+
+
+def _is_stuck(context: Context, replica: Replica) -> bool:
+    """There is a newer version for it, and it may not take its work along."""
+    outdated = replica.version < weights.wanted(context, replica)
+    return outdated and bool(replica.unfinished) and not updates.may_mix(context, replica)
+
+
+def _spread(context: Context, ready: list[Replica]) -> None:
+    for move in repack.spread([_view(context, one) for one in ready]):
         source = context.fleet.replicas[move.source]
-        source.enter("releasing", context.now)
-        context.fleet.moves[source.id] = move.target
-        context.send(Release(source.id, source.incarnation))
+        half = list(source.assigned)[::2]
+        if updates.gains_by_spreading(context, source, len(half)):
+            samples = [context.ledger.samples[id] for id in half]
+            _release(context, move, tuple([Assignment(one.id, one.attempt) for one in samples]))
 
 
-def _view(context: Context, r: Replica) -> repack.View:
+def _release(context: Context, move: repack.Move, samples: tuple[Assignment, ...]) -> None:
+    source = context.fleet.replicas[move.source]
+    source.enter("releasing", context.now)
+    context.fleet.moves[source.id] = move.target
+    context.send(Release(source.id, source.incarnation, samples))
+
+
+def _view(context: Context, r: Replica, worthwhile: bool = True) -> repack.View:
     limit = int(r.kv_capacity * context.config.repack.kv_threshold)
-    return repack.View(r.id, r.version, r.kv_load, r.kv_checked, limit, r.unfinished, r.waiting, r.batch, r.roofline)
+    load = (r.kv_load, r.kv_checked, limit, r.unfinished, r.waiting, r.batch, r.roofline)
+    return repack.View(r.id, r.version, *load, worthwhile)
 
 
 def parked(context: Context, event: Parked) -> None:
     replica = context.fleet.current(event.replica, event.incarnation)
     if replica is None:
         return
-    if replica.state == "releasing":
+    was_releasing = replica.state == "releasing"
+    if was_releasing:
         replica.enter("ready", context.now)
-        replica.kv_tokens = replica.pledged = replica.waiting = 0
     samples: list[TrajectoryId] = []
     for meta in event.samples:
         sample = context.ledger.current(meta.id, meta.attempt)
@@ -47,6 +84,8 @@ def parked(context: Context, event: Parked) -> None:
             context.ledger.keep_prefix(sample, meta)
             context.ledger.unassign(sample)
             samples.append(sample.id)
+    if was_releasing and not replica.assigned:
+        replica.kv_tokens = replica.pledged = replica.waiting = 0
     context.state.moved += len(samples)
     _reassign(context, samples, context.fleet.moves.pop(replica.id, NOWHERE), replica)
     context.touch(replica)

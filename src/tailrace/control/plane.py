@@ -145,6 +145,17 @@ class ControlPlane:
         """What a driver has to tell just before each timer `health`, from how long ago it last heard whom."""
         return watch.find_late(self.config, self.state, age_s)
 
+    def learned(self) -> dict[str, float]:
+        """What control has found out about this run, as metrics."""
+        ledger, lengths = self.state.ledger, self.state.ledger.lengths
+        return {
+            "lengths/error": lengths.error,
+            "lengths/error_of_mean": lengths.error_of_mean,
+            "lengths/correlation": lengths.correlation,
+            "control/mixed_share": ledger.mixed / max(1, ledger.next_sample),
+            "control/groups_limit": self.state.pacing.limit,
+        }
+
     def snapshot(self) -> bytes:
         return msgspec.msgpack.encode(self.state)
 

@@ -55,6 +55,7 @@ class Relays(msgspec.Struct):
     master: RelayId = NONE
     tail: RelayId = NONE
     newest_everywhere: Version = NONE
+    publish_s: float = 0.0  # from the end of a step until a relay has its version, on average
 
     # --------------------------------------------------------------------------------------------------- members
 

@@ -1,8 +1,11 @@
-"""Which replicas hand their long tail to which others.
+"""Which replicas hand work to which others: their long tail, where that frees a replica that has better things to do,
+or half of what they have, where another one has nothing to do.
 
-A pure function over a few numbers per replica. It follows Laminar's best-fit consolidation: replicas that are past
-their peak and share a version are sorted by KV use; each gives all its work to the fullest other one that it still
-fits into, so that a few replicas end up full and the rest are free to pull newer weights and start afresh.
+Pure functions over a few numbers per replica. `plan` is Laminar's consolidation: replicas that are past their peak and
+share a version are sorted by KV use, and each gives all its work to another one, until enough are free to pull newer
+weights and start afresh. Laminar takes the fullest that fits (best fit), to free as many as possible; here no more are
+freed than can be put to use, so the emptiest is taken, and the smallest tails meet: that costs the least prefill, and
+nobody's steps become long. `spread` is the opposite: an idle replica takes half of the largest batch.
 
 Traps handled here: a lone straggler's KV never falls, so having finished half its batch counts as past the peak too; a
 replica that is planned to receive is not emptied later; loads include the plan so far. The plane handles the others:
@@ -12,6 +15,7 @@ replicas in the middle of a pull are not offered, and the fit is checked again w
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Iterable
 
 import msgspec
 
@@ -30,6 +34,7 @@ class View(msgspec.Struct, frozen=True, gc=False):
     waiting: int
     batch: int
     roofline: int
+    worthwhile: bool = True  # moving its work costs less than waiting for its end
 
     @property
     def past_peak(self) -> bool:
@@ -43,20 +48,38 @@ class Move(msgspec.Struct, frozen=True, gc=False):
     target: ReplicaId
 
 
-def plan(views: list[View]) -> list[Move]:
-    """Moves for all versions; every source is emptied, no target is a source."""
+def plan(views: list[View], most: int) -> list[Move]:
+    """Moves for all versions, at most so many; every source is emptied, no target is a source."""
+    moves: list[Move] = []
+    for _, candidates in sorted(_by_version(view for view in views if view.past_peak).items()):
+        moves += _consolidate(candidates, most - len(moves))
+    return moves
+
+
+def spread(views: list[View]) -> list[Move]:
+    """Half of the largest batches to replicas of their version that have nothing; each source and target once."""
+    moves: list[Move] = []
+    for _, peers in sorted(_by_version(views).items()):
+        idle = [view.id for view in peers if not view.requests]
+        loaded = sorted((view for view in peers if view.requests > 1), key=lambda view: (-view.requests, view.id))
+        moves += [Move(source.id, target) for source, target in zip(loaded, idle, strict=False)]
+    return moves
+
+
+def _by_version(views: Iterable[View]) -> dict[Version, list[View]]:
     by_version: dict[Version, list[View]] = {}
     for view in views:
-        if view.past_peak:
-            by_version.setdefault(view.version, []).append(view)
-    return [move for version in sorted(by_version) for move in _consolidate(by_version[version])]
+        by_version.setdefault(view.version, []).append(view)
+    return by_version
 
 
-def _consolidate(candidates: list[View]) -> list[Move]:
-    """Best fit, smallest source first."""
+def _consolidate(candidates: list[View], most: int) -> list[Move]:
+    """Smallest source first."""
     plan = _Plan(candidates)
     for source in [id for _, id in plan.loads]:
-        if source not in plan.receiving:
+        if len(plan.moves) >= most:
+            break
+        if source not in plan.receiving and plan.views[source].worthwhile:
             plan.empty(source)
     return plan.moves
 
@@ -74,9 +97,9 @@ class _Plan:
         self.moves: list[Move] = []
 
     def empty(self, source: ReplicaId) -> None:
-        """Give all of `source` to the replica that becomes most packed by it, if there is one."""
+        """Give all of `source` to the emptiest replica that it fits into, if there is one."""
         view = self.views[source]
-        index = self._best_fit(view)
+        index = self._emptiest(view)
         if index is None:
             return
         kv, target = self.loads[index]
@@ -88,9 +111,9 @@ class _Plan:
         if self.requests[target] + self.fewest_requests <= self.views[target].roofline:
             insort(self.loads, (kv + view.kv, target))  # else nothing fits any more, and later searches skip it
 
-    def _best_fit(self, source: View) -> int | None:
+    def _emptiest(self, source: View) -> int | None:
         start = bisect_left(self.loads, (self.largest_limit - source.kv + 1, -1))
-        for index in range(start - 1, -1, -1):
+        for index in range(start):
             kv, target = self.loads[index]
             view = self.views[target]
             fits = kv + source.kv <= view.kv_limit and self.requests[target] + source.requests <= view.roofline

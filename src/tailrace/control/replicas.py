@@ -81,6 +81,9 @@ def progressed(context: Context, event: Progressed) -> None:
         replica.kv_tokens = event.kv_tokens
         replica.waiting = event.waiting
         replica.pledged = 0
+        if event.work is not None:
+            context.fleet.speed.note(replica.work, event.work)
+            replica.work = event.work
 
 
 def scoring_started(context: Context, event: ScoringStarted) -> None:

@@ -26,15 +26,17 @@ class Picked(msgspec.Struct):
     stale: list[Group]
 
 
-def admits(config: Config, ledger: Ledger, taken: int, lag: int = 0) -> int:
+def admits(config: Config, ledger: Ledger, taken: int, lag: int = 0, paced: int = 0) -> int:
     """How many more groups may be open, ready or in the current step (`taken` of those), by the staleness bound.
 
     `lag` says how many versions the weights that they would start under are behind the trainer's. What is certain to
-    come too late does not start; under `wait` neither does what would come too late in its turn.
+    come too late does not start; under `wait` neither does what would come too late in its turn. `paced`: a lower
+    bound that is enough for the trainer (`pacing.py`); 0: none.
     """
     if lag > config.schedule.max_staleness:
         return 0
-    return admission_limit(config, lag) - ledger.open_groups - len(ledger.ready) - taken
+    limit = admission_limit(config, lag)
+    return min(limit, paced or limit) - ledger.open_groups - len(ledger.ready) - taken
 
 
 def admission_limit(config: Config, lag: int = 0) -> int:
@@ -71,15 +73,16 @@ def pick(
     stale = [group for group in ready if group.oldest < bound]
     if len(fresh) < wanted:
         return Picked([], stale)
-    if config.schedule.staleness_policy == "wait":
+    if config.schedule.picks == "oldest":
         fresh.sort(key=lambda group: group.oldest)  # earliest deadline first
-        per_step = config.workload.prompts_per_step
-        if _must_wait(ledger, fresh[wanted - 1].oldest, bound, left_in_step - wanted, per_step):
-            return Picked([], stale)
-    elif config.schedule.order == "freshest":
+    elif config.schedule.picks == "freshest":
         fresh.sort(key=lambda group: -group.oldest)
     elif by_round:
         fresh.sort(key=lambda group: group.round)
+    if config.schedule.staleness_policy == "wait":
+        per_step = config.workload.prompts_per_step
+        if _must_wait(ledger, fresh[wanted - 1].oldest, bound, left_in_step - wanted, per_step):
+            return Picked([], stale)
     return Picked(fresh[:wanted], stale)
 
 

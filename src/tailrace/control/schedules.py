@@ -1,4 +1,4 @@
-"""The five schedules: what makes each of them different, as data that the one plane reads.
+"""The schedules: what makes each of them different, as data that the one plane reads.
 
 kind        generation                              trainer takes         work in flight at an update
 sync        rounds, on the newest weights           whole rounds          none
@@ -6,6 +6,8 @@ one_step    rounds, one version behind              whole rounds          none
 stream      rounds, `steps_ahead` versions behind   mini-batches          none
 partial     continuous, all replicas pull at once   mini-batches          goes on under the new weights
 trajectory  continuous, each replica on its own     mini-batches          keeps its version
+adaptive    continuous, each replica on its own     mini-batches          keeps its version, or goes on under the new
+                                                                          weights where that is cheaper
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ class Traits(msgspec.Struct, frozen=True):
     behind: int  # how many versions the weights of a round may lag behind the round's own step
     streams: bool  # the trainer may begin a step before all of its groups are there
     interrupts: bool  # replicas pull as soon as a version is everywhere, in the middle of their work
+    chooses: bool = False  # each replica decides by cost what to do about a newer version (`updates.py`)
 
 
 def traits(config: Config) -> Traits:
@@ -36,8 +39,8 @@ def traits(config: Config) -> Traits:
             return Traits(rounds=True, behind=_behind(schedule), streams=streams, interrupts=False)
         case "partial":
             return Traits(rounds=False, behind=0, streams=streams, interrupts=True)
-        case "trajectory":
-            return Traits(rounds=False, behind=0, streams=streams, interrupts=False)
+        case "trajectory" | "adaptive":
+            return Traits(rounds=False, behind=0, streams=streams, interrupts=False, chooses=True)
 
 
 def _behind(schedule: Schedule) -> int:

@@ -8,6 +8,7 @@ from tailrace.config.tree import Config
 from tailrace.control import sampling
 from tailrace.control.fleet import Fleet, Replica
 from tailrace.control.ledger import NONE, Ledger
+from tailrace.control.pacing import Pacing
 from tailrace.control.relays import Relays
 from tailrace.control.schedules import traits
 from tailrace.control.storage import Stores
@@ -32,6 +33,7 @@ class State(msgspec.Struct):
     relays: Relays = msgspec.field(default_factory=Relays)
     training: Training = msgspec.field(default_factory=Training)
     stores: Stores = msgspec.field(default_factory=Stores)
+    pacing: Pacing = msgspec.field(default_factory=Pacing)
     round: Round = msgspec.field(default_factory=Round)
     pulling: int = 0  # replicas that are loading weights
     pushing: Version = NONE  # version on its way from the trainer to the master
@@ -78,8 +80,14 @@ class Context:
 
     def admits(self, lag: int = 0) -> int:
         """How many more groups may be opened, under weights that are `lag` versions behind."""
-        return sampling.admits(self.config, self.ledger, self.training.taken, lag)
+        limit = int(self.state.pacing.limit) if self.traits.chooses else 0
+        return sampling.admits(self.config, self.ledger, self.training.taken, lag, limit)
+
+    @property
+    def mixed_share(self) -> float:
+        """Share of the samples that may have tokens of several versions."""
+        return self.config.schedule.mixed_share if self.config.schedule.kind == "adaptive" else 0.0
 
     @property
     def repacks(self) -> bool:
-        return self.config.schedule.kind == "trajectory" and self.config.repack.enabled
+        return self.traits.chooses and self.config.repack.enabled

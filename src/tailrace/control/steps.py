@@ -25,7 +25,9 @@ def train(context: Context) -> None:
     left = context.config.workload.prompts_per_step - training.taken if training.step == training.version else wanted
     if len(context.ledger.ready) >= (wanted if context.traits.streams else left):
         _train_on_picked(context, wanted, left)
-    elif context.state.exhausted and not len(context.ledger.pool) and not context.ledger.open_groups:
+        return
+    context.state.pacing.starved = True
+    if context.state.exhausted and not len(context.ledger.pool) and not context.ledger.open_groups:
         _ran_out(context)
 
 
@@ -55,6 +57,7 @@ def _train_on_picked(context: Context, wanted: int, left: int) -> None:
     if picked.groups:
         taken = tuple([ledger.take(group) for group in picked.groups])
         training.add(taken, {group.id: PickedGroup(group.prompt, group.samples) for group in picked.groups})
+        context.state.pacing.picked(len(ledger.ready))
         context.send(training.order(len(context.mini_batch_sizes)))
 
 
@@ -138,6 +141,9 @@ def _version_made(context: Context) -> None:
     if context.training.version >= context.config.run.steps:
         stop(context, "all steps are done")
         return
+    sizes = context.mini_batch_sizes
+    most = sampling.admission_limit(context.config)
+    context.state.pacing.step_made(context.training.version, most, context.config.workload.prompts_per_step, max(sizes))
     groups.drop_doomed(context)
     context.more_work = True
     context.repack_due = True

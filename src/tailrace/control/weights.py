@@ -19,6 +19,8 @@ from tailrace.protocol import (
 )
 from tailrace.types import Version
 
+PUBLISHED = 0.25  # weight of the newest version in how long one takes to a relay
+
 
 def publish(context: Context) -> None:
     """Push the newest publishable version, unless the master has it or one is already on its way."""
@@ -101,6 +103,8 @@ def version_stored(context: Context, event: VersionStored) -> None:
     if relay.id == context.relays.master and event.version >= context.state.pushing:
         context.state.pushing = NONE  # the trainer may have finished a newer one while the order was on its way
     if context.relays.stored(relay, event.version):
+        if event.version == context.training.version:
+            context.relays.publish_s += PUBLISHED * (context.now - context.training.made_at - context.relays.publish_s)
         context.commands += context.relays.retire(context.config.relay, relay, context.config.model.weight_bytes)
         _weights_changed(context, relay)
 

@@ -5,34 +5,42 @@ from __future__ import annotations
 from itertools import islice
 from math import ceil
 
-from tailrace.control import weights
+from tailrace.control import updates, weights
 from tailrace.control.fleet import Replica, roomiest
 from tailrace.control.ledger import NONE
+from tailrace.control.quota import quota
 from tailrace.control.state import Context
 from tailrace.protocol import FetchPrompts, Generate
 from tailrace.types import ReplicaId, TrajectoryId, Version
 
 
 def settle(context: Context, replica: Replica) -> None:
-    """A replica pulls when there is something newer for it, else takes more work.
-
-    Where trajectories keep their version, one that has work and could pull takes nothing more: it runs out, or repack
-    empties it, and then it pulls. What only waits for its score is no work of its: that goes on beside the pull. Where
-    versions come about as fast as it can pull, it uses each that it has pulled: it
-    would do nothing but pull otherwise.
-    """
+    """A replica pulls when there is something newer for it, else takes more work."""
     if replica.state != "ready":
         return
     version = weights.wanted(context, replica)
-    outdated = version > replica.version
-    if outdated and replica.use_first and _feed(context, replica):
-        return
-    if outdated and replica.unfinished and not context.traits.interrupts:
-        return
-    if outdated and weights.pull(context, replica, version):
+    if version > replica.version and _renews(context, replica, version):
         return
     if replica.version != NONE:
         _feed(context, replica)
+
+
+def _renews(context: Context, replica: Replica, version: Version) -> bool:
+    """Whether a newer version keeps it from taking more work: it pulls, or runs out before it does.
+
+    What only waits for its score is no work of its: that goes on beside the pull. Where versions come about as fast as
+    it can pull, it uses each that it has pulled: it would do nothing but pull otherwise.
+    """
+    if replica.use_first and _feed(context, replica):
+        return True
+    if replica.unfinished and not context.traits.interrupts:
+        choice = updates.choose(context, replica, version)
+        if choice != "take_along":
+            return choice == "drain"
+    if not weights.pull(context, replica, version):
+        return False
+    context.ledger.mix(context.ledger.samples[id] for id in replica.assigned)
+    return True
 
 
 def _feed(context: Context, replica: Replica) -> bool:
@@ -40,7 +48,8 @@ def _feed(context: Context, replica: Replica) -> bool:
     whole = quota(context)
     room = whole - len(replica.assigned)
     given = list(islice(context.ledger.waiting, max(room, 0)))
-    given += _open_groups(context, room - len(given), whole, context.training.version - replica.version)
+    if not updates.fresher_is_coming(context, replica):
+        given += _open_groups(context, room - len(given), whole, context.training.version - replica.version)
     if _could_take_more(context, replica, room - len(given), bool(given)):
         context.fleet.hungry[replica.id] = None
     else:
@@ -68,25 +77,6 @@ def _open_groups(context: Context, room: int, whole: int, lag: int) -> list[Traj
     count = min(max(1, round(room / size)), fair, len(context.ledger.pool))
     samples = [id for _ in range(count) for id in context.ledger.open_group(context.now, size).samples]
     return samples if whole >= size else samples[:room]
-
-
-def quota(context: Context) -> int:
-    """Samples that one replica should be generating: its share of a step, or as many as keep its KV cache full.
-
-    A batch drains while it is generated, so the cache stays full only if some samples have to wait at first. A schedule
-    that interrupts pays for everything in flight at every update: there the share is enough.
-    """
-    config, live = context.config, max(1, context.fleet.live)
-    if config.schedule.max_inflight:
-        return max(1, ceil(config.schedule.max_inflight / live))
-    share = ceil(config.workload.trajectories_per_step / live)
-    if context.traits.interrupts:
-        return max(1, share)
-    to_generate = context.ledger.unfinished - context.ledger.scoring
-    under_way = to_generate + max(0, context.admits()) * config.workload.group_size
-    most = under_way // live  # where admission is what limits, a larger batch here would leave others without work
-    full = int(config.schedule.kv_fill * context.fleet.fits(context.ledger.mean_tokens))
-    return max(1, share, min(full, most))
 
 
 def assign_waiting(context: Context) -> None:
@@ -118,7 +108,8 @@ def assign(context: Context, ids: list[TrajectoryId], candidates: list[Replica])
 def generate(context: Context, replica: Replica, ids: list[TrajectoryId]) -> None:
     ledger, assigned = context.ledger, replica.assigned
     store = context.stores.near(replica.host)
-    requests = tuple([ledger.assign(id, replica.id, replica.version, store) for id in ids])
+    steps = replica.steps
+    requests = tuple([ledger.assign(id, replica.id, replica.version, store, steps) for id in ids])
     for id in ids:
         assigned[id] = None
     replica.use_first = False

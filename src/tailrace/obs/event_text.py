@@ -23,6 +23,7 @@ from tailrace.protocol import (
     ControllerRestarted,
     Drop,
     Event,
+    Explain,
     Finished,
     Forget,
     Generate,
@@ -51,6 +52,7 @@ from tailrace.protocol import (
     Train,
     Trained,
     TrajectoryMeta,
+    UpdateChoice,
     VersionStored,
     WeightsLoaded,
 )
@@ -58,6 +60,13 @@ from tailrace.types import GroupId, HostId, ReplicaId, TrajectoryId, Version, la
 
 Subject = tuple[str, int]
 Sentences = Iterator[tuple[Subject, str]]
+
+
+UPDATES: dict[UpdateChoice, Callable[[Explain], str]] = {
+    "take_along": lambda one: f"takes {counted(one.samples, 'sample')} along to v{one.version}",
+    "drain": lambda one: f"takes no more work before v{one.version}, with {counted(one.samples, 'sample')} in hand",
+    "stay": lambda one: f"lets v{one.version} pass, with {counted(one.samples, 'sample')} in hand",
+}
 
 
 class PeakLoad(msgspec.Struct):
@@ -101,6 +110,7 @@ class EventText:
             Release: self._release,
             Cancel: self._cancel,
             LoadWeights: self._load_weights,
+            Explain: self._explain,
             Train: self._train,
             Publish: self._publish,
             Route: self._route,
@@ -203,7 +213,11 @@ class EventText:
         yield ("group", sample.group), f"t{event.trajectory} {text}"
 
     def _release(self, command: Release) -> Sentences:
-        yield ("replica", command.replica), "asked to release all its trajectories for repack"
+        what = counted(len(command.samples), "trajectory") if command.samples else "all its trajectories"
+        yield ("replica", command.replica), f"asked to release {what} for repack"
+
+    def _explain(self, command: Explain) -> Sentences:
+        yield ("replica", command.replica), f"{UPDATES[command.choice](command)}: {_costs_of_update(command)}"
 
     def _parked(self, event: Parked) -> Sentences:
         yield ("replica", event.replica), f"released {counted(len(event.samples), 'trajectory')}"
@@ -392,6 +406,19 @@ def _from_prefix(request: Request) -> str:
 
 def _is_trained(members: Sequence[SampleRecord]) -> bool:
     return any(sample.state == "trained" for sample in members)
+
+
+def _costs_of_update(command: Explain) -> str:
+    """What each choice was expected to cost, the one that was taken first."""
+    costs = {
+        "take_along": ("recompute", command.recompute_s),
+        "drain": ("draining", command.drain_s),
+        "stay": ("staleness", command.stay_s),
+    }
+    chosen, others = costs.pop(command.choice), costs.values()
+    against = [f"{seconds:.1f} s of {name}" for name, seconds in others if seconds is not None]
+    taken = f"{chosen[0]} {chosen[1]:.1f} s" if chosen[1] is not None else chosen[0]
+    return taken + (f" against {' and '.join(against)}" if against else "")
 
 
 def _why_forgotten(members: Sequence[SampleRecord], command: Forget) -> str:

@@ -19,6 +19,7 @@ from tailrace.protocol import (
     SCORING_S,
     Assignment,
     Cancel,
+    EngineWork,
     Finished,
     Generate,
     GenerationResumed,
@@ -161,10 +162,12 @@ class RolloutWorker:
             self.samples.fetch(request.trajectory, request.attempt, request.store)
 
     def _release(self, command: Release) -> None:
-        """Hand everything back; what its store has by then is where somebody else goes on. What is complete and being
-        scored stays: its judge would have to begin anew elsewhere. So does what has not begun."""
+        """Hand these, or everything, back; what its store has by then is where somebody else goes on. What is complete
+        and being scored stays: its judge would have to begin anew elsewhere. So does what has not begun."""
         self._stream(1)
-        leaving = {episode.key: episode for episode in self.runner.withdraw(self.runner.unfinished())}
+        asked = {one.trajectory for one in command.samples}
+        ids = [id for id in self.runner.unfinished() if not asked or id in asked]
+        leaving = {episode.key: episode for episode in self.runner.withdraw(ids)}
         self._take_stock()
 
         def park(receipts: Receipts) -> None:
@@ -285,7 +288,8 @@ class RolloutWorker:
         """Once per heartbeat, in that client's thread."""
         self._measure(self.totals)
         stats = self.stats
-        return Progressed(self.spec.id, self.controller.incarnation, stats.kv_tokens, stats.running, stats.waiting)
+        load = (stats.kv_tokens, stats.running, stats.waiting)
+        return Progressed(self.spec.id, self.controller.incarnation, *load, _engine_work(self.totals))
 
     def _measure(self, totals: dict[str, float]) -> None:
         """What the engine has done so far, unless it has done nothing since."""
@@ -296,3 +300,11 @@ class RolloutWorker:
             self._cpu_s += spent
             own = {"cpu_s": self._cpu_s, "loads": float(self.loads), "load_s": self.load_s}
             self.controller.measure(-1, {f"engine/{name}": value for name, value in (totals | own).items()})
+
+
+def _engine_work(totals: dict[str, float]) -> EngineWork | None:
+    """What control learns the costs of generation from; nothing before the first step."""
+    if not totals:
+        return None
+    counts = [int(totals[name]) for name in ("steps", "decoded", "kv_read", "prefilled")]
+    return EngineWork(totals["busy_s"], *counts)

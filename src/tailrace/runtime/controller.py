@@ -37,6 +37,7 @@ from tailrace.protocol import (
     Command,
     ControllerRestarted,
     Event,
+    Explain,
     Finished,
     GiveUp,
     HostLeft,
@@ -148,6 +149,7 @@ class Controller:
         self._failures = 0  # samples in a row that could not be judged
         self._orders = Orders(self.components, store.trajectories, config.run.archive)
         self._own_actions: dict[type[Command], Callable[[Any], None]] = {
+            Explain: lambda _: None,  # it is in the journal, which is all it is for
             GiveUp: self.components.give_up,
             Start: self.components.start,
             SetTimer: self._set_timer,
@@ -322,6 +324,8 @@ class Controller:
             self.observer.see(now, event, commands)
             for command in commands:
                 self._own_actions.get(type(command), self._order)(command)
+            if type(event) is Trained:
+                self._measure_control(event)
             self._since_snapshot += 1
             if self._since_snapshot >= SNAPSHOT_EVERY:
                 self._since_snapshot = 0
@@ -428,6 +432,11 @@ class Controller:
 
     def _is_ours(self, process: Process) -> bool:
         return self.components.is_ours(process.spec.role, process.spec.id)
+
+    def _measure_control(self, trained: Trained) -> None:
+        """Once a step."""
+        if trained.step + 1 == self.plane.state.training.version and not self.plane.state.training.taken:
+            self._measure(trained.step, "controller", self.plane.learned())
 
     def _measure(self, step: int, source: str, values: Mapping[str, float]) -> None:
         self.store.metrics.measure(self.now, step, source, values)

@@ -12,9 +12,11 @@ and the KV of an ended turn stays for the next one as long as nobody needs the r
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection
 from heapq import heappop, heappush
 from math import inf, sqrt
 
+from tailrace.protocol import EngineWork
 from tailrace.sim.cost_model import CostModel
 from tailrace.sim.episodes import SimTurn
 from tailrace.types import GroupId, TrajectoryId, Version
@@ -63,8 +65,8 @@ class SimSequence:
 class SimEngine:
     __slots__ = (
         "_base", "_cached_tokens", "_groups", "_heap", "_per_kv", "_prefix_cache", "batch", "busy_s", "capacity",
-        "costs", "crowding", "decode_steps", "generated", "held", "kv", "kv_seconds", "lent_s", "max_running",
-        "slowdown", "stall_until", "time", "waiting",
+        "costs", "crowding", "decode_s", "decode_steps", "generated", "held", "kv", "kv_read", "kv_seconds", "lent_s",
+        "max_running", "prefill_s", "prefilled", "slowdown", "stall_until", "time", "waiting",
     )  # fmt: skip
 
     def __init__(self, costs: CostModel, now: float) -> None:
@@ -90,6 +92,8 @@ class SimEngine:
         self.lent_s = 0.0
         self.kv_seconds = 0.0
         self.generated = 0.0
+        self.decode_s = self.prefill_s = 0.0  # what it reports of itself: time in steps and in prefill,
+        self.kv_read = self.prefilled = 0.0  # KV tokens over all decode steps, tokens of prefill
 
     # -------------------------------------------------------------------------------------------------- from outside
 
@@ -107,8 +111,10 @@ class SimEngine:
             sequence.status = "calling"
             self.held[sequence.trajectory] = sequence
 
-    def withdraw(self, now: float) -> list[SimSequence]:
-        """Stop and hand back everything."""
+    def withdraw(self, now: float, ids: Collection[TrajectoryId] = ()) -> list[SimSequence]:
+        """Stop and hand back these, or everything."""
+        if ids:
+            return [self._take_out(now, self.held[id]) for id in ids if id in self.held]
         self.advance(now)
         sequences = list(self.held.values())
         for sequence in sequences:
@@ -121,15 +127,19 @@ class SimEngine:
         return sequences
 
     def cancel(self, now: float, trajectory: TrajectoryId) -> None:
+        self._take_out(now, self.held[trajectory])
+
+    def _take_out(self, now: float, sequence: SimSequence) -> SimSequence:
         self.advance(now)
-        sequence = self.held.pop(trajectory)
+        del self.held[sequence.trajectory]
         if sequence.status == "waiting":
             self.waiting.remove(sequence)
         elif sequence.status == "running":
             self._free(sequence)
-        self._take_cached(trajectory)
+        self._take_cached(sequence.trajectory)
         sequence.status = "outside"
         self._admit(now)
+        return sequence
 
     def stall(self, now: float, seconds: float) -> None:
         """Do nothing else for so long (a pull, a prefill)."""
@@ -158,10 +168,27 @@ class SimEngine:
             if sequence.tokens == 0:
                 sequence.oldest = version
             if recompute and sequence.status == "running":
-                seconds += self.costs.prefill(sequence.prompt + sequence.tokens, 0)
+                seconds += self._prefill(sequence.prompt + sequence.tokens, 0)
         if recompute:
             self._clear_prefix_cache()
         self.stall(now, seconds)
+
+    def _prefill(self, tokens: int, context: int) -> float:
+        """Seconds, counted as what this engine has done."""
+        seconds = self.costs.prefill(tokens, context)
+        self.prefilled += tokens
+        self.prefill_s += seconds * self.slowdown * self.crowding
+        return seconds
+
+    def work(self) -> EngineWork:
+        """As an engine counts its own work."""
+        return EngineWork(
+            self.decode_s + self.prefill_s,
+            int(self.decode_steps),
+            int(self.generated),
+            int(self.kv_read),
+            int(self.prefilled),
+        )
 
     def finish_call(self, now: float, sequence: SimSequence) -> None:
         """A tool has answered: the next turn begins as soon as there is room, and reads the tool's output first."""
@@ -199,6 +226,8 @@ class SimEngine:
         self.decode_steps += steps
         self.kv += steps * running
         self.generated += steps * running
+        self.kv_read += steps * (self.kv - 0.5 * steps * running)
+        self.decode_s += elapsed
         self.busy_s += elapsed
         self.kv_seconds += (self.kv - 0.5 * steps * running) * elapsed
 
@@ -255,7 +284,7 @@ class SimEngine:
             self._groups[sequence.group] = self._groups.get(sequence.group, 0) + 1
             self._run(sequence)
             cached = max(shared, self._take_cached(sequence.trajectory))
-            seconds += self.costs.prefill(sequence.prompt + sequence.tokens - cached, cached)
+            seconds += self._prefill(sequence.prompt + sequence.tokens - cached, cached)
         if seconds:
             self._evict()
             self.stall(now, seconds)

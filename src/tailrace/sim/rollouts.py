@@ -193,7 +193,7 @@ class Rollouts:
         if replica is None:
             return
         now = self.clock.now
-        sequences = replica.engine.withdraw(now)
+        sequences = replica.engine.withdraw(now, {one.trajectory for one in command.samples})
         self.meter.mark(replica, "repacked", now)
         self.wake(replica)
         self.network.send(replica, Parked(replica.id, replica.incarnation, tuple([self._meta(s) for s in sequences])))

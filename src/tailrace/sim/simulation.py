@@ -22,6 +22,7 @@ from tailrace.protocol import (
     Cancel,
     Command,
     Drop,
+    Explain,
     FetchPrompts,
     Forget,
     Generate,
@@ -103,6 +104,7 @@ class Simulation:
             Release: rollouts.release,
             Cancel: rollouts.cancel,
             LoadWeights: rollouts.load_weights,
+            Explain: lambda _: None,  # for the journal alone
             Train: trainer.train,
             Publish: relay_tier.publish,
             Route: relay_tier.route,
@@ -184,7 +186,8 @@ def _new_load(replica: SimReplica, now: float) -> Progressed | None:
     """What a replica has to report with its heartbeat, if anything has changed or was ordered since."""
     engine = replica.engine
     engine.advance(now)
-    stats = Progressed(replica.id, replica.incarnation, int(engine.kv), len(engine.batch), len(engine.waiting))
+    load = (int(engine.kv), len(engine.batch), len(engine.waiting))
+    stats = Progressed(replica.id, replica.incarnation, *load, engine.work())
     if stats == replica.reported:
         return None
     replica.reported = stats

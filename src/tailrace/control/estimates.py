@@ -1,0 +1,90 @@
+"""How long samples will become: a pure function of those that have finished.
+
+Lengths are taken as log-normal with two sources of spread: prompts differ from each other, and samples of one prompt
+differ among themselves. Both are learned from groups as they close, recent ones counting more. What is known of a
+sample is then its prompt's mean, as far as finished siblings show it, and that it is longer than it is now.
+
+How far off this is, is kept beside it: the mean error of a sample's log length, foretold from its siblings, and the
+error of foretelling the same for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import erfc, exp, log, sqrt
+
+import msgspec
+
+MEMORY = 256  # groups that count: a new one has at least this share in what is known
+FEWEST = 4  # groups before anything is foretold
+
+
+class LengthEstimates(msgspec.Struct):
+    groups: int = 0
+    mean: float = 0.0  # of log lengths
+    between: float = 0.0  # variance of the groups' means
+    within: float = 0.0  # variance in a group
+    size: float = 1.0  # samples of a group
+    error: float = 0.0  # mean distance of log lengths from what was foretold
+    error_of_mean: float = 0.0  # and from the mean of all
+
+    def note_group(self, logs: Sequence[float]) -> None:
+        """The log lengths of all samples of a group that has closed."""
+        count = len(logs)
+        own = sum(logs) / count
+        spread = sum((value - own) ** 2 for value in logs) / (count - 1) if count > 1 else self.within
+        self.groups += 1
+        share = max(1.0 / self.groups, 1.0 / MEMORY)
+        self.between += share * ((own - self.mean) ** 2 * (1.0 - share) - self.between)
+        self.mean += share * (own - self.mean)
+        self.within += share * (spread - self.within)
+        self.size += share * (count - self.size)
+
+    def note_sample(self, value: float, siblings: float, count: int) -> None:
+        """A sample has finished with this log length, `count` siblings before it with this sum."""
+        if self.groups >= FEWEST and count:
+            share = 1.0 / (16 * MEMORY)
+            foretold, _ = self._posterior(siblings, count)
+            self.error += share * (abs(value - foretold) - self.error)
+            self.error_of_mean += share * (abs(value - self.mean) - self.error_of_mean)
+
+    def residual(self, tokens: int, siblings: float, count: int, most: int) -> float:
+        """Tokens that a sample with so many already is expected to get yet, given the log lengths of its finished
+        siblings (their sum and number); no sample gets more than `most` in all."""
+        left = max(1.0, most - tokens)
+        if self.groups < FEWEST:
+            return min(left, max(1.0, tokens))  # what has lasted long goes on for long
+        mean, variance = self._posterior(siblings, count)
+        return min(left, max(1.0, _mean_excess(max(1, tokens), mean, sqrt(variance))))
+
+    @property
+    def correlation(self) -> float:
+        """Share of the variance of log lengths that is between prompts."""
+        between = self._between
+        return between / (between + self.within) if between + self.within > 0.0 else 0.0
+
+    @property
+    def _between(self) -> float:
+        """The means of groups spread even where prompts do not differ."""
+        return max(0.0, self.between - self.within / max(1.0, self.size))
+
+    def _posterior(self, siblings: float, count: int) -> tuple[float, float]:
+        """Mean and variance of a sample's log length."""
+        between, within = self._between, max(self.within, 1e-6)
+        shown = between / (between + within / count) if count else 0.0
+        mean = self.mean + (shown * (siblings / count - self.mean) if count else 0.0)
+        return mean, within + between * (1.0 - shown)
+
+
+def _mean_excess(tokens: int, mean: float, sigma: float) -> float:
+    """E[L - tokens | L > tokens] of a log-normal length."""
+    z = (log(tokens) - mean) / sigma
+    above = _upper(z)
+    if above < 1e-9:  # far beyond what was ever seen: the tail is nearly flat in proportion
+        return tokens * sigma / max(1.0, z)
+    return exp(mean + sigma * sigma / 2) * _upper(z - sigma) / above - tokens
+
+
+def _upper(z: float) -> float:
+    """P(normal > z)."""
+    return 0.5 * erfc(z / sqrt(2.0))

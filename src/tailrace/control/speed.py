@@ -1,0 +1,95 @@
+"""What generating costs on this fleet, fitted to what its engines report (`protocol.EngineWork`).
+
+The time of an engine is linear in what it does: so much a decode step, more for each sequence in it and for each KV
+token that it reads, and so much for each token of prefill. The four costs are least squares over the intervals between
+two reports, those of long ago counting less; none is negative. Everything that control reckons in seconds of decoding
+comes from here.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+
+from tailrace.protocol import EngineWork
+
+MEMORY = 0.998  # weight of a report after the next one
+COSTS = 4
+RIDGE = 1e-9  # of the diagonal: two costs that always came together share what they cost
+
+
+class DecodeCosts(NamedTuple):
+    """Seconds."""
+
+    step: float
+    sequence: float
+    kv_token: float
+    prefill_token: float
+
+    def step_s(self, sequences: float, kv: float) -> float:
+        return self.step + self.sequence * sequences + self.kv_token * kv
+
+    def rate(self, sequences: float, kv: float) -> float:
+        """Tokens per second of all sequences together."""
+        return sequences / self.step_s(sequences, kv) if sequences else 0.0
+
+
+class Speed(msgspec.Struct):
+    """The normal equations."""
+
+    products: list[float] = msgspec.field(default_factory=lambda: [0.0] * (COSTS * COSTS))
+    targets: list[float] = msgspec.field(default_factory=lambda: [0.0] * COSTS)
+
+    def note(self, before: EngineWork | None, after: EngineWork) -> None:
+        """What an engine did between two of its reports; none before: since it started."""
+        row = _difference(before, after)
+        seconds = after.busy_s - (before.busy_s if before else 0.0)
+        if seconds <= 0.0 or min(row) < 0.0:
+            return
+        weight = 1.0 / seconds  # of the square: a busy interval counts by its length
+        products, targets = self.products, self.targets
+        for i, x in enumerate(row):
+            targets[i] = MEMORY * targets[i] + weight * x * seconds
+            for j, y in enumerate(row):
+                products[COSTS * i + j] = MEMORY * products[COSTS * i + j] + weight * x * y
+
+    def costs(self) -> DecodeCosts | None:
+        """None while nothing has been decoded."""
+        kept = [i for i in range(COSTS) if self.products[COSTS * i + i] > 0.0]
+        while kept:
+            solved = self._solve(kept)
+            if min(solved) >= 0.0:
+                values = dict(zip(kept, solved, strict=True))
+                costs = DecodeCosts(*[values.get(i, 0.0) for i in range(COSTS)])
+                return costs if costs.step_s(1, 0) > 0.0 else None
+            kept = [i for i, value in zip(kept, solved, strict=True) if value > 0.0]
+        return None
+
+    def _solve(self, kept: list[int]) -> list[float]:
+        """Gaussian elimination; the matrix is symmetric and, with the ridge, definite."""
+        rows = [[self.products[COSTS * i + j] * (1.0 + RIDGE * (i == j)) for j in kept] for i in kept]
+        right = [self.targets[i] for i in kept]
+        size = len(kept)
+        for pivot in range(size):
+            for row in range(pivot + 1, size):
+                factor = rows[row][pivot] / rows[pivot][pivot]
+                right[row] -= factor * right[pivot]
+                for column in range(pivot, size):
+                    rows[row][column] -= factor * rows[pivot][column]
+        solved = [0.0] * size
+        for row in reversed(range(size)):
+            known = sum(rows[row][column] * solved[column] for column in range(row + 1, size))
+            solved[row] = (right[row] - known) / rows[row][row]
+        return solved
+
+
+def _difference(before: EngineWork | None, after: EngineWork) -> tuple[float, ...]:
+    if before is None:
+        return (after.steps, after.decoded, after.kv_read, after.prefilled)
+    return (
+        after.steps - before.steps,
+        after.decoded - before.decoded,
+        after.kv_read - before.kv_read,
+        after.prefilled - before.prefilled,
+    )

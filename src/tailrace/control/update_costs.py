@@ -1,0 +1,108 @@
+"""What a replica with work in hand does when there is a newer version for it.
+
+    take_along   it pulls now; what it has goes on under the new weights, its KV computed again
+    drain        it gets nothing more, and pulls once that is cheaper, or when it has run out
+    stay         it goes on as it is: new samples start under the weights that it has
+
+`choose` is a pure function of a few numbers, and every cost is in seconds of the replica's decoding at full batch:
+
+- taking along costs the prefill of the KV that is in use;
+- draining costs what a shrinking batch does not decode. Where work is scarce, what is not started here is started
+  elsewhere, so only the difference counts: what it would add here less what it adds there. The batch is followed to its
+  end by the expected lengths of its samples, and the cheapest moment to take the rest along is the cost of draining;
+- staying costs staleness: each version that a new sample lags behind is priced at `STALENESS` of its tokens. So with
+  every version that a replica lets pass, the next one is worth more to it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from tailrace.control.speed import DecodeCosts
+from tailrace.protocol import UpdateChoice
+
+STALENESS = 0.05  # of a token, for each version that its first one lags behind more than it has to
+
+
+class InFlight(NamedTuple):
+    """One sample that a replica generates."""
+
+    context: float  # tokens of KV
+    left: float  # tokens that it is expected to get yet
+
+
+class Situation(NamedTuple):
+    costs: DecodeCosts
+    samples: list[InFlight]
+    kv: float  # tokens in use
+    batch: float  # samples that it would generate if it were fed; 0: there is nothing to start
+    elsewhere: float  # tokens per second that one more sample adds where else it would be started
+    behind: int  # versions that it would stay behind
+    pace_s: float  # between two versions
+    may_mix: bool
+    may_stay: bool
+
+
+class Costs(NamedTuple):
+    """None: it cannot be chosen."""
+
+    recompute_s: float | None
+    drain_s: float
+    stay_s: float | None
+
+
+def choose(now: Situation) -> tuple[UpdateChoice, Costs]:
+    """The cheapest; where costs are equal, what keeps versions apart."""
+    recompute = now.costs.prefill_token * now.kv if now.may_mix else None
+    costs = Costs(recompute, drain_s(now), _stay_s(now) if now.may_stay else None)
+    options: list[tuple[float, UpdateChoice]] = [(costs.drain_s, "drain")]
+    if costs.stay_s is not None:
+        options.append((costs.stay_s, "stay"))
+    if recompute is not None:
+        options.append((recompute, "take_along"))
+    return min(options, key=lambda option: option[0])[1], costs
+
+
+def _stay_s(now: Situation) -> float:
+    """Since its last pull it has lagged 1, 2, ... versions behind, each for about the pace of versions."""
+    return STALENESS * now.pace_s * now.behind * (now.behind + 1) / 2
+
+
+def drain_s(now: Situation) -> float:
+    """Of the cheapest moment from the first sample's end on."""
+    if not now.batch:
+        return 0.0
+    full = _full_rate(now)
+    lost, best = 0.0, float("inf")
+    kv, samples = now.kv, sorted(now.samples, key=lambda one: one.left)
+    elapsed = 0.0
+    for index, sample in enumerate(samples):
+        running = len(samples) - index
+        steps = max(0.0, sample.left - elapsed)
+        kv += running * steps / 2
+        seconds = steps * now.costs.step_s(running, kv)
+        lost += seconds * _idle_share(now, running, kv, full)
+        kv += running * steps / 2 - sample.context - sample.left
+        elapsed = max(elapsed, sample.left)
+        rest = now.costs.prefill_token * max(0.0, kv)
+        if now.may_mix or running == 1:
+            best = min(best, lost + rest)
+        if lost >= best:
+            break
+    return best
+
+
+def _full_rate(now: Situation) -> float:
+    batch = max(now.batch, float(len(now.samples)), 1.0)
+    return now.costs.rate(batch, batch * _mean_context(now))
+
+
+def _mean_context(now: Situation) -> float:
+    return now.kv / len(now.samples) if now.samples else 0.0
+
+
+def _idle_share(now: Situation, running: int, kv: float, full: float) -> float:
+    """How much less a batch of this size adds than a full one would, samples started elsewhere counted."""
+    missing = max(0.0, now.batch - running)
+    gap = full - now.costs.rate(running, kv) - now.elsewhere * missing
+    return max(0.0, gap) / full

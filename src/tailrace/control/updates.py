@@ -1,0 +1,128 @@
+"""A replica and a newer version: what it does about one that is there, and whether one that is on its way is worth
+waiting for. `update_costs.py` compares the choices; this file gathers what they depend on, and explains what was chosen
+to the journal."""
+
+from __future__ import annotations
+
+from math import inf
+
+from tailrace.control import update_costs
+from tailrace.control.fleet import Replica
+from tailrace.control.quota import even_share, quota
+from tailrace.control.speed import DecodeCosts
+from tailrace.control.state import Context
+from tailrace.protocol import Explain, UpdateChoice
+from tailrace.types import Version
+
+MOVE = 2.0  # a move is to gain at least so many times what it costs
+LOOK_AGAIN = 0.875  # of the samples that it had at the last look: from there on the choice may be another one
+
+
+def choose(context: Context, replica: Replica, version: Version) -> UpdateChoice:
+    """Whoever stays does so until there is a newer version; who drains is looked at again from time to time."""
+    if replica.chosen_for == version and not _is_due(context, replica):
+        return replica.choice
+    costs = _costs(context)
+    if costs is None:
+        return "drain"
+    choice, reckoned = update_costs.choose(_situation(context, replica, version, costs))
+    if (choice, version) != (replica.choice, replica.chosen_for):
+        drain_s = reckoned.drain_s if reckoned.drain_s < inf else None
+        seconds = (reckoned.recompute_s, drain_s, reckoned.stay_s)
+        context.send(Explain(replica.id, version, choice, replica.unfinished, *seconds))
+    replica.choice, replica.chosen_for, replica.chosen_with = choice, version, replica.unfinished
+    return choice
+
+
+def _costs(context: Context) -> DecodeCosts | None:
+    """Of the fleet. Where KV is kept, taking along recomputes nothing."""
+    costs = context.fleet.speed.costs()
+    keeps = context.config.schedule.in_flight_kv == "keep"
+    return costs._replace(prefill_token=0.0) if costs is not None and keeps else costs
+
+
+def _is_due(context: Context, replica: Replica) -> bool:
+    few = replica.unfinished <= LOOK_AGAIN * replica.chosen_with
+    return replica.choice == "drain" and (few or context.more_work)
+
+
+def _situation(context: Context, replica: Replica, version: Version, costs: DecodeCosts) -> update_costs.Situation:
+    behind, mixes = version - replica.version, may_mix(context, replica)
+    batch, elsewhere = _opportunity(context, replica, costs)
+    return update_costs.Situation(
+        costs=costs,
+        samples=in_flight(context, replica),
+        kv=replica.kv_load,
+        batch=batch,
+        elsewhere=elsewhere,
+        behind=behind,
+        pace_s=context.training.pace_s,
+        may_mix=mixes,
+        may_stay=mixes and behind < context.config.schedule.max_staleness and context.admits(behind) > 0,
+    )
+
+
+def in_flight(context: Context, replica: Replica) -> list[update_costs.InFlight]:
+    """What a replica generates, as far as can be told from its last report and the lengths of other samples."""
+    ledger, most = context.ledger, context.config.workload.max_completion_tokens
+    samples: list[update_costs.InFlight] = []
+    for id in replica.assigned:
+        sample = ledger.samples[id]
+        tokens = sample.grown(replica.steps) + ledger.groups[sample.group].prompt.tokens
+        samples.append(update_costs.InFlight(tokens, ledger.expected_left(sample, replica.steps, most)))
+    return samples
+
+
+def _opportunity(context: Context, replica: Replica, costs: DecodeCosts) -> tuple[float, float]:
+    """How many samples it would generate if it were fed, and what one of them adds elsewhere, in tokens per second:
+    nothing where every replica is full, and as much as to an average replica where work is scarce."""
+    ledger = context.ledger
+    startable = max(0, context.admits()) * context.config.workload.group_size + len(ledger.waiting)
+    if not startable:
+        return 0.0, 0.0
+    most, even = quota(context), even_share(context)
+    if even >= most:
+        return most, 0.0
+    step_s = costs.step_s(even, even * replica.kv_load / max(1, len(replica.assigned)))
+    return even, costs.step / step_s**2  # d/dn of n / (step + n x the rest)
+
+
+def may_mix(context: Context, replica: Replica) -> bool:
+    """What is mixed already may be mixed again."""
+    ledger = context.ledger
+    more = sum(not ledger.samples[id].mixed for id in replica.assigned)
+    return ledger.mixed + more <= context.mixed_share * ledger.next_sample
+
+
+def fresher_is_coming(context: Context, replica: Replica) -> bool:
+    """A version was made, and is expected on its relay so soon that what starts now would only be staler."""
+    training, publish_s = context.training, context.relays.publish_s
+    made = training.version - training.version % context.config.schedule.publish_every
+    if made <= replica.version or not training.live or not context.traits.chooses:
+        return False
+    waited = context.now - training.made_at
+    return publish_s <= update_costs.STALENESS * training.pace_s and waited <= 2 * publish_s
+
+
+def is_worth_moving(context: Context, replica: Replica) -> bool:
+    """Its work costs less to compute again elsewhere than to wait for here."""
+    costs = context.fleet.speed.costs()
+    if costs is None:
+        return True
+    now = _situation(context, replica, replica.version + 1, costs)._replace(may_mix=False)
+    return update_costs.drain_s(now) > costs.prefill_token * replica.kv_load
+
+
+def gains_by_spreading(context: Context, replica: Replica, count: int) -> bool:
+    """What two batches decode more than one, until they end, against what the moved samples do not while their KV is
+    computed again."""
+    costs = context.fleet.speed.costs()
+    if costs is None:
+        return False
+    samples = in_flight(context, replica)
+    mean = sum(one.context for one in samples) / len(samples)
+    left = sum(one.left for one in samples) / len(samples)
+    whole, rest = len(samples), len(samples) - count
+    gain = costs.rate(rest, rest * mean) + costs.rate(count, count * mean) - costs.rate(whole, whole * mean)
+    step_s = costs.step_s(whole, whole * mean)
+    return gain * left * step_s > MOVE * costs.prefill_token * count * mean * count / step_s

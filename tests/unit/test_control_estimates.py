@@ -1,0 +1,60 @@
+"""How long samples will become, from those that have finished."""
+
+import math
+import random
+
+import pytest
+
+from tailrace.control.estimates import LengthEstimates
+
+
+def learned(correlation, groups=600, size=16, sigma=1.0, seed=0):
+    """Told of groups whose log lengths have a mean of 7; what is left of the spread is within groups."""
+    draw, known = random.Random(seed), LengthEstimates()
+    for _ in range(groups):
+        prompt = draw.gauss(0, math.sqrt(correlation) * sigma)
+        logs = [7 + prompt + draw.gauss(0, math.sqrt(1 - correlation) * sigma) for _ in range(size)]
+        for index, value in enumerate(logs):
+            known.note_sample(value, sum(logs[:index]), index)
+        known.note_group(logs)
+    return known
+
+
+@pytest.mark.parametrize("correlation", [0.0, 0.3, 0.5, 0.8])
+def test_how_alike_samples_of_a_prompt_are_is_found(correlation):
+    assert learned(correlation).correlation == pytest.approx(correlation, abs=0.12)
+
+
+def test_siblings_tell_as_much_as_they_are_alike():
+    assert learned(0.5).error < 0.85 * learned(0.5).error_of_mean
+    assert learned(0.0).error == pytest.approx(learned(0.0).error_of_mean, rel=0.05), "nothing, if they are not"
+
+
+def test_a_sample_of_a_long_group_is_expected_to_go_on_for_longer():
+    known, most = learned(0.5), 100_000
+    short = known.residual(100, 8 * math.log(200), 8, most)
+    long = known.residual(100, 8 * math.log(8000), 8, most)
+    assert long > 4 * short
+
+
+def test_what_has_lasted_long_goes_on_for_long():
+    known = learned(0.5)
+    left = [known.residual(tokens, 0.0, 0, 10**6) for tokens in (1, 2_000, 20_000, 200_000)]
+    assert left == sorted(left)
+
+
+def test_nobody_is_expected_to_outgrow_the_most():
+    assert learned(0.5).residual(15_990, 0.0, 0, 16_000) == 10
+
+
+def test_before_anything_has_finished_age_is_all_that_is_known():
+    assert LengthEstimates().residual(300, 0.0, 0, 16_000) == 300
+
+
+def test_the_expectation_is_right_on_average():
+    """Over many samples that are still running at a length, what they get yet is what was foretold."""
+    known, draw = learned(0.0), random.Random(1)
+    lengths = [math.exp(7 + draw.gauss(0, 1)) for _ in range(200_000)]
+    for tokens in (50, 1_000, 5_000):
+        left = [length - tokens for length in lengths if length > tokens]
+        assert known.residual(tokens, 0.0, 0, 10**6) == pytest.approx(sum(left) / len(left), rel=0.2)

@@ -1,0 +1,49 @@
+"""How much is kept under way: what the trainer needs."""
+
+from tailrace.control.pacing import Pacing
+
+MOST, STEP, MINI = 1024, 128, 32
+
+
+def made(pacing, step, spare=None, starved=False):
+    if spare is not None:
+        pacing.picked(spare)
+    pacing.starved = starved
+    pacing.step_made(step, MOST, STEP, MINI)
+    return pacing.limit
+
+
+def test_what_no_pick_needed_is_not_kept_under_way():
+    pacing = Pacing()
+    limits = [made(pacing, step, spare=300) for step in range(1, 30)]
+    assert limits == sorted(limits, reverse=True)
+    assert limits[-1] < MOST / 2
+
+
+def test_a_trainer_that_waits_gets_all_that_admission_allows():
+    pacing = Pacing(limit=200.0)
+    for step in range(1, 60):
+        limit = made(pacing, step, spare=0, starved=True)
+    assert limit == MOST
+
+
+def test_a_raise_is_given_time_before_the_next():
+    pacing = Pacing(limit=512.0)
+    first = made(pacing, 1, spare=0, starved=True)
+    assert first > 512
+    assert made(pacing, 2, spare=0, starved=True) == first
+
+
+def test_a_buffer_that_is_running_down_is_left_alone():
+    pacing = Pacing(limit=512.0)
+    made(pacing, 1, spare=400)
+    limit = pacing.limit
+    assert made(pacing, 2, spare=300) == limit
+
+
+def test_a_reserve_and_a_step_stay():
+    pacing = Pacing(limit=512.0)
+    assert made(pacing, 1, spare=2 * MINI) == 512
+    for step in range(2, 400):
+        made(pacing, step, spare=1000)
+    assert pacing.limit == STEP

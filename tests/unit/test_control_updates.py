@@ -1,0 +1,127 @@
+"""What a replica with work in hand does about a newer version, and what that is expected to cost."""
+
+import pytest
+
+from drive import Drive, config
+from tailrace.config.tree import Schedule
+from tailrace.control.speed import DecodeCosts
+from tailrace.control.update_costs import InFlight, Situation, choose
+from tailrace.protocol import EngineWork, Explain, Generate, LoadWeights, Progressed
+
+COSTS = DecodeCosts(step=0.011, sequence=3e-5, kv_token=2e-8, prefill_token=2.5e-5)
+
+
+def situation(samples, **changes):
+    standard = {
+        "costs": COSTS,
+        "samples": samples,
+        "kv": sum(one.context for one in samples),
+        "batch": 64.0,
+        "elsewhere": 0.0,
+        "behind": 1,
+        "pace_s": 60.0,
+        "may_mix": True,
+        "may_stay": True,
+    }
+    return Situation(**{**standard, **changes})
+
+
+def chosen(samples, **changes):
+    return choose(situation(samples, **changes))[0]
+
+
+def test_a_few_long_ones_are_taken_along():
+    choice, costs = choose(situation([InFlight(4_000, 6_000)] * 3))
+    assert choice == "take_along"
+    assert costs.recompute_s == pytest.approx(0.3)
+    assert costs.drain_s > 30, "6,000 steps of a nearly empty batch"
+
+
+def test_what_is_about_to_end_is_waited_for():
+    assert chosen([InFlight(8_000, 10)] * 4) == "drain"
+
+
+def test_where_nothing_may_start_nothing_is_lost_by_draining():
+    choice, costs = choose(situation([InFlight(4_000, 6_000)] * 3, batch=0.0))
+    assert (choice, costs.drain_s) == ("drain", 0.0)
+
+
+def test_where_work_is_scarce_an_idle_batch_costs_less():
+    few = [InFlight(2_000, 4_000)] * 8
+    everywhere_full, scarce = (choose(situation(few, batch=24.0, elsewhere=e))[1].drain_s for e in (0.0, 40.0))
+    assert scarce < everywhere_full / 2
+
+
+def test_a_full_cache_lets_a_version_pass_but_not_many():
+    full = [InFlight(4_000, 4_000)] * 200
+    assert chosen(full, batch=200.0, pace_s=200.0) == "stay", "20 s of prefill at every version is too much"
+    assert chosen(full, batch=200.0, pace_s=200.0, behind=2) == "take_along"
+
+
+def test_without_mixing_it_runs_out():
+    choice, costs = choose(situation([InFlight(4_000, 6_000)] * 3, may_mix=False, may_stay=False))
+    assert (choice, costs.recompute_s, costs.stay_s) == ("drain", None, None)
+    uneven = [InFlight(4_000, 100), InFlight(4_000, 100), InFlight(4_000, 6_000)]
+    to_the_end = choose(situation(uneven, may_mix=False, may_stay=False))[1].drain_s
+    assert to_the_end > 20 * choose(situation(uneven))[1].drain_s, "the long one is not taken along"
+
+
+# ------------------------------------------------------------------------------------------------------- in control
+
+
+def report_speed(drive, replica):
+    """The engine of a replica does four different things, each at the standard costs."""
+    sums = (0.0, 0, 0, 0, 0)
+    for done in ((100, 100, 9_000, 0), (100, 900, 90_000, 0), (100, 900, 900_000, 0), (10, 90, 9_000, 20_000)):
+        seconds = sum(cost * amount for cost, amount in zip(COSTS, done, strict=True))
+        sums = tuple(a + b for a, b in zip(sums, (seconds, *done), strict=True))
+        drive.tell(Progressed(replica, 1, 400, 4, 0, EngineWork(*sums)))
+
+
+def outdated(**schedule):
+    """A version is made; replica 0 is free, replica 1 has samples in hand, and there are prompts for more."""
+    settings = {"kind": "adaptive", "max_inflight": 16, "max_staleness": 8, "steps_ahead": 4, "mixed_share": 1.0}
+    drive = Drive(config(prompts=2, size=4, schedule=Schedule(**{**settings, **schedule}))).join_all()
+    for replica in (0, 1):
+        report_speed(drive, replica)
+    for request in drive.running():
+        if request.group < 2 or request.trajectory % 4 > 1:  # two samples of each later group go on
+            drive.finish(request)
+    drive.train(after=60.0)
+    drive.fetch()
+    return drive
+
+
+def test_a_replica_goes_on_under_newer_weights_and_says_why():
+    drive = outdated()
+    held = drive.running(1)
+    drive.store_everywhere(1)
+    (explained,) = drive.orders(Explain)
+    assert (explained.replica, explained.choice, explained.samples) == (1, "take_along", len(held))
+    assert explained.recompute_s < explained.drain_s
+    assert {order.replica for order in drive.orders(LoadWeights)} == {0, 1}
+    assert drive.plane.state.ledger.mixed == len(held) > 0
+
+
+def test_no_more_samples_are_mixed_than_allowed():
+    drive = outdated(mixed_share=0.0)
+    drive.store_everywhere(1)
+    assert {order.replica for order in drive.orders(LoadWeights)} == {0}, "the other one runs out first"
+    assert drive.plane.state.ledger.mixed == 0
+
+
+def test_nothing_starts_on_weights_that_are_about_to_be_replaced():
+    drive = outdated()
+    drive.store_everywhere(1)
+    for replica in (0, 1):
+        drive.load(replica)
+    drive.plane.state.relays.publish_s = 1.0  # it has taken that long so far
+    drive.finish_all()
+    before = len(drive.orders(Generate))
+    drive.train(after=60.0)
+    drive.fetch()
+    assert len(drive.orders(Generate)) == before, "version 2 is made, and will be there in a second"
+    drive.store_everywhere(2)
+    for replica in (0, 1):
+        drive.load(replica)
+    assert len(drive.orders(Generate)) > before
