@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 from msgspec.inspect import BoolType, FloatType, IntType, LiteralType
@@ -43,7 +43,7 @@ def values_of(field: Field) -> Iterator[Any]:
     if isinstance(kind, BoolType):
         yield from (True, False)
     elif isinstance(kind, LiteralType):
-        yield from get_args(field.annotation)
+        yield from field.choices
     elif isinstance(kind, IntType):
         yield from (value for value in (0, 1, 2, 7, 14, 100, 3000) if _in_range(value, kind))
     elif isinstance(kind, FloatType):

@@ -246,7 +246,7 @@ def test_waiting_for_judges_is_a_state_of_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("faults", [{}, FAULTS], ids=["calm", "faults"])
-@pytest.mark.parametrize("kind", ["sync", "stream", "partial", "trajectory"])
+@pytest.mark.parametrize("kind", ["sync", "stream", "partial", "trajectory", "adaptive"])
 def test_the_fold_agrees_with_the_ledger(kind: str, faults: dict[str, float]) -> None:
     config = simulated({"schedule.kind": kind} | faults)
     live = LiveRun(config)
@@ -266,7 +266,7 @@ def test_the_fold_agrees_with_the_ledger(kind: str, faults: dict[str, float]) ->
 def test_what_every_replica_has_agrees_with_control(faults: dict[str, float]) -> None:
     """Unless control knows better of a component that is gone."""
     turns = {"workload.turns.mean": 2, "workload.turns.maximum": 4, "workload.turns.latency_s": 2}
-    config = simulated({"workload.reward_s": 5} | turns | faults)
+    config = simulated({"workload.reward_s": 5, "schedule.kind": "sync"} | turns | faults)
     live = LiveRun(config)
 
     def see(now: float, event: Event, commands: list[Command]) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 from tailrace.config.errors import refuse
 from tailrace.config.fields import BadValueError, accept, fields, read
-from tailrace.config.tree import Config, Schedule, Workload
+from tailrace.config.tree import Config, Workload
 
 Rule = Callable[[Config], Iterator[str]]
 
@@ -126,15 +126,6 @@ def _batch_divides(config: Config) -> Iterator[str]:
     survivors, size = config.groups.min_survivors, config.workload.group_size
     if survivors > size:
         yield f"groups.min_survivors is {survivors}, more than workload.group_size; write {size} or less"
-
-
-def _only_adaptive_mixes(config: Config) -> Iterator[str]:
-    schedule = config.schedule
-    if schedule.kind != "adaptive" and schedule.mixed_share != Schedule().mixed_share:
-        yield (
-            f"schedule.mixed_share is of the schedule adaptive, and schedule.kind is '{schedule.kind}'; "
-            "leave it out, or write schedule.kind = 'adaptive'"
-        )
 
 
 def _dual_clip_is_above_the_ratio_of_fresh_data(config: Config) -> Iterator[str]:
@@ -352,7 +343,6 @@ RULES: tuple[Rule, ...] = (
     _replica_fits,
     _trainer_divides,
     _batch_divides,
-    _only_adaptive_mixes,
     _dual_clip_is_above_the_ratio_of_fresh_data,
     _lengths_follow_a_law,
     _turns_fit,

@@ -51,6 +51,12 @@ class Field(NamedTuple):
     optional: bool
     words: tuple[str, ...] = ()  # that may stand for a number
 
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """Of a field that takes one of a few words: those, in the order of the tree."""
+        options = get_args(self.annotation) if self.optional else (self.annotation,)
+        return tuple([word for option in options for word in get_args(option)])
+
 
 @cache
 def fields() -> dict[str, Field]:
@@ -176,7 +182,7 @@ def _wanted(field: Field) -> str:
         case FloatType():
             return "a number" + _range(field.kind)
         case LiteralType():
-            *first, last = (f"'{each}'" for each in get_args(field.annotation))
+            *first, last = (f"'{each}'" for each in field.choices)
             return f"{', '.join(first)} or {last}"
         case BoolType():
             return "true or false"
@@ -204,7 +210,7 @@ def _meant(key: str, value: Any) -> str:
         return INSTEAD.get(key, "")
     if not isinstance(field.kind, LiteralType) or not isinstance(value, str):
         return ""
-    advice = meant(key, value, get_args(field.annotation))
+    advice = meant(key, value, field.choices)
     return f"; {advice}" if advice else ""
 
 

@@ -70,6 +70,10 @@ class Replica(msgspec.Struct):
         """Samples of which something may still be generated there."""
         return len(self.assigned) + sum(not final for final in self.scoring.values())
 
+    def to_generate(self) -> Iterator[TrajectoryId]:
+        """Those samples."""
+        return chain(self.assigned, (id for id, final in self.scoring.items() if not final))
+
     def holds(self) -> Iterator[TrajectoryId]:
         return chain(self.assigned, self.scoring)
 

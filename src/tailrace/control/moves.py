@@ -18,27 +18,25 @@ def consider(context: Context) -> None:
     idle replicas take over a part of what others have."""
     ready = list(context.fleet.ready())
     startable = max(0, context.admits()) * context.config.workload.group_size + len(context.ledger.waiting)
-    if startable:
-        _hand_over(context, ready, startable)
-    else:
-        _spread(context, ready)
+    moves = _hand_over(context, ready, startable) if startable else _spread(context, ready)
+    context.state.repacks += 1 if moves else 0
     for replica in ready:
         replica.kv_checked = replica.kv_tokens
 
 
-def _hand_over(context: Context, ready: list[Replica], startable: int) -> None:
+def _hand_over(context: Context, ready: list[Replica], startable: int) -> list[repack.Move]:
     """No more are emptied than what may start can fill, beyond the room that others have."""
     draining = [one for one in ready if _is_stuck(context, one)]
     full = quota(context)
     room = sum(max(0, full - len(one.assigned)) for one in ready) - sum(full - len(one.assigned) for one in draining)
     needed = ceil((startable - room) / full)
     if needed <= 0:
-        return
+        return []
     views = [_view(context, one, updates.is_worth_moving(context, one)) for one in draining]
     moves = repack.plan(views, needed)
-    context.state.repacks += 1 if moves else 0
     for move in moves:
         _release(context, move, ())
+    return moves
 
 
 def _is_stuck(context: Context, replica: Replica) -> bool:
@@ -47,13 +45,20 @@ def _is_stuck(context: Context, replica: Replica) -> bool:
     return outdated and bool(replica.unfinished) and not updates.may_mix(context, replica)
 
 
-def _spread(context: Context, ready: list[Replica]) -> None:
-    for move in repack.spread([_view(context, one) for one in ready]):
-        source = context.fleet.replicas[move.source]
-        half = list(source.assigned)[::2]
-        if updates.gains_by_spreading(context, source, len(half)):
-            samples = [context.ledger.samples[id] for id in half]
-            _release(context, move, tuple([Assignment(one.id, one.attempt) for one in samples]))
+def _spread(context: Context, ready: list[Replica]) -> list[repack.Move]:
+    views = [_view(context, one) for one in ready]
+    return [move for move in repack.spread(views) if _gives_half(context, move)]
+
+
+def _gives_half(context: Context, move: repack.Move) -> bool:
+    """Whether that is worth it; if so, it is ordered."""
+    source = context.fleet.replicas[move.source]
+    half = list(source.assigned)[::2]
+    if not updates.gains_by_spreading(context, source, len(half)):
+        return False
+    samples = [context.ledger.samples[id] for id in half]
+    _release(context, move, tuple([Assignment(one.id, one.attempt) for one in samples]))
+    return True
 
 
 def _release(context: Context, move: repack.Move, samples: tuple[Assignment, ...]) -> None:

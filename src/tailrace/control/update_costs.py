@@ -43,7 +43,7 @@ class Situation(NamedTuple):
     may_stay: bool
 
 
-class Costs(NamedTuple):
+class ChoiceCosts(NamedTuple):
     """None: it cannot be chosen."""
 
     recompute_s: float | None
@@ -51,10 +51,10 @@ class Costs(NamedTuple):
     stay_s: float | None
 
 
-def choose(now: Situation) -> tuple[UpdateChoice, Costs]:
+def choose(now: Situation) -> tuple[UpdateChoice, ChoiceCosts]:
     """The cheapest; where costs are equal, what keeps versions apart."""
     recompute = now.costs.prefill_token * now.kv if now.may_mix else None
-    costs = Costs(recompute, drain_s(now), _stay_s(now) if now.may_stay else None)
+    costs = ChoiceCosts(recompute, drain_s(now), _stay_s(now) if now.may_stay else None)
     options: list[tuple[float, UpdateChoice]] = [(costs.drain_s, "drain")]
     if costs.stay_s is not None:
         options.append((costs.stay_s, "stay"))

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from math import inf
 
-from tailrace.control import update_costs
+from tailrace.control import update_costs, weights
 from tailrace.control.fleet import Replica
 from tailrace.control.quota import even_share, quota
 from tailrace.control.speed import DecodeCosts
@@ -90,7 +90,7 @@ def _opportunity(context: Context, replica: Replica, costs: DecodeCosts) -> tupl
 def may_mix(context: Context, replica: Replica) -> bool:
     """What is mixed already may be mixed again."""
     ledger = context.ledger
-    more = sum(not ledger.samples[id].mixed for id in replica.assigned)
+    more = sum(not ledger.samples[id].mixed for id in replica.to_generate())
     return ledger.mixed + more <= context.mixed_share * ledger.next_sample
 
 
@@ -98,7 +98,8 @@ def fresher_is_coming(context: Context, replica: Replica) -> bool:
     """A version was made, and is expected on its relay so soon that what starts now would only be staler."""
     training, publish_s = context.training, context.relays.publish_s
     made = training.version - training.version % context.config.schedule.publish_every
-    if made <= replica.version or not training.live or not context.traits.chooses:
+    there = max(replica.version, weights.wanted(context, replica))
+    if made <= there or not training.live or not context.traits.chooses:
         return False
     waited = context.now - training.made_at
     return publish_s <= update_costs.STALENESS * training.pace_s and waited <= 2 * publish_s

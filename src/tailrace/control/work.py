@@ -39,7 +39,7 @@ def _renews(context: Context, replica: Replica, version: Version) -> bool:
             return choice == "drain"
     if not weights.pull(context, replica, version):
         return False
-    context.ledger.mix(context.ledger.samples[id] for id in replica.assigned)
+    context.ledger.mix(context.ledger.samples[id] for id in replica.to_generate())
     return True
 
 
