@@ -58,3 +58,19 @@ def test_the_expectation_is_right_on_average():
     for tokens in (50, 1_000, 5_000):
         left = [length - tokens for length in lengths if length > tokens]
         assert known.residual(tokens, 0.0, 0, 10**6) == pytest.approx(sum(left) / len(left), rel=0.2)
+
+
+@pytest.mark.parametrize("correlation", [0.0, 0.5])
+def test_how_much_is_in_groups_that_end_within_a_limit(correlation):
+    known, draw, size, limit = learned(correlation), random.Random(1), 8, 4_000
+    kept = spent = 0.0
+    for _ in range(20_000):
+        prompt = draw.gauss(7, math.sqrt(correlation))
+        lengths = [math.exp(prompt + draw.gauss(0, math.sqrt(1 - correlation))) for _ in range(size)]
+        spent += sum(min(length, limit) for length in lengths)
+        kept += sum(lengths) if max(lengths) <= limit else 0.0
+    assert known.useful_share(limit, size, 10**6) == pytest.approx(kept / spent, abs=0.06)
+
+
+def test_all_is_useful_where_no_sample_can_be_longer_and_nothing_where_there_is_no_time():
+    assert (learned(0.5).useful_share(16_000, 8, 16_000), learned(0.5).useful_share(0.5, 8, 16_000)) == (1.0, 0.0)

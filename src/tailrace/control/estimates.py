@@ -17,6 +17,8 @@ import msgspec
 
 MEMORY = 256  # groups that count: a new one has at least this share in what is known
 FEWEST = 4  # groups before anything is foretold
+# Gauss-Hermite: where a normal distribution is looked at, and the weight of each point
+NORMAL = ((-2.857, 0.01126), (-1.3556, 0.22208), (0.0, 0.53333), (1.3556, 0.22208), (2.857, 0.01126))
 
 
 class LengthEstimates(msgspec.Struct):
@@ -56,6 +58,34 @@ class LengthEstimates(msgspec.Struct):
             return min(left, max(1.0, tokens))  # what has lasted long goes on for long
         mean, variance = self._posterior(siblings, count)
         return min(left, max(1.0, _mean_excess(max(1, tokens), mean, sqrt(variance))))
+
+    def in_flight(self, most: int) -> float:
+        """Mean length of the samples that are being generated at one time: long ones are there for longer, and of each
+        there is half on average. 0 while nothing is known."""
+        if self.groups < FEWEST:
+            return 0.0
+        sigma = sqrt(self._between + max(self.within, 1e-6))
+        z = (log(most) - self.mean) / sigma
+        capped = _upper(z)
+        mean = exp(self.mean + sigma * sigma / 2) * (1.0 - _upper(z - sigma)) + most * capped
+        square = exp(2 * (self.mean + sigma * sigma)) * (1.0 - _upper(z - 2 * sigma)) + most * most * capped
+        return square / (2 * mean)
+
+    def useful_share(self, limit: float, size: int, most: int) -> float:
+        """Share of the generated tokens that are in groups of this size all of whose samples end within `limit` tokens,
+        where the others are cut short there."""
+        if limit >= most or limit < 1.0 or self.groups < FEWEST:
+            return float(limit >= 1.0)
+        spread, sigma = sqrt(self._between), sqrt(max(self.within, 1e-6))
+        kept = spent = 0.0
+        for point, weight in NORMAL:
+            mean = self.mean + point * spread
+            z = (log(limit) - mean) / sigma
+            ends = 1.0 - _upper(z)
+            tokens = exp(mean + sigma * sigma / 2) * (1.0 - _upper(z - sigma))  # of those that do
+            kept += weight * tokens * ends ** (size - 1)
+            spent += weight * (tokens + limit * (1.0 - ends))
+        return kept / spent if spent else 0.0
 
     @property
     def correlation(self) -> float:

@@ -149,9 +149,9 @@ class Fleet(msgspec.Struct):
         replica.assigned, replica.scoring = {}, {}
         replica.enter("lost", now)
 
-    def fits(self, mean_tokens: float) -> float:
-        """How many sequences of average length the smallest KV cache of the fleet holds; 0 if nothing is known yet."""
-        return self.kv_capacity / mean_tokens if mean_tokens else 0.0
+    def fits(self, kv_per_sample: float) -> float:
+        """How many samples the smallest KV cache of the fleet holds; 0 if nothing is known yet."""
+        return self.kv_capacity / kv_per_sample if kv_per_sample else 0.0
 
     def ready(self) -> Iterator[Replica]:
         return (replica for replica in self.replicas.values() if replica.state == "ready")

@@ -101,6 +101,7 @@ class Ledger(msgspec.Struct):
     final: int = 0  # and of which nothing more will be generated
     finished_samples: int = 0
     finished_tokens: int = 0  # prompts included
+    finished_prompts: int = 0  # tokens of their prompts
     next_group: GroupId = 0
     next_sample: TrajectoryId = 0
     mixed: int = 0  # samples that were taken along to another version
@@ -219,6 +220,7 @@ class Ledger(msgspec.Struct):
         group = self.groups[sample.group]
         self.finished_samples += 1
         self.finished_tokens += meta.tokens + group.prompt.tokens
+        self.finished_prompts += group.prompt.tokens
         length = log(max(1, meta.tokens))
         self.lengths.note_sample(length, group.log_tokens, group.done)
         group.done += 1
@@ -244,10 +246,12 @@ class Ledger(msgspec.Struct):
     def oldest_open_round(self) -> float:
         return min((group.round for group in self.groups.values() if group.state == "open"), default=inf)
 
-    @property
-    def mean_tokens(self) -> float:
-        """Mean length of what has been finished so far; 0 while nothing has."""
-        return self.finished_tokens / self.finished_samples if self.finished_samples else 0.0
+    def kv_per_sample(self, most: int) -> float:
+        """Tokens that a sample has in its KV on average while it is generated; 0: nothing has finished yet."""
+        if not self.finished_samples:
+            return 0.0
+        grown = self.lengths.in_flight(most) or (self.finished_tokens - self.finished_prompts) / self.finished_samples
+        return self.finished_prompts / self.finished_samples + grown
 
     def fail(self, sample: Sample, max_failures: int) -> None:
         """Try again from the start, or give the sample up after its last attempt."""

@@ -6,6 +6,8 @@ from math import ceil
 
 from tailrace.control.state import Context
 
+HALF_A_STEP = 0.5  # a group begins in the middle of a step, on average
+
 
 def quota(context: Context) -> int:
     """Its share of a step, or as many as keep its KV cache full.
@@ -18,11 +20,17 @@ def quota(context: Context) -> int:
     if config.schedule.max_inflight:
         return max(1, ceil(config.schedule.max_inflight / live))
     share = ceil(config.workload.trajectories_per_step / live)
-    full = int(config.schedule.batch_per_kv * context.fleet.fits(context.ledger.mean_tokens))
+    full = _full_batch(context)
     if context.traits.interrupts or not full:
         return max(1, share)
     # where admission is what limits, a larger batch here would leave others without work
     return max(1, min(full, int(even_share(context))))
+
+
+def _full_batch(context: Context) -> int:
+    """As many samples as keep a KV cache full; 0: it is not known yet how many that are."""
+    kv = context.ledger.kv_per_sample(context.config.workload.max_completion_tokens)
+    return int(context.config.schedule.batch_per_kv * context.fleet.fits(kv))
 
 
 def even_share(context: Context) -> float:
@@ -30,3 +38,13 @@ def even_share(context: Context) -> float:
     ledger = context.ledger
     startable = max(0, context.admits()) * context.config.workload.group_size
     return (ledger.unfinished - ledger.scoring + startable) / max(1, context.fleet.live)
+
+
+def timely_share(context: Context, lag: int, step_s: float) -> float:
+    """Share of the tokens that are trained before they are too old, of what starts under weights that are `lag` versions
+    behind and gets a token every `step_s`."""
+    schedule, workload = context.config.schedule, context.config.workload
+    if schedule.staleness_policy != "drop":
+        return 1.0
+    limit = (schedule.max_staleness + HALF_A_STEP - lag) * context.training.pace_s / step_s
+    return context.ledger.lengths.useful_share(limit, workload.group_size, workload.max_completion_tokens)

@@ -8,7 +8,7 @@ from math import inf
 
 from tailrace.control import update_costs, weights
 from tailrace.control.fleet import Replica
-from tailrace.control.quota import even_share, quota
+from tailrace.control.quota import even_share, quota, timely_share
 from tailrace.control.speed import DecodeCosts
 from tailrace.control.state import Context
 from tailrace.protocol import Explain, UpdateChoice
@@ -49,17 +49,35 @@ def _is_due(context: Context, replica: Replica) -> bool:
 def _situation(context: Context, replica: Replica, version: Version, costs: DecodeCosts) -> update_costs.Situation:
     behind, mixes = version - replica.version, may_mix(context, replica)
     batch, elsewhere = _opportunity(context, replica, costs)
+    samples = in_flight(context, replica)
     return update_costs.Situation(
         costs=costs,
-        samples=in_flight(context, replica),
+        samples=samples,
         kv=replica.kv_load,
         batch=batch,
         elsewhere=elsewhere,
-        behind=behind,
+        late_s=_late_s(context, samples, costs),
+        late_share=_late_share(context, replica, behind, costs),
         pace_s=context.training.pace_s,
         may_mix=mixes,
         may_stay=mixes and behind < context.config.schedule.max_staleness and context.admits(behind) > 0,
     )
+
+
+def _late_s(context: Context, samples: list[update_costs.InFlight], costs: DecodeCosts) -> float:
+    """Decoding whose tokens come too late in a batch that stays full, and in time in one that runs out: on average it is
+    half as large."""
+    count, kv = len(samples), sum(one.context for one in samples)
+    full, half = (timely_share(context, 0, costs.step_s(count * part, kv * part)) for part in (1.0, 0.5))
+    tokens = kv + sum(one.left for one in samples)
+    return max(0.0, half - full) * tokens / costs.rate(count, kv) if count else 0.0
+
+
+def _late_share(context: Context, replica: Replica, behind: int, costs: DecodeCosts) -> list[float]:
+    """How much more of what starts 1, 2, ... versions behind comes too late than of what starts on the newest."""
+    step_s = costs.step_s(len(replica.assigned), replica.kv_load)
+    in_time = [timely_share(context, lag, step_s) for lag in range(behind + 1)]
+    return [1.0 - share / in_time[0] if in_time[0] else 0.0 for share in in_time[1:]]
 
 
 def in_flight(context: Context, replica: Replica) -> list[update_costs.InFlight]:
