@@ -7,8 +7,8 @@ from tailrace.control.repack import Move, View, spread
 from tailrace.protocol import EngineWork, Generate, Parked, Progressed, Release, ReplicaLost, TimerFired
 
 
-def plan(views, most=100):
-    return repack.plan(views, most)
+def plan(views, most=100, is_worthwhile=lambda id: True):
+    return repack.plan(views, most, is_worthwhile)
 
 
 def view(id, kv, version=1, before=None, requests=2, waiting=0, batch=100, limit=100, roofline=8):
@@ -27,8 +27,8 @@ def test_no_more_are_emptied_than_can_be_put_to_use():
 
 
 def test_nobody_is_emptied_whose_work_ends_sooner_than_it_moves():
-    views = [View(id, 1, 10, 11, 100, 2, 0, 100, 8, worthwhile=id > 1) for id in range(4)]
-    assert {move.source for move in plan(views)} <= {2, 3}
+    moves = plan([view(id, 10) for id in range(4)], is_worthwhile=lambda id: id > 1)
+    assert {move.source for move in moves} <= {2, 3}
 
 
 def test_the_idle_take_half_of_the_largest_batches_of_their_version():

@@ -18,7 +18,6 @@ def situation(samples, **changes):
         "kv": sum(one.context for one in samples),
         "batch": 64.0,
         "elsewhere": 0.0,
-        "late_s": 0.0,
         "late_share": [0.0],
         "pace_s": 60.0,
         "may_mix": True,
@@ -62,12 +61,6 @@ def test_a_full_cache_lets_a_version_pass_but_not_many():
 def test_what_would_come_too_late_is_not_started_on_old_weights():
     full = [InFlight(4_000, 4_000)] * 200
     assert chosen(full, batch=200.0, pace_s=200.0, late_share=[0.2]) == "take_along"
-
-
-def test_samples_that_would_come_too_late_in_a_full_batch_are_left_to_run_out():
-    full = [InFlight(4_000, 4_000)] * 200
-    assert chosen(full, batch=200.0, pace_s=200.0, late_share=[0.0, 0.0]) == "take_along"
-    assert chosen(full, batch=200.0, pace_s=200.0, late_share=[0.0, 0.0], late_s=60.0) == "drain"
 
 
 def test_without_mixing_it_runs_out():

@@ -183,7 +183,8 @@ class Schedule(Section):
     # trajectories that are generated at once, over all replicas (not those that judges have); 0: one step's worth
     # (trajectory, adaptive: see kv_fill)
     max_inflight: Natural = 0
-    # trajectory, adaptive: size of a replica's batch, as a multiple of what its KV holds; unset: 1.5 and 1
+    # trajectory, adaptive: size of a replica's batch, as a multiple of what its KV holds; unset: 2 where samples keep their
+    # version, else 1
     kv_fill: Annotated[float, Meta(gt=0)] | None = None
     publish_every: Count = 1
     mixed_share: Share = 0.5  # adaptive: at most this share of the samples may have tokens of several versions
@@ -195,11 +196,6 @@ class Schedule(Section):
         """Which ready groups train first; under `wait` the oldest always do."""
         chosen = "oldest" if self.kind in ("trajectory", "adaptive") else "fifo"
         return "oldest" if self.staleness_policy == "wait" else self.order or chosen
-
-    @property
-    def batch_per_kv(self) -> float:
-        """Where what is taken along is cheap, a batch need not last; where it has to run out, some of it may wait."""
-        return self.kv_fill or (1.0 if self.kind == "adaptive" else 1.5)
 
 
 class Repack(Section):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from math import log
 
 from tailrace.control import sampling
 from tailrace.control.ledger import NOWHERE, Group, Sample
@@ -38,8 +39,23 @@ def end(context: Context, group: Group, how: Ending) -> None:
 
 def drop_doomed(context: Context) -> None:
     for group in sampling.doomed(context.config, context.ledger, context.training.version):
+        _learn_lengths(context, group)
         _cut_short(context, group)
         end(context, group, "stale")
+
+
+def _learn_lengths(context: Context, group: Group) -> None:
+    """Of a group that is dropped because it takes long: what was to be expected of it, or only short ones would count."""
+    ledger, most = context.ledger, context.config.workload.max_completion_tokens
+    lengths: list[float] = []
+    for sample in [ledger.samples[id] for id in group.samples]:
+        if sample.state == "done":
+            lengths.append(max(1, sample.tokens))
+        elif sample.replica != NOWHERE:
+            steps = context.fleet.replicas[sample.replica].steps
+            lengths.append(sample.grown(steps) + ledger.expected_left(sample, steps, most))
+    if lengths:
+        ledger.lengths.note_group([log(length) for length in lengths])
 
 
 def deliver_overdue(context: Context) -> None:

@@ -32,8 +32,8 @@ def _hand_over(context: Context, ready: list[Replica], startable: int) -> list[r
     needed = ceil((startable - room) / full)
     if needed <= 0:
         return []
-    views = [_view(context, one, updates.is_worth_moving(context, one)) for one in draining]
-    moves = repack.plan(views, needed)
+    views = [_view(context, one) for one in draining]
+    moves = repack.plan(views, needed, lambda id: updates.is_worth_moving(context, context.fleet.replicas[id]))
     for move in moves:
         _release(context, move, ())
     return moves
@@ -68,10 +68,10 @@ def _release(context: Context, move: repack.Move, samples: tuple[Assignment, ...
     context.send(Release(source.id, source.incarnation, samples))
 
 
-def _view(context: Context, r: Replica, worthwhile: bool = True) -> repack.View:
+def _view(context: Context, r: Replica) -> repack.View:
     limit = int(r.kv_capacity * context.config.repack.kv_threshold)
     load = (r.kv_load, r.kv_checked, limit, r.unfinished, r.waiting, r.batch, r.roofline)
-    return repack.View(r.id, r.version, *load, worthwhile)
+    return repack.View(r.id, r.version, *load)
 
 
 def parked(context: Context, event: Parked) -> None:

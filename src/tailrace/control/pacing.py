@@ -11,6 +11,7 @@ from __future__ import annotations
 import msgspec
 
 RESERVE = 2  # mini-batches that are left in the buffer on purpose
+RECENT = 0.25  # weight of the newest step in what is known of late groups
 
 
 class Pacing(msgspec.Struct):
@@ -19,9 +20,17 @@ class Pacing(msgspec.Struct):
     starved: bool = False  # the trainer had to wait in this step
     before: int = 0  # the same of the step before
     settled_at: int = 0  # the step from which on the last raise shows
+    late: float = 0.0  # share of the groups that were dropped for their age, of late
+    dropped: int = 0  # of all steps so far
 
     def picked(self, left: int) -> None:
         self.spare = left if self.spare is None else min(self.spare, left)
+
+    def note_dropped(self, dropped: int, per_step: int) -> None:
+        """So many in all, after another step."""
+        new = dropped - self.dropped
+        self.late += RECENT * (new / (new + per_step) - self.late)
+        self.dropped = dropped
 
     def step_made(self, step: int, most: int, per_step: int, per_mini_batch: int) -> None:
         """Correct the limit by what this step showed."""

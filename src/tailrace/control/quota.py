@@ -6,6 +6,7 @@ from math import ceil
 
 from tailrace.control.state import Context
 
+TO_RUN_OUT = 2.0  # times what the KV holds: where a batch has to run out before weights are pulled, some of it may wait
 HALF_A_STEP = 0.5  # a group begins in the middle of a step, on average
 
 
@@ -30,7 +31,8 @@ def quota(context: Context) -> int:
 def _full_batch(context: Context) -> int:
     """As many samples as keep a KV cache full; 0: it is not known yet how many that are."""
     kv = context.ledger.kv_per_sample(context.config.workload.max_completion_tokens)
-    return int(context.config.schedule.batch_per_kv * context.fleet.fits(kv))
+    fill = context.config.schedule.kv_fill or (1.0 if context.mixed_share else TO_RUN_OUT)
+    return int(fill * context.fleet.fits(kv))
 
 
 def even_share(context: Context) -> float:

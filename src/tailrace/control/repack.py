@@ -15,7 +15,7 @@ replicas in the middle of a pull are not offered, and the fit is checked again w
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import msgspec
 
@@ -34,7 +34,6 @@ class View(msgspec.Struct, frozen=True, gc=False):
     waiting: int
     batch: int
     roofline: int
-    worthwhile: bool = True  # moving its work costs less than waiting for its end
 
     @property
     def past_peak(self) -> bool:
@@ -48,11 +47,12 @@ class Move(msgspec.Struct, frozen=True, gc=False):
     target: ReplicaId
 
 
-def plan(views: list[View], most: int) -> list[Move]:
-    """Moves for all versions, at most so many; every source is emptied, no target is a source."""
+def plan(views: list[View], most: int, is_worthwhile: Callable[[ReplicaId], bool]) -> list[Move]:
+    """Moves for all versions, at most so many; every source is emptied, no target is a source. `is_worthwhile`: moving
+    the work of a replica costs less than waiting for its end."""
     moves: list[Move] = []
     for _, candidates in sorted(_by_version(view for view in views if view.past_peak).items()):
-        moves += _consolidate(candidates, most - len(moves))
+        moves += _consolidate(candidates, most - len(moves), is_worthwhile)
     return moves
 
 
@@ -73,13 +73,13 @@ def _by_version(views: Iterable[View]) -> dict[Version, list[View]]:
     return by_version
 
 
-def _consolidate(candidates: list[View], most: int) -> list[Move]:
+def _consolidate(candidates: list[View], most: int, is_worthwhile: Callable[[ReplicaId], bool]) -> list[Move]:
     """Smallest source first."""
     plan = _Plan(candidates)
     for source in [id for _, id in plan.loads]:
         if len(plan.moves) >= most:
             break
-        if source not in plan.receiving and plan.views[source].worthwhile:
+        if source not in plan.receiving and is_worthwhile(source):
             plan.empty(source)
     return plan.moves
 

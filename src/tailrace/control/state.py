@@ -17,6 +17,9 @@ from tailrace.protocol import Command
 from tailrace.types import ReplicaId, Version
 
 
+MUCH_DROPPED = 0.08  # of the groups
+
+
 class Round(msgspec.Struct):
     """The fleet-wide round of the schedules that have a barrier. Round n makes the data of step n."""
 
@@ -85,8 +88,10 @@ class Context:
 
     @property
     def mixed_share(self) -> float:
-        """Share of the samples that may have tokens of several versions."""
-        return self.config.schedule.mixed_share if self.config.schedule.kind == "adaptive" else 0.0
+        """Share of the samples that may have tokens of several versions. None where many groups are dropped for their
+        age: newer weights make a sample no younger, and in a batch that is filled up it ends later."""
+        mixes = self.config.schedule.kind == "adaptive" and self.state.pacing.late < MUCH_DROPPED
+        return self.config.schedule.mixed_share if mixes else 0.0
 
     @property
     def repacks(self) -> bool:

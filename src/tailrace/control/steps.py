@@ -145,6 +145,7 @@ def _version_made(context: Context) -> None:
     most = sampling.admission_limit(context.config)
     context.state.pacing.step_made(context.training.version, most, context.config.workload.prompts_per_step, max(sizes))
     groups.drop_doomed(context)
+    context.state.pacing.note_dropped(context.ledger.tally.dropped_stale, context.config.workload.prompts_per_step)
     context.more_work = True
     context.repack_due = True
 

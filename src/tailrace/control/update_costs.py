@@ -6,12 +6,11 @@
 
 `choose` is a pure function of a few numbers, and every cost is in seconds of the replica's decoding at full batch:
 
-- taking along costs the prefill of the KV that is in use, and where late groups are dropped, what is lost because the
-  samples in hand are generated in a batch that stays full: in one that runs out, steps are shorter;
+- taking along costs the prefill of the KV that is in use;
 - draining costs what a shrinking batch does not decode. Where work is scarce, what is not started here is started
   elsewhere, so only the difference counts: what it would add here less what it adds there. The batch is followed to its
   end by the expected lengths of its samples, and the cheapest moment to take the rest along is the cost of draining;
-- staying costs that too, and staleness: each version that a new sample lags behind is priced at `STALENESS` of its tokens, and where
+- staying costs staleness: each version that a new sample lags behind is priced at `STALENESS` of its tokens, and where
   late groups are dropped, at what will be lost so. With every version that a replica lets pass, the next one is worth
   more to it.
 """
@@ -39,7 +38,6 @@ class Situation(NamedTuple):
     kv: float  # tokens in use
     batch: float  # samples that it would generate if it were fed; 0: there is nothing to start
     elsewhere: float  # tokens per second that one more sample adds where else it would be started
-    late_s: float  # decoding that is lost if the samples in hand are not left to run out: groups that come too late
     late_share: list[float]  # of what would start 1, 2, ... versions behind, until it pulls: what comes too late
     pace_s: float  # between two versions
     may_mix: bool
@@ -56,7 +54,7 @@ class ChoiceCosts(NamedTuple):
 
 def choose(now: Situation) -> tuple[UpdateChoice, ChoiceCosts]:
     """The cheapest; where costs are equal, what keeps versions apart."""
-    recompute = now.costs.prefill_token * now.kv + now.late_s if now.may_mix else None
+    recompute = now.costs.prefill_token * now.kv if now.may_mix else None
     costs = ChoiceCosts(recompute, drain_s(now), _stay_s(now) if now.may_stay else None)
     options: list[tuple[float, UpdateChoice]] = [(costs.drain_s, "drain")]
     if costs.stay_s is not None:
@@ -68,7 +66,7 @@ def choose(now: Situation) -> tuple[UpdateChoice, ChoiceCosts]:
 
 def _stay_s(now: Situation) -> float:
     """Since its last pull it has lagged 1, 2, ... versions behind, each for about the pace of versions."""
-    return now.late_s + now.pace_s * sum(STALENESS * behind + late for behind, late in enumerate(now.late_share, 1))
+    return now.pace_s * sum(STALENESS * behind + late for behind, late in enumerate(now.late_share, 1))
 
 
 def drain_s(now: Situation) -> float:

@@ -23,7 +23,7 @@ def choose(context: Context, replica: Replica, version: Version) -> UpdateChoice
     if replica.chosen_for == version and not _is_due(context, replica):
         return replica.choice
     costs = _costs(context)
-    if costs is None:
+    if costs is None or not may_mix(context, replica):
         return "drain"
     choice, reckoned = update_costs.choose(_situation(context, replica, version, costs))
     if (choice, version) != (replica.choice, replica.chosen_for):
@@ -49,28 +49,17 @@ def _is_due(context: Context, replica: Replica) -> bool:
 def _situation(context: Context, replica: Replica, version: Version, costs: DecodeCosts) -> update_costs.Situation:
     behind, mixes = version - replica.version, may_mix(context, replica)
     batch, elsewhere = _opportunity(context, replica, costs)
-    samples = in_flight(context, replica)
     return update_costs.Situation(
         costs=costs,
-        samples=samples,
+        samples=in_flight(context, replica),
         kv=replica.kv_load,
         batch=batch,
         elsewhere=elsewhere,
-        late_s=_late_s(context, samples, costs),
         late_share=_late_share(context, replica, behind, costs),
         pace_s=context.training.pace_s,
         may_mix=mixes,
         may_stay=mixes and behind < context.config.schedule.max_staleness and context.admits(behind) > 0,
     )
-
-
-def _late_s(context: Context, samples: list[update_costs.InFlight], costs: DecodeCosts) -> float:
-    """Decoding whose tokens come too late in a batch that stays full, and in time in one that runs out: on average it is
-    half as large."""
-    count, kv = len(samples), sum(one.context for one in samples)
-    full, half = (timely_share(context, 0, costs.step_s(count * part, kv * part)) for part in (1.0, 0.5))
-    tokens = kv + sum(one.left for one in samples)
-    return max(0.0, half - full) * tokens / costs.rate(count, kv) if count else 0.0
 
 
 def _late_share(context: Context, replica: Replica, behind: int, costs: DecodeCosts) -> list[float]:
@@ -108,6 +97,8 @@ def _opportunity(context: Context, replica: Replica, costs: DecodeCosts) -> tupl
 def may_mix(context: Context, replica: Replica) -> bool:
     """What is mixed already may be mixed again."""
     ledger = context.ledger
+    if not context.mixed_share:
+        return False
     more = sum(not ledger.samples[id].mixed for id in replica.to_generate())
     return ledger.mixed + more <= context.mixed_share * ledger.next_sample
 
