@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from heapq import nlargest
 from itertools import islice
 from math import ceil
 
@@ -47,7 +48,7 @@ def _feed(context: Context, replica: Replica) -> bool:
     """Give a replica what it has room for: first what waits, then new groups. False: there was nothing to give."""
     whole = quota(context)
     room = whole - len(replica.assigned)
-    given = list(islice(context.ledger.waiting, max(room, 0)))
+    given = _longest_waiting(context, max(room, 0))
     if not updates.fresher_is_coming(context, replica):
         given += _open_groups(context, room - len(given), whole, context.training.version - replica.version)
     if _could_take_more(context, replica, room - len(given), bool(given)):
@@ -58,6 +59,14 @@ def _feed(context: Context, replica: Replica) -> bool:
         replica.batch = len(given) + len(replica.assigned)
         generate(context, replica, given)
     return bool(given)
+
+
+def _longest_waiting(context: Context, most: int) -> list[TrajectoryId]:
+    """Where not all that waits can go on, what is expected to take longest does: its group waits for it."""
+    waiting = context.ledger.waiting
+    if not 0 < most < len(waiting):
+        return list(islice(waiting, most))
+    return nlargest(most, waiting, key=lambda id: expected_left(context, id))
 
 
 def _could_take_more(context: Context, replica: Replica, room: int, was_given: bool) -> bool:
@@ -95,8 +104,9 @@ def peers(context: Context, version: Version) -> list[Replica]:
 
 
 def assign(context: Context, ids: list[TrajectoryId], candidates: list[Replica]) -> None:
-    """Each sample to the replica with most KV room; what fits nowhere goes on waiting."""
-    chosen = roomiest(candidates, [kv_size(context, id) for id in ids], context.config.repack.kv_threshold)
+    """Each sample to the replica with most KV room for all that it is expected to get; what fits nowhere goes on
+    waiting."""
+    chosen = roomiest(candidates, [expected_kv(context, id) for id in ids], context.config.repack.kv_threshold)
     by_replica: dict[ReplicaId, list[TrajectoryId]] = {}
     for id, replica in zip(ids, chosen, strict=True):
         if replica is not None:
@@ -120,6 +130,16 @@ def generate(context: Context, replica: Replica, ids: list[TrajectoryId]) -> Non
 def kv_size(context: Context, id: TrajectoryId) -> int:
     sample = context.ledger.samples[id]
     return sample.tokens + context.ledger.groups[sample.group].prompt.tokens
+
+
+def expected_kv(context: Context, id: TrajectoryId) -> int:
+    """What a sample that nobody generates now will have in the end."""
+    return kv_size(context, id) + int(expected_left(context, id))
+
+
+def expected_left(context: Context, id: TrajectoryId) -> float:
+    sample = context.ledger.samples[id]
+    return context.ledger.expected_left(sample, sample.since, context.config.workload.max_completion_tokens)
 
 
 def fetch_prompts(context: Context) -> None:
