@@ -106,9 +106,9 @@ def _reassign(context: Context, ids: list[TrajectoryId], target: ReplicaId, sour
 
 
 def _fits(context: Context, ids: list[TrajectoryId], replica: Replica, source: Replica) -> bool:
-    """The planned move may have become impossible while the source was stopping, and it must not overflow later."""
+    """The planned move may have become impossible while the source was stopping."""
     if replica.state != "ready" or replica.version != source.version or not ids:
         return False
-    kv = replica.kv_load + sum(work.expected_kv(context, id) for id in ids)
+    kv = replica.kv_load + sum(work.kv_size(context, id) for id in ids)
     room = kv <= replica.kv_capacity * context.config.repack.kv_threshold
     return room and replica.unfinished + len(ids) <= replica.roofline
