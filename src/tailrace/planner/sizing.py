@@ -13,7 +13,7 @@ from math import ceil, inf
 import msgspec
 
 from tailrace.config import Config
-from tailrace.planner.balance import sizes_of
+from tailrace.sim.sizes import sizes_of
 from tailrace.planner.placement import Placement, placements
 from tailrace.sim.cost_model import ENGINE_RESERVE, kv_bytes_per_token
 from tailrace.sim.publishing import PublishPlan, publish_of
