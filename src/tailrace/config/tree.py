@@ -383,13 +383,13 @@ class Costs(Section):
 
 
 class Efficiency(Section):
-    """Simulation: what engines and trainers attain of the cards' figures. One set for every model, card and schedule."""
+    """Simulation: what engines and trainers attain of the cards' figures. One set for every model and schedule."""
 
     bandwidth: Attained = 0.8  # of the published memory bandwidth, in decoding; of a link, in collectives
     prefill: Attained = 0.65  # of peak arithmetic, in an engine's prefill
-    forward: Attained = 0.33  # and in the trainer's extra forward passes
-    training: Attained = 0.45  # and in its forward + backward
-    experts: Attained = 0.5  # of those two, in the small products of a mixture's experts, routed unevenly
+    forward: Attained = 0.29  # and in the trainer's extra forward passes
+    training: Attained = 0.4  # and in its forward + backward
+    experts: Attained = 0.2  # of those two, in the small products of a mixture's experts, routed unevenly
     # floor of one layer in a decode step, however little it does; 0: by `decoding`
     layer_us: Amount = 0.0
     # how engines launch a decode step: from CUDA graphs, one kernel after the other, or as published RL systems do
@@ -401,7 +401,7 @@ class Efficiency(Section):
 
 
 class PerSchedule(Section):
-    """Settings that differ between schedules, as tables [per_schedule.partial]: they win over the same settings outside.
+    """Settings that differ between schedules, as tables [per_schedule.partial]; they win over those outside.
 
     `otherwise` is what the schedules without a value of their own have; it is filled in when settings are read.
     """

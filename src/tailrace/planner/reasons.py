@@ -57,10 +57,8 @@ def _why_it_helps(config: Config, sync: Result, best: Result, theory: Theory | N
             f"instead of {theory.batch_g_sync:.0f}."
         )
     if config.colocated and sync.step_s < config.efficiency.switch_s / NOTED:
-        yield (
-            f"A synchronous step loses {config.efficiency.switch_s:.0f} of its {sync.step_s:.0f} s to its GPUs' change of roles; larger "
-            "steps would hide that."
-        )
+        lost = f"{config.efficiency.switch_s:.0f} of its {sync.step_s:.0f} s"
+        yield f"A synchronous step loses {lost} to its GPUs' change of roles; larger steps would hide that."
     yield (
         f"The trainer then waits for {best.trainer_idle:.0%} of the time and the replicas for {best.rollout_idle:.0%}; "
         f"what is trained on is {best.staleness.mean:.1f} versions old on average, {best.staleness.max} at most."

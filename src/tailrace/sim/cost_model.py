@@ -210,7 +210,7 @@ class CostModel:
 
     @cached_property
     def switch_s(self) -> float:
-        """Colocated: from generation to training and back, once a step; the trainer's states leave the cards and return."""
+        """Colocated: to training and back, once a step; the trainer's states come to the cards and leave them."""
         states = TRAINING_BYTES * self.model.parameters / self.config.trainer_gpus
         return self.reached.switch_s + 2.0 * states / self.trainer_gpu.host_bytes_per_s
 

@@ -24,7 +24,7 @@ class ExpertLoads:
         return 1.0 - self._expert_share * (1.0 - self.used_share) ** tokens if self.mixture else 1.0
 
     def padding(self, tokens: int) -> float:
-        """How many times the arithmetic of full tiles a batch takes: an expert with a single row computes a whole one."""
+        """How many times the arithmetic of full tiles a batch takes: an expert with one row computes a whole one."""
         if not self._experts or not self.mixture:
             return 1.0
         reached = 1.0 - (1.0 - self.used_share) ** tokens  # share of the experts with any token

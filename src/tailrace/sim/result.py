@@ -99,7 +99,7 @@ class Meter:
         return abs(1.0 - consumed * (1.0 + thrown_away / max(1, trained)) / max(generated, 1e-9))
 
     def _window(self) -> tuple[int, int]:
-        """The steps to measure: the last ones of a run that was to become steady, else the steadiest part after a third."""
+        """The steps to measure: the last of a run that was to become steady, else the steadiest part after a third."""
         end = min(max(self.totals), max(self.counts))
         if end > self.config.run.steps:
             return end - self.config.run.steps, end
