@@ -387,14 +387,14 @@ class Efficiency(Section):
 
     bandwidth: Attained = 0.8  # of the published memory bandwidth, in decoding; of a link, in collectives
     prefill: Attained = 0.65  # of peak arithmetic, in an engine's prefill
-    forward: Attained = 0.26  # and in the trainer's extra forward passes
-    training: Attained = 0.35  # and in its forward + backward
-    experts: Attained = 0.15  # of those two, in the small products of a mixture's experts, routed unevenly
+    forward: Attained = 0.29  # and in the trainer's extra forward passes
+    training: Attained = 0.4  # and in its forward + backward
+    experts: Attained = 0.1  # of those two, in the small products of a mixture's experts, routed unevenly
     # floor of one layer in a decode step, however little it does; 0: by `decoding`
     layer_us: Amount = 0.0
     # how engines launch a decode step: from CUDA graphs, one kernel after the other, or as published RL systems do
     decoding: Literal["typical", "graph", "eager"] = "typical"
-    expert_layer: Amount = 2.0  # how much longer that floor is in a mixture's layer, as a share of it
+    expert_layer: Amount = 0.5  # how much longer that floor is in a mixture's layer, as a share of it
     sequence_us: Amount = 27.0  # host work per sequence and decode step
     all_reduce_us: Amount = 12.0  # latency of one small all-reduce within a host
     switch_s: Amount = 10.0  # colocated: from generation to training and back, per step, beside moving states

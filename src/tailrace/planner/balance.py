@@ -149,6 +149,13 @@ def _batch(config: Config, sizes: Sizes, replicas: float) -> float:
     return max(1.0, min(by_memory, config.rollout.max_running, in_flight / max(replicas, 1e-9)))
 
 
+def round_seconds(config: Config) -> float:
+    """Generation of a step's samples in one round on this config's replicas, up to the longest."""
+    sizes = sizes_of(config.workload, config.run.seed)
+    batch = _batch(config, sizes, config.replicas)
+    return _round_seconds(config, sizes, batch, generation_seconds(CostModel(config), sizes, batch))
+
+
 def _round_seconds(config: Config, sizes: Sizes, batch: float, eta_g: float) -> float:
     """A synchronous round on the replica that has the longest sample: what does not fit at once, then the drain."""
     share = max(1, ceil(config.workload.trajectories_per_step / max(1, config.replicas)))

@@ -34,7 +34,7 @@ from tailrace.sim.gpus import Gpu, rollout_card, trainer_card
 
 # Floor of one layer in a decode step: a dozen small kernels, however little they do. From CUDA graphs: vLLM 0.24 on one
 # H200. One by one: assumed. Typical, of published RL systems: fitted (`benchmarks/published_fit.py`).
-LAYER_S = {"typical": 140e-6, "graph": 70e-6, "eager": 400e-6}
+LAYER_S = {"typical": 200e-6, "graph": 70e-6, "eager": 400e-6}
 FP8 = 1.74  # arithmetic of fp8 over bf16 (H200, products of a 7B model with 1,024 rows)
 ENGINE_MEMORY = 0.88  # share of a card that weights and KV of an engine may take
 COLOCATED_MEMORY = 0.7  # the same where a trainer shares the card
