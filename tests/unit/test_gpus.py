@@ -23,7 +23,7 @@ def test_names_are_found_as_people_write_them(written, meant):
 
 
 def test_an_unknown_card_names_the_nearest_one_and_the_way_out():
-    with pytest.raises(ConfigError, match=r"did you mean MI300X.*add a row"):
+    with pytest.raises(ConfigError, match=r"did you mean MI300X.*cluster.cards.MI300"):
         find("MI300")
 
 

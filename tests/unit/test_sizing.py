@@ -362,18 +362,18 @@ OWN_HOST = {"cluster.gpus_per_host": 24}
 
 
 def test_weights_enter_a_host_once_where_every_card_trains_whole_sequences():
-    """Three times the weights: at the network's rate over hosts, at the cards' links within one."""
-    alone = {"split.trainer_gpus": 16, "cluster.network_gbytes_per_s": 10}
+    """Weights in three passes and float32 gradients, and one layer of that: at the network's rate, or at the links'."""
+    alone = {"split.trainer_gpus": 16, "cluster.gpu_network_gbytes_per_s": 10}
     slow, fast = (CostModel(cluster("qwen2.5-7b", 24, **alone, **extra)).train([]) for extra in ({}, OWN_HOST))
-    weights = cluster("qwen2.5-7b", 24).model.weight_bytes
-    assert slow == pytest.approx(3 * weights / 10e9)
-    assert fast == pytest.approx(3 * weights / 450e9)
+    moved = (3 + 2 + 3 / 28) * cluster("qwen2.5-7b", 24).model.weight_bytes
+    assert slow == pytest.approx(moved / 8e9)
+    assert fast == pytest.approx(moved / 360e9)
 
 
 def test_ways_fetch_their_parts_apart():
-    parts = {"split.trainer_gpus": 16, "cluster.network_gbytes_per_s": 10, "split.trainer_parallel": 8}
+    parts = {"split.trainer_gpus": 16, "cluster.gpu_network_gbytes_per_s": 10, "split.trainer_parallel": 8}
     config = cluster("qwen2.5-7b", 24, **parts)
-    assert CostModel(config).train([]) == pytest.approx(3 * config.model.weight_bytes / 8 / (10e9 / 8))
+    assert CostModel(config).train([]) == pytest.approx((3 + 3 / 28) * config.model.weight_bytes / 8 / (8e9 / 8))
 
 
 def test_more_ways_than_key_heads_keep_copies_of_them():

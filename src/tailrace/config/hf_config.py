@@ -46,6 +46,8 @@ class Shape(NamedTuple):
     head_dim: int
     active_parameters: float = 0.0
     context: int = 0  # most tokens of a sequence; 0: unknown, and long
+    experts: int = 0  # of a layer; 0: it is no mixture
+    experts_per_token: int = 0
 
 
 class Experts(NamedTuple):
@@ -71,7 +73,9 @@ def shape_of(hf: Mapping[str, Any], path: str = "config.json") -> Shape:
     fixed = _embeddings(hf) + _attention_and_norms(hf, heads, kv_heads, head_dim)
     total = fixed + _mlp(hf, experts, experts.total)
     active = fixed + _mlp(hf, experts, experts.used) if experts.total > 1 else 0
-    return Shape(total, hf["num_hidden_layers"], hidden, heads, kv_heads, head_dim, active, hf.get(CONTEXT) or 0)
+    routed = (experts.total, experts.used) if experts.total > 1 else (0, 0)
+    context = hf.get(CONTEXT) or 0
+    return Shape(total, hf["num_hidden_layers"], hidden, heads, kv_heads, head_dim, active, context, *routed)
 
 
 def _decoder(path: Path) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from tailrace.config.fields import BadValueError, accept, fields, open_table, se
 from tailrace.config.files import Given, nested, read_file
 from tailrace.config.model_shapes import resolve
 from tailrace.config.options import read_words
+from tailrace.config.per_schedule import SECTION, apply, split_key
 from tailrace.config.render import changes
 from tailrace.config.suggestions import unknown
 from tailrace.config.tree import Config
@@ -56,7 +57,7 @@ def refuse_other_sections(words: Sequence[str], section: str) -> dict[str, Given
 
 
 def _build(settings: Mapping[str, Given]) -> Config:
-    given = _accepted(settings)
+    given = apply(_accepted(settings))
     model = resolve(msgspec.convert(nested(given), Config).model)
     values = given | follow(given, model.context)
     config = msgspec.structs.replace(msgspec.convert(nested(values), Config), model=model)
@@ -83,9 +84,21 @@ def _one(key: str, given: Given) -> dict[str, Any]:
             return {key: accept(key, given.value)}
         except BadValueError as error:
             raise ConfigError(_placed(str(error), given.where)) from None
+    if key.startswith(SECTION):
+        return {key: _of_a_schedule(key, given)}
     if (key in sections() and given.value == {}) or open_table(key):
         return {} if given.value == {} else {key: given.value}
     raise ConfigError(_unknown(key, given))
+
+
+def _of_a_schedule(key: str, given: Given) -> Any:
+    """The value that a setting has for one schedule alone, judged as the setting itself."""
+    owner, inner = split_key(key)
+    if not inner:
+        raise ConfigError(_unknown(key, given))
+    if inner == "schedule.kind" or inner.startswith(SECTION):
+        raise ConfigError(_placed(f"{key} cannot differ between schedules; leave it out of [{owner}]", given.where))
+    return _one(inner, given)[inner]
 
 
 def _unknown(key: str, given: Given) -> str:

@@ -19,6 +19,7 @@ Count = Annotated[int, Meta(ge=1)]
 Natural = Annotated[int, Meta(ge=0)]
 Amount = Annotated[float, Meta(ge=0)]
 Share = Annotated[float, Meta(ge=0, le=1)]
+Attained = Annotated[float, Meta(gt=0, le=1)]
 Processes = Annotated[int, Meta(ge=1, le=1024)]
 SomeProcesses = Annotated[int, Meta(ge=0, le=1024)]  # 0: other machines bring them
 AUTO = "auto"
@@ -47,6 +48,8 @@ class Model(Section):
     path: str = ""
     parameters: Amount = 0.0
     active_parameters: Amount = 0.0  # of a mixture of experts; 0: all of them
+    experts: Natural = 0  # of a layer that is a mixture; 0: unknown, or none
+    experts_per_token: Natural = 0
     layers: Natural = 0
     hidden: Natural = 0
     heads: Natural = 0
@@ -54,6 +57,7 @@ class Model(Section):
     head_dim: Natural = 0  # 0: hidden / heads
     context: Natural = 0  # most tokens of a sequence, prompt included; 0: unknown
     bytes_per_weight: Amount = 2.0
+    rollout_bytes_per_weight: Amount = 0.0  # simulation: of weights that engines generate with (fp8: 1); 0: the same
     bytes_per_kv: Amount = 2.0
 
     @property
@@ -61,8 +65,24 @@ class Model(Section):
         return self.parameters * self.bytes_per_weight
 
     @property
+    def rollout_weight_bytes(self) -> float:
+        return self.parameters * (self.rollout_bytes_per_weight or self.bytes_per_weight)
+
+    @property
     def active(self) -> float:
         return self.active_parameters or self.parameters
+
+    @property
+    def used_share(self) -> float:
+        """Of the experts that a token may use, those that it does; 1 without experts."""
+        if self.experts and self.experts_per_token:
+            return min(1.0, self.experts_per_token / self.experts)
+        return self.active / self.parameters if self.parameters else 1.0
+
+    @property
+    def expert_parameters(self) -> float:
+        """Of all experts, of which a token uses `used_share`; the rest of the model is used by every token."""
+        return (self.parameters - self.active) / (1.0 - self.used_share) if self.used_share < 1.0 else 0.0
 
     @property
     def kv_bytes_per_token(self) -> float:
@@ -78,11 +98,20 @@ class Cluster(Section):
     gpus_per_host: Count = 8
     trainer_gpu: str = ""  # another kind of card for the trainer; empty: the same
     network_gbytes_per_s: Annotated[float, Meta(gt=0)] = 100.0  # host to host, host memory to host memory
+    # host to host, GPU to GPU (NCCL over RDMA): what the trainer's ranks exchange; eight links of 400 Gb/s
+    gpu_network_gbytes_per_s: Annotated[float, Meta(gt=0)] = 400.0
     collective_gbytes_per_s: Amount = (
         0.0  # a system without relays: weights go to all replicas in one collective of this
     )
     # rate, and trainer and replicas stop for it (verl's documentation: 57 GB in 6 to 7 s); 0: through the relay tier
     hop_latency_us: Amount = 25.0  # start of one message between two hosts
+    # figures and prices of cards that differ from the catalogue, or of cards that it lacks, as tables
+    # [cluster.cards.H800]: memory_gbytes, memory_gbytes_per_s, tflops, interconnect_gbytes_per_s, host_gbytes_per_s,
+    # dollars_per_hour
+    cards: dict[str, Any] = {}
+
+    def __hash__(self) -> int:  # as that of the task's settings
+        return hash(msgspec.json.encode(self))
 
 
 class GpuSplit(Section):
@@ -349,6 +378,42 @@ class Costs(Section):
         return max(1, int(self.decode_step / self.decode_sequence)) if self.decode_sequence else 0
 
 
+class Efficiency(Section):
+    """Simulation: what engines and trainers attain of the cards' figures. One set for every model and schedule."""
+
+    bandwidth: Attained = 0.8  # of the published memory bandwidth, in decoding; of a link, in collectives
+    prefill: Attained = 0.65  # of peak arithmetic, in an engine's prefill
+    forward: Attained = 0.29  # and in the trainer's extra forward passes
+    training: Attained = 0.4  # and in its forward + backward
+    experts: Attained = 0.1  # of those two, in the small products of a mixture's experts, routed unevenly
+    # floor of one layer in a decode step, however little it does; 0: by `decoding`
+    layer_us: Amount = 0.0
+    # how engines launch a decode step: from CUDA graphs, one kernel after the other, or as published RL systems do
+    decoding: Literal["typical", "graph", "eager"] = "typical"
+    expert_layer: Amount = 0.5  # how much longer that floor is in a mixture's layer, as a share of it
+    sequence_us: Amount = 27.0  # host work per sequence and decode step
+    all_reduce_us: Amount = 12.0  # latency of one small all-reduce within a host
+    switch_s: Amount = 10.0  # colocated: from generation to training and back, per step, beside moving states
+
+
+class PerSchedule(Section):
+    """Settings that differ between schedules, as tables [per_schedule.partial]; they win over those outside.
+
+    `otherwise` is what the schedules without a value of their own have; it is filled in when settings are read.
+    """
+
+    sync: dict[str, Any] = {}
+    one_step: dict[str, Any] = {}
+    stream: dict[str, Any] = {}
+    partial: dict[str, Any] = {}
+    trajectory: dict[str, Any] = {}
+    adaptive: dict[str, Any] = {}
+    otherwise: dict[str, Any] = {}
+
+    def __hash__(self) -> int:  # as that of the task's settings
+        return hash(msgspec.json.encode(self))
+
+
 class Faults(Section):
     """Failures to inject in virtual time, as mean events per hour over the whole fleet, drawn from the run's seed."""
 
@@ -415,6 +480,8 @@ class Config(Section):
     trainer: Trainer = Trainer()
     rollout: Rollout = Rollout()
     costs: Costs = Costs()
+    efficiency: Efficiency = Efficiency()
+    per_schedule: PerSchedule = PerSchedule()
     faults: Faults = Faults()
     local: Local = Local()
     run: Run = Run()

@@ -23,7 +23,7 @@ ReplicaSpans = Sequence[tuple[int, str, float, float]]
 MARKS = 6000  # per strip
 GRAINS = 1000  # a strip is about this many pixels wide
 STEPS = 3  # of the slowest schedule
-SCHEDULES = ("sync", "one_step", "stream", "partial", "trajectory")
+SCHEDULES = ("sync", "one_step", "stream", "partial", "trajectory", "adaptive")
 
 
 class SeriesView(msgspec.Struct, frozen=True):

@@ -89,6 +89,8 @@ COLUMNS = (
     ResultColumn("groups\ntrained", lambda row, _: f"{row['trained']:,}"),
     ResultColumn("groups\ndropped", lambda row, _: f"{row['dropped']:,}"),
     ResultColumn("samples\nmoved", lambda row, _: f"{row['moved']:,}"),
+    ResultColumn("of the\nbound", lambda row, _: percent(row["tokens_per_s"] / row["bound_tokens_per_s"])),
+    ResultColumn("bound\nset by", lambda row, _: row["limit"]),
 )
 MORE_COLUMNS = (
     ResultColumn("GPUs", lambda row, _: f"{row['gpus']:,}"),
@@ -97,6 +99,8 @@ MORE_COLUMNS = (
     ResultColumn("stall per publish, s", lambda row, _: decimals(row["publish_stall_s"])),
     ResultColumn("decoded tokens/s", lambda row, _: decimals(row["decoded_tokens_per_s"])),
     ResultColumn("$ per M tokens", lambda row, _: decimals(row["dollars_per_million_tokens"])),
+    ResultColumn("bound, tokens/s", lambda row, _: f"{row['bound_tokens_per_s']:,.0f}"),
+    ResultColumn("steps measured", lambda row, _: f"{row['steps']:,} after {row['warm_up']:,}"),
     ResultColumn("virtual time, s", lambda row, _: decimals(row["virtual_s"])),
 )
 

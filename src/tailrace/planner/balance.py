@@ -22,11 +22,8 @@ import msgspec
 import numpy as np
 
 from tailrace.config import Config, ConfigError
-from tailrace.config.tree import Workload
-from tailrace.lengths import LengthLaw
 from tailrace.sim.cost_model import CostModel, check_fit
-
-GROUPS_DRAWN = 512  # enough for means and squares; a larger step has the same law
+from tailrace.sim.sizes import Sizes, sizes_of
 
 
 class Theory(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,15 +43,6 @@ class Theory(msgspec.Struct, frozen=True, kw_only=True):
     sync_round_s: float  # generation of a synchronous step up to its longest sample
     tail_speed_up: float  # the speed-up with that tail counted
     longest_over_mean: float  # completions of one step
-
-
-class Sizes(msgspec.Struct, frozen=True):
-    """The completions of a step, and what follows from them for KV and training."""
-
-    completions: np.ndarray
-    sequences: list[int]  # with their prompts and tool output: what is trained on
-    kv: float  # tokens that one running sample holds, averaged over its life, its share of the prompt included
-    prefill: int  # tokens of prompt per sample: a group reads its prompt once
 
 
 def theory(config: Config) -> Theory:
@@ -93,17 +81,6 @@ def theory(config: Config) -> Theory:
 def balance(m_t: int, eta_t: float, m_g: int, eta_g: float) -> float:
     """theta*: the trainer's share of the GPUs at which neither side waits for the other."""
     return m_t * eta_t / (m_t * eta_t + m_g * eta_g)
-
-
-def sizes_of(workload: Workload, seed: int) -> Sizes:
-    law = LengthLaw(workload, seed)
-    groups = [law.group(id, workload.group_size) for id in range(min(GROUPS_DRAWN, workload.prompts_per_step))]
-    completions = np.array(groups, dtype=np.float64)
-    tools = int((workload.turns.mean - 1) * workload.turns.tool_tokens)
-    prompt_time = workload.prompt_tokens * completions.max(axis=1).sum()  # held until the last of the group is done
-    kv = ((completions * (completions / 2 + tools / 2)).sum() + prompt_time) / completions.sum()
-    sequences = [workload.prompt_tokens + tools + length for group in groups for length in group]
-    return Sizes(completions.ravel(), sequences, float(kv), ceil(workload.prompt_tokens / workload.group_size) + tools)
 
 
 def training_seconds(config: Config, sizes: Sizes) -> float:
@@ -170,6 +147,13 @@ def _batch(config: Config, sizes: Sizes, replicas: float) -> float:
         in_flight = config.workload.trajectories_per_step
     by_memory = CostModel(config).kv_capacity / sizes.kv
     return max(1.0, min(by_memory, config.rollout.max_running, in_flight / max(replicas, 1e-9)))
+
+
+def round_seconds(config: Config) -> float:
+    """Generation of a step's samples in one round on this config's replicas, up to the longest."""
+    sizes = sizes_of(config.workload, config.run.seed)
+    batch = _batch(config, sizes, config.replicas)
+    return _round_seconds(config, sizes, batch, generation_seconds(CostModel(config), sizes, batch))
 
 
 def _round_seconds(config: Config, sizes: Sizes, batch: float, eta_g: float) -> float:

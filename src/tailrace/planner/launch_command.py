@@ -16,7 +16,7 @@ import msgspec
 from tailrace.config import Config
 from tailrace.planner.placement import NodeGroup
 from tailrace.planner.sizing import Sizing, TrainerSize, engine_bytes, fewest_ranks, longest_sequence, room
-from tailrace.sim.gpus import find
+from tailrace.sim.gpus import rollout_card
 from tailrace.sim.sharding import arithmetic_s
 
 MOST_PROCESSES = 1024  # ranks of a trainer, and replicas of a run
@@ -62,7 +62,7 @@ def _no_trainer(config: Config, sizing: Sizing) -> str:
     if sizing.placement.shared:
         return (
             "on shared cards a replica keeps its memory while the trainer works, and both do not fit "
-            f"{'one' if sizing.placement.ranks == 1 else 'each'} {find(config.cluster.gpu).name}; "
+            f"{'one' if sizing.placement.ranks == 1 else 'each'} {rollout_card(config.cluster).name}; "
             "split the cards: split.colocated = false"
         )
     fewest = fewest_ranks(config)
@@ -108,7 +108,7 @@ def _trainer_settings(config: Config, size: TrainerSize) -> Iterator[tuple[str, 
 def _shared_memory(config: Config, size: TrainerSize) -> float:
     """The share of a card that the trainer leaves to its replica."""
     left = size.room - size.memory.total + engine_bytes(config)
-    return floor(100 * left / find(config.cluster.gpu).memory_bytes) / 100
+    return floor(100 * left / rollout_card(config.cluster).memory_bytes) / 100
 
 
 # ------------------------------------------------------------------------------------------------------------ commands

@@ -16,7 +16,7 @@ from tailrace.config import Config, ConfigError
 from tailrace.planner.placement import exact_splits, two_kinds, ways_to_try
 from tailrace.planner.sizing import engine_bytes, fewest_ranks, longest_sequence
 from tailrace.sim.cost_model import ENGINE_MEMORY
-from tailrace.sim.gpus import GPUS, find
+from tailrace.sim.gpus import GPUS, rollout_card
 from tailrace.sim.sharding import trainer_card
 
 
@@ -56,7 +56,7 @@ def fits_shared(config: Config) -> bool:
 
 def _serves(config: Config, ways: int) -> bool:
     needed = engine_bytes(_changed(config, "split", tensor_parallel=ways))
-    return needed <= find(config.cluster.gpu).memory_bytes * ENGINE_MEMORY
+    return needed <= rollout_card(config.cluster).memory_bytes * ENGINE_MEMORY
 
 
 def _changed(config: Config, section: str, **values: Any) -> Config:
@@ -70,7 +70,7 @@ def _changed(config: Config, section: str, **values: Any) -> Config:
 def _no_replica(config: Config) -> str:
     cards = min(config.cluster.gpus, config.cluster.gpus_per_host)
     return (
-        f"no replica of up to {cards} {find(config.cluster.gpu).name} holds {_parameters(config)} "
+        f"no replica of up to {cards} {rollout_card(config.cluster).name} holds {_parameters(config)} "
         f"({config.model.weight_bytes / 1e9:,.0f} GB) and one sequence of {longest_sequence(config):,} tokens"
     )
 
@@ -87,7 +87,7 @@ def _too_few(config: Config) -> str:
     ranks, ways = fewest_ranks(config), fewest_ways(config)
     return (
         f"training {_parameters(config)} takes at least {ranks} {trainer_card(config).name} and a replica {ways} "
-        f"{find(config.cluster.gpu).name}, more than there are ({config.size})"
+        f"{rollout_card(config.cluster).name}, more than there are ({config.size})"
     )
 
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import msgspec
 
 from tailrace.config import Config
-from tailrace.sim.gpus import find
+from tailrace.sim.gpus import rollout_card, trainer_card
 
 
 class NodeGroup(NamedTuple):
@@ -79,7 +79,7 @@ def heads_divide(config: Config, ways: int) -> bool:
 def two_kinds(config: Config) -> bool:
     """Trainer and replicas have different cards, so they are on different hosts."""
     cluster = config.cluster
-    return bool(cluster.trainer_gpu) and find(cluster.trainer_gpu) != find(cluster.gpu)
+    return trainer_card(cluster) != rollout_card(cluster)
 
 
 # -------------------------------------------------------------------------------------------------------------- splits

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from tailrace.config import Config
 from tailrace.planner.balance import Theory
-from tailrace.sim.cost_model import SWITCH_S
 from tailrace.sim.result import Result
 
 SHORT_TAIL = 2.0  # longest over mean
@@ -57,11 +56,9 @@ def _why_it_helps(config: Config, sync: Result, best: Result, theory: Theory | N
             f"With GPUs of its own, a replica decodes up to {theory.batch_g:.0f} samples together "
             f"instead of {theory.batch_g_sync:.0f}."
         )
-    if config.colocated and sync.step_s < SWITCH_S / NOTED:
-        yield (
-            f"A synchronous step loses {SWITCH_S:.0f} of its {sync.step_s:.0f} s to its GPUs' change of roles; larger "
-            "steps would hide that."
-        )
+    if config.colocated and sync.step_s < config.efficiency.switch_s / NOTED:
+        lost = f"{config.efficiency.switch_s:.0f} of its {sync.step_s:.0f} s"
+        yield f"A synchronous step loses {lost} to its GPUs' change of roles; larger steps would hide that."
     yield (
         f"The trainer then waits for {best.trainer_idle:.0%} of the time and the replicas for {best.rollout_idle:.0%}; "
         f"what is trained on is {best.staleness.mean:.1f} versions old on average, {best.staleness.max} at most."

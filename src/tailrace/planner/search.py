@@ -325,7 +325,7 @@ def _preferred(candidates: Sequence[Candidate]) -> Candidate:
 def simulate(config: Config) -> Result | None:
     """One simulation, in whatever process; None where the fleet was lost or came to a standstill."""
     try:
-        return Simulation(config).run()
+        return Simulation(config, until_steady=True).run()
     except (StandstillError, FleetLostError):
         return None
 

@@ -15,7 +15,7 @@ from tailrace.sim.cost_model import check_fit
 STALENESS = (0, 1, 2, 4, 8)
 STEPS_IN_FLIGHT = (1.0, 1.5, 2.0, 3.0)
 CONTINUOUS = ("partial", "trajectory")
-ASYNC_KINDS: tuple[ScheduleKind, ...] = ("one_step", "stream", "partial", "trajectory")
+ASYNC_KINDS: tuple[ScheduleKind, ...] = ("one_step", "stream", "partial", "trajectory", "adaptive")
 
 
 class SearchPoint(NamedTuple):

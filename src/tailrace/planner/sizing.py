@@ -13,7 +13,6 @@ from math import ceil, inf
 import msgspec
 
 from tailrace.config import Config
-from tailrace.planner.balance import sizes_of
 from tailrace.planner.placement import Placement, placements
 from tailrace.sim.cost_model import ENGINE_RESERVE, kv_bytes_per_token
 from tailrace.sim.publishing import PublishPlan, publish_of
@@ -26,6 +25,7 @@ from tailrace.sim.sharding import (
     rank_memory,
     trainer_card,
 )
+from tailrace.sim.sizes import sizes_of
 
 AS_FAST = 1.01  # ways to train this close count as equal
 

@@ -2,15 +2,19 @@
 
 Where a run has been measured, `measured_costs.py` puts its figures in their place (`cost_model_of` chooses).
 
-One set of constants serves every model, card and schedule; `benchmarks/published.py` holds them against published
-figures. They say what a good general-purpose engine and trainer reach, not what the hardware could do at best:
+One set of constants serves every model, card and schedule: the defaults of `[efficiency]`. `benchmarks/published.py`
+holds them against published figures. They say what a good general-purpose engine and trainer reach, not what the
+hardware could do at best:
 
-- decoding: a step reads all weights and the KV of every running sequence, pays its arithmetic, a floor per layer and
-  some host work per sequence. Bandwidth and host work fit vLLM 0.24 on one H200 (five batch sizes, two models); the
-  floor is that of the engines of published RL systems (AReaL, DORA and NeMo RL imply 0.15 to 0.4 ms; vLLM 0.24: 0.07);
-- prefill reaches PREFILL of the card's peak (vLLM on the H200: 0.65 to 0.73), the trainer's extra forward passes
-  FORWARD, its forward + backward TRAINING;
-- tensor parallelism adds two all-reduces a layer; data-parallel training moves the sharded weights three times;
+- decoding: a step reads the weights that its tokens use and the KV of every running sequence, pays its arithmetic, a
+  floor per layer and some host work per sequence. Bandwidth and host work fit vLLM 0.24 on one H200 (five batch sizes,
+  two models); the floor is that of the engines of published RL systems (`LAYER_S`);
+- experts (`experts.py`): a batch reads those that its tokens are routed to, in tiles that may be mostly empty;
+- parallelism beyond a host divides layers: a token passes the hosts one after the other, so the weights of all of them
+  are read in turn, while KV and arithmetic are shared;
+- prefill, the trainer's extra forward passes and its forward + backward reach a share of the card's peak each;
+- tensor parallelism adds two all-reduces a layer; the exchange of sharded weights and gradients goes on beside the
+  arithmetic, as in FSDP, so that only what is longer than that, and the first and last layer of it, is waited for;
 - a step of training is as slow as its slowest rank, and a sequence is never split over more than `trainer_parallel`
   GPUs: with many GPUs and long tails, the longest sequence is the step.
 """
@@ -18,26 +22,24 @@ figures. They say what a good general-purpose engine and trainer reach, not what
 from __future__ import annotations
 
 from functools import cached_property
+from math import ceil
 
 import numpy as np
 
 from tailrace.config.errors import ConfigError
 from tailrace.config.tree import Config
 from tailrace.sim.chain import best_chunks, broadcast_s, chunk_count, hop_s
-from tailrace.sim.gpus import Gpu, find
+from tailrace.sim.experts import ExpertLoads
+from tailrace.sim.gpus import Gpu, rollout_card, trainer_card
 
-BANDWIDTH = 0.8  # share of the published memory bandwidth that decoding reaches
-PREFILL = 0.65  # share of peak arithmetic in an engine's prefill
-FORWARD = 0.33  # and in the trainer's extra forward passes (verl: one costs 0.4 to 0.5 of an update)
-TRAINING = 0.45  # share of peak arithmetic in forward + backward
-LAYER_S = 200e-6  # floor of one layer in a decode step: a dozen small kernels, however little they do
-PER_SEQUENCE_S = 27e-6  # host work per sequence and decode step: scheduling, sampling, log-probs, detokenising
-ALL_REDUCE_S = 12e-6  # latency of one small all-reduce within a host
+# Floor of one layer in a decode step: a dozen small kernels, however little they do. From CUDA graphs: vLLM 0.24 on one
+# H200. One by one: assumed. Typical, of published RL systems: fitted (`benchmarks/published_fit.py`).
+LAYER_S = {"typical": 200e-6, "graph": 70e-6, "eager": 400e-6}
+FP8 = 1.74  # arithmetic of fp8 over bf16 (H200, products of a 7B model with 1,024 rows)
 ENGINE_MEMORY = 0.88  # share of a card that weights and KV of an engine may take
 COLOCATED_MEMORY = 0.7  # the same where a trainer shares the card
 ENGINE_RESERVE = 2e9  # bytes per card for activations and graphs
 TRAINING_BYTES = 18  # per parameter: bf16 weights, float32 gradients, master weights and two Adam moments
-SWITCH_S = 10.0  # colocated: changing over from generation to training and back, per step (verl: 10 to 11 s)
 MOST_REPLICAS, MOST_TRAJECTORIES = 1_000_000, 10_000_000  # of one step: all that the memory of a machine holds
 PULL_S = 0.05  # start of a pull: pause, map, switch
 
@@ -48,21 +50,33 @@ class CostModel:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.model = config.model
-        self.gpu: Gpu = find(config.cluster.gpu)
-        self.trainer_gpu: Gpu = find(config.cluster.trainer_gpu or config.cluster.gpu)
+        self.reached = reached = config.efficiency
+        self.gpu: Gpu = rollout_card(config.cluster)
+        self.trainer_gpu: Gpu = trainer_card(config.cluster)
         ways = config.split.tensor_parallel
-        bandwidth = ways * self.gpu.memory_bytes_per_s * BANDWIDTH
-        read_share = self.model.active / self.model.parameters if self.model.parameters else 1.0
-        self.decode_fixed = self.model.layers * (LAYER_S + (2 * ALL_REDUCE_S if ways > 1 else 0.0))
-        self.decode_weights = self.model.weight_bytes / bandwidth
-        self.decode_read_share = read_share
+        within_host = min(ways, config.cluster.gpus_per_host)
+        bandwidth = self.gpu.memory_bytes_per_s * reached.bandwidth
+        self.loads = ExpertLoads(self.model)
+        self.decode_fixed = self.model.layers * self._layer_s(within_host)
+        self.decode_weights = self.model.rollout_weight_bytes / (within_host * bandwidth)
         self._bases: dict[int, float] = {}
-        self.decode_per_sequence = PER_SEQUENCE_S
-        self.decode_arithmetic = 2 * self.model.active / (ways * self.gpu.flops * PREFILL)
+        self.decode_per_sequence = reached.sequence_us * 1e-6
         self.kv_bytes_per_token = kv_bytes_per_token(config, ways)
-        self.decode_per_kv_token = self.kv_bytes_per_token / bandwidth
-        self.prefill_per_token = 2 * self.model.active / (ways * self.gpu.flops * PREFILL)
-        self.prefill_per_token2 = self._attention(1) / (ways * self.gpu.flops * PREFILL)
+        self.decode_per_kv_token = self.kv_bytes_per_token / (ways * bandwidth)
+        self.prefill_per_token = 2 * self.model.active / self._rollout_flops
+        self.prefill_per_token2 = self._attention(1) / self._rollout_flops
+
+    @cached_property
+    def _rollout_flops(self) -> float:
+        """Of a replica, as far as an engine reaches them."""
+        fp8 = FP8 if self.model.rollout_bytes_per_weight == 1 else 1.0
+        return self.config.split.tensor_parallel * self.gpu.flops * self.reached.prefill * fp8
+
+    def _layer_s(self, tensor_ways: int) -> float:
+        floor = self.reached.layer_us * 1e-6 or LAYER_S[self.reached.decoding]
+        if self.loads.mixture:
+            floor *= 1.0 + self.reached.expert_layer
+        return floor + (2e-6 * self.reached.all_reduce_us if tensor_ways > 1 else 0.0)
 
     # ------------------------------------------------------------------------------------------------- generation
 
@@ -74,10 +88,10 @@ class CostModel:
         return known
 
     def _decode_base(self, running: int) -> float:
-        weights = self.decode_weights
-        if self.decode_read_share < 1.0:  # each sequence wakes other experts; enough of them wake all
-            weights *= 1.0 - (1.0 - self.decode_read_share) ** running
-        return self.decode_fixed + self.decode_per_sequence * running + max(weights, self.decode_arithmetic * running)
+        loads = self.loads
+        weights = self.decode_weights * loads.read_share(running)
+        arithmetic = self.prefill_per_token * running * loads.padding(running)
+        return self.decode_fixed + self.decode_per_sequence * running + max(weights, arithmetic)
 
     def prefill(self, tokens: int, context: int) -> float:
         """Seconds to process `tokens` more on top of `context`, alone."""
@@ -93,28 +107,48 @@ class CostModel:
         """Tokens of KV that one replica can hold."""
         ways = self.config.split.tensor_parallel
         share = COLOCATED_MEMORY if self.config.colocated else ENGINE_MEMORY
-        room = ways * (self.gpu.memory_bytes * share - ENGINE_RESERVE) - self.model.weight_bytes
+        room = ways * (self.gpu.memory_bytes * share - ENGINE_RESERVE) - self.model.rollout_weight_bytes
         return int(room / self.kv_bytes_per_token)
 
     @cached_property
     def roofline(self) -> int:
         """The largest batch at which the weights, not the arithmetic, set the pace of a decode step."""
         chosen = self.config.rollout.roofline_batch
-        balance = self.gpu.flops * PREFILL / (self.gpu.memory_bytes_per_s * BANDWIDTH)
-        return chosen or max(1, int(balance * self.model.bytes_per_weight / 2))
+        balance = self._rollout_flops / self.config.split.tensor_parallel
+        balance /= self.gpu.memory_bytes_per_s * self.reached.bandwidth
+        return chosen or max(1, int(balance * self.model.rollout_weight_bytes / max(self.model.parameters, 1) / 2))
 
     # --------------------------------------------------------------------------------------------------- training
 
     def train(self, lengths: list[int]) -> float:
-        """Seconds of one mini-batch: the slowest rank's work, and the exchange of weights and gradients."""
+        """Seconds of one mini-batch: the slowest rank's work, and what of the exchange is not hidden behind it."""
         sizes = np.asarray(lengths, dtype=np.float64)
-        ways = self.config.split.trainer_parallel
-        ranks = max(1, self.config.trainer_gpus // ways)
-        forward = 2.0 * self.model.active * sizes + self._attention(1.0) * sizes * sizes
-        passes = 3.0 / TRAINING + self.config.trainer.forward_passes / FORWARD
-        work = forward * passes / (ways * self.trainer_gpu.flops) + sizes * self._between_ways
-        slowest = max(float(work.sum()) / ranks, float(work.max(initial=0.0)))
-        return slowest + self._exchange(ranks)
+        work = self._work(sizes)
+        slowest = max(float(work.sum()) / self._ranks, float(work.max(initial=0.0)))
+        return self._beside_exchange(slowest, float(sizes.sum()) / self._ranks)
+
+    def train_at_best(self, lengths: list[int], times: float, mini_batches: int) -> float:
+        """Seconds of mini-batches that have `times` these sequences in all, if no rank waits for another."""
+        sizes = np.asarray(lengths, dtype=np.float64)
+        share = times / mini_batches / self._ranks
+        return mini_batches * self._beside_exchange(float(self._work(sizes).sum()) * share, float(sizes.sum()) * share)
+
+    @cached_property
+    def _ranks(self) -> int:
+        return max(1, self.config.trainer_gpus // self.config.split.trainer_parallel)
+
+    def _work(self, sizes: np.ndarray) -> np.ndarray:
+        """Seconds of each sequence on the GPUs that work on it together, in all passes."""
+        forward = 2.0 * self._effective * sizes + self._attention(1.0) * sizes * sizes
+        passes = 3.0 / self.reached.training + self.config.trainer.forward_passes / self.reached.forward
+        flops = self.config.split.trainer_parallel * self.trainer_gpu.flops
+        return forward * passes / flops + sizes * (self._between_ways + self._between_experts)
+
+    @cached_property
+    def _effective(self) -> float:
+        """Parameters per token, those of experts counted as the time that their products take."""
+        experts = self.model.expert_parameters * self.model.used_share
+        return self.model.active - experts + experts / self.reached.experts
 
     @cached_property
     def _between_ways(self) -> float:
@@ -124,25 +158,61 @@ class CostModel:
         """
         split = self.config.split
         tensor_ways = split.trainer_tensor_parallel
-        passes = 3.0 + self.config.trainer.forward_passes
-        volume = passes * 2 * self.model.layers * self.model.hidden * 2.0 * 2.0 * (tensor_ways - 1) / tensor_ways
-        seconds = volume / (self.trainer_gpu.interconnect_bytes_per_s * BANDWIDTH)
-        return seconds * tensor_ways / split.trainer_parallel
+        volume = self._passes * 2 * self._activation_bytes * 2.0 * (tensor_ways - 1) / tensor_ways
+        return volume / self._trainer_link * tensor_ways / split.trainer_parallel
 
-    def _exchange(self, ranks: int) -> float:
-        """Gather for forward, gather for backward, scatter of the gradients: each moves this rank's share once.
+    @cached_property
+    def _between_experts(self) -> float:
+        """Seconds per token for sending it to its experts, on other cards of the host, and back."""
+        if not self.loads.mixture or self.config.trainer_gpus == 1:
+            return 0.0
+        volume = self._passes * 2 * self._activation_bytes * max(1, self.model.experts_per_token)
+        return volume / self._trainer_link / self.config.split.trainer_parallel
+
+    @property
+    def _passes(self) -> float:
+        return 3.0 + self.config.trainer.forward_passes
+
+    @property
+    def _activation_bytes(self) -> float:
+        """What goes through all layers, of one token in bfloat16."""
+        return self.model.layers * self.model.hidden * 2.0
+
+    @property
+    def _trainer_link(self) -> float:
+        return self.trainer_gpu.interconnect_bytes_per_s * self.reached.bandwidth
+
+    def _beside_exchange(self, compute_s: float, tokens: float) -> float:
+        """Layers are fetched ahead and gradients sent behind, so both go on beside the arithmetic but for one layer."""
+        gather, reduce = self._gather_s, 2.0 * self._gather_s  # gradients are float32
+        if self.config.split.trainer_parallel == 1:  # FSDP alone: every pack gathers all weights in every pass
+            packs = ceil(tokens / self.config.trainer.tokens_per_batch) or 1
+            exchange = packs * (2.0 + self.config.trainer.forward_passes) * gather + reduce
+        else:
+            exchange = gather + reduce
+        return max(compute_s, exchange) + (gather + reduce) / max(1, self.model.layers)
+
+    @cached_property
+    def _gather_s(self) -> float:
+        """All sharded weights of a rank, from the others.
 
         Across hosts: with whole sequences on every card (FSDP alone), the cards of a host need the same weights, which
         enter it once and are shared over its own links. With ways, each card is taken to fetch its part by itself.
         """
-        if ranks == 1:
+        if self._ranks == 1:
             return 0.0
         cluster, ways = self.config.cluster, self.config.split.trainer_parallel
         fetching = 1 if ways == 1 else cluster.gpus_per_host
         within_host = self.config.trainer_gpus <= cluster.gpus_per_host
-        network = cluster.network_gbytes_per_s * 1e9 / fetching
-        link = self.trainer_gpu.interconnect_bytes_per_s
-        return 3.0 * self.model.weight_bytes / ways / (link if within_host else min(link, network))
+        network = cluster.gpu_network_gbytes_per_s * 1e9 * self.reached.bandwidth / fetching
+        rate = self._trainer_link if within_host else min(self._trainer_link, network)
+        return self.model.weight_bytes / ways / rate
+
+    @cached_property
+    def switch_s(self) -> float:
+        """Colocated: to training and back, once a step; the trainer's states come to the cards and leave them."""
+        states = TRAINING_BYTES * self.model.parameters / self.config.trainer_gpus
+        return self.reached.switch_s + 2.0 * states / self.trainer_gpu.host_bytes_per_s
 
     # ---------------------------------------------------------------------------------------------------- weights
 
@@ -186,7 +256,7 @@ class CostModel:
 
     def pull(self, remote: bool) -> float:
         """Relay to replica: each GPU copies its shard over its own link, or from another host over the network."""
-        shard = self.model.weight_bytes / self.config.split.tensor_parallel
+        shard = self.model.rollout_weight_bytes / self.config.split.tensor_parallel
         if self.config.colocated:
             return PULL_S + shard / self.gpu.interconnect_bytes_per_s
         if self._collective:

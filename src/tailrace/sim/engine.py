@@ -61,6 +61,11 @@ class SimSequence:
         self.newest: Version = -1
         self.status = "outside"  # waiting, running, calling (a tool), outside
 
+    @property
+    def decoded(self) -> int:
+        """Tokens of the whole, without its prompt and what tools return."""
+        return sum([turn.tokens for turn in self.turns])
+
 
 class SimEngine:
     __slots__ = (

@@ -5,15 +5,17 @@ bandwidth in one direction. What a program attains of them is the cost model's a
 them talk over PCIe. T4 and V100 have no bf16: their row has fp16.
 
 Prices are round figures of public clouds on demand, per GPU-hour. They differ widely by place, time and contract:
-override them before drawing conclusions about money.
+override them (`cluster.cards`) before drawing conclusions about money.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple, cast
 
 from tailrace.config.errors import ConfigError
 from tailrace.config.spelling import near
+from tailrace.config.tree import Cluster
 
 PCIE3 = 12e9  # what copies attain of x16, one direction
 PCIE4 = 25e9
@@ -79,21 +81,65 @@ _ALIASES = {
     "3090": "RTX-3090",
     "a6000": "RTX-A6000",
 }
+FIGURES = {  # of a table [cluster.cards.NAME]: the field, and its unit
+    "memory_gbytes": ("memory_bytes", 1e9),
+    "memory_gbytes_per_s": ("memory_bytes_per_s", 1e9),
+    "tflops": ("flops", 1e12),
+    "interconnect_gbytes_per_s": ("interconnect_bytes_per_s", 1e9),
+    "host_gbytes_per_s": ("host_bytes_per_s", 1e9),
+    "dollars_per_hour": ("dollars_per_hour", 1.0),
+}
+LARGEST = 1e9  # of any figure; more is a slip
 _MAKERS = ("nvidia", "amd", "geforce", "instinct", "tesla")
 
 
-def find(name: str) -> Gpu:
-    """The card of that name; case, separators and the maker's name do not matter."""
+def rollout_card(cluster: Cluster) -> Gpu:
+    return find(cluster.gpu, cluster.cards)
+
+
+def trainer_card(cluster: Cluster) -> Gpu:
+    return find(cluster.trainer_gpu or cluster.gpu, cluster.cards)
+
+
+def find(name: str, cards: Mapping[str, Any] | None = None) -> Gpu:
+    """The card of that name, with the figures in `cards` (`cluster.cards`) in place of the catalogue's; case,
+    separators and the maker's name do not matter."""
     key = _plain(name)
+    given = {_plain(each): figures for each, figures in (cards or {}).items()}
+    if key in given:
+        return _with_figures(name, _ROWS.get(key), given[key])
     if key in _ROWS:
-        return _ROWS[key]
+        return _with_figures(name, _ROWS[key], given.get(_plain(_ROWS[key].name), {}))
     begun = {gpu.name for plain, gpu in _ROWS.items() if key and plain.startswith(key)}
     meant = begun.pop() if len(begun) == 1 else (close := near(key, _ROWS)) and _ROWS[close].name
     hint = f"; did you mean {meant}?" if meant else "."
     raise ConfigError(
         f"There is no GPU {name!r} in the catalogue{hint} Write one of "
-        f"{', '.join(gpu.name for gpu in GPUS)}, or add a row of your own to GPUS in {__name__}."
+        f"{', '.join(gpu.name for gpu in GPUS)}, or describe it in a table [cluster.cards.{name}]."
     )
+
+
+def _with_figures(name: str, known: Gpu | None, figures: Any) -> Gpu:
+    """The catalogue's card with other figures, or one that has all of them."""
+    where = f"cluster.cards.{name}"
+    if not isinstance(figures, dict):
+        raise ConfigError(f"{where} wants a table of figures; write [{where}] and below it dollars_per_hour = 2.0")
+    values = dict([_figure(where, key, value) for key, value in cast("dict[str, Any]", figures).items()])
+    if known is not None:
+        return known._replace(**values) if values else known
+    missing = [key for key, (field, _) in FIGURES.items() if field not in values]
+    if missing:
+        raise ConfigError(f"{where} is not in the catalogue and lacks {', '.join(missing)}; write all figures of it")
+    return Gpu(name, **values)
+
+
+def _figure(where: str, key: str, value: Any) -> tuple[str, float]:
+    if key not in FIGURES:
+        raise ConfigError(f"{where}.{key} is no figure of a card; there are {', '.join(FIGURES)}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < LARGEST:
+        raise ConfigError(f"{where}.{key} is {value!r}; write a number above 0")
+    field, unit = FIGURES[key]
+    return field, value * unit
 
 
 def _plain(name: str) -> str:

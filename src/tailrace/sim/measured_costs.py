@@ -36,6 +36,9 @@ class MeasuredCostModel(CostModel):
     def train(self, lengths: list[int]) -> float:
         return self.figures.train_mini_batch + self.figures.train_token * sum(lengths)
 
+    def train_at_best(self, lengths: list[int], times: float, mini_batches: int) -> float:
+        return mini_batches * self.figures.train_mini_batch + times * self.figures.train_token * sum(lengths)
+
     def push(self) -> float:
         return self.figures.publish
 

@@ -87,6 +87,7 @@ class SimTrainer(SimProcess):
         self.busy_s = 0.0
         self.stall_s = 0.0
         self.pushes = 0
+        self.decoded = 0  # tokens that engines decoded, of all that it has trained on
 
     def die(self, now: float) -> None:
         super().die(now)

@@ -16,8 +16,7 @@ import msgspec
 
 from tailrace.config.tree import Config, RelaySettings
 from tailrace.sim.chain import best_chunks, broadcast_s, chunk_count, farthest
-from tailrace.sim.cost_model import BANDWIDTH
-from tailrace.sim.gpus import find
+from tailrace.sim.gpus import trainer_card
 
 TRAINED_BYTES = 4.0  # of a weight in the trainer: float32
 
@@ -108,9 +107,10 @@ def _broadcast_s(weight_bytes: float, relays: int, links: LinkRates, relay: Rela
 def link_rates(config: Config) -> LinkRates:
     """The links of a config's cluster, from the trainer's cards on."""
     cluster = config.cluster
-    card = find(cluster.trainer_gpu or cluster.gpu)
+    card = trainer_card(cluster)
+    reached = card.memory_bytes_per_s * config.efficiency.bandwidth
     network, latency_s = cluster.network_gbytes_per_s * 1e9, cluster.hop_latency_us * 1e-6
-    return LinkRates(network, card.host_bytes_per_s, card.memory_bytes_per_s * BANDWIDTH, latency_s)
+    return LinkRates(network, card.host_bytes_per_s, reached, latency_s)
 
 
 def publish_of(config: Config, ranks: int, ranks_per_host: int, relays: int) -> PublishPlan:

@@ -15,8 +15,7 @@ from typing import Literal
 import msgspec
 
 from tailrace.config.tree import Config, Model
-from tailrace.sim.cost_model import BANDWIDTH, FORWARD, TRAINING
-from tailrace.sim.gpus import Gpu, find
+from tailrace.sim import gpus
 
 Sharding = Literal["full", "hybrid"]
 
@@ -148,7 +147,7 @@ def exchange(config: Config, ranks: int, ranks_per_host: int, sharding: Sharding
 
 def _collective_s(config: Config, size: float, ranks: float, hosts: float) -> float:
     """All-gather or reduce-scatter of `size` bytes: the slower of the two kinds of links."""
-    link = trainer_card(config).interconnect_bytes_per_s * BANDWIDTH
+    link = trainer_card(config).interconnect_bytes_per_s * config.efficiency.bandwidth
     return max(size * (1 - 1 / ranks) / link, size * (1 - 1 / hosts) / network(config))
 
 
@@ -156,11 +155,12 @@ def network(config: Config) -> float:
     return config.cluster.network_gbytes_per_s * 1e9
 
 
-def trainer_card(config: Config) -> Gpu:
-    return find(config.cluster.trainer_gpu or config.cluster.gpu)
+def trainer_card(config: Config) -> gpus.Gpu:
+    return gpus.trainer_card(config.cluster)
 
 
 def arithmetic_s(config: Config, tokens: float, recompute: bool) -> float:
     """Forward, backward and extra forward passes over so many tokens on one card, attention left out."""
-    passes = (4.0 if recompute else 3.0) / TRAINING + config.trainer.forward_passes / FORWARD
+    reached = config.efficiency
+    passes = (4.0 if recompute else 3.0) / reached.training + config.trainer.forward_passes / reached.forward
     return 2.0 * config.model.active * tokens * passes / trainer_card(config).flops

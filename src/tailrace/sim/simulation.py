@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from random import Random
 from typing import Any
 
+import msgspec
+
 from tailrace.config.tree import Config
 from tailrace.control.plane import ControlPlane
 from tailrace.errors import TailraceError
@@ -48,12 +50,13 @@ from tailrace.sim.measured_costs import cost_model_of
 from tailrace.sim.network import Network
 from tailrace.sim.processes import SimFleet, SimReplica
 from tailrace.sim.relay_tier import RelayTier
-from tailrace.sim.result import Meter, Result
+from tailrace.sim.result import Meter, Result, first_measured
 from tailrace.sim.rollouts import Rollouts
 from tailrace.sim.trainer import TrainerLoop
 from tailrace.types import Prompt
 
 STANDSTILL_S = 1e5  # no published step took more than an hour
+LONGEST = 3  # times the steps that are measured: what is not steady by then is measured as it is
 
 
 class StandstillError(RuntimeError):
@@ -76,9 +79,19 @@ def _garbage_left_alone() -> Iterator[None]:
             gc.enable()
 
 
+def _longer(config: Config) -> Config:
+    """The same run with as many steps as it may take until it is steady."""
+    steps = LONGEST * config.run.steps + first_measured(config)
+    return msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, steps=steps))
+
+
 class Simulation:
-    def __init__(self, config: Config, observer: Observer | None = None, timeline: bool = False) -> None:
+    def __init__(
+        self, config: Config, observer: Observer | None = None, timeline: bool = False, until_steady: bool = False
+    ) -> None:
+        """`until_steady`: go on until `run.steps` steps have been in the steady state, within limits."""
         self.config = config
+        self._until_steady = until_steady and not config.workload.lengths.drift_per_step
         self.stopped = ""
         self.failed = False
         costs, random = cost_model_of(config), Random(f"faults {config.run.seed}")
@@ -89,7 +102,13 @@ class Simulation:
         lifecycle = Lifecycle(config.faults, clock, costs, fleet, network, meter)
         observers = [meter.fold.see, *([observer] if observer else [])]
         self._controller = SimController(
-            config, clock, network, random, observers, lifecycle.reconnect_all, fleet.heard_at
+            _longer(config) if self._until_steady else config,
+            clock,
+            network,
+            random,
+            observers,
+            lifecycle.reconnect_all,
+            fleet.heard_at,
         )
         rollouts = Rollouts(config, clock, costs, fleet, network, meter, self._trained_steps)
         trainer = TrainerLoop(config, clock, costs, fleet, network, rollouts, meter)
@@ -153,8 +172,11 @@ class Simulation:
             self._cpu.settle()
             if self._trained_steps() > steps:
                 steps, since = self._trained_steps(), self.clock.now
+                self.meter.heard(steps)
                 if progress:
-                    progress(steps)
+                    progress(min(steps, self.config.run.steps))
+                if self._until_steady and self.meter.settled(steps):
+                    return
 
     def _drain(self) -> None:
         """Let the control plane handle what has happened, and do what it asks."""

@@ -30,7 +30,9 @@ Progress = Callable[[int, int, str], None]  # steps done, steps in all, what is 
 
 
 class SimulationOutcome(msgspec.Struct, frozen=True):
-    """What one simulation gave; the timeline is empty unless it was asked for."""
+    """What one simulation gave; the timeline is empty unless it was asked for.
+
+    One that is recorded has `run.steps` steps; the others go on until so many have been in the steady state."""
 
     result: Result | None  # None: the fleet was lost
     timeline: list[TimelineSpan]
@@ -43,7 +45,7 @@ def simulate(
     timeline: bool = False,
     progress: Callable[[int], None] | None = None,
 ) -> SimulationOutcome:
-    simulation = Simulation(config, observer, timeline)
+    simulation = Simulation(config, observer, timeline, until_steady=observer is None)
     try:
         result = simulation.run(progress)
     except FleetLostError as error:

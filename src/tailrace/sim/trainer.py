@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from tailrace.config.tree import Config
 from tailrace.protocol import Checkpointed, Train, Trained
 from tailrace.sim.clock import VirtualClock
-from tailrace.sim.cost_model import SWITCH_S, CostModel
+from tailrace.sim.cost_model import CostModel
 from tailrace.sim.network import Network
 from tailrace.sim.processes import SimFleet
 from tailrace.sim.result import Meter
@@ -48,9 +48,10 @@ class TrainerLoop:
         sequences = [self.rollouts.stored[id] for group in command.groups for id in group.trajectories]
         lengths = [one.prompt + one.tokens for one in sequences]
         self._tokens = sum(lengths)
+        trainer.decoded += sum([one.decoded for one in sequences])
         seconds = self.costs.train(lengths) * trainer.slowdown
         if self.config.colocated:
-            seconds += SWITCH_S if command.mini_batch == 0 else 0.0
+            seconds += self.costs.switch_s if command.mini_batch == 0 else 0.0
             self.rollouts.pause(seconds)
         trainer.training = command
         trainer.busy_s += seconds

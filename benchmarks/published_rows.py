@@ -1,0 +1,417 @@
+"""Published figures, and how each is described to the simulator: the rows of `published.py`.
+
+Every row is simulated with the presets of `examples/clusters/` and the one set of constants in `[efficiency]`. No row
+has a constant of its own. What a source leaves open is assumed once per workload, listed in `ASSUMED`, and the same for
+every schedule that is compared; what a source states of one system only (verl's async runs recompute no log-probs,
+systems without relays update by a collective) is listed there too. Speed-ups are ratios of trained tokens per second,
+or of tokens per second and GPU where a source compares clusters of different sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from statistics import mean
+from typing import Any, NamedTuple
+
+from tailrace.config import load, with_values
+from tailrace.config.tree import Config
+from tailrace.sim.cost_model import CostModel
+from tailrace.sim.result import Result
+
+ROOT = Path(__file__).parents[1]
+STEPS = 5  # that are measured, in the steady state
+COLLECTIVE = 8  # GB/s at which systems without relays update all replicas: verl moves 57 GB in 6 to 7 s
+FITTED = ("AReaL", "verl", "DORA", "NeMo RL v0.4")  # the sources that constants were fitted to (`published_fit.py`)
+
+SOURCES = """\
+- Laminar: arXiv 2510.12633. AReaL: arXiv 2505.24298. DORA: arXiv 2604.26256. LlamaRL: arXiv 2505.24034.
+- verl: docs/advance/fully_async.md of volcengine/verl (10/18/2025). verl one-step: docs/advance/one_step_off.md
+  (07/17/2025).
+- NeMo RL v0.4, v0.6: docs/about/performance-summary.md of NVIDIA-NeMo/RL, tables of DGX-H100 in BF16; recipes in
+  examples/configs/recipes/llm/performance; its rate of weights from pull request 1379.
+"""
+
+ASSUMED = """\
+- All baselines: weights reach the replicas by a collective of 8 GB/s that stops trainer and replicas, as verl
+  documents; only `trajectory` has a relay tier.
+- Laminar: GPU counts 7B 32-256, 32B 64-512, 72B 128-1,024; split 3:2 (7B), 5:3 (32B, 72B); tensor parallelism 1
+  / 4 / 8; prompts of 200 tokens; lengths log-normal with median 2,000 and p99 of ten times that, cut at 16K;
+  two extra forward passes; no staleness bound (16), two steps of work ahead.
+- AReaL: lengths with median 7,500 and mean 9,500 (mathematics; implied by published throughput), 11,000 and
+  13,000 (code); tensor parallelism 1 / 1 / 4 / 8 in rollout, 1 / 1 / 2 / 2 in training; one extra forward pass.
+- verl: lengths with median 750 and mean 1,300; one extra forward pass when colocated, none in async (as its
+  scripts say); 256 sequences in flight per replica of 4 GPUs (as its scripts say).
+- verl one-step: 512 x 16 samples with median 150 and mean 500, so that training takes as long as published when
+  colocated; two ways in rollout, four in training.
+- DORA: split 5:3 (implied by its times), tensor parallelism 4 and 8, median length 1,100 (the mean is
+  published), two extra forward passes; its partial rollout shares the GPUs with training (as published).
+- LlamaRL: 256 H100 (8B, 70B) and 1,024 H100 (405B), half of them train; 2,048 trajectories a step; answers of 400
+  tokens on average, cut at 2,048; the baseline generates with the model parallelism of training (8, 8 and 64), as
+  published, so it changes roles without an engine that starts and stops (0 s); its own generator has 1, 4 and, in
+  fp8, 8 ways; it begins one step ahead and continues long answers.
+- NeMo RL: prompts of 150 tokens; means as published, sigma 0.8, cut at the longest sequence; two extra forward
+  passes; weights at 36 GB/s (v0.4) and 85 GB/s (v0.6), which is 13 and 5.5 s for 235B, as published; batches, splits
+  and parallelism of its recipes, and engines with CUDA graphs (enforce_eager: False). What
+  may be one step old is described as one-step; what may be eight steps old begins eight steps ahead and is updated
+  in the middle of running answers (in_flight_weight_updates).
+"""
+
+MISSING = """\
+- Laminar over AReaL, and its maximum over verl: our `partial` refills at once and recomputes KV at full prefill
+  speed; the rest of what the paper's baseline pays at an update is not known to us. More work ahead would bring
+  the maximum, at a staleness that the paper does not show.
+- Laminar's strong scaling: a trainer's loss of efficiency with scale is modelled only as exchange of weights
+  and uneven ranks.
+- verl at 32 GPUs: its two runs are not one workload (the answers of the colocated run grew: 494 s a step over
+  the first 100 steps, 790 s in the table); over those 100 steps its own clock says 1.72.
+- AReaL's interruptible generation (+12 %, +17 %): the variant that drains before every update is not one of our
+  schedules.
+- Laminar's wait against NCCL (-37 %): compared with the collective of verl's documentation our wait is far
+  shorter.
+- LlamaRL: lengths are not published, and they decide how long a synchronous round is.
+- NeMo RL: pipeline bubbles of its trainer (4 and 8 stages), and padding of its generation at both ends.
+"""
+
+
+class Case(NamedTuple):
+    """One simulation: a preset, a schedule and the settings that the source states for this row."""
+
+    preset: str
+    schedule: str
+    settings: tuple[tuple[str, Any], ...] = ()
+
+    def with_setting(self, key: str, value: Any) -> Case:
+        return self._replace(settings=(*self.settings, (key, value)))
+
+    def config(self, constants: dict[str, float] | None = None) -> Config:
+        base = load([ROOT / "examples" / "clusters" / f"{self.preset}.toml"])
+        weights = {} if self.schedule == "trajectory" else {"cluster.collective_gbytes_per_s": COLLECTIVE}
+        values = {"schedule.kind": self.schedule, "run.steps": STEPS, **weights, **dict(self.settings)}
+        given = {} if base.efficiency.decoding == "typical" else {"layer_us"}  # how the source's engines decode
+        fitted = {f"efficiency.{key}": value for key, value in (constants or {}).items() if key not in given}
+        return with_values(base, values | fitted)
+
+
+class Row(NamedTuple):
+    source: str
+    figure: str
+    published: float
+    kind: str  # "speed-up", "absolute" or "other"
+    cases: tuple[Case, ...]
+    predict: Callable[..., float]
+
+    @property
+    def held_out(self) -> bool:
+        return self.source not in FITTED
+
+
+def case(preset: str, schedule: str, **settings: Any) -> Case:
+    return Case(preset, schedule, tuple((key.replace("__", "."), value) for key, value in settings.items()))
+
+
+def speed_up(fast: Result, slow: Result) -> float:
+    return fast.tokens_per_s / slow.tokens_per_s
+
+
+def per_gpu(fast: Result, slow: Result) -> float:
+    return speed_up(fast, slow) * slow.gpus / fast.gpus
+
+
+def step_s(result: Result) -> float:
+    return result.step_s
+
+
+def pair(source: str, figure: str, fast_s: float, slow_s: float, fast: Case, slow: Case) -> list[Row]:
+    """A published pair of seconds per step: their ratio, and both."""
+    return [
+        Row(source, figure, slow_s / fast_s, "speed-up", (fast, slow), speed_up),
+        Row(source, f"{figure}: s a step", fast_s, "absolute", (fast,), step_s),
+        Row(source, f"{figure}: s a step of the slower", slow_s, "absolute", (slow,), step_s),
+    ]
+
+
+# ---------------------------------------------------------------------------------------------------------- Laminar
+
+SCALES = {
+    "laminar_math_7b": (32, 64, 128, 256),
+    "laminar_math_32b": (64, 128, 256, 512),
+    "laminar_math_72b": (128, 256, 512, 1024),
+}
+POINTS = [(preset, gpus) for preset, scales in SCALES.items() for gpus in scales]
+
+
+def laminar(schedule: str) -> tuple[Case, ...]:
+    return tuple(case(preset, schedule, cluster__gpus=gpus) for preset, gpus in POINTS)
+
+
+def against(baseline: str, published: float, summary: Callable[[list[float]], float], text: str) -> Row:
+    half = len(POINTS)
+
+    def predict(*results: Result) -> float:
+        return summary([speed_up(fast, slow) for fast, slow in zip(results[:half], results[half:], strict=True)])
+
+    return Row("Laminar", text, published, "speed-up", laminar("trajectory") + laminar(baseline), predict)
+
+
+def scaling(preset: str) -> tuple[Case, Case]:
+    scales = SCALES[preset]
+    return (case(preset, "trajectory", cluster__gpus=scales[0]), case(preset, "trajectory", cluster__gpus=scales[-1]))
+
+
+def efficiency(*results: Result) -> float:
+    pairs = zip(results[::2], results[1::2], strict=True)
+    return mean(speed_up(large, small) / (large.gpus / small.gpus) for small, large in pairs)
+
+
+REPACK_PAIR = (  # 64 replicas of one GPU
+    case("laminar_math_7b", "trajectory"),
+    case("laminar_math_7b", "trajectory", repack__enabled=False),
+)
+
+
+def generation_gain(on: Result, off: Result) -> float:
+    return on.decoded_tokens_per_s / off.decoded_tokens_per_s
+
+
+def kv_gain(on: Result, off: Result) -> float:
+    return on.kv_usage / off.kv_usage
+
+
+def costs_of(preset: str, **settings: Any) -> CostModel:
+    return CostModel(case(preset, "trajectory", **settings).config())
+
+
+def laminar_rows() -> list[Row]:
+    return [
+        against("sync", 2.56, mean, "over verl, mean of 12 points"),
+        against("one_step", 1.98, mean, "over one-step, mean"),
+        against("stream", 1.93, mean, "over stream generation, mean"),
+        against("partial", 1.39, mean, "over AReaL, mean"),
+        against("sync", 5.48, max, "over verl, maximum"),
+        Row("Laminar", "repack: generation throughput", 1.26, "speed-up", REPACK_PAIR, generation_gain),
+        Row(
+            "Laminar",
+            "repack: KV use, on over off",
+            1.148,
+            "other",
+            REPACK_PAIR,
+            kv_gain,
+        ),
+        Row("Laminar", "strong scaling, mean", 0.537, "other", sum((scaling(p) for p in SCALES), ()), efficiency),
+        Row("Laminar", "strong scaling, 32B", 0.682, "other", scaling("laminar_math_32b"), efficiency),
+        Row("Laminar", "actor stall, 32B, s", 0.64, "absolute", (), lambda: costs_of("laminar_math_32b").push()),
+        Row("Laminar", "actor stall, 72B, s", 1.40, "absolute", (), lambda: costs_of("laminar_math_72b").push()),
+        Row(
+            "Laminar",
+            "broadcast, 72B, 127 relays, s (below)",
+            1.6,
+            "absolute",
+            (),
+            lambda: costs_of("laminar_math_72b").broadcast(128),
+        ),
+    ]
+
+
+# ------------------------------------------------------------------------------------------------------------ AReaL
+
+
+def areal(schedule: str, model: str, gpus: int, ways: int, trainer_ways: int, code: bool) -> Case:
+    settings: dict[str, Any] = {
+        "model__preset": f"r1-distill-qwen-{model}",
+        "cluster__gpus": gpus,
+        "split__tensor_parallel": ways,
+        "split__trainer_parallel": trainer_ways,
+    }
+    if code:
+        settings |= {
+            "split__trainer_tensor_parallel": 2,
+            "workload__lengths__median": 11000,
+            "workload__lengths__mean": 13000,
+            "schedule__steps_ahead": 4,
+        }
+    return case("areal_1_5b", schedule, **settings)
+
+
+AREAL = [  # model, GPUs, rollout ways, trainer ways, code, steps, hours of verl / sync-AReaL / AReaL
+    ("1.5b", 128, 1, 2, False, 250, 33.6, 41.0, 14.8),
+    ("7b", 192, 1, 4, False, 250, 52.1, 57.7, 25.4),
+    ("14b", 256, 4, 8, True, 80, 44.4, 48.8, 21.9),
+    ("32b", 384, 8, 16, True, 60, 46.4, 51.1, 31.1),
+]
+
+
+def areal_rows() -> list[Row]:
+    rows: list[Row] = []
+    for model, gpus, ways, trainer_ways, code, steps, verl_h, sync_h, async_h in AREAL:
+        fast = areal("partial", model, gpus, ways, trainer_ways, code)
+        slow = areal("sync", model, gpus, ways, trainer_ways, code)
+        rows += [
+            Row("AReaL", f"{model} over verl", verl_h / async_h, "speed-up", (fast, slow), speed_up),
+            Row("AReaL", f"{model} over its synchronous form", sync_h / async_h, "speed-up", (fast, slow), speed_up),
+            Row("AReaL", f"{model}, hours", async_h, "absolute", (fast,), lambda r, n=steps: r.step_s * n / 3600),
+            Row("AReaL", f"{model} verl, hours", verl_h, "absolute", (slow,), lambda r, n=steps: r.step_s * n / 3600),
+        ]
+    return rows
+
+
+# ------------------------------------------------------------------------------------------------------------- verl
+
+
+def verl_async(gpus: int, ahead: float = 0.5) -> Case:
+    kind = "partial" if ahead else "stream"
+    inflight = gpus // 2 // 4 * 256
+    return case(
+        "verl_7b_h20",
+        kind,
+        cluster__gpus=gpus,
+        schedule__steps_ahead=ahead,
+        schedule__max_inflight=inflight,
+        trainer__forward_passes=0,
+    )
+
+
+def verl_rows() -> list[Row]:
+    rows: list[Row] = []
+    for gpus, sync_s, async_s in ((32, 790, 295), (64, 365, 189), (128, 356, 151)):
+        slow = case("verl_7b_h20", "sync", cluster__gpus=gpus)
+        rows += pair("verl", f"fully async over colocated, {gpus} GPUs", async_s, sync_s, verl_async(gpus), slow)
+    slow = case("verl_7b_h20", "sync", cluster__gpus=128)
+    for ahead, seconds in ((0.0, 231), (0.1, 171), (0.3, 146)):
+        cases = (verl_async(128, ahead), slow)
+        rows.append(Row("verl", f"staleness {ahead:g}, 128 GPUs", 356 / seconds, "speed-up", cases, speed_up))
+    return rows
+
+
+def one_step_case(schedule: str, longest: int) -> Case:
+    return case(
+        "verl_7b_h20",
+        schedule,
+        cluster__gpus=16,
+        split__trainer_gpus=12,
+        split__tensor_parallel=2,
+        workload__max_completion_tokens=longest,
+        workload__lengths__median=150,
+        workload__lengths__mean=500,
+        schedule__max_inflight=0,
+        schedule__steps_ahead="unset",
+    )
+
+
+def one_step_rows() -> list[Row]:
+    return [
+        Row(
+            "verl one-step",
+            f"over colocated, {name}",
+            slow_s / fast_s,
+            "speed-up",
+            (one_step_case("one_step", longest), one_step_case("sync", longest)),
+            speed_up,
+        )
+        for name, longest, slow_s, fast_s in (("FSDP2", 20480, 749, 520), ("Megatron", 8192, 699, 566))
+    ]
+
+
+# ------------------------------------------------------------------------------------------------- DORA and LlamaRL
+
+
+def dora_rows() -> list[Row]:
+    ours, sync, one = (case("dora_32b", kind) for kind in ("trajectory", "sync", "one_step"))
+    shared = case("dora_32b", "partial", split__colocated=True)
+    return [
+        Row("DORA", "over sync", 1.65, "speed-up", (ours, sync), speed_up),
+        Row("DORA", "over partial rollout", 1.17, "speed-up", (ours, shared), speed_up),
+        Row("DORA", "over one-step", 1.65, "speed-up", (ours, one), speed_up),
+        Row("DORA", "tokens/s", 23327, "absolute", (ours,), lambda r: r.tokens_per_s),
+    ]
+
+
+LLAMA = {  # model: GPUs, ways of the baseline, ways of its own generator, bytes per weight in there
+    "8b": (256, 8, 1, 2),
+    "70b": (256, 8, 4, 2),
+    "405b": (1024, 64, 8, 1),
+}
+
+
+def llama(model: str, schedule: str) -> Case:
+    gpus, baseline_ways, ways, weight_bytes = LLAMA[model]
+    own: dict[str, Any] = {"split__tensor_parallel": baseline_ways, "efficiency__switch_s": 0}
+    if schedule != "sync":
+        own = {"split__tensor_parallel": ways, "model__rollout_bytes_per_weight": weight_bytes}
+        own["cluster__collective_gbytes_per_s"] = 120  # as published: 70B in 1.15 s
+    settings = {"model__preset": f"llama-3.1-{model}", "cluster__gpus": gpus, "split__trainer_parallel": baseline_ways}
+    return case("llamarl_8b", schedule, **settings, **own)
+
+
+def llama_rows() -> list[Row]:
+    published = (("8b", 22.45, 8.90), ("405b", 635.8, 59.5))
+    rows = [
+        row
+        for model, slow, fast in published
+        for row in pair("LlamaRL", model.upper(), fast, slow, llama(model, "partial"), llama(model, "sync"))
+    ]
+    cases = (llama("70b", "partial"), llama("70b", "sync"))
+    return [*rows, Row("LlamaRL", "70B", 3.98, "speed-up", cases, speed_up)]
+
+
+# ---------------------------------------------------------------------------------------------------------- NeMo RL
+
+
+def nemo(schedule: str, model: str, gpus: int, tokens: int, ways: int, trainer_ways: int, **more: Any) -> Case:
+    """`tokens`: the published mean of whole sequences."""
+    settings = {
+        "model__preset": model,
+        "cluster__gpus": gpus,
+        "workload__lengths__mean": tokens - 150,
+        "split__tensor_parallel": ways,
+        "split__trainer_parallel": trainer_ways,
+        **more,
+    }
+    return case("nemo_30b_a3b", schedule, **settings)
+
+
+A3B, DENSE, LLAMA_8B, A22B = "qwen3-30b-a3b", "qwen3-32b", "llama-3.1-8b", "qwen3-235b-a22b"
+TWO_TENSOR, FOUR_TENSOR = {"split__trainer_tensor_parallel": 2}, {"split__trainer_tensor_parallel": 4}
+LARGE = {"workload__prompts_per_step": 16, "workload__max_completion_tokens": 8042, "trainer__mini_batches": 1}
+LARGE_SYNC, LARGE_ASYNC = LARGE | TWO_TENSOR, LARGE | FOUR_TENSOR
+EIGHT_OFF = {"schedule__steps_ahead": 8, "schedule__max_inflight": 9 * 2048, "split__trainer_gpus": 128}
+
+NEMO_V4 = [  # name, asynchronous case, synchronous case, tokens/s/GPU of both, seconds of both
+    ("Llama 8B", nemo("one_step", LLAMA_8B, 16, 1129, 1, 2), nemo("sync", LLAMA_8B, 16, 1060, 1, 2),
+     (2161, 1562), (74.6, 97.7)),
+    ("30B-A3B", nemo("one_step", A3B, 32, 3158, 2, 2), nemo("sync", A3B, 32, 3154, 4, 2, **TWO_TENSOR),
+     (864, 925), (244, 225)),
+    ("32B", nemo("one_step", DENSE, 64, 3207, 4, 16, **FOUR_TENSOR),
+     nemo("sync", DENSE, 32, 3206, 4, 16, **FOUR_TENSOR),
+     (494, 540), (215, 393)),
+    ("235B-A22B", nemo("one_step", A22B, 256, 5691, 8, 32, **LARGE_ASYNC),
+     nemo("sync", A22B, 128, 5671, 16, 32, **LARGE_SYNC),
+     (52.2, 45.7), (241, 506)),
+]  # fmt: skip
+NEMO_V6 = [
+    ("30B-A3B", nemo("one_step", A3B, 32, 3201, 2, 2), nemo("sync", A3B, 32, 3203, 2, 1), (1414, 1102), (152, 192)),
+    ("30B-A3B, 8 off", nemo("partial", A3B, 192, 3206, 2, 1, **EIGHT_OFF), nemo("sync", A3B, 32, 3203, 2, 1),
+     (1025, 1102), (34.5, 192)),
+    ("235B-A22B", nemo("one_step", A22B, 256, 5721, 8, 32, **LARGE_ASYNC),
+     nemo("sync", A22B, 128, 5698, 16, 32, **LARGE_SYNC),
+     (58.7, 58.9), (231, 395)),
+    ("235B-A22B, same GPUs", nemo("one_step", A22B, 256, 5721, 8, 32, **LARGE_ASYNC),
+     nemo("sync", A22B, 256, 5713, 16, 32, **LARGE_SYNC), (58.7, 37.4), (231, 312)),
+]  # fmt: skip
+
+
+def nemo_rows() -> list[Row]:
+    rows: list[Row] = []
+    for source, table, refit in (("NeMo RL v0.4", NEMO_V4, 36), ("NeMo RL v0.6", NEMO_V6, 85)):
+        for name, ahead, slow, rates, seconds in table:
+            fast = ahead.with_setting("cluster.collective_gbytes_per_s", refit)
+            rows += [
+                Row(source, f"{name}, per GPU", rates[0] / rates[1], "speed-up", (fast, slow), per_gpu),
+                Row(source, f"{name}, s a step", seconds[0], "absolute", (fast,), step_s),
+                Row(source, f"{name} on policy, s a step", seconds[1], "absolute", (slow,), step_s),
+            ]
+    return list({(row.source, row.figure, row.cases): row for row in rows}.values())
+
+
+def rows() -> list[Row]:
+    return laminar_rows() + areal_rows() + verl_rows() + one_step_rows() + dora_rows() + llama_rows() + nemo_rows()

@@ -1,0 +1,117 @@
+"""What no schedule can beat: an upper bound on the trained tokens per second of one config, and which limit sets it.
+
+Four limits, each as the seconds that a step takes at least:
+
+- trainer: its arithmetic and its exchanges, with no rank waiting for another, and the stalls of its publications;
+- rollout: the decode roofline of the fleet, every replica with the largest batch that KV, engine and admission allow;
+- admission: Little's law. So many groups may be under way (`schedule.steps_ahead`), and none takes less time than its
+  longest sample does alone on a replica;
+- longest sample: of schedules in rounds, which end with the longest sample of a step.
+
+Where training and generation take turns (shared GPUs, or a barrier without anything ahead), their times add up. All of
+it is from the cost model, pure, without a simulation. What is left out (pulls, moves, KV that is computed again,
+uneven ranks, faults) only makes a run slower, so the bound holds.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+import numpy as np
+
+from tailrace.config.tree import Config
+from tailrace.control.sampling import admission_limit
+from tailrace.control.schedules import Traits, traits
+from tailrace.sim.cost_model import CostModel
+from tailrace.sim.measured_costs import cost_model_of
+from tailrace.sim.sizes import Sizes, sizes_of
+
+Limit = Literal["trainer", "rollout", "admission", "longest sample"]
+GROUPS_DRAWN = 2048
+
+
+class Bound(msgspec.Struct, frozen=True, kw_only=True):
+    """The least seconds of a step by each limit (0: it does not apply), and the throughput that follows."""
+
+    trainer_s: float
+    rollout_s: float
+    admission_s: float
+    longest_sample_s: float
+    step_s: float
+    tokens_per_s: float
+    limit: Limit
+
+
+def bound(config: Config) -> Bound:
+    """The bound of this config, its schedule's barrier included."""
+    costs, kind = cost_model_of(config), traits(config)
+    sizes = sizes_of(config.workload, config.run.seed, GROUPS_DRAWN, beyond_a_step=True)
+    trainer = _trainer_s(config, costs, sizes)
+    seconds: dict[Limit, float] = {
+        "trainer": trainer,
+        "rollout": _rollout_s(config, costs, sizes, kind),
+        "admission": 0.0 if kind.rounds else _admission_s(config, costs, sizes, trainer),
+        "longest sample": _longest_s(config, costs, sizes) if kind.rounds else 0.0,
+    }
+    step = _step_s(config, kind, seconds, costs.switch_s if config.colocated else 0.0)
+    tokens = float(np.mean(sizes.sequences)) * config.workload.trajectories_per_step
+    return Bound(
+        trainer_s=seconds["trainer"],
+        rollout_s=seconds["rollout"],
+        admission_s=seconds["admission"],
+        longest_sample_s=seconds["longest sample"],
+        step_s=step,
+        tokens_per_s=tokens / step,
+        limit=max(seconds, key=lambda name: seconds[name]),
+    )
+
+
+def _step_s(config: Config, kind: Traits, seconds: dict[Limit, float], switch_s: float) -> float:
+    """Side by side, or as far as the schedule says one after the other."""
+    generation = max(seconds["rollout"], seconds["longest sample"])
+    if config.colocated:
+        return max(seconds["trainer"] + generation + switch_s, seconds["admission"])
+    after = 0.0
+    if kind.rounds and not kind.behind:  # nothing of the next round is begun before this one is trained
+        after = seconds["trainer"] / (config.trainer.mini_batches if kind.streams else 1)
+    return max(*seconds.values(), generation + after)
+
+
+def _trainer_s(config: Config, costs: CostModel, sizes: Sizes) -> float:
+    """Of a step whose mini-batches are all alike."""
+    per_step = config.workload.trajectories_per_step / len(sizes.sequences)
+    trained = costs.train_at_best(sizes.sequences, per_step, config.trainer.mini_batches)
+    return trained + costs.push() / config.schedule.publish_every
+
+
+def _rollout_s(config: Config, costs: CostModel, sizes: Sizes, kind: Traits) -> float:
+    """A step's tokens, at the batch at which a replica decodes most of them per second."""
+    steps = kind.behind + 1.0 if kind.rounds else admission_limit(config) / config.workload.prompts_per_step
+    samples, replicas = config.workload.trajectories_per_step, max(1, config.replicas)
+    batch = min(costs.kv_capacity / sizes.kv, config.rollout.max_running, steps * samples / replicas)
+    batch = max(1.0, batch)
+    step = costs.decode_base(max(1, int(batch))) + costs.decode_per_kv_token * batch * sizes.kv
+    per_sample = float(sizes.completions.mean()) * step / batch + costs.prefill(sizes.prefill, 0)
+    return per_sample * samples / replicas
+
+
+def _admission_s(config: Config, costs: CostModel, sizes: Sizes, trainer_s: float) -> float:
+    latency = float(np.mean(_alone_s(config, costs, sizes.longest))) + trainer_s / config.trainer.mini_batches
+    return latency * config.workload.prompts_per_step / admission_limit(config)
+
+
+def _longest_s(config: Config, costs: CostModel, sizes: Sizes) -> float:
+    """The longest sample of a step alone on a replica that has just got its weights."""
+    groups = min(config.workload.prompts_per_step, len(sizes.longest))
+    rounds = sizes.longest[: len(sizes.longest) // groups * groups].reshape(-1, groups)
+    return float(np.mean(_alone_s(config, costs, rounds.max(axis=1)))) + costs.pull(remote=False)
+
+
+def _alone_s(config: Config, costs: CostModel, tokens: np.ndarray) -> np.ndarray:
+    """Seconds of samples that have a replica for themselves, with their calls and their judging."""
+    workload = config.workload
+    waits = (workload.turns.mean - 1) * workload.turns.latency_s + workload.reward_s
+    prompt = workload.prompt_tokens
+    reading = costs.decode_per_kv_token * (prompt + tokens / 2)
+    return waits + costs.prefill(prompt, 0) + tokens * (costs.decode_base(1) + reading)

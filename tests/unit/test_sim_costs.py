@@ -1,0 +1,87 @@
+"""The cost model: what experts, fp8, hosts and exchanges cost, and figures of cards that a file overrides."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tailrace.config import Config, ConfigError, load, with_values
+from tailrace.sim.cost_model import LAYER_S, CostModel
+
+
+def cluster(preset: str = "qwen2.5-7b", **values: Any) -> Config:
+    base = load([], f"--model.preset {preset} --cluster.gpu H100 --cluster.gpus 128 --split.trainer_gpus 64".split())
+    return with_values(base, {key.replace("__", "."): value for key, value in values.items()})
+
+
+def test_a_small_batch_reads_few_experts_and_a_large_one_all() -> None:
+    loads = CostModel(cluster("qwen3-30b-a3b", split__tensor_parallel=2)).loads
+    shares = [loads.read_share(tokens) for tokens in (1, 8, 64, 512)]
+    assert shares == sorted(shares)
+    assert shares[0] == pytest.approx(3.353 / 30.53, rel=0.01)
+    assert shares[-1] > 0.99
+
+
+def test_tiles_of_experts_fill_with_the_batch() -> None:
+    loads = CostModel(cluster("qwen3-30b-a3b", split__tensor_parallel=2)).loads
+    assert loads.padding(1) > loads.padding(256) > loads.padding(4096) == 1.0
+    assert CostModel(cluster()).loads.padding(1) == 1.0
+
+
+def test_a_layer_with_experts_has_a_longer_floor_and_graphs_a_shorter_one() -> None:
+    eager, graph = (CostModel(cluster(efficiency__decoding=mode)).decode_fixed for mode in ("eager", "graph"))
+    assert eager / graph == pytest.approx(LAYER_S["eager"] / LAYER_S["graph"])
+    mixture = CostModel(cluster("qwen3-30b-a3b")).decode_fixed
+    assert mixture == pytest.approx(48 * LAYER_S["typical"] * 1.5)
+
+
+def test_fp8_generation_halves_what_is_read_and_leaves_more_room() -> None:
+    bf16, fp8 = (CostModel(cluster(model__rollout_bytes_per_weight=size)) for size in (2, 1))
+    assert fp8.decode_weights == bf16.decode_weights / 2
+    assert fp8.kv_capacity > bf16.kv_capacity
+    assert fp8.push() == bf16.push()
+
+
+def test_ways_beyond_a_host_divide_layers() -> None:
+    one, two = (CostModel(cluster("llama-3.1-405b", cluster__gpus=1024, split__trainer_gpus=512,
+                                  split__tensor_parallel=ways)) for ways in (16, 32))  # fmt: skip
+    assert two.decode_weights == one.decode_weights
+    assert two.decode_per_kv_token == pytest.approx(one.decode_per_kv_token / 2)
+
+
+def test_the_exchange_is_hidden_behind_arithmetic_until_it_is_longer() -> None:
+    lengths = [4096] * 1024
+    fast, slower, slowest = (
+        CostModel(cluster(cluster__gpu_network_gbytes_per_s=rate)).train(lengths) for rate in (400, 200, 0.1)
+    )
+    assert slower == pytest.approx(fast, rel=0.02)
+    assert slowest > 10 * fast
+    relays = CostModel(cluster(cluster__network_gbytes_per_s=1)).train(lengths)
+    assert relays == fast  # what relays send is another matter
+
+
+def test_a_trainer_at_best_is_never_slower_than_one_with_uneven_ranks() -> None:
+    costs, lengths = CostModel(cluster()), [100] * 500 + [30_000]
+    assert costs.train_at_best(lengths, 1.0, 1) < costs.train(lengths)
+
+
+def test_a_file_overrides_figures_and_prices_of_cards() -> None:
+    cheap = cluster(**{"cluster.cards.H100.dollars_per_hour": 1.0})
+    assert CostModel(cheap).dollars_per_hour == 128
+    assert CostModel(cheap).gpu.memory_bytes == 80e9
+    with pytest.raises(ConfigError, match="lacks memory_gbytes_per_s, tflops"):
+        CostModel(cluster(**{"cluster.gpu": "X1", "cluster.cards.X1.memory_gbytes": 100}))
+    with pytest.raises(ConfigError, match="no figure of a card"):
+        CostModel(cluster(**{"cluster.cards.H100.price": 1}))
+
+
+def test_a_setting_may_differ_per_schedule() -> None:
+    settings = {"trainer.forward_passes": 2, "per_schedule.partial.trainer.forward_passes": 0}
+    config = cluster(**settings, schedule__kind="partial")
+    assert config.trainer.forward_passes == 0
+    assert with_values(config, {"schedule.kind": "sync"}).trainer.forward_passes == 2
+    with pytest.raises(ConfigError, match="cannot differ between schedules"):
+        cluster(**{"per_schedule.sync.schedule.kind": "partial"})
+    with pytest.raises(ConfigError, match="forward_passes is 'x'"):
+        cluster(**{"per_schedule.sync.trainer.forward_passes": "x"})
