@@ -32,6 +32,7 @@ from tailrace.launch.placers.keys import make_keys
 from tailrace.launch.placers.ray_agent import CARDS, THREADS
 from tailrace.launch.placers.ray_messages import Failed, Found, FromPlacer, Go, Order, Said, line, read_from_placer
 from tailrace.launch.secret import VARIABLE
+from tailrace.logs import queue_output
 
 log = logging.getLogger(__name__)
 
@@ -170,6 +171,7 @@ class RayLaunch:
 
 def launch_ray(fleet: FleetRequest, address: str) -> int:
     """The exit code of the run."""
+    queue_output()
     config = fleet.config  # mistakes are told before anything is started
     _refuse_without_ray()
     del config
