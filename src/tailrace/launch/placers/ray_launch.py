@@ -141,7 +141,7 @@ class RayLaunch:
         """`tailrace train`. It hears our signals once, from us, and is asked to stop when we are gone."""
         environment = {**os.environ, VARIABLE: self._keys.secret, CARDS: cards}
         environment.pop(KEY, None)
-        words = bound(tailrace(train_words(self._fleet, listen, port)), signal.SIGTERM)
+        words = bound(tailrace(train_words(self._fleet, listen, port, self._fleet.of_controller())), signal.SIGTERM)
         child = subprocess.Popen(words, env=environment, start_new_session=True)
         before = {number: signal.signal(number, _passing_on(child)) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
