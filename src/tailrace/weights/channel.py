@@ -179,14 +179,17 @@ class Channel:
         """Until something has come, do this again and again."""
         with self._waiting("receive from", what):
             until = time.monotonic() + (self._socket.gettimeout() or 0.0)
-            while not self._has_data(pause_s):
+            arriving = select.poll()  # not `select`: a relay may have more descriptors than that takes
+            arriving.register(self._socket, select.POLLIN)
+            while not (self._is_buffered() or arriving.poll(0)):
                 meanwhile()
-                if self.aborted or time.monotonic() > until:
+                if time.monotonic() > until:
                     raise TimeoutError
+                time.sleep(pause_s)
 
-    def _has_data(self, timeout_s: float) -> bool:
-        pending = isinstance(self._socket, ssl.SSLSocket) and self._socket.pending()
-        return bool(pending or select.select([self._socket], [], [], timeout_s)[0])
+    def _is_buffered(self) -> bool:
+        """TLS has decrypted more than was asked for."""
+        return isinstance(self._socket, ssl.SSLSocket) and self._socket.pending() > 0
 
     def _tag(self, side: bytes, count: int, body: bytes | bytearray) -> bytes:
         return hmac.digest(self._key, side + count.to_bytes(8, "big") + body, "sha256")

@@ -143,8 +143,7 @@ def offer(
     if isinstance(answer, AcceptVersion):
         way = lender.sending(channel) if lender and answer.nixl else nullcontext(OverSocket(channel, chunk))
         with way as sender:
-            send_chunks(channel, source, answer.start, sender)
-        _send_end(channel, source)
+            send(channel, source, answer.start, sender=sender)
         answer = confirmation(channel, source.version)
     return _result(channel, source.version, answer)
 
@@ -183,28 +182,26 @@ def confirmation(channel: Channel, version: Version) -> AnyMessage:
     return answer
 
 
-def send(channel: Channel, source: VersionSource, start: int = 0, chunk: int = CHUNK) -> None:
-    """All of it, over the socket."""
-    send_chunks(channel, source, start, OverSocket(channel, chunk))
-    _send_end(channel, source)
-
-
-def send_chunks(channel: Channel, source: VersionSource, start: int, sender: ChunkSender) -> None:
-    """Every chunk as soon as it is there."""
+def send(
+    channel: Channel, source: VersionSource, start: int = 0, chunk: int = CHUNK, sender: ChunkSender | None = None
+) -> None:
+    """Send every chunk as soon as it is there; over the socket unless there is a `sender`."""
+    way = sender or OverSocket(channel, chunk)
     size = source.part.size
     if not _is_boundary(start, size):
         raise ChannelError(f"{channel.peer} wants {_rest(source.version, start, size)}: no piece begins there")
     position = start
     while position < size:
-        data = source.ready(position, KEEPALIVE_S)[: sender.chunk]
+        data = source.ready(position, KEEPALIVE_S)[: way.chunk]
         if not data:
             channel.send(KeepAlive())
             continue
         end = position + len(data)
         header = ChunkHeader(position, len(data), source.checksums(position, end))
-        sender.send(header, data, _rest(source.version, position, size))
+        way.send(header, data, _rest(source.version, position, size))
         channel.weight_bytes_sent += len(data)
         position = end
+    _send_end(channel, source)
 
 
 def _send_end(channel: Channel, source: VersionSource) -> None:
