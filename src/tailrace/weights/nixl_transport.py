@@ -285,11 +285,13 @@ class ChunkReader(OverSocket):
         try:
             yield
         except Exception as error:  # the border of somebody else's code
-            self._way.failed(self._sender, error)
+            if not self._channel.aborted:  # which is no fault of NIXL
+                self._way.failed(self._sender, error)
             raise ChannelError(f"could not read from {self._channel.peer} by NIXL: {error}") from None
 
     def note_rate(self) -> None:
-        """The first chunk does not count: that is when connections are made."""
+        """The first chunk does not count: that is when connections are made. Nor does the time between chunks, in which
+        a version that is just arriving is waited for."""
         counted = self._times[1:]
         seconds, size, by_nixl = sum(each[0] for each in counted), sum(each[1] for each in counted), counted[-1:]
         if size >= WORTH // 2 and seconds:
