@@ -6,7 +6,8 @@
 
 Five emulated replicas of examples/heavy_tail.toml, which take time and no processor. Locally they are all children of
 the controller; on Ray one is, and two raylets of a cluster on this machine have an agent with two each. Both kinds of
-run alternate; what counts is from the moment when all five replicas have finished a sample to the last step. Writes
+run alternate; what counts is from the moment when all five replicas have finished a sample to the last step. For the
+latency, the nodes of the local run are two `tailrace worker` that were started by hand. Writes
 benchmarks/results/cluster.json.
 """
 
@@ -22,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any, NamedTuple
@@ -35,7 +36,9 @@ sys.path[:0] = [str(ROOT / "tests" / "cluster")]
 
 from ray_nodes import Nodes, ray_nodes  # noqa: E402
 
+from tailrace.launch.placers.fleet import free_port  # noqa: E402
 from tailrace.protocol import Finished, HostJoined, HostLeft, LoadWeights, Trained, WeightsLoaded  # noqa: E402
+from tailrace.store.errors import JournalError  # noqa: E402
 from tailrace.store.journal import Journal  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "cluster.json"
@@ -43,6 +46,7 @@ HEAVY = ROOT / "examples" / "heavy_tail.toml"
 REPLICAS = 5
 ENDLESS = 100_000  # steps
 DEADLINE_S = 300.0
+PULLS = 100  # of which the percentiles are taken
 
 
 class Measured(NamedTuple):
@@ -101,8 +105,8 @@ def everybody_at_work(run: Path) -> float:
     for entry in Journal(run).entries():
         if isinstance(entry.event, Finished):
             first.setdefault(entry.event.replica, entry.now)
-    assert len(first) == REPLICAS, f"{len(first)} replicas of {REPLICAS} have finished samples"
-    return max(first.values())
+    assert len(first) >= REPLICAS, f"{len(first)} replicas of {REPLICAS} have finished samples"
+    return sorted(first.values())[REPLICAS - 1]
 
 
 def pull_times(run: Path, begin: float) -> list[float]:
@@ -149,20 +153,58 @@ def throughput(rounds: int, steps: int) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------------------ latency
 
 
-class Endless:
-    """A run on Ray that goes on until it is ended, watched through its journal."""
+class ByHand:
+    """Nodes without a cluster manager: each is a `tailrace worker` that somebody has started on this machine."""
 
-    def __init__(self, nodes: Nodes, folder: Path) -> None:
+    def __init__(self, count: int) -> None:
+        self._port, self._count, self._folder = free_port("127.0.0.1"), count, Path()
+        self.others: list[subprocess.Popen[bytes]] = []
+
+    def command(self, folder: Path, steps: int) -> list[str]:
+        self._folder = folder
+        for _ in range(self._count):
+            self.add()
+        listen = ["--local.listen", "127.0.0.1", "--local.port", str(self._port), "--local.replicas", "1"]
+        return [*command(folder, None, steps), *listen]
+
+    def add(self) -> None:
+        where = ["--join", f"127.0.0.1:{self._port}", "--key", str(self._folder / "r" / "join.key")]
+        words = [sys.executable, "-m", "tailrace", "worker", *where, "--replicas", "2", "--wait", "120"]
+        self.others.append(subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
+
+    def kill(self, node: subprocess.Popen[bytes]) -> None:
+        self.others.remove(node)
+        node.kill()
+        node.wait()
+
+    def close(self) -> None:
+        for node in self.others:
+            node.terminate()
+            node.wait(DEADLINE_S)
+
+
+class Endless:
+    """A run that goes on until it is ended, watched through its journal."""
+
+    def __init__(self, words: list[str], folder: Path) -> None:
         self.run = folder / "r"
         self._said = folder / "said"
+        self._events: list[Any] = []
+        self._read = 0
         with self._said.open("wb") as said:
-            words = command(folder, nodes, ENDLESS)
             self._child = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=said)
 
     def events(self, kind: type) -> list[Any]:
-        if not (self.run / "run.db").exists():
-            return []
-        return [entry.event for entry in Journal(self.run).entries() if isinstance(entry.event, kind)]
+        if (self.run / "run.db").exists():
+            with suppress(JournalError):  # while it is made
+                for entry in Journal(self.run).entries(self._read):
+                    self._read += 1
+                    self._events.append(entry.event)
+        return [event for event in self._events if isinstance(event, kind)]
+
+    def working(self) -> set[int]:
+        """Replicas that have finished a sample."""
+        return {event.replica for event in self.events(Finished)}
 
     def count(self, words: str) -> int:
         return self._said.read_text().count(words)
@@ -183,34 +225,49 @@ def until(condition: Callable[[], object]) -> float:
     return time.monotonic() - began
 
 
-def one_life() -> dict[str, float]:
-    with ray_nodes(2) as nodes, tempfile.TemporaryDirectory() as folder:
-        run = Endless(nodes, Path(folder))
-        found = {"launch to both nodes joined": until(lambda: len(run.events(HostJoined)) == 2)}
-        until(lambda: len({event.replica for event in run.events(Finished)}) == REPLICAS)
-        nodes.kill(nodes.others[0])
-        found["node killed to the controller's loss of it"] = until(lambda: run.events(HostLeft))
-        found["and to Ray's"] = found["node killed to the controller's loss of it"] + until(
-            lambda: run.count("is lost; the run goes on without it")
+def lives(nodes: Nodes | ByHand, run: Endless) -> dict[str, float]:
+    """Two nodes join, one of them is lost, another one comes."""
+    found = {"start to both nodes joined": until(lambda: len(run.events(HostJoined)) == 2)}
+    until(lambda: len(run.working()) == REPLICAS)
+    nodes.kill(nodes.others[0])
+    found["node killed to the controller's loss of it"] = lost = until(lambda: run.events(HostLeft))
+    if isinstance(nodes, Nodes):
+        found["and to Ray's"] = lost + until(lambda: run.count("is lost; the run goes on without it"))
+    nodes.add()
+    found["node up to its agent's joining"] = back = until(lambda: len(run.events(HostJoined)) == 3)
+    fresh = set(run.events(HostJoined)[-1].replicas)
+    found["and to its first finished sample"] = back + until(lambda: fresh & run.working())
+    until(lambda: len(run.events(WeightsLoaded)) >= PULLS)
+    return found
+
+
+def one_life(ray: bool) -> dict[str, float]:
+    with ray_nodes(2) if ray else closing(ByHand(2)) as nodes, tempfile.TemporaryDirectory() as folder:
+        words = (
+            nodes.command(Path(folder), ENDLESS) if isinstance(nodes, ByHand) else command(Path(folder), nodes, ENDLESS)
         )
-        nodes.add()
-        found["node up to its agent's joining"] = until(lambda: len(run.events(HostJoined)) == 3)
-        fresh = run.events(HostJoined)[-1].replicas
-        found["and to its first finished sample"] = found["node up to its agent's joining"] + until(
-            lambda: any(event.replica in fresh for event in run.events(Finished))
-        )
-        found["Ctrl-C to the end of the launcher"] = run.end()
-        return found
+        run = Endless(words, Path(folder))
+        try:
+            found = lives(nodes, run)
+        finally:
+            ended = run.end()
+        pulls = pull_times(run.run, everybody_at_work(run.run))
+        found |= {"weight pull, p50": median(pulls), "weight pull, p99": quantiles(pulls, n=100)[-1]}
+        return found | {"Ctrl-C to the end of the command": ended}
 
 
 def latency(rounds: int) -> dict[str, Any]:
-    lives = [one_life() for _ in range(rounds)]
-    table = Table("seconds", "median", "largest")
-    for name in lives[0]:
-        values = [life[name] for life in lives]
-        table.add_row(name, f"{median(values):.2f}", f"{max(values):.2f}")
+    found: dict[str, list[dict[str, float]]] = {"local": [], "ray": []}
+    for _ in range(rounds):
+        for kind, each in found.items():
+            each.append(one_life(kind == "ray"))
+            print(kind, {name: round(value, 2) for name, value in each[-1].items()}, flush=True)
+    table = Table("seconds, median (largest)", *found)
+    for name in found["ray"][0]:
+        cells = [[life[name] for life in each if name in life] for each in found.values()]
+        table.add_row(name, *[f"{median(cell):.2f} ({max(cell):.2f})" if cell else "-" for cell in cells])
     Console().print(table)
-    return {name: [life[name] for life in lives] for name in lives[0]}
+    return {"rounds": rounds, "load": os.getloadavg(), **found}
 
 
 # ------------------------------------------------------------------------------------------------------------- growth
@@ -233,12 +290,12 @@ def rate(run: Path, seconds: float) -> float:
 
 def growth(seconds: float = 30.0) -> dict[str, float]:
     with ray_nodes(1) as nodes, tempfile.TemporaryDirectory() as folder:
-        run = Endless(nodes, Path(folder))
-        until(lambda: len({event.replica for event in run.events(Finished)}) == 3)
+        run = Endless(command(Path(folder), nodes, ENDLESS), Path(folder))
+        until(lambda: len(run.working()) == 3)
         before = rate(run.run, seconds)
         nodes.add()
         nodes.add()
-        until(lambda: len({event.replica for event in run.events(Finished)}) == 7)
+        until(lambda: len(run.working()) == 7)
         after = rate(run.run, seconds)
         run.end()
     print(f"3 replicas: {before:,.0f} tokens/s; with two more nodes, 7: {after:,.0f} tokens/s ({after / before:.2f}x)")

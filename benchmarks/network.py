@@ -1,7 +1,7 @@
 """How long a broadcast takes on links that are slow, far or lossy, with 1 to 8 relays, and what encryption costs.
 
     sudo python benchmarks/network.py                # 1, 2, 4, 8 relays, each on a host of its own
-    python benchmarks/network.py --links             # only the throughput of one link, plain and encrypted
+    python benchmarks/network.py --links             # only the throughput of one link, plain, encrypted and by NIXL
     sudo python benchmarks/network.py --streams      # only one hop over a long way, with 1, 4 and 8 connections
 
 Hosts are network namespaces, joined by the switch of tests/chaos/hosts.py, which gives every host a link of so many
@@ -21,6 +21,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -38,6 +40,7 @@ from relays import TOKEN, RelayProcess, ending, made_up  # noqa: E402
 from tailrace.weights.channel import Channel  # noqa: E402
 from tailrace.weights.checksum import RunningChecksum, piece_checksums  # noqa: E402
 from tailrace.weights.messages import PullVersion  # noqa: E402
+from tailrace.weights.nixl_transport import FLAVOURS, NixlAgent, NixlTransport  # noqa: E402
 from tailrace.weights.part import Part  # noqa: E402
 from tailrace.weights.shared_memory import SharedMemory  # noqa: E402
 from tailrace.weights.transfer import CHUNK, receive, send  # noqa: E402
@@ -141,13 +144,14 @@ def _one_hop(count: int, size: int, insides: list[Any]) -> float:
 
 
 def links(mbytes: float, rounds: int) -> list[dict[str, Any]]:
-    """One sender and one receiver on the loopback, in turns plain and encrypted."""
-    kinds = {"plain": None, "encrypted": Identity()}
+    """One sender and one receiver on the loopback, in turns plain, encrypted and, where it is installed, by NIXL."""
+    nixl = {"encrypted, chunks by NIXL": (Identity(), True)} if any(map(find_spec, FLAVOURS)) else {}
+    kinds = {"plain": (None, False), "encrypted": (Identity(), False)} | nixl
     rates: dict[str, list[tuple[float, float]]] = {name: [] for name in kinds}
     data = made_up(0, int(mbytes * 1e6))
     for _ in range(rounds):
-        for name, identity in kinds.items():
-            rates[name].append(_rate(data, identity))
+        for name, kind in kinds.items():
+            rates[name].append(_rate(data, *kind))
     return [
         {
             "link": name,
@@ -187,7 +191,7 @@ class _Elsewhere(Channel):
         return False
 
 
-def _rate(data: bytes, identity: Identity | None) -> tuple[float, float]:
+def _rate(data: bytes, identity: Identity | None, by_nixl: bool) -> tuple[float, float]:
     """Megabytes per second, and seconds of processors, of both ends, for a gigabyte."""
     kind = _Elsewhere if identity else Channel
     before = sum(os.times()[:4])
@@ -195,23 +199,26 @@ def _rate(data: bytes, identity: Identity | None) -> tuple[float, float]:
         buffer = SharedMemory(Path(folder) / "receiver").create(0, len(data))
         child = os.fork()
         if not child:
-            _send(kind(socket.create_connection(listener.getsockname()), "the receiver", 30.0), data, identity)
+            _send(kind(socket.create_connection(listener.getsockname()), "the receiver", 30.0), data, identity, by_nixl)
             os._exit(0)
+        transport = NixlTransport(NixlAgent("lo")) if by_nixl else None
         connection, _ = listener.accept()
         with kind(connection, "the sender", 30.0) as channel:
             channel.answer(TOKEN, identity)
             began = time.perf_counter()
-            buffer.seal(receive(channel, buffer.whole()))
+            with transport.receiving(channel, "the sender") if transport else nullcontext() as reader:
+                buffer.seal(receive(channel, buffer.whole(), reader))
             took = time.perf_counter() - began
     os.waitpid(child, 0)
     return len(data) / 1e6 / took, (sum(os.times()[:4]) - before) / len(data) * 1e9
 
 
-def _send(channel: Channel, data: bytes, identity: Identity | None) -> None:
-    version = _Version(data)
+def _send(channel: Channel, data: bytes, identity: Identity | None, by_nixl: bool) -> None:
+    version, transport = _Version(data), NixlTransport(NixlAgent("lo")) if by_nixl else None
     channel.call(TOKEN, identity.fingerprint if identity else "")
     channel.send(PullVersion(0))
-    send(channel, version, 0, CHUNK)
+    with transport.sending(channel) if transport else nullcontext() as sender:
+        send(channel, version, 0, CHUNK, sender)
 
 
 def hashing(mbytes: float, rounds: int) -> dict[str, float]:

@@ -11,21 +11,58 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from threading import Condition, Event, Thread
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tailrace.weights.channel import Address, ChannelError, dial
 from tailrace.weights.checksum import PIECE, RunningChecksum
 from tailrace.weights.messages import ReceivingElsewhere
+from tailrace.weights.nixl_transport import FLAVOURS, FasterWay, NixlAgent, NixlTransport
 from tailrace.weights.part import Part
 from tailrace.weights.relay_node import RelayNode, TransferFailure
 from tailrace.weights.shared_memory import SharedMemory, SharedMemoryReader
 from tailrace.weights.transfer import offer
 from tailrace.wire.tls import LOOPBACK
 
+if TYPE_CHECKING:
+    import pytest
+
 TOKEN = b"t" * 32
 DEADLINE_S = 20.0
+NIXL = "TAILRACE_TEST_NIXL"  # in the environment: relays of tests, and those who send to them, use it always
+
+
+class Always(FasterWay):
+    """Until it fails."""
+
+    def __call__(self, sender: str, size: int) -> bool:
+        return sender not in self._failed
+
+
+@cache
+def nixl_agent(number: int) -> NixlAgent:
+    """The relay of that number has the same one in all tests; -1: who sends to relays."""
+    return NixlAgent("lo")
+
+
+def nixl(number: int) -> NixlTransport | None:
+    return NixlTransport(nixl_agent(number), Always()) if NIXL in os.environ else None
+
+
+def both_ways() -> list[Any]:
+    """For a fixture: with NIXL too, where it is installed."""
+    import pytest  # relays as processes need not
+
+    missing = pytest.mark.skipif(not any(map(find_spec, FLAVOURS)), reason="NIXL is not installed")
+    return ["tcp", pytest.param("nixl", marks=missing)]
+
+
+def take_way(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if way == "nixl":
+        monkeypatch.setenv(NIXL, "1")
 
 
 def until(holds: Callable[[], object], what: str, deadline_s: float = DEADLINE_S) -> None:
@@ -78,7 +115,7 @@ def publish(address: Address, weights: Weights) -> Thread:
 
     def run() -> None:
         with suppress(ChannelError), dial(address, TOKEN) as channel:
-            offer(channel, weights, from_trainer=True)
+            offer(channel, weights, from_trainer=True, lender=nixl(-1))
 
     thread = Thread(target=run, daemon=True)
     thread.start()
@@ -99,6 +136,7 @@ class Node(RelayNode):
             on_stored=self.stored.append,
             on_failed=self.failures.append,
             stall_s=stall_s,
+            nixl=nixl(id),
         )
 
     def holds(self, version: int, data: bytes) -> bool:
@@ -240,6 +278,7 @@ def _serve(id: int, folder: Path, listen: str, stall_s: float, streams: int) -> 
         on_failed=lambda failure: _report(failed=failure.version, target=failure.target, reason=failure.reason),
         stall_s=stall_s,
         streams=streams,
+        nixl=nixl(id),
     )
     print(json.dumps(node.address), flush=True)
     for line in sys.stdin:
@@ -258,7 +297,7 @@ def _persist(weights: Weights, address: Address, stall_s: float) -> None:
     while True:
         try:
             with dial(address, TOKEN, stall_s) as channel:
-                answer = offer(channel, weights, from_trainer=True)
+                answer = offer(channel, weights, from_trainer=True, lender=nixl(-1))
                 if not isinstance(answer, ReceivingElsewhere):
                     _report(published=weights.version, first=min(weights.asked, default=-1))
                     return

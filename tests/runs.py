@@ -93,11 +93,12 @@ class Run:
         self.folder = folder / "runs" / "run"
         self.options = ["--run.folder", str(folder / "runs"), *options]
         self.inside: list[str] = []  # what to put before the command
+        self.output = subprocess.PIPE  # or a descriptor, for both of its streams
         self.child: subprocess.Popen[str] | None = None
 
     def start(self, *more: str) -> Run:
         command = [*self.inside, sys.executable, "-m", "tailrace", "train", str(self.file), *self.options, *more]
-        self.child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        self.child = subprocess.Popen(command, stdout=self.output, stderr=self.output, text=True)
         return self
 
     def wait(self) -> tuple[int, str, str]:

@@ -20,7 +20,7 @@ from tailrace.errors import TailraceError, UsageError
 from tailrace.launch.arguments import RESUMING
 from tailrace.launch.arguments import path as _path
 from tailrace.launch.arguments import whole as _whole
-from tailrace.logs import LEVELS, for_command, set_level
+from tailrace.logs import LEVELS, drain_output, for_command, queue_output, set_level
 
 if TYPE_CHECKING:
     from tailrace.launch.supervisor import Supervisor
@@ -33,7 +33,10 @@ DESCRIPTION = "RL post-training without the synchronization barrier: train, simu
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return _guarded(lambda: _run(list(sys.argv[1:] if argv is None else argv)))
+    try:
+        return _guarded(lambda: _run(list(sys.argv[1:] if argv is None else argv)))
+    finally:
+        drain_output()
 
 
 def _guarded(command: Callable[[], int]) -> int:
@@ -112,6 +115,7 @@ def _train(arguments: argparse.Namespace) -> int:
     from tailrace.launch.secret import read_secret
     from tailrace.launch.supervisor import Supervisor
 
+    queue_output()
     return Supervisor(read_secret(arguments.secret)).keep(
         lambda supervisor: _guarded(lambda: _control(arguments, supervisor))
     )
@@ -128,6 +132,7 @@ def _control(arguments: argparse.Namespace, supervisor: Supervisor) -> int:
 def _worker(arguments: argparse.Namespace) -> int:
     from tailrace.launch.machines import Patience, work
 
+    queue_output()
     room = (arguments.replicas, arguments.ranks, arguments.store)
     patience = Patience(arguments.wait, arguments.stay)
     return work(arguments.join, arguments.key, *room, arguments.settings, patience)

@@ -5,6 +5,7 @@ component of a run writes time, level and text to its standard error, which is i
 `--log-level` sets the level, and `TAILRACE_LOG_LEVEL` hands it to the processes that a command starts.
 
 A record that cannot be written (a full disk, a closed log, a pipe without a reader) is lost; it never ends a run.
+Commands that keep a run alive call `queue_output`, so that a pipe that nobody empties does not hold it up either.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ import os
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import TextIO
+from typing import TextIO, cast
 
 from tailrace.errors import TailraceError
+from tailrace.queued_stream import QueuedStream
 
 VARIABLE = "TAILRACE_LOG_LEVEL"
 LEVELS = ("debug", "info", "warning", "error")
@@ -80,7 +82,22 @@ def to_stream(stream: TextIO) -> logging.Logger:
 
 def output(text: object, stream: TextIO | None = None) -> None:
     """The result of a command, or a line of its view: on standard output, unless that is somewhere else."""
-    print(text, file=stream or sys.stdout, flush=True)
+    out = stream or sys.stdout
+    out.write(f"{text}\n")  # in one piece
+    out.flush()
+
+
+def queue_output() -> None:
+    """From here on nothing that this process writes to its standard streams holds it up."""
+    sys.stdout, sys.stderr = _queued(sys.stdout), _queued(sys.stderr)
+
+
+def drain_output() -> None:
+    """At the end of a process: what was written goes out, if anybody reads; the streams are as they were."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, QueuedStream):
+            stream.drain()
+    sys.stdout, sys.stderr = _replaced(sys.stdout), _replaced(sys.stderr)
 
 
 def _level() -> str:
@@ -102,3 +119,14 @@ def _install(handler: SafeHandler) -> None:
     logging.getLogger("tailrace").setLevel(DEFAULT.upper())
     with suppress(LogLevelError):  # that is told by `set_level`
         set_level(None)
+
+
+def _queued(stream: TextIO) -> TextIO:
+    try:
+        return stream if isinstance(stream, QueuedStream) else cast(TextIO, QueuedStream(stream))
+    except (AttributeError, OSError, ValueError):  # closed, or nothing that could block
+        return stream
+
+
+def _replaced(stream: TextIO) -> TextIO:
+    return stream.replaced if isinstance(stream, QueuedStream) else stream

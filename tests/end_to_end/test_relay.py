@@ -9,12 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from relays import DEADLINE_S, RelayProcess, Weights, ending, publish, relay_processes, until
+from relays import DEADLINE_S, RelayProcess, Weights, both_ways, ending, publish, relay_processes, take_way, until
 from tailrace.weights.checksum import PIECE, checksum
 from tailrace.weights.shared_memory import SharedMemory, default_base
 
 DATA = os.urandom(8 * PIECE + 1000)
 SMAPS = Path("/proc/self/smaps_rollup")
+
+
+@pytest.fixture(autouse=True, params=both_ways())
+def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    take_way(request.param, monkeypatch)
 
 
 def test_a_version_travels_down_a_chain_of_processes(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import socket
 import sqlite3
 import time
 from collections import Counter
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
@@ -30,6 +30,25 @@ def test_every_schedule_runs_to_its_end_and_leaves_nothing_behind(tmp_path, kind
     assert tally.started == tally.ended + len(plane.state.ledger.groups)
     assert Journal(run.folder).complete
     run.until(lambda: nothing_is_left(run), "its processes to be gone")
+
+
+def test_output_that_nobody_reads_does_not_hold_up_a_run_nor_its_supervisor(tmp_path):
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with suppress(BlockingIOError):
+        while os.write(writer, b"." * 4096):
+            pass
+    os.set_blocking(writer, True)
+    run = Run(tmp_path)
+    run.output = writer
+    run.start().until(lambda: run.events("Trained"), "training")
+    os.kill(run.controller(), signal.SIGKILL)  # of which its supervisor has something to say
+    assert run.wait() == (0, None, None)
+    replayed(run)
+    os.set_blocking(reader, False)
+    assert set(os.read(reader, 1 << 20)) == set(b".")
+    os.close(reader)
+    os.close(writer)
 
 
 def test_groups_that_teach_nothing_are_filtered_and_accounted_for(tmp_path):

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 
 from tailrace import logs
 from tailrace.cli import main
+from tailrace.queued_stream import QueuedStream
 
 LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} (DEBUG|INFO|WARNING|ERROR) ")
 log = logging.getLogger("tailrace.some.module")
@@ -114,3 +116,41 @@ def test_every_command_takes_a_level_and_errors_are_shown_at_all_of_them(capsys:
     for words in (["simulate", "x"], ["plan", "x"], ["eval", "x"], ["fit", "x"], ["story", "x", "p3"]):
         assert main([*words, "--log-level", "ERROR"]) == 2
         assert re.fullmatch("tailrace: .*x.*\n", capsys.readouterr().err)
+
+
+def test_lines_that_nobody_reads_give_way_to_newer_ones_and_are_counted():
+    reader, writer = os.pipe()
+    with open(writer, "w") as pipe, open(reader) as end:
+        stream = QueuedStream(pipe)
+        for number in range(10_000):  # more than the pipe and the queue hold
+            stream.write(f"{number:99}\n")
+        stream.drain(0.01)
+        shown = threading.Thread(target=lambda: (stream.drain(60), pipe.close()))
+        shown.start()
+        lines = end.read().splitlines()
+        shown.join()
+    notes = [line for line in lines if line.endswith("lines were not shown")]
+    assert notes
+    lost = sum(int(note.split()[0].replace(",", "")) for note in notes)
+    assert lost + len(lines) - len(notes) == 10_000
+    assert int(lines[-1]) == 9_999
+
+
+def test_writing_goes_on_when_the_reader_is_gone():
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as pipe:
+        stream = QueuedStream(pipe)
+        for _ in range(2):
+            stream.write("nobody\n")
+            stream.drain()
+
+
+def test_a_forked_child_writes_its_own_lines_alone():
+    program = (
+        "import os; from tailrace import logs; logs.queue_output(); logs.output('parent')\n"
+        "if not (child := os.fork()): logs.output('child'); logs.drain_output(); os._exit(0)\n"
+        "os.waitpid(child, 0); logs.drain_output()"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert sorted(done.stdout.split()) == ["child", "parent"]

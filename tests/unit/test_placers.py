@@ -68,7 +68,7 @@ def test_what_is_no_secret_is_refused(tmp_path, content, words):
 
 def test_no_key_is_on_a_command_line():
     keys = make_keys()
-    words = [*train_words(fleet(), "10.0.0.1", 4700), *NodeShare(2).worker_words("10.0.0.1:4700", 2)]
+    words = [*train_words(fleet(), "10.0.0.1", 4700, []), *NodeShare(2).worker_words("10.0.0.1:4700", 2)]
     pods = [
         each["spec"]["template"] for each in plain_manifests(fleet(), PodShape("image"), keys) if each["kind"] == "Job"
     ]
@@ -87,11 +87,11 @@ def test_a_node_has_ranks_and_the_replicas_that_its_other_cards_are_good_for():
 
 
 def test_where_nodes_have_the_ranks_the_controllers_machine_computes_nothing_unless_it_is_told_to():
-    words = FleetRequest([HEAVY], ["--trainer.ranks", "4"], 2, 1, ranks=2).of_controller
+    words = FleetRequest([HEAVY], ["--trainer.ranks", "4"], 2, 1, ranks=2).of_controller()
     assert words == ["--local.ranks", "0"]  # the file says how many replicas there are
     told = FleetRequest([HEAVY], ["--trainer.ranks", "4", "--local.ranks", "4"], 2, 1, ranks=2)
-    assert told.of_controller == []
-    assert fleet().of_controller == []
+    assert told.of_controller() == []
+    assert fleet().of_controller() == []
 
 
 # ----------------------------------------------------------------------------------------------------------------- ray
@@ -126,6 +126,26 @@ def test_the_script_asks_slurm_for_what_was_asked_for():
 def test_a_shell_reads_the_script(settings):
     script = batch_script(fleet(*settings), SlurmJob())
     assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("ranks", "settings"),
+    [
+        (6, "--local.ranks 2 --local.replicas 2"),  # the same on every node
+        (5, "--local.ranks 1 --local.replicas 3"),
+        (4, "--local.ranks 0 --local.replicas 4"),  # the other nodes have all of them
+    ],
+)
+def test_where_nodes_have_ranks_the_first_one_has_what_they_leave(ranks, settings):
+    asked = FleetRequest([HEAVY], ["--trainer.ranks", str(ranks), "--local.replicas", "auto"], 3, ranks=2)
+    script = batch_script(asked, SlurmJob(cards=4))
+    assert f" {settings} --auto-resume &" in script
+    assert "--replicas 2 --ranks 2" in script
+
+
+def test_more_ranks_than_the_nodes_have_room_for_are_refused():
+    with pytest.raises(LaunchError, match=r"trainer\.ranks is 7, and 3 nodes with 2 each have room for 6; write more"):
+        batch_script(FleetRequest([HEAVY], ["--trainer.ranks", "7"], 3, ranks=2), SlurmJob(cards=4))
 
 
 def test_a_script_is_written_to_a_file(tmp_path, capsys):

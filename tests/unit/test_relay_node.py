@@ -9,7 +9,7 @@ from threading import Thread
 
 import pytest
 
-from relays import DEADLINE_S, TOKEN, Node, Weights, nodes, publish, until
+from relays import DEADLINE_S, TOKEN, Node, Weights, both_ways, nixl, nodes, publish, take_way, until
 from tailrace.weights import version_buffer
 from tailrace.weights.channel import Address, Channel, ChannelError, TokenError, dial
 from tailrace.weights.checksum import PIECE, piece_checksums
@@ -30,9 +30,14 @@ from tailrace.weights.transfer import offer
 DATA = os.urandom(3 * PIECE + 100_000)
 
 
+@pytest.fixture(autouse=True, params=both_ways())
+def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    take_way(request.param, monkeypatch)
+
+
 def send(node: Node, weights: Weights, from_trainer: bool = False) -> object:
     with dial(node.address, TOKEN) as channel:
-        return offer(channel, weights, from_trainer=from_trainer)
+        return offer(channel, weights, from_trainer=from_trainer, lender=nixl(-1))
 
 
 def begin(channel: Channel, weights: Weights) -> None:

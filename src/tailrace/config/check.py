@@ -316,6 +316,17 @@ def _ranks_meet_on_a_trusted_network(config: Config) -> Iterator[str]:
         yield f'trainer.interface is "{interface}", the loopback, which no other machine reaches; write their network'
 
 
+def _nixl_has_a_trusted_network(config: Config) -> Iterator[str]:
+    relay = config.relay
+    if relay.transport == "nixl" and not relay.interface:
+        yield (
+            'relay.transport is "nixl", which neither authenticates nor encrypts; write relay.interface, the interface '
+            'or network of a network that you trust, such as "ib0" or "10.0.0.0/24", or relay.transport = "tcp"'
+        )
+    if "/" in relay.interface and _network(relay.interface) is None:
+        yield f'relay.interface is "{relay.interface}", which is no network; write one such as "10.0.0.0/24", or "ib0"'
+
+
 def _network(text: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network | None:
     try:
         return ipaddress.ip_network(text, strict=False)
@@ -333,6 +344,7 @@ RULES: tuple[Rule, ...] = (
     _controller_listens,
     _others_bring_what_is_missing,
     _ranks_meet_on_a_trusted_network,
+    _nixl_has_a_trusted_network,
     _devices_have_names,
     _cards_are_named_once,
     _emulation_is_whole,

@@ -262,6 +262,10 @@ class RelaySettings(Section):
     quota_gbytes: Amount = 0.0  # bytes of weights a host may hold; 0: keep_versions decides alone
     chunk_mbytes: Amount = 0.0  # 0: the size that minimises the broadcast time
     streams: Streams = 0  # connections over which a version goes from relay to relay; 0: more over long distances
+    transport: Literal["tcp", "nixl"] = "tcp"  # nixl: between relays that have it, where it is faster than TCP
+    # the trusted network of NIXL, which neither authenticates nor encrypts: the name of an interface, or a network in
+    # which each relay's host has an address
+    interface: str = ""
     # an address of the relay's host, or a network in which every relay takes its own host's; off the loopback, links
     # are encrypted
     listen: str = "127.0.0.1"

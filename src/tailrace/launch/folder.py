@@ -40,6 +40,8 @@ MAY_CHANGE = {
     "trainer.max_grad_norm",
     "trainer.sharding",
     "relay.streams",
+    "relay.transport",
+    "relay.interface",
 }
 CHECKPOINTS = "checkpoints"
 RELEASE, RELEASES = "tailrace", "releases"  # in the run's meta table

@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable
 
 from tailrace.launch.secret import RunSecret
+from tailrace.logs import drain_output
 from tailrace.watchdog import show_stacks_when_asked
 
 log = logging.getLogger(__name__)
@@ -99,6 +100,7 @@ class Supervisor:
         except BaseException:  # the border of the process
             log.exception("the controller ended with an error")
         finally:
+            drain_output()
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(status)

@@ -133,8 +133,7 @@ def _per_node(group: NodeGroup) -> str:
 def _notes(config: Config, sizing: Sizing) -> Iterator[str]:
     placement = sizing.placement
     if placement.nodes > 1:
-        more = placement.groups[0].nodes + 1
-        yield f"k8s takes the same options as ray; slurm counts the controller's machine too: --nodes {more}."
+        yield "k8s and slurm take the same options as ray; with slurm the controller's machine is one of the nodes."
     if placement.ranks > placement.ranks_per_node:
         yield "Write trainer.interface too: the network between your hosts that you trust (NCCL does not encrypt)."
     if placement.ways > 1:

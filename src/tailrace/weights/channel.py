@@ -14,10 +14,11 @@ from __future__ import annotations
 import hmac
 import math
 import os
+import select
 import socket
 import ssl
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Literal, NamedTuple, Self
 
@@ -28,7 +29,7 @@ from tailrace.types import MALFORMED
 from tailrace.weights.messages import DECODER, LONGEST_RANGES, AnyMessage
 from tailrace.wire.tls import Identity, caller_context, fingerprint
 
-MAGIC = b"tailrace relay 5"
+MAGIC = b"tailrace relay 6"
 NONCE = TAG = 32
 LONGEST_MESSAGE = LONGEST_RANGES + 4096  # an offer names every range of its part
 CONNECT_S = 5.0
@@ -173,6 +174,22 @@ class Channel:
             return DECODER.decode(body)
         except MALFORMED as error:
             raise ChannelError(f"{self.peer} sent a message that is not known here: {error}") from None
+
+    def wait(self, meanwhile: Callable[[], None], pause_s: float, what: str) -> None:
+        """Until something has come, do this again and again."""
+        with self._waiting("receive from", what):
+            until = time.monotonic() + (self._socket.gettimeout() or 0.0)
+            arriving = select.poll()  # not `select`: a relay may have more descriptors than that takes
+            arriving.register(self._socket, select.POLLIN)
+            while not (self._is_buffered() or arriving.poll(0)):
+                meanwhile()
+                if time.monotonic() > until:
+                    raise TimeoutError
+                time.sleep(pause_s)
+
+    def _is_buffered(self) -> bool:
+        """TLS has decrypted more than was asked for."""
+        return isinstance(self._socket, ssl.SSLSocket) and self._socket.pending() > 0
 
     def _tag(self, side: bytes, count: int, body: bytes | bytearray) -> bytes:
         return hmac.digest(self._key, side + count.to_bytes(8, "big") + body, "sha256")

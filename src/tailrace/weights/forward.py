@@ -17,7 +17,7 @@ from tailrace.types import RelayId, Version
 from tailrace.weights.channel import Address, ChannelError
 from tailrace.weights.messages import ReceivingElsewhere
 from tailrace.weights.streams import Hop
-from tailrace.weights.transfer import OfferResult
+from tailrace.weights.transfer import Lender, OfferResult
 from tailrace.weights.version_buffer import InterruptedVersionError, VersionBuffer
 from tailrace.weights.version_table import VersionTable
 
@@ -40,11 +40,12 @@ class Forwarder(Thread):
         chunk: int,
         stall_s: float,
         streams: int = 0,
+        lender: Lender | None = None,
     ) -> None:
         super().__init__(name=f"to relay {target}", daemon=True)
         self.target, self.address = target, address
         self._table, self._report, self._stall_s = table, report, stall_s
-        self._hop = Hop(token, chunk, streams, stall_s)
+        self._hop = Hop(token, chunk, streams, stall_s, lender)
         self._delivered: set[Version] = set()
         self._stopped = False
         self._pause_s = FIRST_PAUSE_S

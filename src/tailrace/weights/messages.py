@@ -40,20 +40,35 @@ class OfferVersion(TransferMessage):
     in_place: bool = False
     ranges: Annotated[bytes, Meta(max_length=LONGEST_RANGES)] = b""
     destination: Annotated[str, Meta(max_length=400)] = ""
+    nixl: Annotated[str, Meta(max_length=64)] = ""  # the sender's agent, if it can lend the bytes by NIXL
 
 
 class AcceptVersion(TransferMessage):
     """Send it from byte `start` of the part; the receiver has what is before."""
 
     start: Bytes = 0
+    nixl: bool = False  # by NIXL, if that is still possible
+
+
+class RegisteredMemory(TransferMessage):
+    """Where the sender will have one chunk after the other; `metadata` is what NIXL needs to read them there."""
+
+    metadata: Annotated[bytes, Meta(max_length=64 << 10)]
+    address: Annotated[int, Meta(ge=0, lt=1 << 62)]
 
 
 class ChunkHeader(TransferMessage):
-    """`size` raw bytes follow, which begin at `position` of the part; `checksums` are those of their pieces."""
+    """`size` raw bytes follow, which begin at `position` of the part; `checksums` are those of their pieces. `lent`:
+    they do not follow, but are to be read from the sender's registered memory."""
 
     position: Bytes
     size: Bytes
     checksums: Annotated[bytes, Meta(max_length=1024)]
+    lent: bool = False
+
+
+class ChunkTaken(TransferMessage):
+    """The receiver has read the chunk that was lent."""
 
 
 class KeepAlive(TransferMessage):
@@ -112,7 +127,9 @@ class PullAccepted(TransferMessage):
 AnyMessage = (
     OfferVersion
     | AcceptVersion
+    | RegisteredMemory
     | ChunkHeader
+    | ChunkTaken
     | KeepAlive
     | EndOfVersion
     | VersionSealed

@@ -18,7 +18,7 @@ from tailrace.weights.transfer import LARGEST_CHUNK, check_chunk
 
 def pass_on(sender: Channel, receiver: Channel, request: OfferVersion, size: int) -> None:
     """All of a transfer, from the offer of a part of `size` bytes to its confirmation."""
-    receiver.send(replace(request, destination=""))
+    receiver.send(replace(request, destination="", nixl=""))
     answer = receiver.receive(f"an answer to the offer of {label('version', request.version)}")
     sender.send(answer)
     if isinstance(answer, AcceptVersion):
@@ -42,7 +42,7 @@ class _Passage:
         self._sender.send(answer)
 
     def _chunk(self, message: AnyMessage) -> None:
-        if isinstance(message, ChunkHeader):
+        if isinstance(message, ChunkHeader) and not message.lent:
             data = self._verified(message)
             self._receiver.send(message)
             self._receiver.send_bytes(data, self._name)

@@ -32,6 +32,7 @@ from tailrace.weights.messages import (
     VersionSealed,
     WriteTarget,
 )
+from tailrace.weights.nixl_transport import NixlTransport
 from tailrace.weights.part import Part
 from tailrace.weights.pass_on import pass_on
 from tailrace.weights.region import SharedMemoryError
@@ -75,11 +76,12 @@ class RelayNode:
         chunk_mbytes: float = 0.0,
         stall_s: float = STALL_S,
         streams: int = 0,
+        nixl: NixlTransport | None = None,
     ) -> None:
         self.id, self.memory = id, memory
         self._token, self._on_stored, self._on_failed = token, on_stored, on_failed
         self._chunk = chunk_bytes(chunk_mbytes, CHUNK)
-        self._stall_s, self._streams = stall_s, streams
+        self._stall_s, self._streams, self._nixl = stall_s, streams, nixl
         self._passing = Hop(token, stall_s=stall_s)
         self._table = VersionTable()
         self._generation = 0  # of the newest trainer; guarded by the table
@@ -154,7 +156,7 @@ class RelayNode:
         if id in self._forwarders:
             self._forwarders[id].restart()
             return
-        pace = (self._chunk, self._stall_s, self._streams)
+        pace = (self._chunk, self._stall_s, self._streams, self._nixl)
         forwarder = Forwarder(id, address, self._token, self._table, self._not_forwarded, *pace)
         self._forwarders[id] = forwarder
         forwarder.start()
@@ -249,23 +251,27 @@ class RelayNode:
             channel.send(buffer)
             return
         try:
-            self._end(buffer, self._receive_bytes(channel, buffer))
+            self._end(buffer, self._receive_bytes(channel, buffer, request.nixl))
             self._wait_for_others(channel, buffer.version)
         except (ChannelError, SharedMemoryError, OSError) as error:
             self._interrupted(buffer, error)
             return
         channel.send(VersionSealed())
 
-    def _receive_bytes(self, channel: Channel, buffer: PartBuffer) -> str:
-        """Returns the version's checksum, if the sender knows it."""
+    def _receive_bytes(self, channel: Channel, buffer: PartBuffer, lender: str) -> str:
+        """Returns the version's checksum, if the sender knows it. `lender`: the sender's agent, if it has NIXL."""
         if buffer.version.in_place:
             region = buffer.version.region
             channel.send(WriteTarget(str(region.path), region.inode))
             receive_in_place(channel, buffer)
             return ""
         buffer.version.grow()  # it may be the last part to be known, and the others ahead of it
-        channel.send(AcceptVersion(buffer.written))
-        return receive(channel, buffer)
+        if not lender or self._nixl is None:
+            channel.send(AcceptVersion(buffer.written))
+            return receive(channel, buffer)
+        with self._nixl.receiving(channel, lender) as reader:
+            channel.send(AcceptVersion(buffer.written, self._nixl.wants(channel, lender, buffer.size)))
+            return receive(channel, buffer, reader)
 
     def _end(self, buffer: PartBuffer, checksum: str) -> None:
         """The version is sealed with its last part."""

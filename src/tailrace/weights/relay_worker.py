@@ -12,9 +12,11 @@ from pathlib import Path
 
 import xxhash
 
+from tailrace.config.tree import RelaySettings
 from tailrace.protocol import Drop, LinkFailed, RelayJoined, Route, VersionStored
 from tailrace.types import Version, label
 from tailrace.weights.channel import Address
+from tailrace.weights.nixl_transport import NixlAgent, NixlTransport, NixlUnavailableError
 from tailrace.weights.relay_node import RelayNode, TransferFailure
 from tailrace.weights.shared_memory import SharedMemory, shared_memory_path
 from tailrace.wire.client import ControlClient
@@ -51,6 +53,7 @@ def run(spec: ComponentSpec) -> None:
         on_failed=failed,
         chunk_mbytes=relay.chunk_mbytes,
         streams=relay.streams,
+        nixl=_nixl(relay),
     )
     controller.open(address=str(node.address), arena=str(memory.path))
     join()
@@ -80,6 +83,16 @@ def _carry_out(order: Ordered, node: RelayNode) -> None:
         node.route(command.revision, {id: Address.read(text) for id, text in order.addresses.items()})
     elif isinstance(command, Drop):
         node.drop(command.version)
+
+
+def _nixl(relay: RelaySettings) -> NixlTransport | None:
+    if relay.transport != "nixl":
+        return None
+    try:
+        return NixlTransport(NixlAgent(relay.interface))
+    except NixlUnavailableError as error:
+        log.warning("weights go over TCP: %s", error)
+        return None
 
 
 def _shared_memory_path(spec: ComponentSpec) -> Path:

@@ -16,7 +16,7 @@ from threading import Lock
 from tailrace.weights.channel import STALL_S, Address, Channel, ChannelError, connect
 from tailrace.weights.messages import ReceivingElsewhere
 from tailrace.weights.part import STRIPE_BLOCK, Part, stripes
-from tailrace.weights.transfer import CHUNK, OfferResult, VersionSource, offer
+from tailrace.weights.transfer import CHUNK, Lender, OfferResult, VersionSource, offer
 
 ROUND_TRIP_S = 0.01  # that one stream is good for
 MOST_STREAMS = 8
@@ -47,8 +47,16 @@ class Stripe:
 class Hop:
     """To one relay at a time. `streams`: 0 for as many as the round trip asks for. `bytes_sent` counts weights."""
 
-    def __init__(self, token: bytes, chunk: int = CHUNK, streams: int = 0, stall_s: float = STALL_S) -> None:
+    def __init__(
+        self,
+        token: bytes,
+        chunk: int = CHUNK,
+        streams: int = 0,
+        stall_s: float = STALL_S,
+        lender: Lender | None = None,
+    ) -> None:
         self._token, self._chunk, self._streams, self._stall_s = token, chunk, streams, stall_s
+        self._lender = lender
         self._lock = Lock()  # guards the next two
         self._channels: set[Channel] = set()
         self._aborted = ""
@@ -81,7 +89,7 @@ class Hop:
         """Over this connection to `address`, and over more if need be; as `transfer.offer`."""
 
         def send(open_channel: Channel, part: VersionSource) -> OfferResult:
-            return offer(open_channel, part, self._chunk, from_trainer, destination)
+            return offer(open_channel, part, self._chunk, from_trainer, destination, self._lender)
 
         count = streams_for(channel, source.part.size, self._streams)
         return send(channel, source) if count == 1 else self._in_stripes(channel, address, source, count, send)

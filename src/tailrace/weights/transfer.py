@@ -14,6 +14,10 @@ Verified bytes are kept when a connection breaks, and the next sender resumes af
 send at the moment sends `KeepAlive`, so that silence means a broken connection. A chunk that is not the next one, or
 whose checksums are wrong, ends the connection, and the next one resumes before it.
 
+How the bytes of chunks get to the receiver is a `ChunkSender`'s and a `ChunkReceiver`'s matter: they follow the header
+on the same socket (`OverSocket`), or the receiver reads them by NIXL (`nixl_transport.py`) if both can. Then the sender
+says first which memory it lends (`RegisteredMemory`), and the receiver what it has read (`ChunkTaken`).
+
 A trainer on the receiver's host sends no bytes: it offers the version `in_place`, gets a `WriteTarget` in shared
 memory, writes there, and reports its progress with `WrittenUpTo`.
 """
@@ -22,6 +26,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 from tailrace.types import Version, label
@@ -38,6 +43,7 @@ from tailrace.weights.messages import (
     PullAccepted,
     PullVersion,
     ReceivingElsewhere,
+    RegisteredMemory,
     VersionRefused,
     VersionSealed,
     WriteTarget,
@@ -79,16 +85,65 @@ class VersionSource(Protocol):
 Write = Callable[[WriteTarget], Iterator[int]]  # writes a version there, and yields how many bytes are written
 
 
+class ChunkSender(Protocol):
+    """The way of chunks of up to `chunk` bytes."""
+
+    chunk: int
+
+    def send(self, header: ChunkHeader, data: memoryview, rest: str) -> None: ...
+
+
+class ChunkReceiver(Protocol):
+    """The other end."""
+
+    def connect(self, memory: RegisteredMemory) -> None: ...
+    def take(self, chunk: ChunkHeader, targets: list[memoryview], rest: str) -> None: ...
+
+
+class Lender(Protocol):
+    """Another way than the socket; `name` is for the offer."""
+
+    @property
+    def name(self) -> str: ...
+    def sending(self, channel: Channel) -> AbstractContextManager[ChunkSender]: ...
+
+
+class OverSocket:
+    """Both ends of the way over a channel's own socket."""
+
+    def __init__(self, channel: Channel, chunk: int = CHUNK) -> None:
+        self._channel, self.chunk = channel, chunk
+
+    def send(self, header: ChunkHeader, data: memoryview, rest: str) -> None:
+        self._channel.send(header)
+        self._channel.send_bytes(data, rest)
+
+    def connect(self, memory: RegisteredMemory) -> None:
+        raise ChannelError(f"{self._channel.peer} lends memory, which nobody has asked for")
+
+    def take(self, chunk: ChunkHeader, targets: list[memoryview], rest: str) -> None:
+        if chunk.lent:
+            raise ChannelError(f"{self._channel.peer} lends a chunk, which nobody has asked for")
+        self._channel.receive_weights(targets, rest)
+
+
 def offer(
-    channel: Channel, source: VersionSource, chunk: int = CHUNK, from_trainer: bool = False, destination: str = ""
+    channel: Channel,
+    source: VersionSource,
+    chunk: int = CHUNK,
+    from_trainer: bool = False,
+    destination: str = "",
+    lender: Lender | None = None,
 ) -> OfferResult:
     """Offer a version and send it if it is accepted; returns when the receiver has sealed it or does not need it.
-    `destination` is as in `OfferVersion`."""
+    `destination` is as in `OfferVersion`; with a `lender` the receiver may choose the way."""
     name = label("version", source.version)
-    channel.send(_offer(source, from_trainer, destination=destination))
+    channel.send(_offer(source, from_trainer, destination=destination, nixl=lender.name if lender else ""))
     answer = channel.receive(f"an answer to the offer of {name}")
     if isinstance(answer, AcceptVersion):
-        send(channel, source, answer.start, chunk)
+        way = lender.sending(channel) if lender and answer.nixl else nullcontext(OverSocket(channel, chunk))
+        with way as sender:
+            send(channel, source, answer.start, sender=sender)
         answer = confirmation(channel, source.version)
     return _result(channel, source.version, answer)
 
@@ -104,7 +159,9 @@ def offer_in_place(channel: Channel, source: VersionSource, write: Write) -> Off
     return _result(channel, source.version, answer)
 
 
-def _offer(source: VersionSource, from_trainer: bool, in_place: bool = False, destination: str = "") -> OfferVersion:
+def _offer(
+    source: VersionSource, from_trainer: bool, in_place: bool = False, destination: str = "", nixl: str = ""
+) -> OfferVersion:
     return OfferVersion(
         source.version,
         source.part.version_size,
@@ -114,6 +171,7 @@ def _offer(source: VersionSource, from_trainer: bool, in_place: bool = False, de
         in_place,
         source.part.pack(),
         destination,
+        nixl,
     )
 
 
@@ -124,20 +182,23 @@ def confirmation(channel: Channel, version: Version) -> AnyMessage:
     return answer
 
 
-def send(channel: Channel, source: VersionSource, start: int = 0, chunk: int = CHUNK) -> None:
-    """Send every chunk as soon as it is there."""
+def send(
+    channel: Channel, source: VersionSource, start: int = 0, chunk: int = CHUNK, sender: ChunkSender | None = None
+) -> None:
+    """Send every chunk as soon as it is there; over the socket unless there is a `sender`."""
+    way = sender or OverSocket(channel, chunk)
     size = source.part.size
     if not _is_boundary(start, size):
         raise ChannelError(f"{channel.peer} wants {_rest(source.version, start, size)}: no piece begins there")
     position = start
     while position < size:
-        data = source.ready(position, KEEPALIVE_S)[:chunk]
+        data = source.ready(position, KEEPALIVE_S)[: way.chunk]
         if not data:
             channel.send(KeepAlive())
             continue
         end = position + len(data)
-        channel.send(ChunkHeader(position, len(data), source.checksums(position, end)))
-        channel.send_bytes(data, _rest(source.version, position, size))
+        header = ChunkHeader(position, len(data), source.checksums(position, end))
+        way.send(header, data, _rest(source.version, position, size))
         channel.weight_bytes_sent += len(data)
         position = end
     _send_end(channel, source)
@@ -149,26 +210,30 @@ def _send_end(channel: Channel, source: VersionSource) -> None:
     channel.send(EndOfVersion(checksum))
 
 
-def receive(channel: Channel, buffer: PartBuffer) -> str:
-    """Straight from the socket into shared memory. Returns the version's checksum, if the sender knows it."""
+def receive(channel: Channel, buffer: PartBuffer, receiver: ChunkReceiver | None = None) -> str:
+    """Into shared memory, straight from the socket unless there is a `receiver`. Returns the version's checksum, if the
+    sender knows it."""
+    way = receiver or OverSocket(channel)
     while True:
         rest = _rest(buffer.version.version, buffer.written, buffer.size)
         message = channel.receive(rest)
         if isinstance(message, ChunkHeader):
-            _receive_chunk(channel, buffer, message, rest)
+            _receive_chunk(channel, buffer, message, rest, way)
+        elif isinstance(message, RegisteredMemory):
+            way.connect(message)
         elif isinstance(message, EndOfVersion) and buffer.written == buffer.size:
             return message.checksum
         elif not isinstance(message, KeepAlive):
             raise ChannelError(f"{channel.peer} sent {type(message).__name__} instead of {rest}")
 
 
-def _receive_chunk(channel: Channel, buffer: PartBuffer, chunk: ChunkHeader, rest: str) -> None:
+def _receive_chunk(channel: Channel, buffer: PartBuffer, chunk: ChunkHeader, rest: str, way: ChunkReceiver) -> None:
     start, end = chunk.position, chunk.position + chunk.size
     sent = f"{channel.peer} sent bytes {start:,} to {end:,}"
     if start != buffer.written or not start < end <= buffer.size:
         raise ChannelError(f"{sent} instead of {rest}")
     check_chunk(chunk, buffer.size, sent, rest)
-    channel.receive_weights(buffer.claim(chunk.size), rest)
+    way.take(chunk, buffer.claim(chunk.size), rest)
     if not buffer.confirm(chunk.size, chunk.checksums):
         raise ChannelError(f"{sent} damaged, of {rest}")
 

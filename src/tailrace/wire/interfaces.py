@@ -54,10 +54,10 @@ def find(wanted: str, offered: Mapping[str, str]) -> Endpoint | None:
     return there[0] if there else None
 
 
-def lacking(wanted: str, offered: Mapping[str, str]) -> str:
+def lacking(wanted: str, offered: Mapping[str, str], setting: str = "trainer.interface") -> str:
     """What to tell a person whose machine is not in the network."""
     has = ", ".join(f"{name} ({address})" for name, address in offered.items()) or "none at all"
-    return f'trainer.interface is "{wanted}", where this machine has no address; its interfaces are {has}'
+    return f'{setting} is "{wanted}", where this machine has no address; its interfaces are {has}'
 
 
 def _is_in(address: str, network: ipaddress.IPv4Network | ipaddress.IPv6Network) -> bool:

@@ -75,22 +75,23 @@ class FleetRequest(NamedTuple):
     def folder(self) -> Path:
         return run_folder(self.config, list(self.files))
 
-    @property
-    def of_controller(self) -> list[str]:
-        """Settings: where nodes have the ranks, the controller's machine computes nothing unless it is told to."""
+    def of_controller(self, share: NodeShare | None = None, cards: int = 0) -> list[str]:
+        """Settings: where nodes have the ranks, the controller's machine has this share of them, or computes nothing,
+        unless it is told to."""
         local = self.config.local
-        ranks = ["--local.ranks", "0"] if self.ranks and local.ranks is None else []
-        return ranks + (["--local.replicas", "0"] if self.ranks and local.is_auto else [])
+        ranks, replicas = (share.ranks, share.replicas_for(cards)) if share else (0, 0)
+        own = ["--local.ranks", str(ranks)] if self.ranks and local.ranks is None else []
+        return own + (["--local.replicas", str(replicas)] if self.ranks and local.is_auto else [])
 
     @property
     def each(self) -> NodeShare:
         return NodeShare(self.replicas, self.ranks, cards_per_replica(self.config))
 
 
-def train_words(fleet: FleetRequest, listen: str, port: int | str, *more: str) -> list[str]:
-    """`tailrace train` for a controller to which agents come."""
+def train_words(fleet: FleetRequest, listen: str, port: int | str, own: Sequence[str], *more: str) -> list[str]:
+    """`tailrace train` for a controller to which agents come; `own`: settings of what its machine computes."""
     resume = [fleet.resume] if fleet.resume else []
-    where = ["--local.listen", listen, "--local.port", str(port), *fleet.of_controller]
+    where = ["--local.listen", listen, "--local.port", str(port), *own]
     return ["train", *fleet.files, *fleet.settings, *where, *resume, *more]
 
 

@@ -32,6 +32,7 @@ from tailrace.launch.placers.keys import make_keys
 from tailrace.launch.placers.ray_agent import CARDS, THREADS
 from tailrace.launch.placers.ray_messages import Failed, Found, FromPlacer, Go, Order, Said, line, read_from_placer
 from tailrace.launch.secret import VARIABLE
+from tailrace.logs import queue_output
 
 log = logging.getLogger(__name__)
 
@@ -140,7 +141,7 @@ class RayLaunch:
         """`tailrace train`. It hears our signals once, from us, and is asked to stop when we are gone."""
         environment = {**os.environ, VARIABLE: self._keys.secret, CARDS: cards}
         environment.pop(KEY, None)
-        words = bound(tailrace(train_words(self._fleet, listen, port)), signal.SIGTERM)
+        words = bound(tailrace(train_words(self._fleet, listen, port, self._fleet.of_controller())), signal.SIGTERM)
         child = subprocess.Popen(words, env=environment, start_new_session=True)
         before = {number: signal.signal(number, _passing_on(child)) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
@@ -170,6 +171,7 @@ class RayLaunch:
 
 def launch_ray(fleet: FleetRequest, address: str) -> int:
     """The exit code of the run."""
+    queue_output()
     config = fleet.config  # mistakes are told before anything is started
     _refuse_without_ray()
     del config

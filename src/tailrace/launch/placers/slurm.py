@@ -1,4 +1,5 @@
 """`tailrace launch slurm`: one batch script, in which the first node has the controller and every other one an agent.
+Where agents have trainer ranks, the first node has as many processes as they do, as children of the controller.
 
 Slurm runs the script; this module only writes it, and hands it in if asked to. What the script does:
 
@@ -17,8 +18,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from tailrace.launch.machines import SILENT
-from tailrace.launch.placers.fleet import FleetRequest, LaunchError, quoted, train_words
+from tailrace.launch.placers.fleet import FleetRequest, LaunchError, NodeShare, quoted, train_words
 from tailrace.logs import output
 
 log = logging.getLogger(__name__)
@@ -29,7 +32,7 @@ FIRST_PORT, PORTS = 20_000, 10_000  # below those that systems hand out; by the 
 SCRIPT = """\
 #!/bin/bash
 {directives}
-# Written by `tailrace launch slurm`. The first node runs the controller and trains; the others generate.
+# Written by `tailrace launch slurm`. The first node runs the controller, and its share of what the others run.
 
 run={run}
 tailrace=({tailrace})
@@ -89,7 +92,8 @@ class SlurmJob(NamedTuple):
 def batch_script(fleet: FleetRequest, job: SlurmJob) -> str:
     local = fleet.config.local
     port = str(local.port) if local.port else f"$(({FIRST_PORT} + SLURM_JOB_ID % {PORTS}))"
-    train = quoted(train_words(fleet, "@listen@", "@port@", "--auto-resume"))
+    own = fleet.of_controller(_share_of_first(fleet), job.cards)
+    train = quoted(train_words(fleet, "@listen@", "@port@", own, "--auto-resume"))
     worker = quoted(fleet.each.worker_words("@listen@:@port@", job.cards, "--key", "@key@"))
     return SCRIPT.format(
         directives="\n".join(f"#SBATCH {each}" for each in _directives(fleet, job)),
@@ -102,6 +106,19 @@ def batch_script(fleet: FleetRequest, job: SlurmJob) -> str:
         train=train.replace("@listen@", QUOTED_LISTEN).replace("@port@", QUOTED_PORT),
         worker=worker.replace("@listen@:@port@", QUOTED_JOIN).replace("@key@", QUOTED_KEY),
     )
+
+
+def _share_of_first(fleet: FleetRequest) -> NodeShare:
+    """What the controller's node computes where all nodes have ranks: those that the others leave, and replicas on the
+    rest of its cards."""
+    nodes, ranks = fleet.nodes or 1, fleet.config.trainer.ranks
+    left = ranks - (nodes - 1) * fleet.ranks
+    if fleet.ranks and left > fleet.ranks and fleet.config.local.ranks is None:
+        raise LaunchError(
+            f"trainer.ranks is {ranks}, and {nodes} nodes with {fleet.ranks} each have room for {nodes * fleet.ranks}; "
+            "write more --nodes, more --ranks-per-node or fewer trainer.ranks"
+        )
+    return replace(fleet.each, ranks=max(0, left))
 
 
 def _directives(fleet: FleetRequest, job: SlurmJob) -> list[str]:
