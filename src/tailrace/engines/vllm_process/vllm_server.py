@@ -50,6 +50,10 @@ ABORT_S = 0.05  # before it is asked again
 ABORTING_S = 60.0
 ENDED = {"stop": STOPPED, "length": LIMITED}  # of an aborted one nobody waits for the end
 SERVER = "TAILRACE_VLLM_SERVER"
+NO_EXPERT_PARALLELISM = (
+    "vLLM's CPU build has no expert parallelism: its kernel does not look at which experts a rank has; "
+    "leave out rollout.vllm.enable_expert_parallel, and tensor_parallel_size splits every expert"
+)
 NOT_READ_BACK = (
     "{count} tensors of a new version cannot be read back from vLLM, such as {name}, so nobody knows whether it took "
     "them; experts can where rollout.vllm.moe_backend is 'triton'"
@@ -141,6 +145,7 @@ class EngineServer:
 
     async def prepare(self) -> None:
         """One token of nothing, because the first request is slow."""
+        await self._engine.collective_rpc("make_ready")
         async for _ in self._outputs(PromptRequest(0, bytes(4), 1)):
             pass
         self._say(self._ready)
@@ -313,6 +318,8 @@ def build(start: StartEngine, tally: StepTally) -> tuple[Any, EngineReady]:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     on_cpu = current_platform.is_cpu()
+    if on_cpu and start.arguments.get("enable_expert_parallel"):
+        raise ValueError(NO_EXPERT_PARALLELISM)
     memory = {"gpu_memory_utilization": start.cpu_memory if on_cpu else start.gpu_memory}
     precision = {} if "dtype" in start.arguments else {"dtype": "float32" if on_cpu else "bfloat16"}
     config = AsyncEngineArgs(**memory, **precision, **start.arguments).create_engine_config()

@@ -60,6 +60,17 @@ class VersionLoader:
 
     model_runner: Any
 
+    def make_ready(self) -> None:
+        """A later pipeline stage on a CPU, uncompiled, lacks the tensors that it receives activations in: vLLM makes
+        them in its trial run, which it leaves out there."""
+        from vllm.distributed import get_pp_group
+
+        runner = self.model_runner
+        if not get_pp_group().is_first_rank and getattr(runner, "intermediate_tensors", "none of its own") is None:
+            make = runner.get_model().make_empty_intermediate_tensors
+            sizes = {"batch_size": runner.max_num_tokens, "dtype": runner.model_config.dtype, "device": runner.device}
+            runner.intermediate_tensors = make(**sizes)
+
     def load_version(self, path: str) -> tuple[int, list[str]]:
         """Load a safetensors file. Returns how many tensors it has, and which were not read back on this rank."""
         from safetensors import safe_open
