@@ -87,3 +87,5 @@ def test_each_rank_is_read_back_and_one_stale_number_is_found(
 def test_experts_of_an_unknown_kernel_are_not_said_to_be_read_back(tensors: dict[str, torch.Tensor]):
     module = rank(tensors, [0, 1, 2, 3], slice(0, 8), "FLASHINFER_TRTLLM")
     assert list(vllm_experts.expert_parts(LAYER, module, tensors, HIDDEN)) == []
+    turned = {name: one.mT if one.dim() == 3 else one for name, one in tensors.items()}
+    assert list(vllm_experts.expert_parts(LAYER, rank(tensors, [0], slice(0, 8)), turned, HIDDEN)) == []

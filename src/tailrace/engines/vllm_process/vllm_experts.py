@@ -109,9 +109,12 @@ def expert_parts(
 ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
     """Names in the file, what vLLM should have of them on this rank and what it has: all of it where it is packed, else
     so many columns and rows of every expert. Nothing where it is not known how its kernel reads them."""
-    gate_up, down = (tensors.get(f"{prefix}.{leaf}") for leaf in ("gate_up_proj", "down_proj"))
-    own = None if gate_up is None or down is None else _own(module, *down.shape)
-    if gate_up is None or down is None or own is None:
+    names = f"{prefix}.gate_up_proj", f"{prefix}.down_proj"
+    if not _expert_major(names[0], tensors):
+        return
+    gate_up, down = tensors[names[0]], tensors[names[1]]
+    own = _own(module, *down.shape)
+    if own is None:
         return
     found, dtype = (module.w13_weight.data, module.w2_weight.data), module.w13_weight.dtype
     if _layout(module) in PLAIN:
@@ -120,8 +123,7 @@ def expert_parts(
         found = found[0][:, :, some], found[1][:, some]
     else:
         wanted = _packed(module, own.gate_up(gate_up).to(dtype)), _packed(module, own.down(down).to(dtype))
-    yield f"{prefix}.gate_up_proj", wanted[0], found[0]
-    yield f"{prefix}.down_proj", wanted[1], found[1]
+    yield from zip(names, wanted, found, strict=True)
 
 
 def _own(module: Any, experts: int, _: int, intermediate: int) -> OwnExperts | None:
