@@ -20,8 +20,8 @@ PROMPTS = [[40 + (7 * number + place) % 90 for place in range(9 + 5 * number)] f
 MAX_TOKENS = 24
 
 
-def settings(*options: str) -> Config:
-    """Of an engine for the default recipe's model."""
+def settings(*options: str, model: Path = START) -> Config:
+    """Of an engine for the default recipe's model, or another one."""
     sizes = [
         "--workload.max_completion_tokens",
         "200",
@@ -30,7 +30,7 @@ def settings(*options: str) -> Config:
         "--rollout.max_running",
         "16",
     ]
-    return load([], ["--model.path", str(START), "--task.name", "running_total", *sizes, *options])
+    return load([], ["--model.path", str(model), "--task.name", "running_total", *sizes, *options])
 
 
 def stop_tokens() -> frozenset[int]:
@@ -38,9 +38,9 @@ def stop_tokens() -> frozenset[int]:
 
 
 @cache
-def model_of(version: Version) -> Any:
+def model_of(version: Version, folder: Path = START) -> Any:
     """Random weights of its own for every version: answers are long, and no two versions agree on a log-prob."""
-    config = AutoConfig.from_pretrained(START)
+    config = AutoConfig.from_pretrained(folder)
     model = AutoModelForCausalLM.from_config(config, dtype="float32").eval()
     drawn = torch.Generator().manual_seed(version + 1)
     with torch.no_grad():
@@ -51,13 +51,13 @@ def model_of(version: Version) -> Any:
     return model
 
 
-def weights(version: Version) -> dict[str, torch.Tensor]:
-    return {name: tensor.detach() for name, tensor in model_of(version).named_parameters()}
+def weights(version: Version, folder: Path = START) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach() for name, tensor in model_of(version, folder).named_parameters()}
 
 
 @torch.no_grad()
-def truth(version: Version, tokens: Sequence[int], first: int) -> list[float]:
+def truth(version: Version, tokens: Sequence[int], first: int, folder: Path = START) -> list[float]:
     """By transformers, of the tokens from the first one on."""
-    logits = model_of(version)(torch.tensor([list(tokens)])).logits[0, first - 1 : -1]
+    logits = model_of(version, folder)(torch.tensor([list(tokens)])).logits[0, first - 1 : -1]
     chosen = torch.tensor(list(tokens[first:]))
     return logits.log_softmax(-1).gather(-1, chosen[:, None])[:, 0].tolist()

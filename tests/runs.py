@@ -7,8 +7,10 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import closing
 from pathlib import Path
 
@@ -95,15 +97,17 @@ class Run:
         self.inside: list[str] = []  # what to put before the command
         self.output = subprocess.PIPE  # or a descriptor, for both of its streams
         self.child: subprocess.Popen[str] | None = None
+        self.reading: Future[tuple[str, str]] = Future()
 
     def start(self, *more: str) -> Run:
         command = [*self.inside, sys.executable, "-m", "tailrace", "train", str(self.file), *self.options, *more]
         self.child = subprocess.Popen(command, stdout=self.output, stderr=self.output, text=True)
+        self.reading = read_output(self.child)
         return self
 
     def wait(self) -> tuple[int, str, str]:
         assert self.child is not None
-        out, err = self.child.communicate(timeout=DEADLINE_S)
+        out, err = self.reading.result(DEADLINE_S)
         return self.child.returncode, out, err
 
     def finish(self, *more: str) -> str:
@@ -173,6 +177,13 @@ class Run:
 
     def logs(self) -> str:
         return "\n".join(f"{log.name}: {log.read_text()[-2000:]}" for log in self.folder.glob("logs/*.log"))
+
+
+def read_output(child: subprocess.Popen[str]) -> Future[tuple[str, str]]:
+    """All that it says until its end, read as it comes: with a full pipe it would wait for whoever reads it."""
+    said: Future[tuple[str, str]] = Future()
+    threading.Thread(target=lambda: said.set_result(child.communicate()), daemon=True).start()
+    return said
 
 
 def _processes() -> Iterator[int]:

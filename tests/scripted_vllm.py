@@ -35,7 +35,7 @@ class ScriptedRequest:
 
 class ScriptedServer:
     def __init__(self, link: socket.socket) -> None:
-        self.link, self.script, self.steps, self.decoded = link, "", 0, 0
+        self.link, self.script, self.steps, self.decoded, self.kv_read, self.prefilled = link, "", 0, 0, 0, 0
         self.requests: dict[int, ScriptedRequest] = {}
 
     def run(self) -> None:
@@ -61,6 +61,7 @@ class ScriptedServer:
             if self.script == "dies":
                 os.kill(os.getpid(), signal.SIGKILL)
             self.requests |= {one.number: ScriptedRequest(one) for one in message.requests}
+            self.prefilled += sum(len(one.tokens) // 4 for one in message.requests)
         elif isinstance(message, words.Load):
             self.load(message)
         # an order to abort is ignored: what comes of a withdrawn request must be dropped by whoever withdrew it
@@ -69,7 +70,7 @@ class ScriptedServer:
         Path(order.path).read_bytes()
         self.sample()  # of the old weights, on its way when the order came
         self.requests.clear()
-        self.say(words.Loaded(order.version, 0.0, 1, []))
+        self.say(words.Loaded(order.version, 0.0, 1))
 
     def sample(self) -> None:
         if not self.requests:
@@ -80,7 +81,9 @@ class ScriptedServer:
         places = [place for those in fresh.values() for place in those]
         tokens, logprobs = array("i", [100 + one for one in places]), array("f", [-one / 1000 for one in places])
         self.decoded += len(places)
-        totals = words.EngineTotals(len(fresh), 0, self.steps / 1000, self.steps, self.decoded)
+        self.kv_read += sum(places)
+        work = (self.steps / 1000, self.steps, self.decoded, self.kv_read, self.prefilled)
+        totals = words.EngineTotals(len(fresh), 0, *work)
         counts = [len(those) for those in fresh.values()]
         self.say(words.Sampled(list(fresh), counts, tokens.tobytes(), logprobs.tobytes(), ended, totals))
         self.requests = {number: one for number, one in self.requests.items() if one.left}

@@ -12,7 +12,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from runs import EMULATED, Run
+from runs import EMULATED, Run, read_output
 
 DEADLINE_S = 60.0
 LOCAL = ("--local.replicas", "1")
@@ -38,6 +38,7 @@ class Launched(Run):
                 text=True,
                 start_new_session=True,
             )
+        self.reading = read_output(self.child)
         return self
 
     @property
@@ -47,7 +48,7 @@ class Launched(Run):
     def stop(self, number: int = signal.SIGINT) -> int:
         assert self.child is not None
         self.child.send_signal(number)
-        self.child.communicate(timeout=DEADLINE_S)
+        self.wait()
         return self.child.returncode
 
     def end(self) -> None:
@@ -55,7 +56,7 @@ class Launched(Run):
         assert self.child is not None
         if self.child.poll() is None:
             self.child.kill()
-            self.child.communicate(timeout=DEADLINE_S)
+            self.wait()
         for id in self.processes():
             with suppress(ProcessLookupError):
                 os.kill(id, signal.SIGKILL)

@@ -118,6 +118,7 @@ def native_worker(run: Run, folder: Path) -> Iterator[None]:
 
 def movers(run: Run) -> set[tuple[int, int]]:
     """(from, to) of samples that were handed back half done by one replica and brought to their end by another."""
+    time.sleep(1)  # all of the journal is read
     parked: dict[int, int] = {}
     found: set[tuple[int, int]] = set()
     for entry in Journal(run.folder).entries():

@@ -33,6 +33,7 @@ def script(folder: Path, text: str) -> str:
         ([], "write rollout.python"),
         (["--rollout.python", "p", "--rollout.vllm.seed", "3"], "rollout.vllm.seed is not yours to set; it has to be"),
         (["--rollout.python", "p", "--rollout.vllm.dtype", "half"], "write rollout.precision instead"),
+        (["--rollout.python", "p", "--rollout.vllm.data_parallel_size", "2"], "write local.replicas instead"),
         (["--rollout.python", "p", "--trainer.engine", "emulated"], "write 'emulated' for both or for none"),
     ],
 )
@@ -97,9 +98,11 @@ def test_a_version_that_was_never_tried_is_said(tmp_path: Path):
     tried = '{"python": "3.12.1", "vllm": "0.32.0", "torch": "2.13.0", "msgspec": "0.20"}'
     known = with_python(script(tmp_path, f"echo '{tried}'"))
     assert check_vllm(known) == ""
-    assert describe_vllm(known).startswith("vLLM 0.32.0, torch 2.13.0, Python 3.12.1; tried")
+    assert describe_vllm(known).startswith("vLLM 0.32.0, torch 2.13.0, Python 3.12.1; tried: 0.24.x on an H200")
     newer = with_python(script(tmp_path, f"echo '{tried.replace('0.32.0', '0.99.0')}'"))
-    assert "0.99.0, which was not tried; 0.24" in check_vllm(newer)
+    for said in (check_vllm(newer), describe_vllm(newer)):
+        assert "0.99.0, which was not tried; 0.24.x on an H200" in said
+        assert "run the contract suite" in said
     assert check_vllm(load([], MODEL)) == ""
 
 

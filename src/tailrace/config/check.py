@@ -28,6 +28,7 @@ SET_FOR_VLLM = {  # and the setting that is for it
     "max_num_batched_tokens": "rollout.prefill_tokens",
     "num_gpu_blocks_override": "rollout.kv_tokens",
     "gpu_memory_utilization": "rollout.memory",
+    "data_parallel_size": "local.replicas",
     "seed": "",
     "load_format": "",
     "logprobs_mode": "",

@@ -284,14 +284,30 @@ def nothing_is_left_at_the_end(subject: EngineUnderTest) -> None:
 
 
 def its_counters_grow(subject: EngineUnderTest) -> None:
+    """By what was done: control and the simulator learn from them what generating costs."""
     engine = subject.engine
+    engine.load_weights(engine.version + 1, subject.weights(engine.version + 1))  # no KV of before is of use
     before = engine.counters()
     answers = _begun(subject)
     answers.finish_all()
     after = engine.counters()
-    for name in ("busy_s", "steps", "decoded"):
-        assert after[name] > before[name], f"its counter {name} stands still"
     assert set(before) == set(after), "its counters change their names"
+    grown = {name: after[name] - before[name] for name in after}
+    for name in ("busy_s", "steps", "decoded", "kv_read", "prefilled"):
+        assert grown[name] > 0, f"its counter {name} stands still"
+    _check_work(grown, {id: job.length for id, job in answers.jobs.items()}, answers.tokens)
+
+
+def _check_work(
+    grown: Mapping[str, float], prompts: Mapping[TrajectoryId, int], tokens: Mapping[TrajectoryId, list[int]]
+) -> None:
+    """Of answers that were played together, to their ends and by nobody else's side."""
+    counts = {id: len(those) for id, those in tokens.items()}
+    sampled, read = sum(counts.values()), sum(n * prompts[id] + n * (n - 1) // 2 for id, n in counts.items())
+    assert grown["decoded"] >= sampled, f"{sampled} tokens were sampled, and it counts {grown['decoded']:g} decoded"
+    assert grown["steps"] <= grown["decoded"], f"{grown['steps']:g} decode steps for {grown['decoded']:g} tokens"
+    assert grown["prefilled"] <= sum(prompts.values()), f"{grown['prefilled']:g} tokens prefilled of {prompts}"
+    assert read / 2 <= grown["kv_read"] <= read * 2, f"it counts {grown['kv_read']:g} KV tokens read where {read} were"
 
 
 CHECKS: tuple[Callable[[EngineUnderTest], None], ...] = (

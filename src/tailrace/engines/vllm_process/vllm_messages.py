@@ -89,12 +89,11 @@ class Sampled(EngineMessage, frozen=True):
 
 
 class Loaded(EngineMessage, frozen=True):
-    """The weights are in place and were read back. `unchecked`: tensors of which that is not possible."""
+    """The weights are in place, and every tensor was read back."""
 
     version: int
     seconds: float
-    checked: int
-    unchecked: list[str]
+    tensors: int
 
 
 class EngineFailed(EngineMessage, frozen=True):

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from array import array
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from importlib.util import find_spec
 from typing import Any
 
@@ -44,11 +44,20 @@ from vllm_messages import (
 )
 
 GATHER_S = 0.01  # what is sampled within it goes out together
+TOKEN_BYTES = 4
 LOOK_S = 1.0  # how often a quiet engine is looked at
 ABORT_S = 0.05  # before it is asked again
 ABORTING_S = 60.0
 ENDED = {"stop": STOPPED, "length": LIMITED}  # of an aborted one nobody waits for the end
 SERVER = "TAILRACE_VLLM_SERVER"
+NO_EXPERT_PARALLELISM = (
+    "vLLM's CPU build has no expert parallelism: its kernel does not look at which experts a rank has; "
+    "leave out rollout.vllm.enable_expert_parallel, and tensor_parallel_size splits every expert"
+)
+NOT_READ_BACK = (
+    "{count} tensors of a new version cannot be read back from vLLM, such as {name}, so nobody knows whether it took "
+    "them; experts can where rollout.vllm.moe_backend is 'triton'"
+)
 
 
 def main() -> None:
@@ -136,6 +145,7 @@ class EngineServer:
 
     async def prepare(self) -> None:
         """One token of nothing, because the first request is slow."""
+        await self._engine.collective_rpc("make_ready")
         async for _ in self._outputs(PromptRequest(0, bytes(4), 1)):
             pass
         self._say(self._ready)
@@ -173,18 +183,23 @@ class EngineServer:
     # ---------------------------------------------------------------------------------------------------- requests
 
     def _begin(self, request: PromptRequest) -> None:
+        self._tally.begin_request()
         task = asyncio.create_task(self._generate(request))
         self._requests[request.number] = task
         task.add_done_callback(lambda done: self._end(request.number, done))
 
     def _end(self, number: int, task: asyncio.Task[None]) -> None:
+        self._tally.end_request()
         self._requests.pop(number, None)
         if not task.cancelled() and task.exception() is not None:
             self._failed = self._failed or task.exception()
 
     async def _generate(self, request: PromptRequest) -> None:
+        length = len(request.tokens) // TOKEN_BYTES
         async for output in self._outputs(request):
-            self._take(request.number, output.outputs[0])
+            count = self._take(request.number, output.outputs[0])
+            self._tally.read_kv(length, count)
+            length += count
 
     def _outputs(self, request: PromptRequest) -> AsyncIterator[Any]:
         from vllm.inputs import tokens_input
@@ -193,7 +208,8 @@ class EngineServer:
         parameters = sampling_parameters(self._sampling, request.max_tokens)
         return self._engine.generate(prompt, parameters, str(request.number))
 
-    def _take(self, number: int, completion: Any) -> None:
+    def _take(self, number: int, completion: Any) -> int:
+        """How many tokens it has more."""
         fresh = self._fresh.get(number)
         if fresh is None:
             fresh = self._fresh[number] = FreshTokens()
@@ -204,6 +220,7 @@ class EngineServer:
         if completion.finish_reason:
             fresh.ended = ENDED.get(completion.finish_reason, GOES_ON)
         self._anything.set()
+        return count
 
     async def _abort(self, numbers: Iterable[int]) -> None:
         """Until they have ended: one that is just being added cannot be aborted yet."""
@@ -227,8 +244,9 @@ class EngineServer:
             await self._engine.reset_prefix_cache()
         answers = await self._engine.collective_rpc("load_version", args=(order.path,))
         unchecked = set.intersection(*[set(names) for _, names in answers])  # on no rank
-        checked = answers[0][0] - len(unchecked)
-        self._say(Loaded(order.version, time.monotonic() - began, checked, sorted(unchecked)))
+        if unchecked:
+            raise RuntimeError(NOT_READ_BACK.format(count=len(unchecked), name=min(unchecked)))
+        self._say(Loaded(order.version, time.monotonic() - began, answers[0][0]))
 
     # -------------------------------------------------------------------------------------------------------- wire
 
@@ -252,24 +270,38 @@ class EngineServer:
 
 
 class StepTally:
-    """Adds up what vLLM says after each of its steps."""
+    """Adds up what vLLM says after each of its steps, while there are requests."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.capacity = 0
-        self._kv = self._running = self._waiting = self._steps = self._decoded = self._kv_read = self._prefilled = 0
+        self._clock = clock
+        self._kv = self._waiting = self._steps = self._decoded = self._kv_read = self._prefilled = 0
         self._busy_s = 0.0
-        self._at = time.monotonic()
+        self._requests = 0
+        self._at = clock()  # what came before is counted, or was idle
+
+    def begin_request(self) -> None:
+        if not self._requests:
+            self._at = self._clock()
+        self._requests += 1
+
+    def end_request(self) -> None:
+        self._requests -= 1
+
+    def read_kv(self, length: int, count: int) -> None:
+        """A sequence of so many tokens has got so many more: each step read all that there were."""
+        self._kv_read += count * length + count * (count - 1) // 2
 
     def record(self, scheduler: Any, iteration: Any) -> None:
-        now = time.monotonic()
         if scheduler is not None:
-            self._busy_s += now - self._at if self._running else 0.0
-            self._kv = round(scheduler.kv_cache_usage * self.capacity)
-            self._running, self._waiting = scheduler.num_running_reqs, scheduler.num_waiting_reqs
+            self._kv, self._waiting = round(scheduler.kv_cache_usage * self.capacity), scheduler.num_waiting_reqs
+        if not self._requests:
+            return
+        now = self._clock()
+        self._busy_s += now - self._at
         self._at = now
-        if iteration is not None:
+        if iteration is not None:  # some sequence has a token
             self._steps += 1
-            self._kv_read += self._kv
             self._decoded += iteration.num_generation_tokens
             self._prefilled += iteration.prompt_token_stats.computed
 
@@ -286,6 +318,8 @@ def build(start: StartEngine, tally: StepTally) -> tuple[Any, EngineReady]:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     on_cpu = current_platform.is_cpu()
+    if on_cpu and start.arguments.get("enable_expert_parallel"):
+        raise ValueError(NO_EXPERT_PARALLELISM)
     memory = {"gpu_memory_utilization": start.cpu_memory if on_cpu else start.gpu_memory}
     precision = {} if "dtype" in start.arguments else {"dtype": "float32" if on_cpu else "bfloat16"}
     config = AsyncEngineArgs(**memory, **precision, **start.arguments).create_engine_config()

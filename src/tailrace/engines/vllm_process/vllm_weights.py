@@ -18,13 +18,16 @@ import signal
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from itertools import starmap
 from typing import Any, NamedTuple
 
 import torch
+import vllm_experts
 
 SERVER = "TAILRACE_VLLM_SERVER"  # the process id of vllm_server.py
 COLUMNS = 4  # of each matrix that are read back: a step of training changes thousands of numbers in them
 ROWS = 64  # of the embedding
+JOINED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}  # in one matrix
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 RELOADER = "vllm.model_executor.model_loader.reload.layerwise"
@@ -57,14 +60,27 @@ class VersionLoader:
 
     model_runner: Any
 
+    def make_ready(self) -> None:
+        """A later pipeline stage on a CPU, uncompiled, lacks the tensors that it receives activations in: vLLM makes
+        them in its trial run, which it leaves out there."""
+        from vllm.distributed import get_pp_group
+
+        runner = self.model_runner
+        if not get_pp_group().is_first_rank and getattr(runner, "intermediate_tensors", "none of its own") is None:
+            make = runner.get_model().make_empty_intermediate_tensors
+            sizes = {"batch_size": runner.max_num_tokens, "dtype": runner.model_config.dtype, "device": runner.device}
+            runner.intermediate_tensors = make(**sizes)
+
     def load_version(self, path: str) -> tuple[int, list[str]]:
         """Load a safetensors file. Returns how many tensors it has, and which were not read back on this rank."""
         from safetensors import safe_open
 
+        model = self.model_runner.get_model()
         with safe_open(path, "pt") as file, torch.no_grad():
             tensors = FileTensors(file)
-            self.model_runner.reload_weights(weights_iterator=tensors.to_load())
-            return check_loaded(self.model_runner.get_model(), tensors)
+            vllm_experts.pack_again(model)
+            self.model_runner.reload_weights(weights_iterator=tensors.to_load(vllm_experts.names_in(model)))
+            return check_loaded(model, tensors)
 
 
 class FileTensors(Mapping[str, torch.Tensor]):
@@ -85,12 +101,12 @@ class FileTensors(Mapping[str, torch.Tensor]):
     def __len__(self) -> int:
         return len(self._names)
 
-    def to_load(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """A tied head under both of its names."""
-        for name, tensor in self.items():
-            yield name, tensor
+    def to_load(self, names: vllm_experts.ExpertNames) -> Iterator[tuple[str, torch.Tensor]]:
+        """As a checkpoint has them; a tied head under both of its names."""
+        for name in self:
+            yield from vllm_experts.as_checkpoint(name, self, names)
             if name == EMBEDDING and HEAD not in self:
-                yield HEAD, tensor
+                yield HEAD, self[name]
 
 
 def check_loaded(model: Any, tensors: Mapping[str, torch.Tensor]) -> tuple[int, list[str]]:
@@ -109,9 +125,11 @@ def _read_back(model: Any, tensors: Mapping[str, torch.Tensor]) -> Iterator[Veri
     from vllm.model_executor.layers.linear import LinearBase
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
-    packed = getattr(model, "packed_modules_mapping", {})
-    for name, module in model.named_modules():
-        if isinstance(module, LinearBase):
+    packed = JOINED | getattr(model, "packed_modules_mapping", {})
+    for name, module in ((vllm_experts.in_file(name), module) for name, module in model.named_modules()):
+        if vllm_experts.has_experts(module):
+            yield from starmap(Verified, vllm_experts.expert_parts(name, module, tensors, COLUMNS))
+        elif isinstance(module, LinearBase):
             yield from _of_linear(module, _sources(name, packed), tensors)
         elif isinstance(module, VocabParallelEmbedding):  # a head is one too, and may be the embedding itself
             if isinstance(module, ParallelLMHead) or module is getattr(model, "lm_head", None):
