@@ -7,7 +7,7 @@ random numbers stands for all of them, so that four ranks fit on a small machine
 does. Nothing is trained. The relay is this process; it assembles the version in shared memory. Some tensors are
 compared with what the ranks had. `seconds` is from the order to publish until the version is sealed. `plan` is
 `sim/publishing.py` with the rates of the measurement itself for one rank, so its time for more ranks is a prediction;
-all of them share this machine's cores. Writes benchmarks/results/publish_plan.json.
+all of them share this machine's cores. Writes benchmarks/results/publish_plan.json, row by row.
 """
 
 from __future__ import annotations
@@ -179,6 +179,12 @@ def _compare(memory: Any, size: int) -> None:
         assert torch.equal(tensors[name].view(torch.uint8), expected.view(torch.uint8)), name  # not all are numbers
 
 
+def rates_of(one: dict[str, Any]) -> LinkRates:
+    """What the row of one rank shows of this machine."""
+    copied, sealed = 2 * one["rank_bytes"] / one["stall_s"], one["relay_bytes"] / one["seconds"]
+    return LinkRates(network=1e12, host=1e12, device=copied, latency_s=0.0, relay=sealed)
+
+
 def with_plan(row: dict[str, Any], links: LinkRates) -> dict[str, Any]:
     size = row["relay_bytes"]
     plan = publish_plan(size, row["ranks"], row["ranks"], 1, links, trained_bytes=size)
@@ -190,18 +196,20 @@ def with_plan(row: dict[str, Any], links: LinkRates) -> dict[str, Any]:
 def main() -> None:
     words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     words.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
+    words.add_argument("--out", type=Path, default=RESULTS)
     words.add_argument("--rank-of", nargs=4, help=argparse.SUPPRESS)
     options = words.parse_args()
     if options.rank_of:
         size, meeting, address, rank = options.rank_of
         print(json.dumps(be_a_rank(int(rank), int(size), meeting, address)))
         return
-    rows = [measure(size) for size in options.ranks]
-    one = rows[0]
-    copied, sealed = 2 * one["rank_bytes"] / one["stall_s"], one["relay_bytes"] / one["seconds"]
-    links = LinkRates(network=1e12, host=1e12, device=copied, latency_s=0.0, relay=sealed)
-    rows = [with_plan(row, links) for row in rows]
-    RESULTS.write_text(json.dumps({"preset": PRESET, "precision": "bfloat16", "rows": rows}, indent=1) + "\n")
+    rows: list[dict[str, Any]] = []
+    links: LinkRates | None = None
+    for size in options.ranks:
+        row = measure(size)
+        links = links or rates_of(row)
+        rows.append(with_plan(row, links))
+        options.out.write_text(json.dumps({"preset": PRESET, "precision": "bfloat16", "rows": rows}, indent=1) + "\n")
     table = Table(*rows[0])
     for row in rows:
         table.add_row(*[f"{value:,}" for value in row.values()])

@@ -1,12 +1,15 @@
 """What a trainer rank has in memory, by number of ranks: weights, gradients, moments, snapshot, and the peaks.
 
-    python benchmarks/rank_memory.py      # a Llama of 58M parameters in float32; 1, 2 and 4 gloo ranks
+    python benchmarks/rank_memory.py      # a Llama of 58M parameters; 1, 2 and 4 gloo ranks, float32 and bfloat16
 
-Every rank is a process that loads the model, trains two mini-batches, publishes a snapshot to a relay in this process
-and writes a checkpoint. `*_mb` are bytes of tensors; `*_peak_mb` is how far resident memory rose during that phase
-above where it was before the model was loaded (the kernel's high-water mark, set back before each phase), so it counts
-whatever the process keeps, such as the weights, as well. Tensors are mapped one by one, so that freed ones do not
-count. The largest of all ranks is shown. Writes benchmarks/results/rank_memory.json.
+Every rank is a process that loads the model, trains two mini-batches, scores a pack as a frozen policy does, publishes
+a snapshot to a relay in this process and writes a checkpoint. `*_mb` are bytes of tensors; `*_peak_mb` is how far
+resident memory rose during that phase above where it was before the model was loaded (the kernel's high-water mark, set
+back before each phase), so it counts whatever the process keeps, such as the weights, as well. `pass_rise_mb` is how
+far a forward pass alone raises it above where it was just before: gathered layers and activations of one pack of 64
+tokens, and no more, if nothing is kept of a layer that is done. Precision is that of the arithmetic; weights and
+moments are float32. Tensors are mapped one by one, so that freed ones do not count. The largest of all ranks is shown.
+Writes benchmarks/results/rank_memory.json, row by row.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +32,16 @@ from trainer_memory import _group, _lengths
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "rank_memory.json"
-DEADLINE_S = 600.0
+DEADLINE_S = 1200.0
+PRECISIONS = ("float32", "bfloat16")
+TRAINER: dict[str, Any] = {
+    "mini_batches": 1,
+    "device": "cpu",
+    "tokens_per_batch": 256,
+    "logit_tokens": 64,
+    "recompute": True,
+    "loss": "aipo",
+}
 TOKEN = "t" * 32
 SHAPE = {
     "vocab_size": 16384,
@@ -41,9 +54,10 @@ SHAPE = {
 }
 
 
-def be_a_rank(rank: int, size: int, meeting: str, folder: Path, address: str) -> dict[str, float]:
+def be_a_rank(rank: int, size: int, meeting: str, folder: Path, address: str, precision: Any) -> dict[str, float]:
     from tailrace.config.tree import Config, Model, Trainer
     from tailrace.trainer import checkpoint
+    from tailrace.trainer.packing import lay_out, read
     from tailrace.trainer.parallel import Alone, join
     from tailrace.trainer.rank_group import PublishRoute, SnapshotSender
     from tailrace.trainer.reader import in_memory
@@ -51,18 +65,19 @@ def be_a_rank(rank: int, size: int, meeting: str, folder: Path, address: str) ->
     from tailrace.wire.messages import ComponentSpec
 
     ranks = join(rank, size, meeting, "cpu", DEADLINE_S, DEADLINE_S) if size > 1 else Alone()
-    trainer = Trainer(mini_batches=1, device="cpu", tokens_per_batch=256, logit_tokens=64, recompute=True, loss="aipo")
-    config = Config(model=Model(path=str(folder / "model")), trainer=trainer)
+    config = Config(model=Model(path=str(folder / "model")), trainer=Trainer(precision=precision, **TRAINER))
     before, figures = _resident_mb(), dict[str, float]()
-    learner = _peak("load", figures, before, lambda: Learner(config, ranks))
+    learner = _peak("load_peak_mb", figures, before, lambda: Learner(config, ranks))
     work = in_memory([_group(_lengths(64, 128))])
 
     def step() -> None:
         for number in range(2):
             learner.train_mini_batch(number, 0, *work)
 
-    _peak("step", figures, before, step)
+    _peak("step_peak_mb", figures, before, step)
     figures |= _tensors(learner)
+    pack, now = lay_out([read(one) for one in _group([64])], (0,)), _resident_mb()
+    _peak("pass_rise_mb", figures, now, lambda: learner.scores(pack))
     spec = ComponentSpec("trainer", 0, 1, "", TOKEN, "", config, rank=rank)
     sender = SnapshotSender(spec, learner.model.named_parameters())
 
@@ -73,9 +88,9 @@ def be_a_rank(rank: int, size: int, meeting: str, folder: Path, address: str) ->
         while sender._under_way is not None:
             time.sleep(0.01)
 
-    _peak("publish", figures, before, publish)
+    _peak("publish_peak_mb", figures, before, publish)
     figures["snapshot_mb"] = sender.publisher.snapshot_bytes / 2**20
-    _peak("checkpoint", figures, before, lambda: checkpoint.save(folder / f"saved{size}", learner))
+    _peak("checkpoint_peak_mb", figures, before, lambda: checkpoint.save(folder / f"saved-{size}-{precision}", learner))
     sender.publisher.close()
     ranks.gather_bytes(b"")
     ranks.leave()
@@ -100,12 +115,12 @@ def _tensors(learner: Any) -> dict[str, float]:
     return found
 
 
-def _peak(phase: str, figures: dict[str, float], before: float, act: Callable[[], Any]) -> Any:
+def _peak(name: str, figures: dict[str, float], before: float, act: Callable[[], Any]) -> Any:
     Path("/proc/self/clear_refs").write_text("5")  # the mark begins at what is resident now
     result = act()
     status = Path("/proc/self/status").read_text()
     mark = next(line for line in status.splitlines() if line.startswith("VmHWM"))
-    figures[f"{phase}_peak_mb"] = int(mark.split()[1]) / 1024 - before
+    figures[name] = int(mark.split()[1]) / 1024 - before
     return result
 
 
@@ -113,17 +128,17 @@ def _resident_mb() -> float:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
-def measure(size: int, folder: Path) -> dict[str, Any]:
+def measure(size: int, precision: str, folder: Path) -> dict[str, Any]:
     from tailrace.weights.relay_node import RelayNode
     from tailrace.weights.shared_memory import SharedMemory, shared_memory_path
 
-    memory = SharedMemory(shared_memory_path(f"ranks-{os.getpid()}-{size}", "h0"))
+    memory = SharedMemory(shared_memory_path(f"ranks-{os.getpid()}-{size}-{precision}", "h0"))
     node = RelayNode(0, memory, TOKEN.encode())
-    words = [sys.executable, __file__, "--rank-of", str(size), f"file://{folder}/meeting{size}", str(folder)]
+    meeting = f"file://{folder}/meeting-{size}-{precision}"
+    words = [sys.executable, __file__, "--rank-of", str(size), meeting, str(folder), str(node.address), precision]
     mapped = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
     ranks = [
-        subprocess.Popen([*words, str(node.address), str(rank)], env=mapped, stdout=subprocess.PIPE, text=True)
-        for rank in range(size)
+        subprocess.Popen([*words, str(rank)], env=mapped, stdout=subprocess.PIPE, text=True) for rank in range(size)
     ]
     try:
         found = [json.loads(each.communicate(timeout=DEADLINE_S)[0].splitlines()[-1]) for each in ranks]
@@ -132,7 +147,11 @@ def measure(size: int, folder: Path) -> dict[str, Any]:
             each.kill()
         node.close()
         memory.remove()
-    return {"ranks": size, **{name: round(max(each[name] for each in found), 1) for name in found[0]}}
+    return {
+        "precision": precision,
+        "ranks": size,
+        **{name: round(max(each[name] for each in found), 1) for name in found[0]},
+    }
 
 
 def _make_model(folder: Path) -> None:
@@ -142,21 +161,33 @@ def _make_model(folder: Path) -> None:
     (folder / "model" / "tokenizer.json").write_text("{}")
 
 
+def _with(out: Path, row: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows in the file, and this one in the place of one of the same case."""
+
+    def case(row: dict[str, Any]) -> tuple[int, int]:
+        return PRECISIONS.index(row["precision"]), row["ranks"]
+
+    known = json.loads(out.read_text()) if out.exists() else []
+    return sorted([*(other for other in known if case(other) != case(row)), row], key=case)
+
+
 def main() -> None:
     words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     words.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
-    words.add_argument("--rank-of", nargs=5, help=argparse.SUPPRESS)
+    words.add_argument("--precisions", nargs="+", default=PRECISIONS)
+    words.add_argument("--out", type=Path, default=RESULTS, help="rows of other cases that are there are kept")
+    words.add_argument("--rank-of", nargs=6, help=argparse.SUPPRESS)
     options = words.parse_args()
     if options.rank_of:
-        size, meeting, folder, address, rank = options.rank_of
-        print(json.dumps(be_a_rank(int(rank), int(size), meeting, Path(folder), address)))
+        size, meeting, folder, address, precision, rank = options.rank_of
+        print(json.dumps(be_a_rank(int(rank), int(size), meeting, Path(folder), address, precision)))
         return
     with tempfile.TemporaryDirectory() as folder:
         _make_model(Path(folder))
-        rows: list[dict[str, Any]] = []
-        for size in options.ranks:
-            rows.append(measure(size, Path(folder)))
-            RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
+        for precision, size in product(options.precisions, options.ranks):
+            rows = _with(options.out, measure(size, precision, Path(folder)))
+            options.out.write_text(json.dumps(rows, indent=1) + "\n")
+    rows = json.loads(options.out.read_text())
     table = Table(*rows[0])
     for row in rows:
         table.add_row(*map(str, row.values()))

@@ -7,18 +7,26 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import socket
 import sqlite3
 import subprocess
-from contextlib import closing
+from contextlib import closing, suppress
+from pathlib import Path
 
 import pytest
+import torch
+import xxhash
 from guests import Guest, address, at_work, ends_well, gone, joined, left, on_hosts, waiting_run
 from hosts import Network, missing
+from safetensors.torch import load
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from runs import EMULATED, NATIVE, Run
+from runs import EMULATED, NATIVE, START, Run
 from tailrace.runtime.local import read_records
+from tailrace.trainer.export import write_model
+from tailrace.weights.shared_memory import default_base
 
 TWO = ("--trainer.ranks", "2", "--trainer.interface", "lo", "--run.steps", "100000")
 needs_hosts = pytest.mark.skipif(bool(missing()), reason=missing() or "-")
@@ -251,3 +259,80 @@ def test_ranks_on_several_hosts_have_the_losses_of_one_and_resume_on_any_number(
 def ranks(number: int) -> tuple[str, ...]:
     here = RANKS[number][0] if number in RANKS else number
     return "--trainer.ranks", str(number), "--local.ranks", str(here)
+
+
+WIDER = {"hidden_size": 384, "intermediate_size": 1024, "num_attention_heads": 6, "num_hidden_layers": 4}
+BRIEF = ("--workload.prompts_per_step", "2", "--workload.group_size", "2", "--workload.max_completion_tokens", "8")
+KEEP_ALL = ("--trainer.checkpoint_every", "1", "--trainer.keep_checkpoints", "1000")
+SLOW_MBITS = 4.0
+
+
+@needs_hosts
+@pytest.mark.soak
+def test_ranks_killed_in_the_middle_of_a_publication_leave_nothing_torn(tmp_path):
+    """First the one that joined, then the one that the others meet at. What relays hold is at all times bit by bit what
+    the trainer saved: a version is saved before it is sent."""
+    options = ("--trainer.ranks", "2", "--local.ranks", "1", *NETWORK, *ENDLESS, *BRIEF, *KEEP_ALL)
+    where = ("--model.path", str(wider_model(tmp_path)))
+    with on_hosts(2, tmp_path, NATIVE, *options, *where) as (network, run, join):
+        guest = join(1, "--ranks", "1", "--replicas", "1")
+        held = Held(run)
+        for name in ("trainer0.1", "trainer0"):
+            trained(run, 2)
+            back, victim = run.events("TrainerJoined"), (guest.components() | run.components())[name]
+            run.until(held.arrives, "a publication")
+            network.set(rate_mbits=SLOW_MBITS)  # what is left of it takes many seconds now
+            os.kill(victim, signal.SIGKILL)
+            torn = held.arrives()
+            network.set()
+            assert torn, "it had arrived by then"
+            run.until(lambda n=torn, seen=held: seen.look(n), "the same version, whole")
+            came_back(run, back)
+        held.look()
+        proof = ends_well(run)
+        assert proof.lost["Trainer"] == 2
+        assert {where for where, _ in held.versions} == set(held.folders())
+        for (_, version), tensors in held.versions.items():
+            saved = saved_weights(run, version, tmp_path)
+            assert tensors.keys() == saved.keys()
+            assert all(torch.equal(tensors[each], saved[each]) for each in saved), f"version {version} is torn"
+
+
+class Held:
+    """What the relays of a run on this machine hold, as anybody can read it who maps the files."""
+
+    def __init__(self, run: Run) -> None:
+        self._mark = xxhash.xxh3_64_hexdigest(str(run.folder.resolve()).encode())[:8]
+        self.versions: dict[tuple[Path, int], dict[str, torch.Tensor]] = {}
+
+    def folders(self) -> list[Path]:
+        return sorted(default_base().glob(f"tailrace-*{self._mark}*"))
+
+    def arrives(self) -> int:
+        """A version of which some is there and that is whole nowhere; 0 if there is none."""
+        self.look()
+        partial = {int(file.stem[1:]) for folder in self.folders() for file in folder.glob("v*.partial")}
+        return max(partial - {version for _, version in self.versions}, default=0)
+
+    def look(self, version: int = 0) -> bool:
+        """Read what is new. Whether a relay has this version."""
+        for folder in self.folders():
+            for file in folder.glob("v*.safetensors"):
+                key = folder, int(file.name.partition(".")[0][1:])
+                if key not in self.versions:
+                    with suppress(FileNotFoundError):  # dropped by now
+                        self.versions[key] = load(file.read_bytes())
+        return any(found == version for _, found in self.versions)
+
+
+def wider_model(folder: Path) -> Path:
+    """The default one with 6M parameters: more than the sockets hold."""
+    shutil.copytree(START, folder / "wider")
+    config = AutoConfig.from_pretrained(START, **WIDER)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "wider")
+    return folder / "wider"
+
+
+def saved_weights(run: Run, version: int, folder: Path) -> dict[str, torch.Tensor]:
+    write_model(run.folder / "checkpoints" / f"step-{version:08d}", folder / f"of{version}")
+    return load((folder / f"of{version}" / "model.safetensors").read_bytes())

@@ -11,6 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -58,6 +59,34 @@ def train(folder: Path, ranks: Ranks | None = None) -> Learner:
     return learner
 
 
+def passes(folder: Path, precision: str, ranks: Ranks | None = None) -> None:
+    """A mini-batch under weights that are those of no other policy; leaves the loss, its gradients and, of each sample,
+    log-probs of other policies and values in the folder."""
+    config = everything(folder / "model")
+    unclipped = {"clip_low": 1e9, "clip_high": 1e9, "dual_clip": 0.0}  # else rounding moves tokens over the edge
+    trainer = msgspec.structs.replace(config.trainer, precision=precision, **unclipped)
+    learner = Learner(msgspec.structs.replace(config, trainer=trainer), ranks)
+    assert learner.critic is not None
+    torch.nn.init.eye_(learner.critic.net[-1].weight)
+    learner._proximal.at(0, 0)
+    for parameter in learner.model.parameters():
+        local(parameter.data).mul_(1.02)
+    used = set[torch.dtype]()
+    (*_, matrix) = (each for each in learner.policy.model.modules() if isinstance(each, torch.nn.Linear))
+    matrix.register_forward_pre_hook(lambda module, _: used.add(module.weight.dtype))
+    micro_batches = learner._micro_batches(0, 1, plan_mini_batch(*in_memory(GROUPS), learner.settings))
+    sums, _ = learner._backward(micro_batches)
+    assert used == {getattr(torch, precision)}
+    found = {name: learner.ranks.full(p.grad) for name, p in learner.model.named_parameters() if p.grad is not None}
+    found["loss"] = torch.tensor(sums["loss"])
+    for each in micro_batches:
+        for name, tensor in {"old": each.proximal, "reference": each.reference, "value": each.credit.values}.items():
+            assert tensor is not None
+            pieces = zip(each.pack.members, tensor.split(each.pack.counts), strict=True)
+            found |= {f"{name}/{member}": piece.clone() for member, piece in pieces}
+    save_file(found, folder / f"{precision}_{learner.ranks.size}_{learner.ranks.rank}.safetensors")
+
+
 def emulate(folder: Path, ranks: Ranks) -> None:
     """An emulated trainer's part; leaves what this rank has read in the folder."""
     infos, reader = in_memory(GROUPS)
@@ -76,6 +105,7 @@ def be_a_rank(rank: int, size: int, meeting: str, folder: Path, sharding: str) -
     assert heard == [b"", b"train \x00\xff" * 1000]
     assert ranks.gather_bytes(b"x" * rank) == [b"x" * each for each in range(size)]
     emulate(folder, ranks)
+    passes(folder, "bfloat16", ranks)
     learner = train(folder, ranks)
     publish(folder, learner)
     place = save(folder / "checkpoints", learner)
@@ -136,6 +166,8 @@ LONG = [pytest.param(*case, marks=pytest.mark.soak) for case in ((3, "full"), (4
 def test_several_ranks_have_the_gradients_weights_versions_and_checkpoints_of_one(tmp_path, size, sharding):
     tiny_folder(tmp_path, tie_word_embeddings=True)
     alone = train(tmp_path)
+    passes(tmp_path, "float32")
+    passes(tmp_path, "bfloat16")
     save(tmp_path / "of_one_rank", alone)
     with nodes(2, tmp_path) as relays:
         addresses = {relay.id: str(relay.address) for relay in relays}
@@ -153,6 +185,7 @@ def test_several_ranks_have_the_gradients_weights_versions_and_checkpoints_of_on
     shares = [json.loads((tmp_path / f"read_by_{rank}.json").read_text()) for rank in range(size)]
     assert sorted(id for share in shares for id in share) == [t.id for group in GROUPS for t in group]
     assert all(shares)
+    near_in_bfloat16(tmp_path, size)
     one, two = (load_file(tmp_path / f"of_{n}.safetensors") for n in (1, size))
     assert one.keys() == two.keys()
     for name in one:
@@ -170,6 +203,22 @@ def test_several_ranks_have_the_gradients_weights_versions_and_checkpoints_of_on
         torch.testing.assert_close(mine, theirs, atol=1e-3, rtol=1e-3, msg=name)
     assert published == _as_published(together)
     _is_exported_as_one_rank_saves(place, alone, together, tmp_path)
+
+
+def near_in_bfloat16(folder: Path, size: int) -> None:
+    exact, alone = (load_file(folder / f"{precision}_1_0.safetensors") for precision in ("float32", "bfloat16"))
+    together: dict[str, torch.Tensor] = {}
+    for rank in range(size):
+        together |= load_file(folder / f"bfloat16_{size}_{rank}.safetensors")
+    assert exact.keys() == alone.keys() == together.keys()
+    for name in exact:
+        logprobs = name.startswith(("old/", "reference/"))
+        assert off(together[name], alone[name]) < (0.01 if logprobs else 0.05), name
+        assert off(together[name], exact[name]) < (0.03 if logprobs else 0.2), name
+
+
+def off(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((found - wanted).norm() / wanted.norm())
 
 
 def _as_published(learner: Learner) -> bytes:

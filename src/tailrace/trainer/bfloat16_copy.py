@@ -2,8 +2,8 @@
 
 `step.py` has one when `trainer.precision` says so and the weights are not sharded: the float32 model is then nothing
 but the optimiser's weights, and its gradients are float32 sums of what the copy's passes gave. Casting once per update
-costs less than casting in every pass (autocast). Rotary angles stay float32 and are applied in float32, as the engine
-does.
+costs less than casting in every pass (autocast). Sharded weights are cast as they are gathered (`Ranks.shard`). Either
+way rotary angles stay float32 and are applied in float32, as the engine does.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ class Bfloat16Copy:
         for p, narrow in pairs:
             if p.requires_grad:
                 narrow.register_post_accumulate_grad_hook(partial(_hand_over, p))
-        _rotate_in_float32(self.model)
         self._stamp = self._now(0)
 
     @torch.no_grad()
@@ -56,7 +55,7 @@ def _hand_over(master: nn.Parameter, narrow: Tensor) -> None:
         master.grad.add_(found)
 
 
-def _rotate_in_float32(model: PreTrainedModel) -> None:
+def rotate_in_float32(model: PreTrainedModel) -> None:
     rotary = getattr(trunk_of(model), "rotary_emb", None)
     if isinstance(rotary, nn.Module):
         rotary.register_forward_pre_hook(_ask_for_float32)

@@ -50,9 +50,8 @@ def fused_loss(hidden: Tensor, targets: Tensor, head: Head, token_loss: TokenLos
 @torch.no_grad()
 def scored(hidden: Tensor, targets: Tensor, head: Head) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies alone."""
-    weight = _narrow(head.weight)
     pieces = [
-        score(product(hidden[chunk_rows].to(weight.dtype), weight), targets[chunk_rows], head.factor)
+        score(product(hidden[chunk_rows].to(head.weight.dtype), head.weight), targets[chunk_rows], head.factor)
         for chunk_rows in _chunks(len(targets), head.chunk)
     ]
     logprobs, entropy, _ = zip(*pieces, strict=True)
@@ -70,7 +69,7 @@ class _FusedLoss(torch.autograd.Function):
         token_loss: TokenLoss,
         stats: dict[str, Tensor],
     ) -> tuple[Tensor, Tensor, Tensor]:
-        work = _Work(hidden, _narrow(weight), targets, head.factor, token_loss, stats)
+        work = _Work(hidden, weight, targets, head.factor, token_loss, stats)
         losses, *scores = zip(*(work.on(chunk_rows) for chunk_rows in _chunks(len(targets), head.chunk)), strict=True)
         assert work.by_weight is not None
         ctx.save_for_backward(work.by_hidden.to(hidden.dtype), work.by_weight.to(weight.dtype))
@@ -132,11 +131,6 @@ def _chunks(count: int, chunk: int) -> Iterator[slice]:
     """At least one, if need be of nothing."""
     for start in range(0, max(1, count), chunk):
         yield slice(start, min(start + chunk, count))
-
-
-def _narrow(weight: Tensor) -> Tensor:
-    kind = weight.device.type
-    return weight.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else weight
 
 
 # ------------------------------------------------------------------------------------------------------- on each device

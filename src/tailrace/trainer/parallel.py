@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy
 
     from tailrace.wire.messages import ComponentSpec
 
@@ -59,8 +60,8 @@ class Ranks(Protocol):
     rank: int
     size: int
 
-    def shard(self, module: nn.Module) -> None:
-        """Spread the parameters over the ranks, layer by layer."""
+    def shard(self, module: nn.Module, bfloat16: bool = False) -> None:
+        """Spread the parameters over the ranks, layer by layer, in float32. `bfloat16`: of the arithmetic."""
         ...
 
     def full(self, tensor: Tensor) -> Tensor:
@@ -108,7 +109,7 @@ class Alone:
     rank = 0
     size = 1
 
-    def shard(self, module: nn.Module) -> None:
+    def shard(self, module: nn.Module, bfloat16: bool = False) -> None:
         return
 
     def full(self, tensor: Tensor) -> Tensor:
@@ -158,15 +159,15 @@ class Together:
         self._heard = 0  # complaints
         self.ranks_by_host: list[list[int]] = []  # hybrid sharding: within each host
 
-    def shard(self, module: nn.Module) -> None:
+    def shard(self, module: nn.Module, bfloat16: bool = False) -> None:
         from torch.distributed.fsdp import fully_shard
         from transformers.modeling_layers import GradientCheckpointingLayer
 
         layers = [m for m in module.modules() if isinstance(m, GradientCheckpointingLayer)]
-        mesh = self._mesh()
+        mesh, precision = self._mesh(), _mixed_precision(bfloat16)
         for piece in (*layers, module):
             piece.float()  # here and not before: of a model in other types, one layer at a time is whole in memory
-            fully_shard(piece, mesh=mesh, reshard_after_forward=True)
+            fully_shard(piece, mesh=mesh, reshard_after_forward=True, mp_policy=precision)
         for buffer in module.buffers():
             buffer.data = buffer.to(self._device)
 
@@ -231,6 +232,16 @@ class Together:
 
     def leave(self) -> None:
         torch.distributed.destroy_process_group()
+
+
+def _mixed_precision(bfloat16: bool) -> MixedPrecisionPolicy:
+    """Weights are gathered in the precision of the arithmetic, and gradients added up in float32. Autocast would gather
+    them in float32 and keep its own narrow copy of all of them until the pass ends. What goes from layer to layer stays
+    as it is: rotary angles are float32."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    narrow = torch.bfloat16 if bfloat16 else None
+    return MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=torch.float32, cast_forward_inputs=False)
 
 
 def ranks_of(spec: ComponentSpec, device: str) -> Ranks:

@@ -40,7 +40,7 @@ from tailrace.trainer.batch import (
     token_credits,
     worth_a_pass,
 )
-from tailrace.trainer.bfloat16_copy import Bfloat16Copy
+from tailrace.trainer.bfloat16_copy import Bfloat16Copy, rotate_in_float32
 from tailrace.trainer.compiled import Blocks, padded
 from tailrace.trainer.critic import Critic
 from tailrace.trainer.head import TokenLoss, chunk_that_fits
@@ -129,13 +129,14 @@ class Learner:
         """The model's arithmetic: in which precision, sharded or not, with which kernels. `like` is one of its kind."""
         bfloat16 = precision_on(self.device, self.settings.precision) == "bfloat16"
         self.policy.at_once = self.device.startswith("cuda") and self.policy.has_plain_head()
-        with self._autocast(bfloat16):
+        with torch.autocast(torch.device(self.device).type, torch.bfloat16, enabled=bfloat16):
             self._rows = reads_rows(like)
-        self.ranks.shard(self.policy)
+        self.ranks.shard(self.policy, bfloat16)
         self._bfloat16 = Bfloat16Copy(self.model) if bfloat16 and self.ranks.size == 1 else None
         if self._bfloat16 is not None:
             self.policy.model = self._bfloat16.model
-        self._cast = bfloat16 and self._bfloat16 is None
+        if bfloat16:
+            rotate_in_float32(self.policy.model)
         compiles = self.settings.compile and self._rows and self._bfloat16 is not None
         self._blocks = Blocks(self.policy.model) if compiles else None
 
@@ -315,8 +316,7 @@ class Learner:
     def _forward(self, pack: DevicePack, token_loss: TokenLoss | None = None) -> Scores:
         if self._bfloat16 is not None:
             self._bfloat16.follow(self.optimiser.updates)
-        with self._autocast(self._cast):
-            return self.policy(pack.inputs, pack.where, pack.positions, pack.targets, token_loss)
+        return self.policy(pack.inputs, pack.where, pack.positions, pack.targets, token_loss)
 
     def _to_device(self, pack: Pack) -> DevicePack:
         tokens = len(pack.inputs)
@@ -334,9 +334,6 @@ class Learner:
             return None
         compiled = self._blocks is not None and self._blocks.on
         return padded(tokens) if compiled else tokens
-
-    def _autocast(self, enabled: bool) -> torch.autocast:
-        return torch.autocast(torch.device(self.device).type, torch.bfloat16, enabled=enabled)
 
     def _logit_tokens(self) -> int:
         if self.settings.logit_tokens or not self.device.startswith("cuda"):
