@@ -28,7 +28,7 @@ def test_grpo_divides_by_the_deviation_of_a_sample_as_trl_and_verl_do():
     assert grpo(np.array([1.0, 0.0])) == pytest.approx([0.5**0.5, -(0.5**0.5)], rel=1e-5)
 
 
-@pytest.mark.parametrize("name", GROUP_ADVANTAGES)
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo"])
 def test_nothing_is_learned_from_equal_rewards_or_from_a_sample_alone(name):
     assert not GROUP_ADVANTAGES[name](np.full(3, 0.1)).any()
     assert not GROUP_ADVANTAGES[name](np.array([0.7])).any()

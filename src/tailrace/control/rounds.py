@@ -28,7 +28,8 @@ def advance(context: Context) -> None:
         round.to_open += context.config.workload.prompts_per_step
     if round.running:
         while round.to_open and len(ledger.pool):
-            ledger.open_group(context.now, context.config.workload.group_size, round.number)
+            size, first = context.config.workload.group_size, context.config.first_samples
+            ledger.open_group(context.now, size, round.number, first)
             round.to_open -= 1
         _spread_waiting(context)
 

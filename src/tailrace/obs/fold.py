@@ -35,6 +35,7 @@ from tailrace.protocol import (
     Request,
     SampleFailed,
     ScoringStarted,
+    SkipPrompts,
     Stop,
     Train,
     Trained,
@@ -111,10 +112,29 @@ class GroupCounts(msgspec.Struct, frozen=True):
     started: int
     trained: int
     dropped_stale: int
-    filtered: int
+    filtered: int  # all of their samples got the same reward
+    stopped: int  # the same, known before all of their samples were started
     failed: int
     lost: int  # with their store, when a step that had trained them was to be repeated
     in_flight: int
+
+
+class Savings(msgspec.Struct, frozen=True):
+    """What was not generated, because it would have taught nothing."""
+
+    skipped_prompts: int = 0  # by their history
+    stopped_groups: int = 0  # before all of their samples were started
+    unstarted_samples: int = 0  # of these two
+    left_out_samples: int = 0  # generated, but not trained on: wrong ones of groups with few right ones
+    tokens: int = 0  # of the samples that were not started, if they had been as long as the others on average
+
+    def __bool__(self) -> bool:
+        return bool(self.skipped_prompts or self.stopped_groups or self.left_out_samples)
+
+    def __str__(self) -> str:
+        cut = f"{self.skipped_prompts:,} prompts skipped, {self.stopped_groups:,} groups stopped early"
+        spared = f"{self.unstarted_samples:,} samples not generated (about {self.tokens:,} tokens)"
+        return f"{cut}: {spared}; {self.left_out_samples:,} wrong ones not trained on"
 
 
 class Staleness(msgspec.Struct, frozen=True):
@@ -155,6 +175,10 @@ class Fold:
         self.failures = 0  # attempts at samples that failed
         self.failed_samples = 0  # those whose last attempt did
         self.finished_tokens = 0  # of finished samples, prompts included
+        self.finished_samples = 0
+        self.skipped_prompts = 0
+        self._unstarted = 0  # samples of groups that were stopped
+        self._left_out = 0
         self.training: Train | None = None  # the order that the trainer has not answered
         self.trainer_incarnation = 0
         self._given: dict[MiniBatchId, tuple[Train, BatchTotals]] = {}  # to the trainer, which has not reported them
@@ -174,6 +198,7 @@ class Fold:
             Finished: self._finished,
             SampleFailed: self._sample_failed,
             Parked: self._parked,
+            SkipPrompts: self._skip_prompts,
             Generate: self._generate,
             Cancel: self._cancel,
             Train: self._train,
@@ -206,8 +231,15 @@ class Fold:
     def groups(self) -> GroupCounts:
         ended = self.groups_ended
         in_flight = self.groups_started - ended.total()
-        ends = (ended["trained"], ended["stale"], ended["filtered"], ended["failed"], ended["lost"])
-        return GroupCounts(self.groups_started, *ends, in_flight)
+        names: tuple[GroupEnd, ...] = ("trained", "stale", "filtered", "stopped", "failed", "lost")
+        return GroupCounts(self.groups_started, *[ended[name] for name in names], in_flight)
+
+    @property
+    def savings(self) -> Savings:
+        unstarted = self._unstarted + self.skipped_prompts * self.group_size
+        mean = self.finished_tokens / max(1, self.finished_samples)
+        stopped = self.groups_ended["stopped"]
+        return Savings(self.skipped_prompts, stopped, unstarted, self._left_out, round(unstarted * mean))
 
     # ------------------------------------------------------------------------------------------------------ samples
 
@@ -239,6 +271,9 @@ class Fold:
             samples[id] = _assigned(request, command.replica, record.version, before)
             record.assigned[id] = None
             self._note_started(request.group)
+
+    def _skip_prompts(self, command: SkipPrompts) -> None:
+        self.skipped_prompts += len(command.prompts)
 
     def _note_started(self, group: GroupId) -> None:
         if group >= self.groups_started:
@@ -285,6 +320,7 @@ class Fold:
         self._release(meta.id, sample, "finished")
         sample.tokens, sample.oldest, sample.reward = meta.tokens, meta.oldest, meta.reward
         self.finished_tokens += sample.prompt_tokens + meta.tokens
+        self.finished_samples += 1
 
     def _sample_failed(self, event: SampleFailed) -> None:
         sample = self.current(event.trajectory, event.attempt)
@@ -370,6 +406,7 @@ class Fold:
 
     def _totals(self, command: Train) -> BatchTotals:
         batch = BatchTotals(len(command.groups))
+        self._left_out += sum([self._finished_of(one.group) - len(one.trajectories) for one in command.groups])
         samples = [self.samples.get(id) for group in command.groups for id in group.trajectories]
         known = [sample for sample in samples if sample is not None]  # not all, if this fold began after the run did
         batch.tokens = sum([sample.prompt_tokens + sample.tokens for sample in known])
@@ -381,6 +418,9 @@ class Fold:
             for group in command.groups:
                 self._remove(group.trajectories)
         return batch
+
+    def _finished_of(self, group: GroupId) -> int:
+        return sum(sample.state == "finished" for sample in self.members(group))
 
     def _trained(self, event: Trained) -> None:
         order = self.training
@@ -442,6 +482,8 @@ class Fold:
             self._note_started(max(command.trajectories) // self.group_size)
         if command.reason == "lost":
             self.groups_ended["trained"] -= 1
+        elif command.reason == "stopped":
+            self._unstarted += self.group_size - len(command.trajectories)
         if command.reason not in ("trained", "regenerate"):  # counted when it was trained; still in flight
             self.groups_ended[command.reason] += 1
 

@@ -35,6 +35,7 @@ from tailrace.protocol import (
     Route,
     RunStarted,
     SetTimer,
+    SkipPrompts,
     Start,
     Stop,
     Train,
@@ -105,6 +106,7 @@ class Simulation:
             Cancel: rollouts.cancel,
             LoadWeights: rollouts.load_weights,
             Explain: lambda _: None,  # for the journal alone
+            SkipPrompts: lambda _: None,  # likewise
             Train: trainer.train,
             Publish: relay_tier.publish,
             Route: relay_tier.route,
