@@ -390,7 +390,8 @@ def test_the_little_world_really_trains():
     states = [keep_promises(seed, troubled(seed)).plane.state for seed in range(24)]
     assert sum(state.training.version > 2 for state in states) > 8
     ledgers = [state.ledger for state in states]
-    assert all(sum(counts) > 5 for counts in zip(*[(l.skipped, l.tally.stopped, l.tally.filtered) for l in ledgers]))
+    counts = [(one.skipped, one.tally.stopped, one.tally.filtered) for one in ledgers]
+    assert all(sum(each) > 5 for each in zip(*counts, strict=True))
 
 
 def troubled(seed: int) -> list[tuple[int, int]]:

@@ -121,6 +121,15 @@ class Turns(Section):
     tool_tokens: Natural = 0  # tokens that each call adds to the context
 
 
+class Difficulty(Section):
+    """Simulation: how often prompts are solved. Without rows, samples get no reward."""
+
+    rows: Natural = 0  # of the data: after so many prompts the first comes again
+    easy: Share = 1 / 3  # share of rows that are nearly always solved
+    hard: Share = 1 / 3  # and nearly never; the others are useful: as often as not, with a wide spread
+    drift_per_step: float = 0.0  # growth of the log-odds of success with every trained step
+
+
 class Workload(Section):
     """What is to be generated and trained at every step."""
 
@@ -130,6 +139,7 @@ class Workload(Section):
     max_completion_tokens: Count = 16384
     lengths: Lengths = Lengths(median=2000, sigma=1.0)
     turns: Turns = Turns()
+    difficulty: Difficulty = Difficulty()
     reward_s: Amount = 0.0  # time to score one trajectory
 
     @property
@@ -241,7 +251,7 @@ class Filters(Section):
 
     target: Share = 0.25  # share of groups without advantage that skipping steers towards
     easy_share: Share = 1 / 3  # of that target: all samples right; the rest: all wrong
-    rate: Share = 0.01  # by which the chance of a visit moves after every step
+    rate: Share = 0.03  # by which the chance of a visit moves after every step
     explore: Share = 0.01  # a prompt is visited at least with this chance, whatever its history
     rows: Natural = 16_777_216  # of the data that have a history, a byte each; later ones are never skipped
     first_samples: Natural = 0  # of a group, before more is known of it; 0: half of workload.group_size

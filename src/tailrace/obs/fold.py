@@ -87,6 +87,7 @@ class BatchTotals(msgspec.Struct):
     ages: Counter[int] = msgspec.field(default_factory=Counter)  # samples by the staleness of their oldest token
     rewards: float = 0.0
     rewarded: int = 0
+    useful: int = 0  # groups whose rewards differ: the others have no advantage
     mini_batches: int = 1
 
     def add(self, other: BatchTotals) -> None:
@@ -95,6 +96,7 @@ class BatchTotals(msgspec.Struct):
         self.ages += other.ages
         self.rewards += other.rewards
         self.rewarded += other.rewarded
+        self.useful += other.useful
         self.mini_batches += other.mini_batches
 
     @property
@@ -153,11 +155,13 @@ class StepRecord(msgspec.Struct, frozen=True):
     tokens: int
     reward: float | None
     staleness: Staleness
+    useful: int = 0  # groups whose rewards differ
 
 
 class Fold:
     def __init__(self, config: Config, keep_trained: bool = False) -> None:
         self.group_size = config.workload.group_size
+        self.rules = config.groups
         self.max_failures = config.groups.max_failures
         self.keep_trained = keep_trained
         self.before: Callable[[Event | Command], None] | None = None  # called with each of them before it is taken in
@@ -414,10 +418,16 @@ class Fold:
         rewards = [sample.reward for sample in known if sample.reward is not None]
         batch.rewards = sum([max(-LARGEST_REWARD, min(LARGEST_REWARD, reward)) for reward in rewards])
         batch.rewarded = len(rewards)
+        batch.useful = sum([self._is_useful(one.trajectories) for one in command.groups])
         if not self.keep_trained:
             for group in command.groups:
                 self._remove(group.trajectories)
         return batch
+
+    def _is_useful(self, trajectories: Sequence[TrajectoryId]) -> bool:
+        found = [self.samples[id].reward for id in trajectories if id in self.samples]
+        rewards = [reward for reward in found if reward is not None]
+        return bool(rewards) and not self.rules.same(rewards)
 
     def _finished_of(self, group: GroupId) -> int:
         return sum(sample.state == "finished" for sample in self.members(group))
@@ -472,7 +482,7 @@ class Fold:
         batch = self._step
         if not batch.groups or self._last_trained[0] != step:
             return  # it ended before; the trainer has repeated it
-        figures = (batch.groups, batch.samples, batch.tokens, batch.reward, staleness(batch.ages))
+        figures = (batch.groups, batch.samples, batch.tokens, batch.reward, staleness(batch.ages), batch.useful)
         self.steps.append(StepRecord(step, self._now, *figures))
         self._step = BatchTotals(mini_batches=0)
 

@@ -97,6 +97,9 @@ MORE_COLUMNS = (
     ResultColumn("stall per publish, s", lambda row, _: decimals(row["publish_stall_s"])),
     ResultColumn("decoded tokens/s", lambda row, _: decimals(row["decoded_tokens_per_s"])),
     ResultColumn("$ per M tokens", lambda row, _: decimals(row["dollars_per_million_tokens"])),
+    ResultColumn("useful groups/s", lambda row, _: decimals(row["useful_groups_per_s"])),
+    ResultColumn("prompts skipped", lambda row, _: f"{row['skipped']:,}"),
+    ResultColumn("groups filtered", lambda row, _: f"{row['filtered']:,}"),
     ResultColumn("virtual time, s", lambda row, _: decimals(row["virtual_s"])),
 )
 

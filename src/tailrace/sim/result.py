@@ -47,6 +47,9 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     dollars_per_million_tokens: float
     repacks: int
     virtual_s: float
+    useful_groups_per_s: float = 0.0  # trained groups whose rewards differ; 0: nothing is known of difficulty
+    skipped: int = 0  # prompts
+    filtered: int = 0  # groups, those stopped early included
 
 
 class Meter:
@@ -122,6 +125,9 @@ class Meter:
             dollars_per_million_tokens=self.costs.dollars_per_hour / 3600.0 / max(rate, 1e-9) * 1e6,
             repacks=fold.repacks,
             virtual_s=now,
+            useful_groups_per_s=sum(step.useful for step in fold.steps[start:end]) / seconds,
+            skipped=fold.skipped_prompts,
+            filtered=fold.groups.filtered + fold.groups.stopped,
         )
 
 

@@ -43,6 +43,7 @@ from tailrace.protocol import (
 from tailrace.sim.clock import VirtualClock
 from tailrace.sim.controller import Observer, SimController
 from tailrace.sim.cpu_sharing import CpuSharing
+from tailrace.sim.difficulty import SuccessLaw
 from tailrace.sim.faults import FaultInjector
 from tailrace.sim.lifecycle import Lifecycle
 from tailrace.sim.measured_costs import cost_model_of
@@ -82,6 +83,7 @@ class Simulation:
         self.config = config
         self.stopped = ""
         self.failed = False
+        self._successes = SuccessLaw(config)
         costs, random = cost_model_of(config), Random(f"faults {config.run.seed}")
         self.clock = clock = VirtualClock()
         self.fleet = fleet = SimFleet(config, costs)
@@ -177,7 +179,8 @@ class Simulation:
 
     def _fetch_prompts(self, command: FetchPrompts) -> None:
         tokens = self.config.workload.prompt_tokens
-        prompts = tuple([Prompt(id, tokens) for id in range(command.start, command.start + command.count)])
+        row = self._successes.row
+        prompts = tuple([Prompt(id, tokens, row(id)) for id in range(command.start, command.start + command.count)])
         self._network.send(None, PromptsAdded(command.start, prompts))
 
     def _stop(self, command: Stop) -> None:
