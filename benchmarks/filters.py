@@ -3,13 +3,15 @@
     python benchmarks/filters.py [--seeds 3] [--goal 0.8]      # the default recipe's mixture, two cores
     python benchmarks/filters.py --gpu                         # SmolLM2-135M on one GPU
 
-Three arms, each from the same weights and with the same prompts: no filter, dynamic sampling alone (DAPO: groups without
-advantage are left out once they are complete), and all filters with their default settings. Each run ends when the
-useful prompts are answered well enough for a while, or after --steps.
+Three arms from the same weights, over the same prompts: no filter, dynamic sampling alone (DAPO: groups without
+advantage are left out once they are complete), and all filters with their default settings. A step of the first has 32
+groups, of which about 11 have an advantage; a step of the others has 12, which all have one. So a step of each arm
+teaches about as much, and what differs is what it costs. A run ends when the useful prompts are answered well enough,
+or after --steps.
 
-Held-out accuracy is that of every checkpoint, all taken from useful questions that no run has trained on. A goal is
-reached where the line between two checkpoints crosses it. Generated tokens are those of all finished samples, prompts
-left out; seconds are counted from the first sample, and evaluations are not in them. Results are written after every run.
+Held-out accuracy is that of every checkpoint, on useful questions that no run has trained on. The goal is reached where
+the line between two checkpoints crosses it. Generated tokens are those of all finished samples, without prompts; seconds
+are counted from the first sample, and evaluations are not in them. Results are written after every run.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ sys.path[:0] = [str(HERE / "gpu"), str(HERE.parent / "src")]
 from processes import ROOT, tailrace, tails  # noqa: E402
 
 ARMS = {"none": "none", "dynamic sampling": "zero_advantage", "all filters": "all"}
+PER_STEP = {"none": 32}  # groups of a step that are trained on, useful or not; else as the recipe says
 RECIPES = {False: "running_total/mixed.toml", True: "gpu/mixed_sums.toml"}
 RESULTS = {False: "filters.json", True: "gpu_filters.json"}
 DIFFICULTIES = ("easy", "useful", "hard")  # of a row, by its number modulo 3
@@ -87,6 +90,7 @@ def train(arm: str, seed: int, folder: Path, options: argparse.Namespace) -> Pat
     run, log = folder / f"{ARMS[arm]}-{seed}", folder / f"{ARMS[arm]}-{seed}.log"
     words = ["--groups.filter", ARMS[arm], "--run.seed", str(seed), "--run.folder", str(folder), "--run.name", run.name]
     words += ["--run.steps", str(options.steps), "--run.evaluate", "false"]
+    words += ["--workload.prompts_per_step", str(PER_STEP[arm])] if arm in PER_STEP else []
     words += ["--trainer.checkpoint_every", str(options.every), "--trainer.archive_every", str(options.every)]
     code = tailrace(
         ["train", str(options.recipe), *words, *options.set],

@@ -1,7 +1,7 @@
 """Sums of which a third is too easy, a third useful and a third too hard, for SmolLM2-135M: see mixed_sums.toml.
 
-Too easy: whatever number is answered is right. Useful: two numbers of one digit. Too hard: a product of three numbers of
-five digits. One sum in eight, by a hash of its text, is held out; held-out questions are all of the useful kind.
+Too easy: whatever number is answered is right. Useful: two numbers of one digit. Too hard: a product of three numbers
+of five digits. One sum in eight, by a hash of its text, is held out; held-out questions are all of the useful kind.
 """
 
 import random
@@ -18,7 +18,7 @@ class MixedSums:
     single_turn = True
 
     def __init__(self, options: dict, seed: int) -> None:
-        self.rows, self.seed = options.get("rows", 480), seed
+        self.rows, self.seed = options.get("rows", 144), seed
 
     def __len__(self) -> int:
         return self.rows

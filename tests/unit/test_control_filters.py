@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from drive import Drive, config
 from msgspec.structs import replace
 
+from drive import Drive, config
 from tailrace.config.tree import SCHEDULES, Config, Filters, Groups, Schedule, Trainer
 from tailrace.control.histories import LONGEST, PromptHistory, draw
 from tailrace.control.plane import ControlPlane

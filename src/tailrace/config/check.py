@@ -146,10 +146,10 @@ def _filters_are_used(config: Config) -> Iterator[str]:
             "leave it out, or write groups.filter = 'all'"
         )
     if config.filters.first_samples > config.workload.group_size:
-        size = config.workload.group_size
-        yield f"filters.first_samples is {config.filters.first_samples}, more than workload.group_size; write {size} or less"
+        first, size = config.filters.first_samples, config.workload.group_size
+        yield f"filters.first_samples is {first}, more than workload.group_size; write {size} or less"
     if config.groups.filter == "all" and config.trainer.advantage == "gae":
-        yield "groups.filter is 'all', but with trainer.advantage = 'gae' every group teaches; write groups.filter = 'none'"
+        yield "groups.filter is 'all', but with trainer.advantage = 'gae' all groups teach; write groups.filter = 'none'"
 
 
 def _difficulties_are_shares(config: Config) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """How often prompts are solved in a simulation: a success rate per row of the data, which grows with training.
 
-A share of the rows is too easy, a share too hard, the others are useful: three Beta laws. All of it depends on the seed,
-the row and the sample alone, so every schedule and every filter meets the same prompts.
+A share of the rows is too easy, a share too hard, the others are useful: three Beta laws. All of it depends on the
+seed, the row and the sample alone, so every schedule and every filter meets the same prompts.
 """
 
 from __future__ import annotations

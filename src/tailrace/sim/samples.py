@@ -1,4 +1,4 @@
-"""The samples of a simulated run: how long each is, in which turns, whether it is right and whether its environment fails.
+"""The samples of a simulated run: how long each is, in which turns, whether it is right, and if its environment fails.
 
 All of it depends on the seed, the group's index and the sample's index alone, so every schedule meets the same samples.
 """
