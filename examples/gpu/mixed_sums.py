@@ -18,7 +18,7 @@ class MixedSums:
     single_turn = True
 
     def __init__(self, options: dict, seed: int) -> None:
-        self.rows, self.seed = options.get("rows", 144), seed
+        self.rows, self.seed = options.get("rows", 480), seed
 
     def __len__(self) -> int:
         return self.rows

@@ -149,7 +149,7 @@ def _filters_are_used(config: Config) -> Iterator[str]:
         first, size = config.filters.first_samples, config.workload.group_size
         yield f"filters.first_samples is {first}, more than workload.group_size; write {size} or less"
     if config.groups.filter == "all" and config.trainer.advantage == "gae":
-        yield "groups.filter is 'all', but with trainer.advantage = 'gae' all groups teach; write groups.filter = 'none'"
+        yield "groups.filter is 'all', but with trainer.advantage 'gae' all groups teach; write groups.filter = 'none'"
 
 
 def _difficulties_are_shares(config: Config) -> Iterator[str]:
