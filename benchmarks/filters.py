@@ -4,10 +4,10 @@
     python benchmarks/filters.py --gpu                         # SmolLM2-135M on one GPU
 
 Three arms from the same weights, over the same prompts: no filter, dynamic sampling alone (DAPO: groups without
-advantage are left out once they are complete), and all filters with their default settings. A step of the first has about
-three times as many groups as one of the others (32 and 12, on the GPU 96 and 32), of which a third has an advantage. So
-a step of each arm teaches about as much, and what differs is what it costs. A run ends when the useful prompts are answered well enough,
-or after --steps.
+advantage are left out once they are complete), and all filters with their default settings. A step of the first has
+four times as many groups as one of the others (32 and 8, on the GPU 96 and 24), of which about a quarter has an
+advantage. So a step of each arm teaches about as much, and what differs is what it costs. A run ends when the useful
+prompts are answered well enough, or after --steps.
 
 Held-out accuracy is that of every checkpoint, on useful questions that no run has trained on. The goal is reached where
 the line between two checkpoints crosses it. Generated tokens are those of all finished samples, without prompts.
@@ -33,7 +33,7 @@ sys.path[:0] = [str(HERE / "gpu"), str(HERE.parent / "src")]
 from processes import ROOT, tailrace, tails  # noqa: E402
 
 ARMS = {"none": "none", "dynamic sampling": "zero_advantage", "all filters": "all"}
-PER_STEP = {False: 32, True: 96}  # groups of a step without filters; with them as the recipe says, a third
+PER_STEP = {False: 32, True: 96}  # groups of a step without filters; with them as the recipe says, a quarter
 RECIPES = {False: "running_total/mixed.toml", True: "gpu/mixed_sums.toml"}
 RESULTS = {False: "filters.json", True: "gpu_filters.json"}
 DIFFICULTIES = ("easy", "useful", "hard")  # of a row, by its number modulo 3
