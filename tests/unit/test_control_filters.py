@@ -185,10 +185,9 @@ def test_skipping_steers_towards_its_target():
 
 
 def test_skipped_prompts_are_counted_and_more_are_fetched():
-    drive = driven()
+    drive = driven(schedule=Schedule(max_inflight=32, steps_ahead=10))
     drive.plane.state.history.streaks = bytearray([100] * 8)
     start = drive.plane.state.ledger.received
-    drive.plane.state.fetching = True
     commands = drive.tell(PromptsAdded(start, tuple(Prompt(start + i, 10, i) for i in range(8))))
     (skipped,) = [command for command in commands if isinstance(command, SkipPrompts)]
     assert drive.plane.state.ledger.skipped == len(skipped.prompts) >= 6

@@ -252,7 +252,9 @@ class Filters(Section):
     target: Share = 0.25  # share of groups without advantage that skipping steers towards
     easy_share: Share = 1 / 3  # of that target: all samples right; the rest: all wrong
     rate: Share = 0.03  # by which the chance of a visit moves after every step
-    explore: Share = 0.01  # a prompt is visited at least with this chance, whatever its history
+    explore: Annotated[float, Meta(ge=0.001, le=1)] = (
+        0.01  # a prompt is visited at least with this chance, whatever its history
+    )
     rows: Natural = 16_777_216  # of the data that have a history, a byte each; later ones are never skipped
     first_samples: Natural = 0  # of a group, before more is known of it; 0: half of workload.group_size
     add_samples: Count = 2  # that are started at a time, as long as all are wrong

@@ -1,6 +1,6 @@
 """Prompts that teach nothing, decided before, during and after generation.
 
-before   a prompt whose last visits were all right, or all wrong, is skipped when it arrives, most of the time
+before   a prompt whose last visits were all right, or all wrong, is skipped when its turn comes, most of the time
          (`histories.py`)
 during   a group starts with few samples. Once their rewards differ it gets all of its samples; as long as all are
          wrong it gets a few more; once all are right it is stopped: the others are never started
@@ -13,7 +13,6 @@ number, which was given to them before they had a length.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import ceil
 
 from tailrace.config.tree import Config
@@ -26,13 +25,19 @@ from tailrace.types import RIGHT_ABOVE, Prompt, TrajectoryId
 MOST_FETCHED = 16  # times as many prompts are asked for as without skipping
 
 
-def add_prompts(context: Context, prompts: Sequence[Prompt]) -> None:
-    """Pool them, but for those that are skipped."""
-    skipped = [prompt for prompt in prompts if _skips(context, prompt)]
-    context.ledger.add_prompts(prompts, frozenset(prompt.id for prompt in skipped))
+def open_groups(context: Context, count: int, round: int = 0) -> list[Group]:
+    """Open as many groups, for the prompts whose turn it is; fewer where so many are skipped that none is left."""
+    ledger, opened, skipped = context.ledger, list[Group](), list[Prompt]()
+    size, first = context.config.workload.group_size, context.config.first_samples
+    while len(opened) < count and len(ledger.pool):
+        if _skips(context, ledger.pool.first()):
+            skipped.append(ledger.skip_prompt())
+        else:
+            opened.append(ledger.open_group(context.now, size, round, first))
     if skipped:
         streaks = [context.state.history.streak(prompt.row) for prompt in skipped]
         context.send(SkipPrompts(tuple([prompt.id for prompt in skipped]), tuple(streaks)))
+    return opened
 
 
 def _skips(context: Context, prompt: Prompt) -> bool:

@@ -16,7 +16,7 @@ Owned by the plane; nothing outside `control` writes to it. It promises that a g
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from math import inf, log
 from typing import Literal
 
@@ -25,7 +25,7 @@ import msgspec
 from tailrace.control.estimates import LengthEstimates
 from tailrace.control.fifo import Fifo
 from tailrace.protocol import Ending, Request, TrainGroup, TrajectoryMeta
-from tailrace.types import GroupId, Prompt, PromptId, ReplicaId, StoreId, TrajectoryId, Version
+from tailrace.types import GroupId, Prompt, ReplicaId, StoreId, TrajectoryId, Version
 
 NOWHERE: ReplicaId = -1
 NONE: Version = -1
@@ -113,12 +113,15 @@ class Ledger(msgspec.Struct):
 
     # ------------------------------------------------------------------------------------------------- opening
 
-    def add_prompts(self, prompts: Sequence[Prompt], skipped: frozenset[PromptId] = frozenset()) -> None:
-        self.received += len(prompts)
-        self.skipped += len(skipped)
+    def add_prompts(self, prompts: Iterable[Prompt]) -> None:
         for prompt in prompts:
-            if prompt.id not in skipped:
-                self.pool.push(prompt)
+            self.pool.push(prompt)
+            self.received += 1
+
+    def skip_prompt(self) -> Prompt:
+        """The next prompt is not opened this time."""
+        self.skipped += 1
+        return self.pool.pop()
 
     def open_group(self, now: float, size: int, round: int = 0, first: int = 0) -> Group:
         """Take the next prompt and make its samples, all or the first few; they wait for a replica. A group has the

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from tailrace.config.tree import Config
-from tailrace.control import filters, moves, replicas, rounds, steps, stores, watch, weights, work
+from tailrace.control import moves, replicas, rounds, steps, stores, watch, weights, work
 from tailrace.control.invariants import check_all
 from tailrace.control.state import Context, State
 from tailrace.protocol import (
@@ -62,7 +62,7 @@ def _prompts_added(context: Context, event: PromptsAdded) -> None:
     if event.start == context.ledger.received:
         context.state.fetching = False
         context.state.exhausted = event.last
-        filters.add_prompts(context, event.prompts)
+        context.ledger.add_prompts(event.prompts)
         context.more_work = True
 
 

@@ -75,9 +75,7 @@ def _open_groups(context: Context, room: int, whole: int, lag: int) -> list[Traj
     admitted = context.admits(lag)
     fair = ceil(admitted / max(1, len(context.fleet.hungry)))  # where work is short, everybody gets some of it
     count = min(max(1, round(room / size)), fair, len(context.ledger.pool))
-    whole_group = context.config.workload.group_size
-    opened = [context.ledger.open_group(context.now, whole_group, first=size) for _ in range(count)]
-    samples = [id for group in opened for id in group.samples]
+    samples = [id for group in filters.open_groups(context, count) for id in group.samples]
     return samples if whole >= size else samples[:room]
 
 

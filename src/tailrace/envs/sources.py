@@ -116,9 +116,10 @@ class Blanks:
     def __init__(self, config: Config) -> None:
         self.total: int | None = None
         self._tokens = bytes(TOKEN_BYTES * max(1, config.workload.prompt_tokens))
+        self._rows = config.workload.difficulty.rows
 
     def rows(self, start: int, count: int) -> list[Row]:
         return [Row(index, self._tokens, "") for index in range(start, start + count)]
 
     def number(self, index: int) -> int:
-        return -1
+        return index % self._rows if self._rows else -1
