@@ -26,6 +26,7 @@ from tailrace.protocol import (
     ReplicaLost,
     SampleFailed,
     ScoringStarted,
+    SkipPrompts,
     Train,
     Trained,
 )
@@ -47,6 +48,7 @@ class Audit:
         self.mini_batches: dict[tuple[int, int], Train] = {}  # first order to train (step, mini-batch)
         self.step_of: dict[int, int] = {}  # of a group, once it is trained on
         self.forgotten: set[int] = set()
+        self.skipped: set[int] = set()  # prompts
         self.lost: set[int] = set()  # payloads that went with their store; the sample may be generated anew
         self.published = -1
         self.trained_until = (-1, -1)
@@ -100,6 +102,7 @@ class Audit:
     def _order(self, command: Command) -> None:
         if isinstance(command, Generate):
             for request in command.requests:
+                assert request.prompt not in self.skipped, "what is skipped is not generated"
                 assert request.attempt > self.attempt.get(request.trajectory, 0), "attempts only grow"
                 assert request.trajectory not in self.forgotten, "what is forgotten does not start again"
                 assert request.trajectory not in self.judged, "what a judge has is given to nobody else"
@@ -114,10 +117,15 @@ class Audit:
             self._empties(command.id)
         elif isinstance(command, Forget):
             assert self.forgotten.isdisjoint(command.trajectories), "a payload is freed once"
+            if command.reason == "stopped":
+                assert self.place.keys().isdisjoint(command.trajectories), "what was started of it is finished"
             gone = command.reason in ("lost", "regenerate")
             (self.lost if gone else self.forgotten).update(command.trajectories)
             if gone:
                 self._drop(set(command.trajectories))
+        elif isinstance(command, SkipPrompts):
+            assert self.skipped.isdisjoint(command.prompts), "a visit is skipped once"
+            self.skipped.update(command.prompts)
         elif isinstance(command, Publish):
             assert command.version >= self.published, "published versions never go back"
             self.published = command.version
@@ -166,8 +174,9 @@ class Audit:
         places = Counter(pooled + live + trained)
         assert max(places.values(), default=1) == 1, "no prompt is in two places"
         assert set(places) <= set(self.received)
-        failed = len(self.received) - len(places)
-        assert failed == ledger.tally.failed + ledger.tally.filtered, "no prompt is lost"
+        tally, failed = ledger.tally, len(self.received) - len(places) - len(self.skipped)
+        assert failed == tally.failed + tally.filtered + tally.stopped, "no prompt is lost"
+        assert len(self.skipped) == ledger.skipped
         assert not ledger.tally.failed or self.failures or self.config.groups.deadline_s < 1e9, (
             "nothing fails without a reason"
         )

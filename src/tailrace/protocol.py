@@ -31,7 +31,8 @@ from tailrace.types import (
 
 UpdateChoice = Literal["take_along", "drain", "stay"]
 Role = Literal["replica", "relay", "trainer", "store"]
-Ending = Literal["trained", "stale", "filtered", "failed", "lost", "regenerate"]  # why a payload is not needed
+# why a payload is not needed
+Ending = Literal["trained", "stale", "filtered", "stopped", "failed", "lost", "regenerate"]
 TRAINER = 0  # the trainer is one component, whatever its number of ranks
 SCORING_S = 0.25  # how long a judge has a turn before that is reported: quick rewards cost no event
 
@@ -409,6 +410,14 @@ class FetchPrompts(Command):
     count: Natural
 
 
+class SkipPrompts(Command):
+    """These prompts are not generated this time, because all samples of their last visits got the same reward. For the
+    journal; no answer."""
+
+    prompts: tuple[PromptId, ...]
+    streaks: tuple[int, ...]  # so many visits in a row were all right; negative: all wrong
+
+
 class Generate(Command):
     """-> one Finished, SampleFailed or Parked entry per request."""
 
@@ -534,6 +543,7 @@ class Stop(Command):
 
 AnyCommand = (
     FetchPrompts
+    | SkipPrompts
     | Generate
     | Release
     | Cancel

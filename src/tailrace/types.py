@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # imported where it is used: a command line that needs no tok
 Natural = Annotated[int, Meta(ge=0, lt=1 << 53)]
 Positive = Annotated[int, Meta(ge=1, lt=1 << 53)]
 PromptId = Natural
+RowId = Annotated[int, Meta(ge=-1, lt=1 << 53)]
 GroupId = Natural
 TrajectoryId = Natural
 ReplicaId = Annotated[int, Meta(ge=-1, lt=1 << 31)]
@@ -74,10 +75,12 @@ class CardShare(Struct):
 
 
 class Prompt(Struct):
-    """A question to the policy. `tokens` is its length: control never sees the text."""
+    """A question to the policy. `tokens` is its length: control never sees the text. `row` of the data: the same at
+    every visit; -1: it will not come again."""
 
     id: PromptId
     tokens: Natural
+    row: RowId = -1
 
 
 class Row(Struct):

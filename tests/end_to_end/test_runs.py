@@ -85,8 +85,12 @@ def test_a_slow_judge_is_seen_in_the_journal_the_terminal_the_summary_and_on_the
     assert any("c" in lane["states"] for lane in json.loads(page.latest.content)["charts"]["lanes"])
 
 
-def test_killed_and_interrupted_at_random_moments_it_trains_the_same_prompts_once(tmp_path):
-    options = ("--schedule.kind", "sync", "--run.steps", "10")
+FILTERED = ("--groups.filter", "all", "--workload.difficulty.rows", "24", "--workload.group_size", "4")
+
+
+@pytest.mark.parametrize("filters", [(), FILTERED], ids=["unfiltered", "filtered"])
+def test_killed_and_interrupted_at_random_moments_it_trains_the_same_prompts_once(tmp_path, filters):
+    options = ("--schedule.kind", "sync", "--run.steps", "10", *filters)
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     undisturbed, disturbed = Run(tmp_path / "a", EMULATED, *options), Run(tmp_path / "b", EMULATED, *options)
@@ -105,7 +109,7 @@ def test_killed_and_interrupted_at_random_moments_it_trains_the_same_prompts_onc
     status, _, err = disturbed.wait()
     assert status == 0, err
     assert not list(disturbed.folder.glob("run.db-*"))
-    replayed(disturbed)
+    assert bool(replayed(disturbed).state.ledger.skipped) == bool(filters)
     assert disturbed.trained_prompts() == undisturbed.trained_prompts()
     prompts = Counter(prompt for part in disturbed.trained_prompts() for prompt in part)
     assert set(prompts.values()) == {1}

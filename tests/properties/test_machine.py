@@ -21,7 +21,9 @@ from audit import Audit
 from tailrace.config.tree import (
     SCHEDULES,
     Config,
+    Difficulty,
     Faults,
+    Filters,
     Groups,
     Health,
     Lengths,
@@ -84,10 +86,21 @@ from tailrace.sim.simulation import Simulation
 from tailrace.types import Prompt
 
 REPLICAS, RELAYS = 3, 2
+ROWS = 5  # of the data: one too hard, one too easy, three useful
 GUEST = RELAYS  # the number of a machine that joins with one replica, a relay and a sample store
 
 
 def small(seed: int) -> Config:
+    """Every second one leaves out what teaches nothing, in one way or the other."""
+    config, draw = unfiltered(seed), random.Random(f"filters {seed}")
+    chosen = draw.choice(["none", "none", "zero_advantage", "all"])
+    workload = msgspec.structs.replace(config.workload, group_size=4 if chosen == "all" else 2)
+    groups = msgspec.structs.replace(config.groups, filter=chosen)
+    filters = Filters(target=draw.choice([0.0, 1.0]), rate=0.1, first_samples=draw.choice([0, 1, 3]), add_samples=1)
+    return msgspec.structs.replace(config, workload=workload, groups=groups, filters=filters)
+
+
+def unfiltered(seed: int) -> Config:
     draw = random.Random(seed)
     return Config(
         workload=Workload(prompts_per_step=2, group_size=2, prompt_tokens=10),
@@ -139,7 +152,9 @@ class Fleet:
         answers = self.answers
         match command:
             case FetchPrompts(start=start, count=count):
-                answers.append(PromptsAdded(start, tuple(Prompt(id, 10) for id in range(start, start + count))))
+                answers.append(
+                    PromptsAdded(start, tuple(Prompt(id, 10, id % ROWS) for id in range(start, start + count)))
+                )
             case Generate():
                 self.generate(command)
             case Release(replica=id, incarnation=incarnation, samples=samples):
@@ -177,7 +192,8 @@ class Fleet:
             version = self.versions[id]
             oldest = self.oldest.get(request.trajectory, version) if request.resume else version
             self.oldest[request.trajectory] = oldest
-            meta = TrajectoryMeta(request.trajectory, request.attempt, 50, oldest, version)
+            reward = float(request.prompt % ROWS if request.prompt % ROWS < 2 else request.trajectory % 2)
+            meta = TrajectoryMeta(request.trajectory, request.attempt, 50, oldest, version, reward=reward)
             self.held[id][request.trajectory] = meta
             self.judge(command, meta)
             if request.trajectory % 11 == 5 and request.attempt % 2:
@@ -372,8 +388,11 @@ def test_no_order_duplication_or_loss_of_messages_breaks_an_invariant_at_length(
 
 def test_the_little_world_really_trains():
     """Else the tests above would say little."""
-    steps = [keep_promises(seed, troubled(seed)).plane.state.training.version for seed in range(20)]
-    assert sum(step > 2 for step in steps) > 10
+    states = [keep_promises(seed, troubled(seed)).plane.state for seed in range(24)]
+    assert sum(state.training.version > 2 for state in states) > 8
+    ledgers = [state.ledger for state in states]
+    counts = [(one.skipped, one.tally.stopped, one.tally.filtered) for one in ledgers]
+    assert all(sum(each) > 5 for each in zip(*counts, strict=True))
 
 
 def troubled(seed: int) -> list[tuple[int, int]]:
@@ -402,8 +421,11 @@ sys.stdout.buffer.write(plane.snapshot())
 def test_the_same_events_give_the_same_commands_whatever_the_hash_seed(kind):
     config = Config(
         model=Model(parameters=494e6, layers=24, hidden=896, heads=14, kv_heads=2, head_dim=64),
-        workload=Workload(prompts_per_step=16, group_size=4, lengths=Lengths(median=500, sigma=1.0)),
+        workload=Workload(
+            prompts_per_step=16, group_size=4, lengths=Lengths(median=500, sigma=1.0), difficulty=Difficulty(rows=48)
+        ),
         schedule=Schedule(kind=kind, steps_ahead=1 if kind == "stream" else None),
+        groups=Groups(filter="all"),
         faults=Faults(
             replica_per_hour=300, relay_per_hour=100, trainer_per_hour=50, controller_per_hour=50, restart_s=1
         ),
@@ -419,6 +441,7 @@ def test_the_same_events_give_the_same_commands_whatever_the_hash_seed(kind):
     simulation.run()
     expected = b"\n".join([*commands, simulation.plane.snapshot()])
     assert len(commands) > 200
+    assert simulation.plane.state.ledger.skipped
     for hash_seed in ("1", "2"):
         assert replay(b"\n".join(events), hash_seed) == expected
 

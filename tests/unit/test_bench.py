@@ -31,7 +31,14 @@ def test_a_schedule_that_cannot_run_with_these_settings_is_left_out_at_the_start
 ) -> None:
     caplog.set_level("INFO")
     config = load([], ["--model.preset=qwen2.5-7b", "--schedule.max_staleness=0"])
-    assert [name for name, _ in _plans(config)] == ["sync", "stream", "partial", "trajectory", "adaptive", WITHOUT_REPACK]
+    assert [name for name, _ in _plans(config)] == [
+        "sync",
+        "stream",
+        "partial",
+        "trajectory",
+        "adaptive",
+        WITHOUT_REPACK,
+    ]
     assert "note: one_step is left out: schedule.max_staleness is 0" in caplog.text
 
 

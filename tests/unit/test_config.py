@@ -113,7 +113,10 @@ BAD_OPTIONS = [
     ("--schedule.max_staleness -1", "is -1; it wants a whole number of 0 or more"),
     ("--schedule.max_staleness 1.5", "is 1.5; it wants a whole number"),
     ("--schedule.max_staleness true", "is 'true'; it wants a whole number"),
-    ("--schedule.kind Trajectry", "'Trajectry'; it wants 'sync', 'one_step', 'stream', 'partial', 'trajectory' or 'adaptive'"),
+    (
+        "--schedule.kind Trajectry",
+        "'Trajectry'; it wants 'sync', 'one_step', 'stream', 'partial', 'trajectory' or 'adaptive'",
+    ),
     ("--schedule.kind trajectry", "did you mean 'trajectory'?"),
     ("--repack.enabled maybe", "--repack.enabled is 'maybe'; it wants true or false"),
     ("--repack.every_s 0", "it wants a number of 0.01 or more"),

@@ -143,9 +143,17 @@ def test_a_small_run_by_hand(tmp_path: Path) -> None:
             "trained": 2,
             "dropped_stale": 1,
             "filtered": 0,
+            "stopped": 0,
             "failed": 0,
             "lost": 0,
             "in_flight": 0,
+        },
+        "savings": {
+            "skipped_prompts": 0,
+            "stopped_groups": 0,
+            "unstarted_samples": 0,
+            "left_out_samples": 0,
+            "tokens": 0,
         },
     }
     assert (run / "summary.png").read_bytes().startswith(b"\x89PNG")

@@ -15,6 +15,12 @@ from tailrace.types import Segment, Trajectory
 REWARDS = np.array([1.0, 0.0, 0.0, 0.5])
 
 
+def samples(rewards):
+    """A group with these."""
+    sampled = (Segment.of(None, (1,)), Segment.of(0, (2,), (-1.0,)))
+    return [Trajectory(id, 0, 0, sampled, "stop", reward) for id, reward in enumerate(rewards)]
+
+
 def test_group_advantages_by_hand():
     assert dr_grpo(REWARDS).tolist() == [0.625, -0.375, -0.375, 0.125]
     others = [REWARDS[np.arange(4) != i].mean() for i in range(4)]
@@ -28,18 +34,25 @@ def test_grpo_divides_by_the_deviation_of_a_sample_as_trl_and_verl_do():
     assert grpo(np.array([1.0, 0.0])) == pytest.approx([0.5**0.5, -(0.5**0.5)], rel=1e-5)
 
 
-@pytest.mark.parametrize("name", GROUP_ADVANTAGES)
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo"])
 def test_nothing_is_learned_from_equal_rewards_or_from_a_sample_alone(name):
     assert not GROUP_ADVANTAGES[name](np.full(3, 0.1)).any()
     assert not GROUP_ADVANTAGES[name](np.array([0.7])).any()
 
 
+def test_a_beta_posterior_leaves_a_little_to_learn_from_a_group_that_is_all_right():
+    right = GROUP_ADVANTAGES["beta"](np.ones(4))
+    assert right == pytest.approx([(1 / 5) ** 0.5] * 4)  # success 5/6, (1 - p) / sqrt(p (1 - p))
+    mixed = GROUP_ADVANTAGES["beta"](np.array([1.0, 0.0, 0.0, 0.0]))
+    assert mixed[0] > 0 > mixed[1] == mixed[2]
+    batch = [plan_mini_batch(*in_memory([samples(rewards)]), Trainer(advantage="beta")) for rewards in ((1, 1), (0, 0))]
+    assert [bool(one.advantages.any()) for one in batch] == [True, False]
+
+
 @pytest.mark.parametrize("advantage", [*GROUP_ADVANTAGES, "gae"])
 @pytest.mark.parametrize("rewards", [(1e308, 1e308, 0.0, -1e308), (1.7e308, 5e-324), (-1e308, -1e308, -1e308)])
 def test_rewards_of_any_size_have_finite_advantages(advantage, rewards):
-    sampled = (Segment.of(None, (1,)), Segment.of(0, (2,), (-1.0,)))
-    group = [Trajectory(id, 0, 0, sampled, "stop", reward) for id, reward in enumerate(rewards)]
-    batch = plan_mini_batch(*in_memory([group]), Trainer(advantage=advantage))
+    batch = plan_mini_batch(*in_memory([samples(rewards)]), Trainer(advantage=advantage))
     assert np.isfinite(np.float32(batch.advantages) ** 2).all()
     assert np.isfinite(np.float32(batch.rewards) ** 2).all()
     if advantage != "gae":

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 from tailrace.config.errors import refuse
 from tailrace.config.fields import BadValueError, accept, fields, read
-from tailrace.config.tree import Config, Workload
+from tailrace.config.tree import Config, Filters, Workload
 
 Rule = Callable[[Config], Iterator[str]]
 
@@ -127,6 +127,27 @@ def _batch_divides(config: Config) -> Iterator[str]:
     survivors, size = config.groups.min_survivors, config.workload.group_size
     if survivors > size:
         yield f"groups.min_survivors is {survivors}, more than workload.group_size; write {size} or less"
+
+
+def _filters_are_used(config: Config) -> Iterator[str]:
+    """Settings of filters that are off would be silently without effect."""
+    changed = [name for name in Filters.__struct_fields__ if getattr(config.filters, name) != getattr(Filters(), name)]
+    if changed and config.groups.filter != "all":
+        yield (
+            f"filters.{changed[0]} is used with groups.filter = 'all' alone, and it is '{config.groups.filter}'; "
+            "leave it out, or write groups.filter = 'all'"
+        )
+    if config.filters.first_samples > config.workload.group_size:
+        first, size = config.filters.first_samples, config.workload.group_size
+        yield f"filters.first_samples is {first}, more than workload.group_size; write {size} or less"
+    if config.groups.filter == "all" and config.trainer.advantage == "gae":
+        yield "groups.filter is 'all', but with trainer.advantage 'gae' all groups teach; write groups.filter = 'none'"
+
+
+def _difficulties_are_shares(config: Config) -> Iterator[str]:
+    difficulty = config.workload.difficulty
+    if difficulty.easy + difficulty.hard > 1 + 1e-9:
+        yield "workload.difficulty.easy and hard are shares of the same rows; write two that add up to 1 or less"
 
 
 def _dual_clip_is_above_the_ratio_of_fresh_data(config: Config) -> Iterator[str]:
@@ -356,6 +377,8 @@ RULES: tuple[Rule, ...] = (
     _replica_fits,
     _trainer_divides,
     _batch_divides,
+    _filters_are_used,
+    _difficulties_are_shares,
     _dual_clip_is_above_the_ratio_of_fresh_data,
     _lengths_follow_a_law,
     _turns_fit,

@@ -150,6 +150,15 @@ class Turns(Section):
     tool_tokens: Natural = 0  # tokens that each call adds to the context
 
 
+class Difficulty(Section):
+    """Simulation: how often prompts are solved. Without rows, samples get no reward."""
+
+    rows: Natural = 0  # of the data: after so many prompts the first comes again
+    easy: Share = 1 / 3  # share of rows that are nearly always solved
+    hard: Share = 1 / 3  # and nearly never; the others are useful: as often as not, with a wide spread
+    drift_per_step: float = 0.0  # growth of the log-odds of success with every trained step
+
+
 class Workload(Section):
     """What is to be generated and trained at every step."""
 
@@ -159,6 +168,7 @@ class Workload(Section):
     max_completion_tokens: Count = 16384
     lengths: Lengths = Lengths(median=2000, sigma=1.0)
     turns: Turns = Turns()
+    difficulty: Difficulty = Difficulty()
     reward_s: Amount = 0.0  # time to score one trajectory
 
     @property
@@ -242,7 +252,9 @@ class Groups(Section):
     deadline_s: Amount = 3600.0  # after this the group goes on with the samples that are done
     min_survivors: Count = 2
     max_failures: Count = 3  # of a sample until it counts as failed for good
-    filter: Literal["none", "zero_advantage"] = "none"  # leave out groups whose samples all got the same reward
+    # groups whose samples all got the same reward: none: trained on; zero_advantage: left out once they are complete
+    # (DAPO); all: prompts are skipped and groups stopped before that ([filters])
+    filter: Literal["none", "zero_advantage", "all"] = "none"
     # rewards of a group that differ by no more than this (where some are above 1: by no more than this share of the
     # largest) are the same reward, with rounding
     reward_tolerance: Amount = 1e-6
@@ -251,6 +263,27 @@ class Groups(Section):
         """Whether the samples with these rewards did equally well, so that none has an advantage."""
         low, high = min(rewards), max(rewards)
         return high - low <= self.reward_tolerance * max(1.0, abs(low), abs(high))
+
+    @property
+    def skips(self) -> bool:
+        """Prompts are skipped by their history."""
+        return self.filter == "all"
+
+
+class Filters(Section):
+    """With groups.filter = "all": which prompts are skipped by their history (GRESO), and how many samples of a group
+    are started and trained on (AERO)."""
+
+    target: Share = 0.25  # share of groups without advantage that skipping steers towards
+    easy_share: Share = 1 / 3  # of that target: all samples right; the rest: all wrong
+    rate: Share = 0.03  # by which the chance of a visit moves after every step
+    explore: Annotated[float, Meta(ge=0.001, le=1)] = (
+        0.01  # a prompt is visited at least with this chance, whatever its history
+    )
+    rows: Natural = 16_777_216  # of the data that have a history, a byte each; later ones are never skipped
+    first_samples: Natural = 0  # of a group, before more is known of it; 0: half of workload.group_size
+    add_samples: Count = 2  # that are started at a time, as long as all are wrong
+    wrong_per_right: Amount = 2.0  # most wrong samples of a group for each right one that are trained on; 0: all
 
 
 class RelaySettings(Section):
@@ -295,7 +328,7 @@ class Trainer(Section):
     checkpoint_every: Natural = 0  # steps; 0: as often as it costs little (trainer/pace.py)
     keep_checkpoints: Annotated[int, Meta(ge=2)] = 2  # the newest, from which a run is resumed
     archive_every: Natural = 0  # keep every Nth checkpoint permanently (N in steps); 0: none
-    advantage: Literal["grpo", "dr_grpo", "rloo", "gae"] = "grpo"
+    advantage: Literal["grpo", "dr_grpo", "rloo", "beta", "gae"] = "grpo"
     loss: Literal["grpo", "dr_grpo", "dapo", "ppo", "decoupled_ppo", "aipo", "tis", "reinforce"] = "decoupled_ppo"
     clip_low: Amount = 0.2
     clip_high: Amount = 0.2  # DAPO: 0.28
@@ -479,6 +512,7 @@ class Config(Section):
     schedule: Schedule = Schedule()
     repack: Repack = Repack()
     groups: Groups = Groups()
+    filters: Filters = Filters()
     relay: RelaySettings = RelaySettings()
     health: Health = Health()
     trainer: Trainer = Trainer()
@@ -516,6 +550,14 @@ class Config(Section):
         if not self.costs.measured:
             return self.rollout_gpus // self.split.tensor_parallel
         return WITHOUT_CARDS if self.local.is_auto else self.local.replicas
+
+    @property
+    def first_samples(self) -> int:
+        """Samples of a group that are started at once."""
+        size = self.workload.group_size
+        if self.groups.filter != "all":
+            return size
+        return min(size, max(self.filters.first_samples or -(-size // 2), self.groups.min_survivors))
 
     @property
     def local_ranks(self) -> int:

@@ -1,11 +1,11 @@
-"""How a group comes to its end, other than by being trained: complete, cut short, dropped or failed."""
+"""How a group comes to its end, other than by being trained: complete, stopped, cut short, dropped or failed."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from math import log
 
-from tailrace.control import sampling
+from tailrace.control import filters, sampling
 from tailrace.control.ledger import NOWHERE, Group, Sample
 from tailrace.control.state import Context
 from tailrace.protocol import Assignment, Cancel, Ending, Forget
@@ -13,20 +13,15 @@ from tailrace.types import ReplicaId
 
 
 def close_if_complete(context: Context, group: Group) -> None:
-    """Without unfinished samples a group goes to the buffer, unless too few survived or they teach nothing."""
+    """Without unfinished samples a group goes to the buffer, unless more are needed, too few survived or they teach
+    nothing."""
+    filters.extend(context, group)
     if group.unfinished:
         return
     if not context.ledger.close(group, context.config.groups.min_survivors):
         end(context, group, "failed")
-    elif context.config.groups.filter == "zero_advantage" and _teaches_nothing(context, group):
-        end(context, group, "filtered")
-
-
-def _teaches_nothing(context: Context, group: Group) -> bool:
-    """All survivors got the same reward, so none of them is better than the others."""
-    rewards = context.ledger.rewards(group)
-    given = [reward for reward in rewards if reward is not None]
-    return len(given) == len(rewards) and context.config.groups.same(given)
+    elif context.config.groups.filter != "none" and not filters.teaches(context.config, filters.note(context, group)):
+        end(context, group, "stopped" if len(group.samples) < group.size else "filtered")
 
 
 def end(context: Context, group: Group, how: Ending) -> None:

@@ -28,6 +28,10 @@ def _groups_balance(ledger: Ledger) -> None:
     tally = ledger.tally
     assert tally.started == tally.ended + len(ledger.groups), "groups started == ended + in flight"
     assert tally.started == ledger.next_group, "every group number was used once"
+    pooled_again = tally.dropped_stale + tally.lost
+    assert ledger.received + pooled_again == ledger.skipped + tally.started + len(ledger.pool), (
+        "a prompt is skipped, pooled or opened"
+    )
     states = [group.state for group in ledger.groups.values()]
     assert states.count("open") == ledger.open_groups, "open groups are counted"
     ready = [group.id for group in ledger.groups.values() if group.state == "ready"]
@@ -56,6 +60,7 @@ def _samples_balance(ledger: Ledger) -> None:
 def _check_group(ledger: Ledger, group: Group) -> None:
     states = [ledger.samples[id].state for id in group.samples]
     unfinished = states.count("waiting") + states.count("running") + states.count("scoring")
+    assert len(states) <= max(group.size, 1), f"group {group.id} has no more samples than it may"
     assert unfinished == group.unfinished, f"group {group.id} counts its unfinished samples"
     if group.state != "open":
         assert not unfinished, f"group {group.id} is {group.state} with unfinished samples"

@@ -1,16 +1,17 @@
 """Which state every prompt, sample and group is in: the account that must always balance.
 
-    prompt:  pooled -> opened as a group
+    prompt:  pooled -> opened as a group | skipped (its last visits taught nothing)
     sample:  waiting -> running <-> scoring        scoring: nothing of it is generated, a judge has its turn
              running | scoring -> done | failed    failed: after its last attempt
              running | scoring -> waiting          when its replica is lost or releases it
     group:   open -> ready -> training -> trained -> forgotten (once a checkpoint covers it)
                  \\-> dropped (too stale: its prompt is pooled again) | failed (too few samples survived)
                  \\-> filtered (all samples got the same reward: there is nothing to learn from it)
+                 \\-> stopped (the same, known before all of its samples were started)
 
 The prompt pool, the partial pool (samples with a prefix) and the experience buffer (ready groups) are views of this.
 Owned by the plane; nothing outside `control` writes to it. It promises that a group is trained at most once, and that
-`started == trained + dropped_stale + filtered + failed + lost + in flight`.
+`started == trained + dropped_stale + filtered + stopped + failed + lost + in flight`.
 """
 
 from __future__ import annotations
@@ -60,9 +61,10 @@ class Group(msgspec.Struct, gc=False):
 
     id: GroupId
     prompt: Prompt
-    samples: list[TrajectoryId]
+    samples: list[TrajectoryId]  # that were started
     unfinished: int
     opened_at: float
+    size: int = 0  # as many samples may be started
     state: Literal["open", "ready", "training"] = "open"
     oldest: Version = NONE
     round: int = 0  # of the schedules that have rounds
@@ -77,17 +79,20 @@ class Tally(msgspec.Struct, gc=False):
     trained: int = 0
     dropped_stale: int = 0
     filtered: int = 0
+    stopped: int = 0
     failed: int = 0
     lost: int = 0  # trained, but in a history that the trainer had to repeat after their store was lost
 
     @property
     def ended(self) -> int:
-        return self.trained + self.dropped_stale + self.filtered + self.failed + self.lost
+        return self.trained + self.dropped_stale + self.filtered + self.stopped + self.failed + self.lost
 
 
 class Ledger(msgspec.Struct):
     pool: Fifo[Prompt] = msgspec.field(default_factory=Fifo[Prompt])
     received: int = 0  # prompts that ever came from the source
+    skipped: int = 0  # of these: never opened
+    unstarted: int = 0  # samples of stopped groups
     groups: dict[GroupId, Group] = {}
     samples: dict[TrajectoryId, Sample] = {}
     waiting: dict[TrajectoryId, None] = {}  # samples without a replica, in the order in which they lost or lack it
@@ -114,22 +119,33 @@ class Ledger(msgspec.Struct):
             self.pool.push(prompt)
             self.received += 1
 
-    def open_group(self, now: float, size: int, round: int = 0) -> Group:
-        """Take the next prompt and make its samples; they wait for a replica."""
-        first = self.next_sample
-        ids = list(range(first, first + size))
-        group = Group(self.next_group, self.pool.pop(), ids, size, now, round=round)
+    def skip_prompt(self) -> Prompt:
+        """The next prompt is not opened this time."""
+        self.skipped += 1
+        return self.pool.pop()
+
+    def open_group(self, now: float, size: int, round: int = 0, first: int = 0) -> Group:
+        """Take the next prompt and make its samples, all or the first few; they wait for a replica. A group has the
+        numbers of all its samples for itself, whether they are ever started or not."""
+        group = Group(self.next_group, self.pool.pop(), [], 0, now, size, round=round)
         self.next_group += 1
         self.next_sample += size
         self.groups[group.id] = group
-        for id in ids:
-            self.samples[id] = Sample(id, group.id)
-            self.waiting[id] = None
         self.by_opening.push(group.id)
         self.tally.started += 1
         self.open_groups += 1
-        self.unfinished += size
+        self.add_samples(group, first or size)
         return group
+
+    def add_samples(self, group: Group, count: int) -> None:
+        """Start so many more samples of a group."""
+        first = group.samples[-1] + 1 if group.samples else self.next_sample - group.size
+        for id in range(first, first + count):
+            self.samples[id] = Sample(id, group.id)
+            self.waiting[id] = None
+            group.samples.append(id)
+        group.unfinished += count
+        self.unfinished += count
 
     # ----------------------------------------------------------------------------------------------- assignment
 
@@ -291,7 +307,8 @@ class Ledger(msgspec.Struct):
         return [self.samples[id].reward for id in self.survivors(group)]
 
     def cut_short(self, group: Group) -> None:
-        """End every unfinished sample of a group."""
+        """End every unfinished sample of a group; no more of it are started."""
+        group.size = len(group.samples)
         for id in group.samples:
             if self.samples[id].state in ("running", "scoring", "waiting"):
                 self._end_sample(self.samples[id], "failed")
@@ -326,11 +343,11 @@ class Ledger(msgspec.Struct):
 
     # ---------------------------------------------------------------------------------------------------- endings
 
-    def take(self, group: Group) -> TrainGroup:
-        """Hand a ready group to the trainer: from here it is never picked again."""
+    def take(self, group: Group, left_out: frozenset[TrajectoryId] = frozenset()) -> TrainGroup:
+        """Hand a ready group to the trainer, without some of its samples: from here it is never picked again."""
         del self.ready[group.id]
         group.state = "training"
-        survivors = tuple(self.survivors(group))
+        survivors = tuple([id for id in self.survivors(group) if id not in left_out])
         stores = tuple([self.samples[id].store for id in survivors])
         return TrainGroup(group.id, survivors, stores if any(stores) else ())
 
@@ -358,6 +375,9 @@ class Ledger(msgspec.Struct):
             self.pool.push(group.prompt)
         elif how == "filtered":
             self.tally.filtered += 1
+        elif how == "stopped":
+            self.tally.stopped += 1
+            self.unstarted += group.size - len(group.samples)
         else:
             self.tally.failed += 1
         return self._remove(group)

@@ -154,6 +154,9 @@ class ControlPlane:
             "lengths/correlation": lengths.correlation,
             "control/mixed_share": ledger.mixed / max(1, ledger.next_sample),
             "control/groups_limit": self.state.pacing.limit,
+            "filters/easy_base": self.state.history.easy_base,
+            "filters/hard_base": self.state.history.hard_base,
+            "filters/useful_share": self.state.history.useful_share,
         }
 
     def snapshot(self) -> bytes:

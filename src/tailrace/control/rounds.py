@@ -9,7 +9,7 @@ as well.
 
 from __future__ import annotations
 
-from tailrace.control import weights, work
+from tailrace.control import filters, weights, work
 from tailrace.control.state import Context
 from tailrace.types import Version
 
@@ -27,9 +27,7 @@ def advance(context: Context) -> None:
         round.number += 1
         round.to_open += context.config.workload.prompts_per_step
     if round.running:
-        while round.to_open and len(ledger.pool):
-            ledger.open_group(context.now, context.config.workload.group_size, round.number)
-            round.to_open -= 1
+        round.to_open -= len(filters.open_groups(context, round.to_open, round.number))
         _spread_waiting(context)
 
 

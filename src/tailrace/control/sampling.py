@@ -26,17 +26,24 @@ class Picked(msgspec.Struct):
     stale: list[Group]
 
 
-def admits(config: Config, ledger: Ledger, taken: int, lag: int = 0, paced: int = 0) -> int:
+MOST_OPEN = 4  # times as many groups are open as without filters
+
+
+def admits(config: Config, ledger: Ledger, taken: int, lag: int = 0, paced: int = 0, useful_share: float = 1.0) -> int:
     """How many more groups may be open, ready or in the current step (`taken` of those), by the staleness bound.
 
     `lag` says how many versions the weights that they would start under are behind the trainer's. What is certain to
     come too late does not start; under `wait` neither does what would come too late in its turn. `paced`: a lower
-    bound that is enough for the trainer (`pacing.py`); 0: none.
+    bound that is enough for the trainer (`pacing.py`); 0: none. `useful_share`: of the open groups only so many will
+    be trained on, because the others will be filtered; so that the trainer does not wait for the ones that replace
+    them, more are open. Not under `wait`: if all of them turned out useful, some would come too late.
     """
     if lag > config.schedule.max_staleness:
         return 0
     limit = admission_limit(config, lag)
-    return min(limit, paced or limit) - ledger.open_groups - len(ledger.ready) - taken
+    waits = config.schedule.staleness_policy == "wait"
+    open_groups = ledger.open_groups * (1.0 if waits else max(useful_share, 1 / MOST_OPEN))
+    return int(min(limit, paced or limit) - len(ledger.ready) - taken - open_groups)
 
 
 def admission_limit(config: Config, lag: int = 0) -> int:

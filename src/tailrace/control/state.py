@@ -7,6 +7,7 @@ import msgspec
 from tailrace.config.tree import Config
 from tailrace.control import sampling
 from tailrace.control.fleet import Fleet, Replica
+from tailrace.control.histories import PromptHistory
 from tailrace.control.ledger import NONE, Ledger
 from tailrace.control.pacing import Pacing
 from tailrace.control.relays import Relays
@@ -37,6 +38,7 @@ class State(msgspec.Struct):
     training: Training = msgspec.field(default_factory=Training)
     stores: Stores = msgspec.field(default_factory=Stores)
     pacing: Pacing = msgspec.field(default_factory=Pacing)
+    history: PromptHistory = msgspec.field(default_factory=PromptHistory)
     round: Round = msgspec.field(default_factory=Round)
     pulling: int = 0  # replicas that are loading weights
     pushing: Version = NONE  # version on its way from the trainer to the master
@@ -84,7 +86,8 @@ class Context:
     def admits(self, lag: int = 0) -> int:
         """How many more groups may be opened, under weights that are `lag` versions behind."""
         limit = int(self.state.pacing.limit) if self.traits.chooses else 0
-        return sampling.admits(self.config, self.ledger, self.training.taken, lag, limit)
+        useful = self.state.history.useful_share
+        return sampling.admits(self.config, self.ledger, self.training.taken, lag, limit, useful)
 
     @property
     def mixed_share(self) -> float:

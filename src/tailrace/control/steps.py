@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import inf
 
-from tailrace.control import groups, health, sampling, stores
+from tailrace.control import filters, groups, health, sampling, stores
 from tailrace.control.ledger import NONE
 from tailrace.control.state import Context
 from tailrace.control.training import PickedGroup
@@ -55,7 +55,7 @@ def _train_on_picked(context: Context, wanted: int, left: int) -> None:
     for group in picked.stale:
         groups.end(context, group, "stale")
     if picked.groups:
-        taken = tuple([ledger.take(group) for group in picked.groups])
+        taken = tuple([ledger.take(group, filters.left_out(context, group)) for group in picked.groups])
         training.add(taken, {group.id: PickedGroup(group.prompt, group.samples) for group in picked.groups})
         context.state.pacing.picked(len(ledger.ready))
         context.send(training.order(len(context.mini_batch_sizes)))
@@ -144,6 +144,7 @@ def _version_made(context: Context) -> None:
     sizes = context.mini_batch_sizes
     most = sampling.admission_limit(context.config)
     context.state.pacing.step_made(context.training.version, most, context.config.workload.prompts_per_step, max(sizes))
+    context.state.history.tune(context.config.filters)
     groups.drop_doomed(context)
     context.state.pacing.note_dropped(context.ledger.tally.dropped_stale, context.config.workload.prompts_per_step)
     context.more_work = True

@@ -77,7 +77,7 @@ def remove_lost(context: Context) -> None:
             context.send(Forget(tuple(picked.samples), "lost"))
         else:
             context.ledger.put_back(group)
-            samples = [context.ledger.samples[id] for id in one.trajectories]
+            samples = [context.ledger.samples[id] for id in context.ledger.survivors(group)]
             _generate_anew(context, [one for one in samples if not context.stores.has_sample(one.id, one.store)])
 
 

@@ -6,7 +6,7 @@ from heapq import nlargest
 from itertools import islice
 from math import ceil
 
-from tailrace.control import updates, weights
+from tailrace.control import filters, updates, weights
 from tailrace.control.fleet import Replica, roomiest
 from tailrace.control.ledger import NONE
 from tailrace.control.quota import quota
@@ -72,19 +72,19 @@ def _longest_waiting(context: Context, most: int) -> list[TrajectoryId]:
 def _could_take_more(context: Context, replica: Replica, room: int, was_given: bool) -> bool:
     """With work in hand, a replica is worth asking again once it has room for half a group."""
     if was_given or replica.assigned:
-        return 2 * room >= context.config.workload.group_size
+        return 2 * room >= context.config.first_samples
     return room > 0
 
 
 def _open_groups(context: Context, room: int, whole: int, lag: int) -> list[TrajectoryId]:
     """Samples of new groups for about `room` samples. A group is split only where a replica cannot take a whole one."""
-    size = context.config.workload.group_size
+    size = context.config.first_samples
     if room <= 0 or 2 * room < min(size, whole):
         return []
     admitted = context.admits(lag)
     fair = ceil(admitted / max(1, len(context.fleet.hungry)))  # where work is short, everybody gets some of it
     count = min(max(1, round(room / size)), fair, len(context.ledger.pool))
-    samples = [id for _ in range(count) for id in context.ledger.open_group(context.now, size).samples]
+    samples = [id for group in filters.open_groups(context, count) for id in group.samples]
     return samples if whole >= size else samples[:room]
 
 
@@ -147,4 +147,4 @@ def fetch_prompts(context: Context) -> None:
     wanted = context.config.workload.prompts_per_step
     if not context.state.fetching and not context.state.exhausted and len(context.ledger.pool) < wanted:
         context.state.fetching = True
-        context.send(FetchPrompts(context.ledger.received, 2 * wanted))
+        context.send(FetchPrompts(context.ledger.received, filters.prompts_to_fetch(context, 2 * wanted)))

@@ -51,11 +51,14 @@ class Prompts:
         for number in _longest([len(str(row.get("prompt"))) for row in held_out]):
             _check_travels(self._rendered(-1 - number, held_out[number], f"held-out row {number + 1}"))
 
-    def _row(self, index: int) -> Row:
+    def number(self, index: int) -> int:
+        """Which row of the data the sequence shows at an index."""
         size = len(self.task)
         epoch, position = divmod(index, size)
-        row = order(self.config.run.seed, epoch, size)[position] if self.config.task.shuffle else position
-        return self._training_row(row, index)
+        return order(self.config.run.seed, epoch, size)[position] if self.config.task.shuffle else position
+
+    def _row(self, index: int) -> Row:
+        return self._training_row(self.number(index), index)
 
     def _training_row(self, row: int, index: int) -> Row:
         return self._rendered(index, self.task.row(row), f"training row {row + 1}")

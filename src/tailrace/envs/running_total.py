@@ -12,6 +12,7 @@ from __future__ import annotations
 import random
 import string
 import zlib
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import msgspec
@@ -23,7 +24,15 @@ from tailrace.envs.base import Row, Scored, Turn
 LABELS = (*string.ascii_lowercase, *[a + b for a in "abcd" for b in string.ascii_lowercase][:102])
 HELD_OUT_SHARE = 8  # one prompt in so many is held out
 
+ANY = "any"  # as an answer: whatever word is given is right
+
 Item = tuple[str, int]
+# rows in turn: too easy, useful, too hard
+MIXTURE: tuple[Callable[[dict[str, Any]], dict[str, Any]], ...] = (
+    lambda row: {"answer": ANY},
+    lambda row: {},
+    lambda row: {"answer": f"0{row['answer']}"},
+)
 
 
 class RunningTotalOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -34,6 +43,9 @@ class RunningTotalOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     most: Annotated[int, Meta(ge=1, lt=len(LABELS))] = 96  # no prompt has more
     rows: Annotated[int, Meta(ge=1)] = 10_000
     held_out: Annotated[int, Meta(ge=1)] = 512
+    # of the training rows a third is too easy, whatever digit is answered, and a third too hard: it asks for all digits
+    # of the total, in one word that the model does not have
+    mixed: bool = False
 
 
 class RunningTotal:
@@ -50,14 +62,16 @@ class RunningTotal:
         return self.options.rows
 
     def row(self, index: int) -> dict[str, Any]:
-        return self._draw(f"train {self.seed} {index}", held_out=False)
+        row = self._draw(f"train {self.seed} {index}", held_out=False)
+        return row | MIXTURE[index % len(MIXTURE)](row) if self.options.mixed else row
 
     def held_out(self) -> list[dict[str, Any]]:
         """The same for every seed, so that runs with different seeds are measured by the same questions."""
         return [self._draw(f"held out {index}", held_out=True) for index in range(self.options.held_out)]
 
     def respond(self, row: Row, transcript: tuple[Turn, ...]) -> Scored:
-        return Scored(reward=float(transcript[-1].text.split()[-2:] == [".", row.columns["answer"]]))
+        end, answer = transcript[-1].text.split()[-2:], row.columns["answer"]
+        return Scored(reward=float(len(end) == 2 and end[0] == "." and (end[1] == answer or answer == ANY)))
 
     def _draw(self, name: str, held_out: bool) -> dict[str, Any]:
         generator = random.Random(name)  # a text is hashed by what it says: the same in every process and version

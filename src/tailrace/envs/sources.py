@@ -23,6 +23,10 @@ class PromptSource(Protocol):
 
     def rows(self, start: int, count: int) -> list[Row]: ...
 
+    def number(self, index: int) -> int:
+        """Which row of the data is shown at an index: the same number at every visit; -1: none comes twice."""
+        ...
+
 
 def open_source(config: Config) -> PromptSource:
     """Build the task and look at its first prompts: what is wrong with them is best known before anything starts."""
@@ -78,6 +82,9 @@ class Limited:
     def rows(self, start: int, count: int) -> list[Row]:
         return self._prompts.rows(start, count)
 
+    def number(self, index: int) -> int:
+        return self._prompts.number(index)
+
 
 class Later:
     """Opened when prompts are first needed: a controller that takes over a run must be back at once. It has to be the
@@ -99,6 +106,9 @@ class Later:
     def rows(self, start: int, count: int) -> list[Row]:
         return self._source.rows(start, count)
 
+    def number(self, index: int) -> int:
+        return self._source.number(index)
+
 
 class Blanks:
     """Prompts without words, as long as the workload says."""
@@ -106,6 +116,10 @@ class Blanks:
     def __init__(self, config: Config) -> None:
         self.total: int | None = None
         self._tokens = bytes(TOKEN_BYTES * max(1, config.workload.prompt_tokens))
+        self._rows = config.workload.difficulty.rows
 
     def rows(self, start: int, count: int) -> list[Row]:
         return [Row(index, self._tokens, "") for index in range(start, start + count)]
+
+    def number(self, index: int) -> int:
+        return index % self._rows if self._rows else -1

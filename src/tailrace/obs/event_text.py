@@ -48,6 +48,7 @@ from tailrace.protocol import (
     Route,
     SampleFailed,
     ScoringStarted,
+    SkipPrompts,
     Start,
     Train,
     Trained,
@@ -88,6 +89,7 @@ class EventText:
             HostJoined: self._host_joined,
             HostLeft: self._host_left,
             PromptsAdded: self._prompts_added,
+            SkipPrompts: self._skip_prompts,
             ReplicaJoined: self._replica_joined,
             ReplicaLost: self._replica_lost,
             Progressed: self._progressed,
@@ -140,6 +142,11 @@ class EventText:
         self._prompts += len(event.prompts)
         for prompt in event.prompts:
             yield ("prompt", prompt.id), f"p{prompt.id} pooled: {prompt.tokens:,} tokens"
+
+    def _skip_prompts(self, command: SkipPrompts) -> Sentences:
+        for prompt, streak in zip(command.prompts, command.streaks, strict=True):
+            how = f"all samples {'right' if streak > 0 else 'wrong'} in the last {counted(abs(streak), 'visit')}"
+            yield ("prompt", prompt), f"skipped: {how} of its row"
 
     # ------------------------------------------------------------------------------------------------- trajectories
 
@@ -424,6 +431,9 @@ def _costs_of_update(command: Explain) -> str:
 def _why_forgotten(members: Sequence[SampleRecord], command: Forget) -> str:
     if command.reason == "filtered":
         return "filtered: all of its samples got the same reward"
+    if command.reason == "stopped":
+        got = counted(len(members), "sample")
+        return f"stopped early: its first {got} got the same reward, and no more were started"
     if command.reason == "stale":
         oldest = min(sample.oldest for sample in members)
         return f"dropped: its oldest token is of version {oldest}, too stale to train on"

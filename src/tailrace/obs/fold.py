@@ -35,6 +35,7 @@ from tailrace.protocol import (
     Request,
     SampleFailed,
     ScoringStarted,
+    SkipPrompts,
     Stop,
     Train,
     Trained,
@@ -86,6 +87,7 @@ class BatchTotals(msgspec.Struct):
     ages: Counter[int] = msgspec.field(default_factory=Counter)  # samples by the staleness of their oldest token
     rewards: float = 0.0
     rewarded: int = 0
+    useful: int = 0  # groups whose rewards differ: the others have no advantage
     mini_batches: int = 1
 
     def add(self, other: BatchTotals) -> None:
@@ -94,6 +96,7 @@ class BatchTotals(msgspec.Struct):
         self.ages += other.ages
         self.rewards += other.rewards
         self.rewarded += other.rewarded
+        self.useful += other.useful
         self.mini_batches += other.mini_batches
 
     @property
@@ -111,10 +114,29 @@ class GroupCounts(msgspec.Struct, frozen=True):
     started: int
     trained: int
     dropped_stale: int
-    filtered: int
+    filtered: int  # all of their samples got the same reward
+    stopped: int  # the same, known before all of their samples were started
     failed: int
     lost: int  # with their store, when a step that had trained them was to be repeated
     in_flight: int
+
+
+class Savings(msgspec.Struct, frozen=True):
+    """What was not generated, because it would have taught nothing."""
+
+    skipped_prompts: int = 0  # by their history
+    stopped_groups: int = 0  # before all of their samples were started
+    unstarted_samples: int = 0  # of these two
+    left_out_samples: int = 0  # generated, but not trained on: wrong ones of groups with few right ones
+    tokens: int = 0  # of the samples that were not started, if they had been as long as the others on average
+
+    def __bool__(self) -> bool:
+        return bool(self.skipped_prompts or self.stopped_groups or self.left_out_samples)
+
+    def __str__(self) -> str:
+        cut = f"{self.skipped_prompts:,} prompts skipped, {self.stopped_groups:,} groups stopped early"
+        spared = f"{self.unstarted_samples:,} samples not generated (about {self.tokens:,} tokens)"
+        return f"{cut}: {spared}; {self.left_out_samples:,} wrong ones not trained on"
 
 
 class Staleness(msgspec.Struct, frozen=True):
@@ -133,11 +155,13 @@ class StepRecord(msgspec.Struct, frozen=True):
     tokens: int
     reward: float | None
     staleness: Staleness
+    useful: int = 0  # groups whose rewards differ
 
 
 class Fold:
     def __init__(self, config: Config, keep_trained: bool = False) -> None:
         self.group_size = config.workload.group_size
+        self.rules = config.groups
         self.max_failures = config.groups.max_failures
         self.keep_trained = keep_trained
         self.before: Callable[[Event | Command], None] | None = None  # called with each of them before it is taken in
@@ -155,6 +179,10 @@ class Fold:
         self.failures = 0  # attempts at samples that failed
         self.failed_samples = 0  # those whose last attempt did
         self.finished_tokens = 0  # of finished samples, prompts included
+        self.finished_samples = 0
+        self.skipped_prompts = 0
+        self._unstarted = 0  # samples of groups that were stopped
+        self._left_out = 0
         self.training: Train | None = None  # the order that the trainer has not answered
         self.trainer_incarnation = 0
         self._given: dict[MiniBatchId, tuple[Train, BatchTotals]] = {}  # to the trainer, which has not reported them
@@ -174,6 +202,7 @@ class Fold:
             Finished: self._finished,
             SampleFailed: self._sample_failed,
             Parked: self._parked,
+            SkipPrompts: self._skip_prompts,
             Generate: self._generate,
             Cancel: self._cancel,
             Train: self._train,
@@ -206,8 +235,15 @@ class Fold:
     def groups(self) -> GroupCounts:
         ended = self.groups_ended
         in_flight = self.groups_started - ended.total()
-        ends = (ended["trained"], ended["stale"], ended["filtered"], ended["failed"], ended["lost"])
-        return GroupCounts(self.groups_started, *ends, in_flight)
+        names: tuple[GroupEnd, ...] = ("trained", "stale", "filtered", "stopped", "failed", "lost")
+        return GroupCounts(self.groups_started, *[ended[name] for name in names], in_flight)
+
+    @property
+    def savings(self) -> Savings:
+        unstarted = self._unstarted + self.skipped_prompts * self.group_size
+        mean = self.finished_tokens / max(1, self.finished_samples)
+        stopped = self.groups_ended["stopped"]
+        return Savings(self.skipped_prompts, stopped, unstarted, self._left_out, round(unstarted * mean))
 
     # ------------------------------------------------------------------------------------------------------ samples
 
@@ -239,6 +275,9 @@ class Fold:
             samples[id] = _assigned(request, command.replica, record.version, before)
             record.assigned[id] = None
             self._note_started(request.group)
+
+    def _skip_prompts(self, command: SkipPrompts) -> None:
+        self.skipped_prompts += len(command.prompts)
 
     def _note_started(self, group: GroupId) -> None:
         if group >= self.groups_started:
@@ -285,6 +324,7 @@ class Fold:
         self._release(meta.id, sample, "finished")
         sample.tokens, sample.oldest, sample.reward = meta.tokens, meta.oldest, meta.reward
         self.finished_tokens += sample.prompt_tokens + meta.tokens
+        self.finished_samples += 1
 
     def _sample_failed(self, event: SampleFailed) -> None:
         sample = self.current(event.trajectory, event.attempt)
@@ -370,6 +410,7 @@ class Fold:
 
     def _totals(self, command: Train) -> BatchTotals:
         batch = BatchTotals(len(command.groups))
+        self._left_out += sum([self._finished_of(one.group) - len(one.trajectories) for one in command.groups])
         samples = [self.samples.get(id) for group in command.groups for id in group.trajectories]
         known = [sample for sample in samples if sample is not None]  # not all, if this fold began after the run did
         batch.tokens = sum([sample.prompt_tokens + sample.tokens for sample in known])
@@ -377,10 +418,19 @@ class Fold:
         rewards = [sample.reward for sample in known if sample.reward is not None]
         batch.rewards = sum([max(-LARGEST_REWARD, min(LARGEST_REWARD, reward)) for reward in rewards])
         batch.rewarded = len(rewards)
+        batch.useful = sum([self._is_useful(one.trajectories) for one in command.groups])
         if not self.keep_trained:
             for group in command.groups:
                 self._remove(group.trajectories)
         return batch
+
+    def _is_useful(self, trajectories: Sequence[TrajectoryId]) -> bool:
+        found = [self.samples[id].reward for id in trajectories if id in self.samples]
+        rewards = [reward for reward in found if reward is not None]
+        return bool(rewards) and not self.rules.same(rewards)
+
+    def _finished_of(self, group: GroupId) -> int:
+        return sum(sample.state == "finished" for sample in self.members(group))
 
     def _trained(self, event: Trained) -> None:
         order = self.training
@@ -432,7 +482,7 @@ class Fold:
         batch = self._step
         if not batch.groups or self._last_trained[0] != step:
             return  # it ended before; the trainer has repeated it
-        figures = (batch.groups, batch.samples, batch.tokens, batch.reward, staleness(batch.ages))
+        figures = (batch.groups, batch.samples, batch.tokens, batch.reward, staleness(batch.ages), batch.useful)
         self.steps.append(StepRecord(step, self._now, *figures))
         self._step = BatchTotals(mini_batches=0)
 
@@ -442,6 +492,8 @@ class Fold:
             self._note_started(max(command.trajectories) // self.group_size)
         if command.reason == "lost":
             self.groups_ended["trained"] -= 1
+        elif command.reason == "stopped":
+            self._unstarted += self.group_size - len(command.trajectories)
         if command.reason not in ("trained", "regenerate"):  # counted when it was trained; still in flight
             self.groups_ended[command.reason] += 1
 

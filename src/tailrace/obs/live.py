@@ -17,7 +17,7 @@ import msgspec
 from tailrace.config.tree import Config
 from tailrace.obs.activity import Activity, ReplicaLane
 from tailrace.obs.ending import LastStop
-from tailrace.obs.fold import Fold, GroupCounts, Staleness, staleness
+from tailrace.obs.fold import Fold, GroupCounts, Savings, Staleness, staleness
 from tailrace.protocol import (
     Command,
     ControllerRestarted,
@@ -98,6 +98,7 @@ class RunView(msgspec.Struct, frozen=True, kw_only=True):
     failed_samples: int  # whose last attempt failed
     publish_stall_s: float  # mean per publication
     ledger: GroupCounts
+    savings: Savings
     eta_s: float | None
     notices: tuple[Notice, ...]
     measured: Mapping[str, float]  # the trainer's newest figures, each from the last mini-batch that has it
@@ -255,6 +256,7 @@ class LiveRun:
             failed_samples=fold.failed_samples,
             publish_stall_s=self.publish_stall_s,
             ledger=fold.groups,
+            savings=fold.savings,
             eta_s=self._eta(seconds),
             notices=tuple(self.notices),
             measured=self.measured,

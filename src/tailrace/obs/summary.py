@@ -16,7 +16,7 @@ import msgspec
 from tailrace.logs import output
 from tailrace.obs.charts import MEAN_OF, Curve, RunCharts, run_charts
 from tailrace.obs.ending import RunEnding, ending_of
-from tailrace.obs.fold import GroupCounts, Staleness, staleness
+from tailrace.obs.fold import GroupCounts, Savings, Staleness, staleness
 from tailrace.obs.live import LiveRun
 from tailrace.obs.tables import percent, print_table
 from tailrace.store.folder import PRIVATE
@@ -57,6 +57,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     failed_samples: int  # whose last attempt failed
     failed_attempts: int
     ledger: GroupCounts
+    savings: Savings
 
 
 class Report(NamedTuple):
@@ -176,12 +177,14 @@ def _summary(live: LiveRun, ended: RunEnding, accuracy: HeldOut, reward: HeldOut
         failed_samples=fold.failed_samples,
         failed_attempts=fold.failures,
         ledger=groups,
+        savings=fold.savings,
     )
 
 
 def summary_rows(summary: Summary) -> list[tuple[str, str]]:
     ages, ledger, accuracy = summary.staleness, summary.ledger, summary.accuracy
     ends = f"{ledger.trained:,} trained + {ledger.dropped_stale:,} stale + {ledger.filtered:,} filtered"
+    ends += f" + {ledger.stopped:,} stopped early" if ledger.stopped else ""
     ends += f" + {ledger.failed:,} failed" + (f" + {ledger.lost:,} lost" if ledger.lost else "")
     rows = [
         ("ended", str(summary.ended)),
@@ -197,6 +200,7 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
         ("failed samples", f"{summary.failed_samples:,}; {summary.failed_attempts:,} attempts failed in all"),
         ("groups", f"{ledger.started:,} started = {ends} + {ledger.in_flight:,} in flight"),
     ]
+    rows += [("saved", str(summary.savings))] if summary.savings else []
     return [row for row in rows if UNMEASURED not in row[1]]
 
 

@@ -101,6 +101,9 @@ MORE_COLUMNS = (
     ResultColumn("$ per M tokens", lambda row, _: decimals(row["dollars_per_million_tokens"])),
     ResultColumn("bound, tokens/s", lambda row, _: f"{row['bound_tokens_per_s']:,.0f}"),
     ResultColumn("steps measured", lambda row, _: f"{row['steps']:,} after {row['warm_up']:,}"),
+    ResultColumn("useful groups/s", lambda row, _: decimals(row["useful_groups_per_s"])),
+    ResultColumn("prompts skipped", lambda row, _: f"{row['skipped']:,}"),
+    ResultColumn("groups filtered", lambda row, _: f"{row['filtered']:,}"),
     ResultColumn("virtual time, s", lambda row, _: decimals(row["virtual_s"])),
 )
 

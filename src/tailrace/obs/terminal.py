@@ -162,6 +162,7 @@ def picture(view: RunView, title: str, height: int, width: int) -> RenderableTyp
     """All of it in at most `height` lines: replicas and notices are cut where there is little room."""
     above = [_header(view, title, width), _figures(view, width), Text()]
     below = [_trainer(view, width), _idleness(view, width), _groups(view, width)]
+    below += [_saved(view, width)] if view.savings else []
     room = height - len(above) - len(below) - 1  # the table has a head
     shown = max(0, min(len(view.replicas), room - 2 if len(view.replicas) > room - 2 else room))
     table = [_replicas(view.replicas[:shown], width)] if shown else []
@@ -295,6 +296,7 @@ def _groups(view: RunView, width: int) -> Text:
     """Where the line is too short for all of them, those of which there are none are left out."""
     groups = view.ledger
     ends = [(groups.trained, "trained"), (groups.dropped_stale, "stale"), (groups.filtered, "filtered")]
+    ends += [(groups.stopped, "stopped early")] * bool(groups.stopped)
     ends += [(groups.failed, "failed"), *[(groups.lost, "lost")] * bool(groups.lost), (groups.in_flight, "in flight")]
     begin = f"groups   {groups.started:,} started = "
     for kept in (ends, [end for end in ends if end[0]]):
@@ -302,6 +304,16 @@ def _groups(view: RunView, width: int) -> Text:
         if len(begin) + len(text) <= width:
             break
     return _line("groups   ", "dim").append(f"{groups.started:,} started", "bold").append(" = ", "dim").append(text)
+
+
+def _saved(view: RunView, width: int) -> Text:
+    saved = view.savings
+    items = [
+        Item("prompts skipped", f"{saved.skipped_prompts:,}"),
+        Item("samples not generated", f"{saved.unstarted_samples:,}", f"(about {saved.tokens:,} tokens)"),
+        Item("not trained on", f"{saved.left_out_samples:,}"),
+    ]
+    return _row(items, width, _line("saved   ", "dim"))
 
 
 def _notices(notices: tuple[Notice, ...]) -> Iterator[Text]:

@@ -46,6 +46,7 @@ from tailrace.protocol import (
     RunStarted,
     SampleFailed,
     SetTimer,
+    SkipPrompts,
     Start,
     Stop,
     StoreJoined,
@@ -150,6 +151,7 @@ class Controller:
         self._orders = Orders(self.components, store.trajectories, config.run.archive)
         self._own_actions: dict[type[Command], Callable[[Any], None]] = {
             Explain: lambda _: None,  # it is in the journal, which is all it is for
+            SkipPrompts: lambda _: None,  # likewise
             GiveUp: self.components.give_up,
             Start: self.components.start,
             SetTimer: self._set_timer,

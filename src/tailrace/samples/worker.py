@@ -161,7 +161,7 @@ class StoreWorker:
         total = self._source.total
         count = order.count if total is None else max(0, min(order.count, total - order.start))
         rows = self._source.rows(order.start, count)
-        prompts = tuple([Prompt(row.id, row.length) for row in rows])
+        prompts = tuple([Prompt(row.id, row.length, self._source.number(row.id)) for row in rows])
         last = total is not None and order.start + count >= total
         self.server.add_prompts(rows, partial(self.controller.report, PromptsAdded(order.start, prompts, last)))
 

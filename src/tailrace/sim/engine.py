@@ -36,6 +36,7 @@ class SimSequence:
         "newest",
         "oldest",
         "prompt",
+        "reward",
         "status",
         "stop",
         "tokens",
@@ -53,6 +54,7 @@ class SimSequence:
         self.prompt = prompt
         self.turns = turns
         self.turn = 0
+        self.reward: float | None = None  # that it will get
         self.tokens = 0  # after the prompt, tool output included
         self.stop = turns[0].tokens  # token count at which the present turn ends
         self.end = 0.0  # the engine's decode steps when that will be

@@ -59,6 +59,9 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     drift: float = 0.0  # of what was generated, the share that was neither trained nor thrown away, or the other way
     bound_tokens_per_s: float = 0.0  # what no schedule can beat here (`bound.py`)
     limit: str = ""  # what sets that bound
+    useful_groups_per_s: float = 0.0  # trained groups whose rewards differ; 0: nothing is known of difficulty
+    skipped: int = 0  # prompts
+    filtered: int = 0  # groups, those stopped early included
 
 
 class Meter:
@@ -164,6 +167,9 @@ class Meter:
             drift=self._drift(start, end),
             bound_tokens_per_s=best.tokens_per_s,
             limit=best.limit,
+            useful_groups_per_s=sum(step.useful for step in fold.steps[start:end]) / seconds,
+            skipped=fold.skipped_prompts,
+            filtered=fold.groups.filtered + fold.groups.stopped,
         )
 
     def _counted(self, start: int, end: int) -> _Counts:

@@ -185,7 +185,13 @@ class Rollouts:
 
     def _meta(self, sequence: SimSequence, finish: str = "") -> TrajectoryMeta:
         return TrajectoryMeta(
-            sequence.trajectory, sequence.attempt, sequence.tokens, sequence.oldest, sequence.newest, finish
+            sequence.trajectory,
+            sequence.attempt,
+            sequence.tokens,
+            sequence.oldest,
+            sequence.newest,
+            finish,
+            sequence.reward if finish else None,
         )
 
     def release(self, command: Release) -> None:

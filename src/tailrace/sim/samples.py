@@ -1,4 +1,4 @@
-"""The samples of a simulated run: how long each is, in which turns, and whether its environment fails.
+"""The samples of a simulated run: how long each is, in which turns, whether it is right, and if its environment fails.
 
 All of it depends on the seed, the group's index and the sample's index alone, so every schedule meets the same samples.
 """
@@ -11,6 +11,7 @@ from random import Random
 from tailrace.config.tree import Config
 from tailrace.lengths import LengthLaw
 from tailrace.protocol import Request
+from tailrace.sim.difficulty import SuccessLaw
 from tailrace.sim.engine import SimSequence
 from tailrace.sim.episodes import Episodes, SimTurn
 
@@ -22,6 +23,7 @@ class SimSamples:
         self._group_size = config.workload.group_size
         self._lengths = LengthLaw(config.workload, config.run.seed, Path())
         self._episodes = Episodes(config.workload, config.run.seed)
+        self._successes = SuccessLaw(config)
 
     def sequence(self, request: Request, step: int) -> SimSequence:
         """A sample from its start, as long as samples are at that step of training."""
@@ -32,7 +34,9 @@ class SimSamples:
             turns = (SimTurn(tokens, 0.0, 0),)
         else:
             turns = self._episodes.split(request.group, failures * size + index, tokens)
-        return SimSequence(request.trajectory, request.group, request.prompt_tokens, turns, failures)
+        sequence = SimSequence(request.trajectory, request.group, request.prompt_tokens, turns, failures)
+        sequence.reward = self._successes.reward(request, step)
+        return sequence
 
     def fails(self, sequence: SimSequence) -> bool:
         """Each attempt is a draw of its own, whichever replica has it."""

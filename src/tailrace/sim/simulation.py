@@ -37,6 +37,7 @@ from tailrace.protocol import (
     Route,
     RunStarted,
     SetTimer,
+    SkipPrompts,
     Start,
     Stop,
     Train,
@@ -44,6 +45,7 @@ from tailrace.protocol import (
 from tailrace.sim.clock import VirtualClock
 from tailrace.sim.controller import Observer, SimController
 from tailrace.sim.cpu_sharing import CpuSharing
+from tailrace.sim.difficulty import SuccessLaw
 from tailrace.sim.faults import FaultInjector
 from tailrace.sim.lifecycle import Lifecycle
 from tailrace.sim.measured_costs import cost_model_of
@@ -94,6 +96,7 @@ class Simulation:
         self._until_steady = until_steady and not config.workload.lengths.drift_per_step
         self.stopped = ""
         self.failed = False
+        self._successes = SuccessLaw(config)
         costs, random = cost_model_of(config), Random(f"faults {config.run.seed}")
         self.clock = clock = VirtualClock()
         self.fleet = fleet = SimFleet(config, costs)
@@ -124,6 +127,7 @@ class Simulation:
             Cancel: rollouts.cancel,
             LoadWeights: rollouts.load_weights,
             Explain: lambda _: None,  # for the journal alone
+            SkipPrompts: lambda _: None,  # likewise
             Train: trainer.train,
             Publish: relay_tier.publish,
             Route: relay_tier.route,
@@ -197,7 +201,8 @@ class Simulation:
 
     def _fetch_prompts(self, command: FetchPrompts) -> None:
         tokens = self.config.workload.prompt_tokens
-        prompts = tuple([Prompt(id, tokens) for id in range(command.start, command.start + command.count)])
+        row = self._successes.row
+        prompts = tuple([Prompt(id, tokens, row(id)) for id in range(command.start, command.start + command.count)])
         self._network.send(None, PromptsAdded(command.start, prompts))
 
     def _stop(self, command: Stop) -> None:

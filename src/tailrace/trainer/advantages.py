@@ -1,7 +1,8 @@
 """How much better a sample was than expected. Pure functions of numbers; `step.py` calls them for every group.
 
 The group methods give one number per sample, which holds for each of its tokens; `gae` gives one per token. A group
-whose samples all got the same reward has advantage zero, exactly, and so has a sample that is alone in its group.
+whose samples all got the same reward has advantage zero, exactly, and so has a sample that is alone in its group; with
+`beta` a group that is all right has a small one.
 """
 
 from __future__ import annotations
@@ -34,7 +35,19 @@ def rloo(rewards: Floats) -> Floats:
     return dr_grpo(rewards) * len(rewards) / others if others else np.zeros(1)
 
 
-GROUP_ADVANTAGES: dict[str, Callable[[Floats], Floats]] = {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo}
+def beta(rewards: Floats) -> Floats:
+    """Distance from the mean of a Beta posterior of the success rate, in units of its spread (AERO). A group that is
+    all right still says a little: that this is the way."""
+    chance = (1.0 + np.clip(rewards, 0.0, 1.0).sum()) / (2.0 + len(rewards))
+    return (rewards - chance) / np.sqrt(chance * (1.0 - chance))
+
+
+GROUP_ADVANTAGES: dict[str, Callable[[Floats], Floats]] = {
+    "grpo": grpo,
+    "dr_grpo": dr_grpo,
+    "rloo": rloo,
+    "beta": beta,
+}
 
 
 def gae(reward: float, values: Floats, gamma: float, lam: float) -> tuple[Floats, Floats]:

@@ -2,9 +2,9 @@
 "use strict";
 
 const LOOK_MS = 1000, HIDDEN_MS = 5000, SLOWEST_MS = 10000;
-const GROUP_ENDS = [["trained", "trained"], ["dropped_stale", "stale"], ["filtered", "filtered"], ["failed", "failed"],
-  ["lost", "lost"], ["in_flight", "flight"]];
-const GROUP_WORDS = { flight: "in flight" };
+const GROUP_ENDS = [["trained", "trained"], ["dropped_stale", "stale"], ["filtered", "filtered"], ["stopped", "stopped"],
+  ["failed", "failed"], ["lost", "lost"], ["in_flight", "flight"]];
+const GROUP_WORDS = { flight: "in flight", stopped: "stopped early" }, RARE = ["lost", "stopped"];
 
 const say = (id, text) => { const it = byId(id); if (it.textContent !== text) it.textContent = text; };
 
@@ -72,7 +72,7 @@ function replicaRow(replica) {
 function ledger(data) {
   const counts = data.run.ledger, started = element("b", "", `${whole(counts.started)} started`);
   const bar = [], words = [started, "="];
-  GROUP_ENDS.filter(([key]) => key !== "lost" || counts.lost).forEach(([key, kind], i) => {
+  GROUP_ENDS.filter(([key]) => !RARE.includes(key) || counts[key]).forEach(([key, kind], i) => {
     const piece = element("div", kind);
     piece.style.flexGrow = String(counts[key]);
     if (counts[key]) bar.push(piece);
@@ -94,6 +94,11 @@ function facts(data) {
     if (typeof measured[name] === "number") rows.push([name.replace("_", " "), String(Number(measured[name].toPrecision(3)))]);
   }
   if (run.without_advantage) rows.push(["without advantage", `${whole(run.without_advantage)} of ${whole(run.mini_batches)} mini-batches`]);
+  const saved = run.savings;
+  if (saved.unstarted_samples || saved.left_out_samples) {
+    rows.push(["prompts skipped", whole(saved.skipped_prompts)], ["tokens not generated", `about ${short(saved.tokens)}`],
+      ["wrong samples not trained on", whole(saved.left_out_samples)]);
+  }
   byId("facts").replaceChildren(...rows.map(([name, value]) => {
     const pair = element("div");
     pair.append(element("dt", "", name), element("dd", "", value));

@@ -1,0 +1,231 @@
+"""Prompts that teach nothing: skipped by their history, stopped early, filtered; and the same again after a restart."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from drive import Drive, config
+from tailrace.config.tree import SCHEDULES, Config, Filters, Groups, Schedule, Trainer
+from tailrace.control.histories import LONGEST, PromptHistory, draw
+from tailrace.control.plane import ControlPlane
+from tailrace.protocol import FetchPrompts, Finished, Forget, PromptsAdded, Request, SkipPrompts, Train
+from tailrace.types import Prompt
+
+PINNED = 0.17037499043121127  # a resumed run draws what it would have drawn, also with a newer release
+ALL = Groups(min_survivors=1, filter="all")
+
+
+def driven(kind="trajectory", size=8, prompts=2, **sections) -> Drive:
+    return Drive(config(kind, prompts, size, groups=ALL, **sections), replicas=1).join_all()
+
+
+def answer(drive: Drive, request: Request, reward: float) -> list:
+    sample = drive.plane.state.ledger.samples[request.trajectory]
+    meta = replace(drive.meta(request, sample.oldest), reward=reward)
+    return drive.tell(Finished(sample.replica, meta))
+
+
+def of_group(drive: Drive, group: int) -> list[Request]:
+    return [request for request in drive.running() if request.group == group]
+
+
+def answer_all(drive: Drive, group: int, reward: float) -> None:
+    for request in of_group(drive, group):
+        answer(drive, request, reward)
+
+
+def train(drive: Drive) -> None:
+    """The trainer does what it was told, if anything, and the replica pulls what it made."""
+    if drive.plane.state.training.busy:
+        drive.train()
+        drive.store_everywhere(drive.plane.state.training.version)
+    if drive.plane.state.pulling:
+        drive.load(0)
+
+
+# --------------------------------------------------------------------------------------------------------------- during
+
+
+def test_a_group_begins_with_half_of_its_samples_and_gets_the_rest_once_rewards_differ():
+    drive = driven()
+    first = of_group(drive, 0)
+    assert [one.trajectory for one in first] == [0, 1, 2, 3]
+    answer(drive, first[0], 1.0)
+    assert len(drive.plane.state.ledger.groups[0].samples) == 4
+    answer(drive, first[1], 0.0)
+    assert drive.plane.state.ledger.groups[0].samples == list(range(8))
+
+
+def test_a_group_that_is_all_right_is_stopped_and_its_place_goes_to_the_next_prompt():
+    drive = driven(schedule=Schedule(max_inflight=8))
+    opened = drive.plane.state.ledger.tally.started
+    answer_all(drive, 0, 1.0)
+    ledger = drive.plane.state.ledger
+    assert drive.orders(Forget) == [Forget((0, 1, 2, 3), "stopped")]
+    assert (ledger.tally.stopped, ledger.unstarted, ledger.tally.filtered) == (1, 4, 0)
+    assert ledger.tally.started > opened
+
+
+def test_samples_are_added_while_all_are_wrong_until_the_first_right_one():
+    drive = driven()
+    answer_all(drive, 0, 0.0)
+    assert [one.trajectory for one in of_group(drive, 0)] == [4, 5]
+    answer(drive, of_group(drive, 0)[0], 1.0)
+    assert drive.plane.state.ledger.groups[0].samples == list(range(8))
+    answer_all(drive, 1, 0.0)
+    answer_all(drive, 1, 0.0)
+    answer_all(drive, 1, 0.0)
+    assert drive.orders(Forget)[-1] == Forget(tuple(range(8, 16)), "filtered")
+
+
+def test_a_prompt_that_was_all_wrong_last_time_gets_its_first_samples_only():
+    drive = driven()
+    drive.plane.state.history.streaks = bytearray([129])
+    group = drive.plane.state.ledger.groups[0]
+    group.prompt = replace(group.prompt, row=0)
+    answer_all(drive, 0, 0.0)
+    assert drive.orders(Forget)[-1] == Forget((0, 1, 2, 3), "stopped")
+    assert drive.plane.state.history.streak(0) == -2
+
+
+def test_the_order_in_which_samples_finish_does_not_matter_for_what_is_started():
+    """Else short answers, which finish first, would be favoured."""
+    rewards = {0: 0.0, 1: 0.0, 2: 0.0, 3: 1.0}
+    for order in ([0, 1, 2, 3], [3, 2, 1, 0], [1, 3, 0, 2]):
+        drive = driven()
+        by_number = {one.trajectory: one for one in of_group(drive, 0)}
+        for number in order:
+            answer(drive, by_number[number], rewards[number])
+        assert drive.plane.state.ledger.groups[0].samples == list(range(8))
+
+
+@pytest.mark.parametrize("most", [0.0, 2.0])
+def test_of_many_wrong_samples_only_some_are_trained_on(most):
+    drive = driven(prompts=1, filters=Filters(wrong_per_right=most))
+    answer(drive, of_group(drive, 0)[3], 1.0)
+    answer_all(drive, 0, 0.0)
+    answer_all(drive, 0, 0.0)
+    (order,) = drive.orders(Train)
+    kept = (0, 1, 3) if most else tuple(range(8))
+    assert order.groups[0].trajectories == kept
+
+
+def test_with_a_beta_posterior_a_group_that_is_all_right_is_trained_on():
+    drive = driven(prompts=1, trainer=Trainer(mini_batches=1, advantage="beta"))
+    answer_all(drive, 0, 1.0)
+    (order,) = drive.orders(Train)
+    assert order.groups[0].trajectories == (0, 1, 2, 3)
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_every_schedule_trains_on_useful_groups_alone(kind):
+    schedule = Schedule(kind=kind, max_inflight=64, steps_ahead=1 if kind == "stream" else None)
+    drive = driven(kind, size=4, schedule=schedule)
+    for _ in range(200):
+        if drive.plane.state.fetching:
+            drive.fetch()
+        for request in drive.running()[:1]:
+            answer(drive, request, [0.0, 1.0, request.trajectory % 2][request.group % 3])
+        trained = drive.orders(Train)
+        if len(trained) >= 2:
+            break
+        train(drive)
+    groups = [group for order in drive.orders(Train)[:1] for group in order.groups]
+    assert groups
+    assert all(group.group % 3 == 2 for group in groups)
+
+
+# --------------------------------------------------------------------------------------------------------------- before
+
+
+def test_one_useful_visit_clears_a_history_and_the_other_kind_begins_a_new_one():
+    history = PromptHistory()
+    for outcome, streak in (("easy", 1), ("easy", 2), ("hard", -1), ("hard", -2), ("useful", 0), ("hard", -1)):
+        history.note(7, outcome, rows=100)
+        assert history.streak(7) == streak
+    for _ in range(2 * LONGEST):
+        history.note(7, "hard", rows=100)
+    assert history.streak(7) == -LONGEST
+
+
+def test_a_history_takes_a_byte_a_row_up_to_its_bound():
+    history = PromptHistory()
+    for row in (-1, 3, 99, 100, 10**12):
+        history.note(row, "hard", rows=100)
+    assert len(history.streaks) == 100
+    assert [history.streak(row) for row in (-1, 3, 99, 100)] == [0, -1, -1, 0]
+    assert not history.skips(0, 5, 100, Filters())
+
+
+def test_the_longer_a_streak_the_more_visits_are_skipped_but_never_all():
+    history, settings = PromptHistory(), Filters()
+    history.streaks = bytearray([0, 1, 2, 100])
+    skipped = [sum(history.skips(0, prompt, row, settings) for prompt in range(2000)) / 2000 for row in range(4)]
+    assert skipped[0] == 0.0
+    assert skipped[1:] == pytest.approx([0.5, 0.75, 0.99], abs=0.03)
+
+
+def test_draws_are_even_and_depend_on_seed_and_prompt_alone():
+    draws = [draw(seed, prompt) for seed in range(10) for prompt in range(1000)]
+    assert draw(3, 14) == PINNED
+    assert len(set(draws)) == len(draws)
+    assert sum(draws) / len(draws) == pytest.approx(0.5, abs=0.01)
+    assert sum(value < 0.1 for value in draws) / len(draws) == pytest.approx(0.1, abs=0.01)
+
+
+def test_skipping_steers_towards_its_target():
+    history, settings = PromptHistory(), Filters(target=0.3, easy_share=1 / 3, rate=0.01)
+    for outcome in ["easy"] * 2 + ["hard"] * 1 + ["useful"] * 7:
+        history.note(-1, outcome, rows=0)
+    history.tune(settings)
+    assert (history.easy_base, history.hard_base) == (0.49, 0.51)
+    history.tune(settings)  # nothing closed
+    assert (history.easy_base, history.hard_base) == (0.49, 0.51)
+
+
+def test_skipped_prompts_are_counted_and_more_are_fetched():
+    drive = driven(schedule=Schedule(max_inflight=32, steps_ahead=10))
+    drive.plane.state.history.streaks = bytearray([100] * 8)
+    start = drive.plane.state.ledger.received
+    commands = drive.tell(PromptsAdded(start, tuple(Prompt(start + i, 10, i) for i in range(8))))
+    (skipped,) = [command for command in commands if isinstance(command, SkipPrompts)]
+    assert drive.plane.state.ledger.skipped == len(skipped.prompts) >= 6
+    assert set(skipped.streaks) == {100}
+    assert any(isinstance(command, FetchPrompts) and command.start == start + 8 for command in commands)
+
+
+# --------------------------------------------------------------------------------------------------------------- resume
+
+
+def simulated() -> Config:
+    settings = config("trajectory", 4, 4, groups=Groups(min_survivors=1, filter="all"))
+    return replace(settings, schedule=Schedule(max_inflight=32))
+
+
+def played(drive: Drive, events: int, rows: int = 7) -> None:
+    """Finish one sample after the other; a third of the rows too hard, a third too easy."""
+    for _ in range(events):
+        wanted = drive.orders(FetchPrompts)[-1]
+        if drive.plane.state.fetching:
+            numbers = range(wanted.start, wanted.start + wanted.count)
+            drive.tell(PromptsAdded(wanted.start, tuple(Prompt(id, 10, id % rows) for id in numbers)))
+        for request in drive.running()[:1]:
+            answer(drive, request, [0.0, 1.0, request.trajectory % 2][request.prompt % rows % 3])
+        train(drive)
+
+
+def test_a_restored_control_plane_goes_on_with_the_same_decisions():
+    drive = Drive(simulated(), replicas=1).join_all()
+    played(drive, 150)
+    assert drive.plane.state.ledger.skipped
+    assert drive.plane.state.ledger.tally.stopped
+    before, snapshot = len(drive.sent), drive.plane.snapshot()
+    played(drive, 100)
+    straight = drive.sent[before:]
+    again = Drive(simulated(), replicas=1).join_all()
+    played(again, 150)
+    again.plane = ControlPlane.restore(again.plane.config, snapshot)
+    played(again, 100)
+    assert again.sent[before:] == straight
+    assert any(isinstance(command, SkipPrompts) for command in straight)
