@@ -20,7 +20,7 @@ BLANK = dict.fromkeys(
 def summary(tokens_per_s: float) -> Summary:
     nobody = dict.fromkeys(
         ("trainer_idle", "rollout_idle", "rollout_scoring", "failed_samples", "failed_attempts"), 0
-    ) | {"ledger": GroupCounts(0, 0, 0, 0, 0, 0, 0)}
+    ) | {"ledger": GroupCounts(0, 0, 0, 0, 0, 0, 0, 0)}
     whole = {"ended": RunEnding("complete"), "staleness": Staleness()}
     unmeasured = dict.fromkeys(("accuracy", "mean_reward"), HeldOut(None, None))
     return Summary(**BLANK, **nobody, **whole, **unmeasured, tokens_per_s=tokens_per_s)

@@ -22,9 +22,8 @@ def test_what_no_pick_needed_is_not_kept_under_way():
 
 def test_a_trainer_that_waits_gets_all_that_admission_allows():
     pacing = Pacing(limit=200.0)
-    for step in range(1, 60):
-        limit = made(pacing, step, spare=0, starved=True)
-    assert limit == MOST
+    limits = [made(pacing, step, spare=0, starved=True) for step in range(1, 60)]
+    assert limits[-1] == MOST
 
 
 def test_a_raise_is_given_time_before_the_next():

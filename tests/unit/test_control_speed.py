@@ -50,6 +50,7 @@ def test_nothing_is_known_before_anything_was_done():
 def test_no_cost_is_negative():
     """Work that seems to save time is left out of the fit."""
     found = told([EngineWork(1.0, 100, 100, 0, 0), EngineWork(1.9, 200, 400, 0, 0)])
+    assert found is not None
     assert min(found) >= 0
     assert found.step_s(1, 0) > 0
 

@@ -76,11 +76,11 @@ def test_without_mixing_it_runs_out():
 
 def report_speed(drive, replica):
     """The engine of a replica does four different things, each at the standard costs."""
-    sums = (0.0, 0, 0, 0, 0)
+    seconds, sums = 0.0, (0, 0, 0, 0)
     for done in ((100, 100, 9_000, 0), (100, 900, 90_000, 0), (100, 900, 900_000, 0), (10, 90, 9_000, 20_000)):
-        seconds = sum(cost * amount for cost, amount in zip(COSTS, done, strict=True))
-        sums = tuple(a + b for a, b in zip(sums, (seconds, *done), strict=True))
-        drive.tell(Progressed(replica, 1, 400, 4, 0, EngineWork(*sums)))
+        seconds += sum(cost * amount for cost, amount in zip(COSTS, done, strict=True))
+        sums = tuple(a + b for a, b in zip(sums, done, strict=True))
+        drive.tell(Progressed(replica, 1, 400, 4, 0, EngineWork(seconds, *sums)))
 
 
 def outdated(**schedule):
@@ -103,6 +103,8 @@ def test_a_replica_goes_on_under_newer_weights_and_says_why():
     drive.store_everywhere(1)
     (explained,) = drive.orders(Explain)
     assert (explained.replica, explained.choice, explained.samples) == (1, "take_along", len(held))
+    assert explained.recompute_s is not None
+    assert explained.drain_s is not None
     assert explained.recompute_s < explained.drain_s
     assert {order.replica for order in drive.orders(LoadWeights)} == {0, 1}
     assert drive.plane.state.ledger.mixed == len(held) > 0

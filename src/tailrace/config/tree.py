@@ -222,8 +222,8 @@ class Schedule(Section):
     # trajectories that are generated at once, over all replicas (not those that judges have); 0: one step's worth
     # (trajectory, adaptive: see kv_fill)
     max_inflight: Natural = 0
-    # trajectory, adaptive: size of a replica's batch, as a multiple of what its KV holds; unset: 2 where samples keep their
-    # version, else 1
+    # trajectory, adaptive: size of a replica's batch, as a multiple of what its KV holds; unset: 2 where samples keep
+    # their version, else 1
     kv_fill: Annotated[float, Meta(gt=0)] | None = None
     publish_every: Count = 1
     mixed_share: Share = 0.5  # adaptive: at most this share of the samples may have tokens of several versions

@@ -40,7 +40,8 @@ def drop_doomed(context: Context) -> None:
 
 
 def _learn_lengths(context: Context, group: Group) -> None:
-    """Of a group that is dropped because it takes long: what was to be expected of it, or only short ones would count."""
+    """A group that is dropped because it takes long counts with what was to be expected of it: or only short ones
+    would."""
     ledger, most = context.ledger, context.config.workload.max_completion_tokens
     lengths: list[float] = []
     for sample in [ledger.samples[id] for id in group.samples]:

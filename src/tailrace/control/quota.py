@@ -43,8 +43,8 @@ def even_share(context: Context) -> float:
 
 
 def timely_share(context: Context, lag: int, step_s: float) -> float:
-    """Share of the tokens that are trained before they are too old, of what starts under weights that are `lag` versions
-    behind and gets a token every `step_s`."""
+    """Share of the tokens that are trained before they are too old, of what starts under weights that are `lag`
+    versions behind and gets a token every `step_s`."""
     schedule, workload = context.config.schedule, context.config.workload
     if schedule.staleness_policy != "drop":
         return 1.0

@@ -17,7 +17,6 @@ from tailrace.control.training import Training
 from tailrace.protocol import Command
 from tailrace.types import ReplicaId, Version
 
-
 MUCH_DROPPED = 0.08  # of the groups
 
 

@@ -236,7 +236,7 @@ class Fold:
         ended = self.groups_ended
         in_flight = self.groups_started - ended.total()
         names: tuple[GroupEnd, ...] = ("trained", "stale", "filtered", "stopped", "failed", "lost")
-        return GroupCounts(self.groups_started, *[ended[name] for name in names], in_flight)
+        return GroupCounts(self.groups_started, *[ended[name] for name in names], in_flight=in_flight)
 
     @property
     def savings(self) -> Savings:

@@ -167,14 +167,14 @@ class Meter:
             drift=self._drift(start, end),
             bound_tokens_per_s=best.tokens_per_s,
             limit=best.limit,
-            useful_groups_per_s=sum(step.useful for step in fold.steps[start:end]) / seconds,
-            skipped=fold.skipped_prompts,
-            filtered=fold.groups.filtered + fold.groups.stopped,
+            useful_groups_per_s=sum(step.useful for step in self.fold.steps[start:end]) / seconds,
+            skipped=self.fold.skipped_prompts,
+            filtered=counted.ended["filtered"] + counted.ended["stopped"],
         )
 
     def _counted(self, start: int, end: int) -> _Counts:
         before, after = self.counts[start], self.counts[end]
-        ended = Counter({name: after.ended[name] - before.ended[name] for name in after.ended})
+        ended: Counter[GroupEnd] = Counter({name: after.ended[name] - before.ended[name] for name in after.ended})
         ages = Counter({age: after.ages[age] - before.ages[age] for age in after.ages})
         return _Counts(ended, ages, after.moved - before.moved, after.repacks - before.repacks)
 
