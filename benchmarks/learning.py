@@ -24,7 +24,7 @@ from tailrace.obs.summary import summarise
 
 ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "examples" / "running_total" / "running_total.toml"
-KINDS = ("trajectory", "sync")
+KINDS = ("adaptive", "trajectory", "sync")
 WINDOW = 3  # steps over which the reward is smoothed
 GOAL = 0.85
 
@@ -63,7 +63,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         rows = [run(kind, seed, Path(folder)) for seed in range(seeds) for kind in KINDS]
     table = Table("schedule", "seed", "before", "after", "samples", "s", f"s to reward {GOAL}", "staleness")
-    for row in sorted(rows, key=lambda each: each["kind"], reverse=True):
+    for row in sorted(rows, key=lambda each: KINDS.index(each["kind"])):
         goal = "-" if row["seconds_to_goal"] is None else f"{row['seconds_to_goal']:.0f}"
         table.add_row(
             row["kind"],
@@ -77,8 +77,8 @@ def main() -> None:
         )
     Console(width=110).print(table)
     means = {kind: fmean(row["seconds"] for row in rows if row["kind"] == kind) for kind in KINDS}
-    speedup = means["sync"] / means["trajectory"]
-    print(f"asynchronous is {speedup:.2f} times as fast as synchronous")
+    speedup = {kind: means["sync"] / seconds for kind, seconds in means.items()}
+    print(", ".join(f"{kind} is {ratio:.2f} times as fast as sync" for kind, ratio in speedup.items()))
     results = ROOT / "benchmarks" / "results" / "learning.json"
     results.write_text(json.dumps({"speedup": speedup, "runs": rows}, indent=1) + "\n")
 

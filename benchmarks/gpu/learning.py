@@ -1,8 +1,8 @@
-"""Does a real model learn sooner without the barrier? SmolLM2-135M-Instruct on one-digit sums, `trajectory` and `sync`.
+"""Does a real model learn sooner without the barrier? SmolLM2-135M-Instruct on one-digit sums.
 
-    python benchmarks/gpu/learning.py [--seeds 2] [--steps 100] [--goal 0.8]
+    python benchmarks/gpu/learning.py [--seeds 2] [--steps 100] [--goal 0.8] [--kinds adaptive trajectory sync]
 
-Both kinds start from the same weights, draw the same prompts with the same seeds and train the same number of samples.
+All kinds start from the same weights, draw the same prompts with the same seeds and train the same number of samples.
 Accuracy is the share of right answers among the last 1,024 that were given, at the moment when they were given; time is
 counted from the first sample. A short run before all others, not counted, fills torch's and Triton's caches. After each
 run the held-out questions are put to the last weights (unless --no-eval). Runs alternate, so that whatever else the
@@ -27,8 +27,8 @@ from processes import ROOT, tailrace, tails, trained_mini_batches  # noqa: E402
 
 RECIPE = ROOT / "examples" / "gpu" / "smollm2_sums.toml"
 RESULTS = ROOT / "benchmarks" / "results" / "gpu_learning.json"
-KINDS = ("trajectory", "sync")
-COLOURS = {"trajectory": "#00866a", "sync": "#d55e00"}
+COLOURS = {"adaptive": "#0072b2", "trajectory": "#00866a", "sync": "#d55e00"}
+KINDS = tuple(COLOURS)
 WINDOW = 1024  # answers over which accuracy is a mean
 POINTS = 200  # of a curve
 WARM_UP = 3  # steps
@@ -116,9 +116,9 @@ def held_out(run: Path, deadline: float) -> float:
 def compare(options: argparse.Namespace) -> list[Row]:
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        train(KINDS[0], 0, WARM_UP, Path(folder), argparse.Namespace(**vars(options) | {"eval": False}))
+        train(options.kinds[0], 0, WARM_UP, Path(folder), argparse.Namespace(**vars(options) | {"eval": False}))
         for seed in range(options.seeds):
-            for kind in KINDS:
+            for kind in options.kinds:
                 try:
                     rows.append(measure(kind, seed, Path(folder), options))
                 except RuntimeError as error:  # the others are still worth having
@@ -143,7 +143,7 @@ def mean_of(rows: list[Row], kind: str, name: str) -> float | None:
 
 def write(rows: list[Row], options: argparse.Namespace) -> None:
     times = {kind: mean_of(rows, kind, "seconds_to_goal") for kind in KINDS}
-    sooner = times["sync"] / times["trajectory"] if times["sync"] and times["trajectory"] else None
+    sooner = {kind: times["sync"] / other for kind, other in times.items() if times["sync"] and other}
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps({"goal": options.goal, "sooner": sooner, "runs": rows}) + "\n")
 
@@ -186,6 +186,7 @@ def draw(rows: list[Row], goal: float, path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--recipe", type=Path, default=RECIPE)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--goal", type=float, default=0.8)

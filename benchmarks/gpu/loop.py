@@ -1,6 +1,6 @@
 """The whole loop on one GPU with heavy-tailed answers: trained tokens/s of our schedules and of TRL's GRPO trainer.
 
-    python benchmarks/gpu/loop.py [sync partial trajectory trl] [--steps 6] [--vllm-site SITE]
+    python benchmarks/gpu/loop.py [sync partial trajectory adaptive trl] [--steps 6] [--vllm-site SITE]
     python benchmarks/gpu/loop.py sync trajectory trl --device cpu --size tiny --steps 3
 
 Everybody trains the same random model directory (`tail_model.py`), whose answers are heavy-tailed by construction, on
@@ -32,7 +32,7 @@ from workloads import ROW  # noqa: E402
 
 RECIPE = ROOT / "examples" / "gpu" / "loop.toml"
 RESULTS = ROOT / "benchmarks" / "results" / "gpu_loop.json"
-KINDS = ("sync", "partial", "trajectory", "trl")
+KINDS = ("sync", "partial", "trajectory", "adaptive", "trl")
 Row = dict[str, Any]
 # On a CPU: the same code in seconds.
 TINY = {"prompts_per_step": 2, "group_size": 4, "max_completion_tokens": 128}
