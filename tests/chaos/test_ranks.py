@@ -291,8 +291,9 @@ def test_ranks_killed_in_the_middle_of_a_publication_leave_nothing_torn(tmp_path
         held.look()
         proof = ends_well(run)
         assert proof.lost["Trainer"] == 2
-        assert {where for where, _ in held.versions} == set(held.folders())
-        for (_, version), tensors in held.versions.items():
+        assert len({folder for folder, _ in held.versions}) == 2
+        trained_ones = {key: tensors for key, tensors in held.versions.items() if key[1]}  # the first is not saved
+        for (_, version), tensors in trained_ones.items():
             saved = saved_weights(run, version, tmp_path)
             assert tensors.keys() == saved.keys()
             assert all(torch.equal(tensors[each], saved[each]) for each in saved), f"version {version} is torn"
@@ -334,5 +335,7 @@ def wider_model(folder: Path) -> Path:
 
 
 def saved_weights(run: Run, version: int, folder: Path) -> dict[str, torch.Tensor]:
-    write_model(run.folder / "checkpoints" / f"step-{version:08d}", folder / f"of{version}")
-    return load((folder / f"of{version}" / "model.safetensors").read_bytes())
+    place = folder / f"of{version}"
+    if not place.exists():  # of the other relay
+        write_model(run.folder / "checkpoints" / f"step-{version:08d}", place)
+    return load((place / "model.safetensors").read_bytes())
