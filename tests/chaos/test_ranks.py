@@ -279,20 +279,21 @@ def test_ranks_killed_in_the_middle_of_a_publication_leave_nothing_torn(tmp_path
         held = Held(run)
         for name in ("trainer0.1", "trainer0"):
             trained(run, 2)
+            network.set(rate_mbits=SLOW_MBITS)  # the publication that follows would take half a minute
             back, victim = run.events("TrainerJoined"), (guest.components() | run.components())[name]
             run.until(held.arrives, "a publication")
-            network.set(rate_mbits=SLOW_MBITS)  # what is left of it takes many seconds now
             os.kill(victim, signal.SIGKILL)
             torn = held.arrives()
             network.set()
             assert torn, "it had arrived by then"
-            run.until(lambda n=torn, seen=held: seen.look(n), "the same version, whole")
+            run.until(lambda n=torn, seen=held: seen.look(n), "that version or the next, whole")
             came_back(run, back)
         held.look()
         proof = ends_well(run)
         assert proof.lost["Trainer"] == 2
-        assert {where for where, _ in held.versions} == set(held.folders())
-        for (_, version), tensors in held.versions.items():
+        assert len({folder for folder, _ in held.versions}) == 2
+        trained_ones = {key: tensors for key, tensors in held.versions.items() if key[1]}  # the first is not saved
+        for (_, version), tensors in trained_ones.items():
             saved = saved_weights(run, version, tmp_path)
             assert tensors.keys() == saved.keys()
             assert all(torch.equal(tensors[each], saved[each]) for each in saved), f"version {version} is torn"
@@ -315,14 +316,14 @@ class Held:
         return max(partial - {version for _, version in self.versions}, default=0)
 
     def look(self, version: int = 0) -> bool:
-        """Read what is new. Whether a relay has this version."""
+        """Read what is new. Whether a relay has this version or a newer one."""
         for folder in self.folders():
             for file in folder.glob("v*.safetensors"):
                 key = folder, int(file.name.partition(".")[0][1:])
                 if key not in self.versions:
                     with suppress(FileNotFoundError):  # dropped by now
                         self.versions[key] = load(file.read_bytes())
-        return any(found == version for _, found in self.versions)
+        return any(found >= version for _, found in self.versions)
 
 
 def wider_model(folder: Path) -> Path:
@@ -334,5 +335,7 @@ def wider_model(folder: Path) -> Path:
 
 
 def saved_weights(run: Run, version: int, folder: Path) -> dict[str, torch.Tensor]:
-    write_model(run.folder / "checkpoints" / f"step-{version:08d}", folder / f"of{version}")
-    return load((folder / f"of{version}" / "model.safetensors").read_bytes())
+    place = folder / f"of{version}"
+    if not place.exists():  # of the other relay
+        write_model(run.folder / "checkpoints" / f"step-{version:08d}", place)
+    return load((place / "model.safetensors").read_bytes())
