@@ -72,11 +72,11 @@ def test_a_job_runs_to_its_end_and_leaves_nothing(tmp_path, nodes):
 
 
 def test_the_controller_s_node_has_a_rank_too_where_the_others_have_one_each(tmp_path, nodes):
-    ranks = ("--trainer.ranks", "3", "--ranks-per-node", "1", "--replicas-per-node", "1", "--run.steps", "60")
+    ranks = ("--trainer.ranks", "3", "--ranks-per-node", "1", "--replicas-per-node", "1", "--run.steps", "20")
     with submitted(tmp_path, nodes, *ranks, "--trainer.interface", "eth0") as job:
         nodes.until(lambda: job.state == "COMPLETED", "the job to be complete")
         assert [(one.ranks, len(one.replicas)) for one in joined(job)] == [(1, 1), (1, 1)]
-        assert prove(job.folder).steps == 60
+        assert prove(job.folder).steps == 20
 
 
 def test_a_lost_node_does_not_stop_the_job_and_the_loss_of_the_first_one_queues_it_again(tmp_path, nodes):

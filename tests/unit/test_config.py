@@ -193,6 +193,8 @@ BAD_RULES = [
     ),
     ("--schedule.publish_every 6 --schedule.max_staleness 4", "too few until the next publish; write 5 or more"),
     ("--health.backoff_s 90 --health.backoff_max_s 60", "health.backoff_max_s is below"),
+    ("--relay.transport nixl", "which neither authenticates nor encrypts; write relay.interface"),
+    ("--relay.transport nixl --relay.interface 10.0.0/24x", 'relay.interface is "10.0.0/24x", which is no network'),
     ("--trainer.dual_clip 0.9", "trainer.dual_clip is 0.9, so that bad tokens of fresh data would teach nothing"),
 ]
 
