@@ -168,7 +168,7 @@ class Meter:
 
     def _counted(self, start: int, end: int) -> _Counts:
         before, after = self.counts[start], self.counts[end]
-        ended = Counter({name: after.ended[name] - before.ended[name] for name in after.ended})
+        ended: Counter[GroupEnd] = Counter({name: after.ended[name] - before.ended[name] for name in after.ended})
         ages = Counter({age: after.ages[age] - before.ages[age] for age in after.ages})
         return _Counts(ended, ages, after.moved - before.moved, after.repacks - before.repacks)
 
