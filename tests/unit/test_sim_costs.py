@@ -67,21 +67,22 @@ def test_a_trainer_at_best_is_never_slower_than_one_with_uneven_ranks() -> None:
 
 
 def test_a_file_overrides_figures_and_prices_of_cards() -> None:
-    cheap = cluster(**{"cluster.cards.H100.dollars_per_hour": 1.0})
+    cheap = cluster(cluster__cards__H100__dollars_per_hour=1.0)
     assert CostModel(cheap).dollars_per_hour == 128
     assert CostModel(cheap).gpu.memory_bytes == 80e9
     with pytest.raises(ConfigError, match="lacks memory_gbytes_per_s, tflops"):
-        CostModel(cluster(**{"cluster.gpu": "X1", "cluster.cards.X1.memory_gbytes": 100}))
+        CostModel(cluster(cluster__gpu="X1", cluster__cards__X1__memory_gbytes=100))
     with pytest.raises(ConfigError, match="no figure of a card"):
-        CostModel(cluster(**{"cluster.cards.H100.price": 1}))
+        CostModel(cluster(cluster__cards__H100__price=1))
 
 
 def test_a_setting_may_differ_per_schedule() -> None:
-    settings = {"trainer.forward_passes": 2, "per_schedule.partial.trainer.forward_passes": 0}
-    config = cluster(**settings, schedule__kind="partial")
+    config = cluster(
+        trainer__forward_passes=2, schedule__kind="partial", per_schedule__partial__trainer__forward_passes=0
+    )
     assert config.trainer.forward_passes == 0
     assert with_values(config, {"schedule.kind": "sync"}).trainer.forward_passes == 2
     with pytest.raises(ConfigError, match="cannot differ between schedules"):
-        cluster(**{"per_schedule.sync.schedule.kind": "partial"})
+        cluster(per_schedule__sync__schedule__kind="partial")
     with pytest.raises(ConfigError, match="forward_passes is 'x'"):
-        cluster(**{"per_schedule.sync.trainer.forward_passes": "x"})
+        cluster(per_schedule__sync__trainer__forward_passes="x")

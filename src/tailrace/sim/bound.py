@@ -28,7 +28,7 @@ from tailrace.sim.measured_costs import cost_model_of
 from tailrace.sim.sizes import Sizes, sizes_of
 
 Limit = Literal["trainer", "rollout", "admission", "longest sample"]
-GROUPS_DRAWN = 2048
+GROUPS_DRAWN, SAMPLES_DRAWN = 2048, 65_536  # at most
 
 
 class Bound(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,7 +46,8 @@ class Bound(msgspec.Struct, frozen=True, kw_only=True):
 def bound(config: Config) -> Bound:
     """The bound of this config, its schedule's barrier included."""
     costs, kind = cost_model_of(config), traits(config)
-    sizes = sizes_of(config.workload, config.run.seed, GROUPS_DRAWN, beyond_a_step=True)
+    drawn = max(1, min(GROUPS_DRAWN, SAMPLES_DRAWN // config.workload.group_size))
+    sizes = sizes_of(config.workload, config.run.seed, drawn, beyond_a_step=True)
     trainer = _trainer_s(config, costs, sizes)
     seconds: dict[Limit, float] = {
         "trainer": trainer,

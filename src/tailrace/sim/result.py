@@ -75,6 +75,7 @@ class Meter:
         self.fold = Fold(config)
         self.counts: dict[int, _Counts] = {0: _Counts(Counter(), Counter(), 0, 0)}  # when control has heard of a step
         self.totals: dict[int, _Totals] = {0: _Totals(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)}  # by the trainer's clock
+        self.discarded = 0  # tokens of samples that were forgotten without having been trained on
         self.timeline: list[TimelineSpan] | None = [] if timeline else None
         self._states: dict[ReplicaId, tuple[str, float]] = {}
 
@@ -94,12 +95,8 @@ class Meter:
 
     def _drift(self, start: int, end: int) -> float:
         """By how much what was generated differs from what was trained on, or thrown away with its group."""
-        before, after = self.counts[start].ended, self.counts[end].ended
-        trained = after["trained"] - before["trained"]
-        thrown_away = after.total() - before.total() - trained
-        generated = self.totals[end].generated - self.totals[start].generated
-        consumed = self.totals[end].consumed - self.totals[start].consumed
-        return abs(1.0 - consumed * (1.0 + thrown_away / max(1, trained)) / max(generated, 1e-9))
+        before, after = self.totals[start], self.totals[end]
+        return abs(1.0 - (after.consumed - before.consumed) / max(after.generated - before.generated, 1e-9))
 
     def _window(self) -> tuple[int, int]:
         """The steps to measure: the last of a run that was to become steady, else the steadiest part after a third."""
@@ -130,7 +127,7 @@ class Meter:
             sum(e.kv_seconds for e in engines),
             sum(e.generated for e in engines),
             self.trainer.busy_s + self.trainer.stall_s,
-            self.trainer.decoded,
+            self.trainer.decoded + self.discarded,
         )
 
     def result(self, now: float) -> Result:

@@ -86,8 +86,9 @@ class Rollouts:
         return sequence
 
     def forget(self, command: Forget) -> None:
-        for id in command.trajectories:
-            self.stored.pop(id, None)
+        forgotten = [self.stored.pop(id) for id in command.trajectories if id in self.stored]
+        if command.reason != "trained":
+            self.meter.discarded += sum([one.tokens for one in forgotten])
 
     # ------------------------------------------------------------------------------------------------------ colocated
 
