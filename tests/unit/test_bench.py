@@ -9,7 +9,7 @@ import pytest
 from tailrace.config import load
 from tailrace.launch.bench import WITHOUT_REPACK, BenchRow, _plans, print_rows
 from tailrace.obs.ending import RunEnding
-from tailrace.obs.fold import GroupCounts, Staleness
+from tailrace.obs.fold import GroupCounts, Savings, Staleness
 from tailrace.obs.summary import HeldOut, Summary
 
 BLANK = dict.fromkeys(
@@ -21,7 +21,7 @@ def summary(tokens_per_s: float) -> Summary:
     nobody = dict.fromkeys(
         ("trainer_idle", "rollout_idle", "rollout_scoring", "failed_samples", "failed_attempts"), 0
     ) | {"ledger": GroupCounts(0, 0, 0, 0, 0, 0, 0, 0)}
-    whole = {"ended": RunEnding("complete"), "staleness": Staleness()}
+    whole = {"ended": RunEnding("complete"), "staleness": Staleness(), "savings": Savings()}
     unmeasured = dict.fromkeys(("accuracy", "mean_reward"), HeldOut(None, None))
     return Summary(**BLANK, **nobody, **whole, **unmeasured, tokens_per_s=tokens_per_s)
 

@@ -264,8 +264,7 @@ def test_the_fold_agrees_with_the_ledger(kind: str, faults: dict[str, float]) ->
     assert groups == tally | {"in_flight": state.ledger.tally.started - state.ledger.tally.ended}
     assert live.fold.finished_tokens == state.ledger.finished_tokens
     assert (live.fold.repacks, live.fold.moved) == (state.repacks, state.moved)
-    ages = live.view().staleness
-    assert (ages.mean, ages.p95, ages.max) == (result.staleness.mean, result.staleness.p95, result.staleness.max)
+    assert result.staleness.max <= live.view().staleness.max, "the result is of the steady state alone"
     assert [record.step for record in live.fold.steps] == list(range(config.run.steps))
     assert live.fold.total.groups == state.ledger.tally.trained
 
