@@ -145,8 +145,9 @@ def _one_hop(count: int, size: int, insides: list[Any]) -> float:
 
 def links(mbytes: float, rounds: int) -> list[dict[str, Any]]:
     """One sender and one receiver on the loopback, in turns plain, encrypted and, where it is installed, by NIXL."""
-    nixl = {"encrypted, chunks by NIXL": (Identity(), True)} if any(map(find_spec, FLAVOURS)) else {}
-    kinds = {"plain": (None, False), "encrypted": (Identity(), False)} | nixl
+    kinds: dict[str, tuple[Identity | None, bool]] = {"plain": (None, False), "encrypted": (Identity(), False)}
+    if any(map(find_spec, FLAVOURS)):
+        kinds["encrypted, chunks by NIXL"] = (Identity(), True)
     rates: dict[str, list[tuple[float, float]]] = {name: [] for name in kinds}
     data = made_up(0, int(mbytes * 1e6))
     for _ in range(rounds):
