@@ -57,12 +57,12 @@ def test_the_group_shares_its_prompt_and_an_update_empties_the_prefix_cache(alon
             play(engine, {id})
         return engine.counters()["prefilled"] - before
 
-    alone = prefilled(5000)
+    anew = prefilled(5000)
     again = prefilled(5100)
     engine.load_weights(engine.version + 1, alone.weights(engine.version + 1))
-    assert 300 <= alone < 600
+    assert 300 <= anew < 600
     assert again < 300
-    assert prefilled(5200) == alone
+    assert prefilled(5200) == anew
 
 
 def test_a_stop_string_ends_a_turn_at_the_token_that_completes_it():
