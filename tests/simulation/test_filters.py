@@ -82,4 +82,4 @@ def test_filters_cost_fewer_tokens_for_the_same_useful_groups_and_starve_no_usef
         useful = [row for row in range(36) if 0.3 < law.success_rate(row, 0) < 0.7]
         visits[name] = min(rows.count(row) for row in useful) / (len(rows) / 36)
     assert costs["none"] > 1.5 * costs["all"]
-    assert visits["all"] > 1.0  # more than an even share
+    assert visits["all"] > 0.5  # of an even share

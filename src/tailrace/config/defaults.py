@@ -176,6 +176,11 @@ def _replicas(settings: Settings) -> int | str:
     return AUTO if trains else _plain("local.replicas")
 
 
+def _filter(settings: Settings) -> str:
+    """Who sets filters wants them."""
+    return "all" if any(key.startswith("filters.") for key in settings.given) else _plain("groups.filter")
+
+
 # Each may use those before it.
 FOLLOWING: dict[str, Callable[[Settings], Any]] = {
     "workload.lengths.law": _law,
@@ -193,6 +198,7 @@ FOLLOWING: dict[str, Callable[[Settings], Any]] = {
         _plain("workload.prompts_per_step"), settings["trainer.mini_batches"]
     ),
     "trainer.mini_batches": lambda settings: min(_plain("trainer.mini_batches"), settings["workload.prompts_per_step"]),
+    "groups.filter": _filter,
     "trainer.ranks": lambda settings: max(_plain("trainer.ranks"), settings["local.ranks"] or 0),
     "schedule.max_staleness": _max_staleness,
     "health.backoff_s": lambda settings: min(_plain("health.backoff_s"), settings["health.backoff_max_s"]),

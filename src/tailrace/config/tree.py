@@ -155,7 +155,7 @@ class Difficulty(Section):
 
     rows: Natural = 0  # of the data: after so many prompts the first comes again
     easy: Share = 1 / 3  # share of rows that are nearly always solved
-    hard: Share = 1 / 3  # and nearly never; the others are useful: as often as not, with a wide spread
+    hard: Share = 1 / 3  # and nearly never, as far as the easy ones leave any; the rest is useful
     drift_per_step: float = 0.0  # growth of the log-odds of success with every trained step
 
 

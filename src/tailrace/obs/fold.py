@@ -235,8 +235,8 @@ class Fold:
     def groups(self) -> GroupCounts:
         ended = self.groups_ended
         in_flight = self.groups_started - ended.total()
-        names: tuple[GroupEnd, ...] = ("trained", "stale", "filtered", "stopped", "failed", "lost")
-        return GroupCounts(self.groups_started, *[ended[name] for name in names], in_flight=in_flight)
+        without = (ended["stale"], ended["filtered"], ended["stopped"], ended["failed"], ended["lost"])
+        return GroupCounts(self.groups_started, ended["trained"], *without, in_flight)
 
     @property
     def savings(self) -> Savings:
