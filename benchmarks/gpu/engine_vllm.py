@@ -75,7 +75,7 @@ def experts() -> dict[str, Any]:
     from tailrace.engines.vllm_engine import build_engine
 
     os.environ["TAILRACE_VLLM_PYTHON"] = sys.executable
-    from vllm_under_test import mixture
+    from served_models import mixture
 
     with tempfile.TemporaryDirectory() as folder:
         model = mixture("qwen3", Path(folder))

@@ -99,7 +99,7 @@ def test_a_browser_draws_the_report_of_simulations(tmp_path: Path) -> None:
             seen.open(plot.as_uri())
             seen.until("document.querySelectorAll('#results td').length > 0")
             assert seen.ask("document.querySelectorAll('#throughput .line').length") == lines
-            assert seen.ask("document.querySelectorAll('#throughput .bar').length") == (0 if lines else 5)
+            assert seen.ask("document.querySelectorAll('#throughput .bar').length") == (0 if lines else 6)
             assert seen.ask("document.querySelectorAll('#strips .strip rect.generating').length") > 5
             assert seen.text("legend").startswith("generating")
             assert seen.complaints == []

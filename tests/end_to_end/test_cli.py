@@ -51,10 +51,10 @@ def test_help_names_every_command_and_loads_nothing() -> None:
     assert not {"numpy", "rich", "msgspec", "sqlite3", "asyncio"} & set(loaded.split())
 
 
-def test_simulate_shows_the_five_schedules() -> None:
+def test_simulate_shows_the_six_schedules() -> None:
     lines = succeeded("simulate", OWN_BOX, *SMALL).splitlines()
     first_words = [line.split()[0] for line in lines if line.strip()]
-    assert first_words[-5:] == ["sync", "one_step", "stream", "partial", "trajectory"]
+    assert first_words[-6:] == ["sync", "one_step", "stream", "partial", "trajectory", "adaptive"]
     assert "…" not in "".join(lines)
 
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from vllm_under_test import engine_of, gone_soon, processes_of, settings, subject, use_loader
+from served_models import engine_of, gone_soon, processes_of, settings, subject, use_loader
 
 import engines_under_test as known
 from buffers import added, job_of

@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from vllm_under_test import gone_soon, mixture, processes_of, settings, subject, use_loader
+from served_models import gone_soon, mixture, processes_of, settings, subject, use_loader
 
 import engines_under_test as known
 from tailrace.config.errors import ConfigError

@@ -123,3 +123,12 @@ def test_an_idle_replica_takes_over_samples_where_nothing_may_start():
         request.trajectory for c in commands if isinstance(c, Generate) and c.replica == 0 for request in c.requests
     } == moved
     assert len(drive.running(1)) == 2
+
+
+def test_what_tools_have_is_not_divided():
+    drive = Drive(config(prompts=2, size=4, schedule=Schedule(max_inflight=16, steps_ahead=0))).join_all()
+    drive.tell(Progressed(1, 1, 200, 4, 0, EngineWork(20.0, 1000, 4000, 400_000, 1000)))
+    for request in drive.running(0):
+        drive.finish(request)
+    drive.score(*drive.running(1), final=False)
+    assert not [c for c in drive.tell(TimerFired("repack"), after=5.0) if isinstance(c, Release)]

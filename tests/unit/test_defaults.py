@@ -34,6 +34,7 @@ MEANINGLESS = {  # whatever the others are
     ("trainer.dual_clip", 1.0): "write a value above 1",
     ("local.replicas", 0): "write local.listen",
     ("local.ranks", 0): "write local.listen",
+    ("relay.transport", "nixl"): "relay.interface",
 }
 
 

@@ -53,8 +53,8 @@ def _spread(context: Context, ready: list[Replica]) -> list[repack.Move]:
 def _gives_half(context: Context, move: repack.Move) -> bool:
     """Whether that is worth it; if so, it is ordered."""
     source = context.fleet.replicas[move.source]
-    half = list(source.assigned)[::2]
-    if not updates.gains_by_spreading(context, source, len(half)):
+    half = list(source.assigned)[::2]  # what tools have is not divided
+    if len(source.assigned) < 2 or not updates.gains_by_spreading(context, source, len(half)):
         return False
     samples = [context.ledger.samples[id] for id in half]
     _release(context, move, tuple([Assignment(one.id, one.attempt) for one in samples]))

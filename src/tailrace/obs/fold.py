@@ -126,7 +126,7 @@ class Savings(msgspec.Struct, frozen=True):
 
     skipped_prompts: int = 0  # by their history
     stopped_groups: int = 0  # before all of their samples were started
-    unstarted_samples: int = 0  # of these two
+    unstarted_samples: int = 0  # of these
     left_out_samples: int = 0  # generated, but not trained on: wrong ones of groups with few right ones
     tokens: int = 0  # of the samples that were not started, if they had been as long as the others on average
 
@@ -240,10 +240,9 @@ class Fold:
 
     @property
     def savings(self) -> Savings:
-        unstarted = self._unstarted + self.skipped_prompts * self.group_size
-        mean = self.finished_tokens / max(1, self.finished_samples)
-        stopped = self.groups_ended["stopped"]
-        return Savings(self.skipped_prompts, stopped, unstarted, self._left_out, round(unstarted * mean))
+        mean, stopped = self.finished_tokens / max(1, self.finished_samples), self.groups_ended["stopped"]
+        tokens = round(self._unstarted * mean)
+        return Savings(self.skipped_prompts, stopped, self._unstarted, self._left_out, tokens)
 
     # ------------------------------------------------------------------------------------------------------ samples
 

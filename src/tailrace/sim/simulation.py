@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from tailrace.config.tree import Config
+from tailrace.config.tree import Config, Faults
 from tailrace.control.plane import ControlPlane
 from tailrace.errors import TailraceError
 from tailrace.protocol import (
@@ -93,7 +93,8 @@ class Simulation:
     ) -> None:
         """`until_steady`: go on until `run.steps` steps have been in the steady state, within limits."""
         self.config = config
-        self._until_steady = until_steady and not config.workload.lengths.drift_per_step
+        settles = config.faults == Faults() and not config.workload.lengths.drift_per_step
+        self._until_steady = until_steady and settles
         self.stopped = ""
         self.failed = False
         self._successes = SuccessLaw(config)
