@@ -67,13 +67,15 @@ def passes(folder: Path, precision: str, ranks: Ranks | None = None) -> None:
     trainer = msgspec.structs.replace(config.trainer, precision=precision, **unclipped)
     learner = Learner(msgspec.structs.replace(config, trainer=trainer), ranks)
     assert learner.critic is not None
-    torch.nn.init.eye_(learner.critic.net[-1].weight)
+    head = learner.critic.net[-1]
+    assert isinstance(head, torch.nn.Linear)
+    torch.nn.init.eye_(head.weight)
     learner._proximal.at(0, 0)
     for parameter in learner.model.parameters():
         local(parameter.data).mul_(1.02)
     used = set[torch.dtype]()
     (*_, matrix) = (each for each in learner.policy.model.modules() if isinstance(each, torch.nn.Linear))
-    matrix.register_forward_pre_hook(lambda module, _: used.add(module.weight.dtype))
+    matrix.register_forward_pre_hook(lambda *_: used.add(matrix.weight.dtype))
     micro_batches = learner._micro_batches(0, 1, plan_mini_batch(*in_memory(GROUPS), learner.settings))
     sums, _ = learner._backward(micro_batches)
     assert used == {getattr(torch, precision)}
