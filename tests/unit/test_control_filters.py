@@ -141,15 +141,8 @@ def test_every_schedule_trains_on_useful_groups_alone(kind):
 
 def test_one_useful_visit_clears_a_history_and_the_other_kind_begins_a_new_one():
     history = PromptHistory()
-    visits: list[tuple[Outcome, int]] = [
-        ("easy", 1),
-        ("easy", 2),
-        ("hard", -1),
-        ("hard", -2),
-        ("useful", 0),
-        ("hard", -1),
-    ]
-    for outcome, streak in visits:
+    visits: list[Outcome] = ["easy", "easy", "hard", "hard", "useful", "hard"]
+    for outcome, streak in zip(visits, (1, 2, -1, -2, 0, -1), strict=True):
         history.note(7, outcome, rows=100)
         assert history.streak(7) == streak
     for _ in range(2 * LONGEST):
@@ -184,8 +177,8 @@ def test_draws_are_even_and_depend_on_seed_and_prompt_alone():
 
 def test_skipping_steers_towards_its_target():
     history, settings = PromptHistory(), Filters(target=0.3, easy_share=1 / 3, rate=0.01)
-    outcomes: list[Outcome] = [*["easy"] * 2, "hard", *["useful"] * 7]
-    for outcome in outcomes:
+    counts: dict[Outcome, int] = {"easy": 2, "hard": 1, "useful": 7}
+    for outcome in [kind for kind, count in counts.items() for _ in range(count)]:
         history.note(-1, outcome, rows=0)
     history.tune(settings)
     assert (history.easy_base, history.hard_base) == (0.49, 0.51)
