@@ -178,8 +178,9 @@ def test_draws_are_even_and_depend_on_seed_and_prompt_alone():
 def test_skipping_steers_towards_its_target():
     history, settings = PromptHistory(), Filters(target=0.3, easy_share=1 / 3, rate=0.01)
     counts: dict[Outcome, int] = {"easy": 2, "hard": 1, "useful": 7}
-    for outcome in [kind for kind, count in counts.items() for _ in range(count)]:
-        history.note(-1, outcome, rows=0)
+    for outcome, count in counts.items():
+        for _ in range(count):
+            history.note(-1, outcome, rows=0)
     history.tune(settings)
     assert (history.easy_base, history.hard_base) == (0.49, 0.51)
     history.tune(settings)  # nothing closed
