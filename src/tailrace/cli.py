@@ -220,7 +220,7 @@ def _parser() -> tuple[_Parser, dict[str, _Parser]]:
 
 
 def _add_simulating(add: Add) -> None:
-    simulate = _of_files(add("simulate", _simulate, "simulate the five schedules side by side", SETTINGS))
+    simulate = _of_files(add("simulate", _simulate, "simulate the schedules side by side", SETTINGS))
     simulate.add_argument("--gpus", type=_counts, metavar="N,N,...", help="numbers of GPUs to simulate instead of one")
     simulate.add_argument("--schedules", type=_names, metavar="A,B,...", help="only these schedules")
     simulate.add_argument("--json", action="store_true", help="one JSON object for programs instead of a table")
@@ -263,7 +263,7 @@ def _add_training(add: Add) -> None:
     export.add_argument("--out", type=_path, required=True, metavar="DIR", help="a directory that does not exist yet")
     export.add_argument("--version", type=_version, metavar="N", help="0: the start; unset: the newest")
 
-    bench = add("bench", _bench, "run all five schedules for real, side by side", SETTINGS)
+    bench = add("bench", _bench, "run all schedules for real, side by side", SETTINGS)
     bench.add_argument("what", choices=["schedules"], help="what to compare")
     _of_files(bench)
     bench.add_argument("--rounds", type=_rounds, default=1, metavar="N", help="run each so often and take the median")

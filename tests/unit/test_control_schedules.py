@@ -1,4 +1,4 @@
-"""What makes the five schedules different: what is in flight at an update, and when replicas pull."""
+"""What makes the schedules different: what is in flight at an update, and when replicas pull."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""`tailrace bench schedules`: all five schedules for real, one after the other, on the same settings and seed."""
+"""`tailrace bench schedules`: all schedules for real, one after the other, on the same settings and seed."""
 
 from __future__ import annotations
 
