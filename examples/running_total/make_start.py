@@ -27,7 +27,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from tailrace.envs.running_total import LABELS, Item, Options, draw_items, is_held_out, next_label, render
+from tailrace.envs.running_total import LABELS, Item, RunningTotalOptions, draw_items, is_held_out, next_label, render
 
 SLIPS = {"misread": 0.09, "miscount": 0.12, "skip": 0.09, "stop": 0.06}  # of the sloppy, at each item
 SPECIAL = ("<pad>", "<eos>", "<unk>")  # the first tokens
@@ -41,16 +41,22 @@ Sample = tuple[list[str], list[str]]  # words of the prompt, words of the comple
 @dataclass(frozen=True)
 class Lesson:
     habits: dict[str, float]  # and their shares
-    options: Options  # of the prompts
+    options: RunningTotalOptions  # of the prompts
     steps: int
     learning_rate: float
     enough: float = 0.0  # it ends early when the loss stays below this
 
 
 LESSONS = (
-    Lesson({"careful": 1.0}, Options(median=3.0, sigma=0.6, most=8), steps=2000, learning_rate=3e-3, enough=0.02),
-    Lesson({"careful": 1.0}, Options(), steps=800, learning_rate=3e-3),
-    Lesson({"careful": 0.2, "sloppy": 0.55, "guess": 0.25}, Options(), steps=200, learning_rate=1e-3),
+    Lesson(
+        {"careful": 1.0},
+        RunningTotalOptions(median=3.0, sigma=0.6, most=8),
+        steps=2000,
+        learning_rate=3e-3,
+        enough=0.02,
+    ),
+    Lesson({"careful": 1.0}, RunningTotalOptions(), steps=800, learning_rate=3e-3),
+    Lesson({"careful": 0.2, "sloppy": 0.55, "guess": 0.25}, RunningTotalOptions(), steps=200, learning_rate=1e-3),
 )
 
 

@@ -90,7 +90,7 @@ def test_a_browser_shows_the_figures_of_a_run(tmp_path: Path) -> None:
 
 def test_a_browser_draws_the_report_of_simulations(tmp_path: Path) -> None:
     box = Path(__file__).parents[2] / "examples" / "clusters" / "own_box.toml"
-    for gpus, lines in (("16", 0), ("16,32", 6)):
+    for gpus, lines in (("16", 0), ("16,32", 7)):
         plot = tmp_path / f"{gpus}.html"
         command = [sys.executable, "-m", "tailrace", "simulate", str(box), "--gpus", gpus, "--run.steps", "2"]
         subprocess.run([*command, "--plot", str(plot)], check=True, capture_output=True, timeout=DEADLINE_S)
