@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -77,6 +78,8 @@ def run_ours(kind: str, options: argparse.Namespace, folder: Path) -> Row:
         options.deadline,
         enough=lambda: trained_mini_batches(run) >= options.steps,
     )
+    if options.keep:
+        shutil.copy(run / "run.db", options.keep / f"{kind}.db")
     try:
         return read_run(run, options)
     except Exception as error:
@@ -284,6 +287,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--set", nargs=argparse.REMAINDER, default=[], help="further settings of our runs, last")
     parser.add_argument("--deadline", type=float, default=240.0, help="seconds for one run")
     parser.add_argument("--scratch", default=None, help="where runs are kept while they last")
+    parser.add_argument("--keep", type=Path, help="folder for the journals of our runs")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -29,6 +29,7 @@ class Nodes:
 
     def __init__(self, count: int, dashboard: bool = False) -> None:
         os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_raylet_start_wait_time_s": "120"}
+        os.environ |= {"RAY_worker_niceness": "0"}  # 15 otherwise: nodes that share a machine would not be equal
         from ray.cluster_utils import Cluster
 
         args = {"num_cpus": 1, "num_gpus": 0, "include_dashboard": dashboard, "object_store_memory": STORE}

@@ -5,7 +5,9 @@ import random
 
 import pytest
 
-from tailrace.control.estimates import LengthEstimates
+from tailrace.control.estimates import EARLIER, EarlierLengths, LengthEstimates
+from tailrace.control.ledger import Ledger
+from tailrace.types import Prompt
 
 
 def learned(correlation, groups=600, size=16, sigma=1.0, seed=0):
@@ -74,3 +76,31 @@ def test_how_much_is_in_groups_that_end_within_a_limit(correlation):
 
 def test_all_is_useful_where_no_sample_can_be_longer_and_nothing_where_there_is_no_time():
     assert (learned(0.5).useful_share(16_000, 8, 16_000), learned(0.5).useful_share(0.5, 8, 16_000)) == (1.0, 0.0)
+
+
+def test_a_prompt_that_was_long_at_its_last_visit_is_expected_to_be_long_again():
+    known, visits = learned(0.5), EarlierLengths()
+    visits.note(3, math.log(8000))
+    count, total = visits.evidence(3)
+    assert count == EARLIER
+    assert math.exp(total / count) == pytest.approx(8000, rel=0.05)
+    assert known.residual(100, total, count, 100_000) > 2 * known.residual(100, 0.0, 0, 100_000)
+
+
+def test_rows_without_a_visit_or_beyond_the_bound_have_no_memory():
+    visits = EarlierLengths()
+    visits.note(-1, 5.0)
+    visits.note(1 << 40, 5.0)
+    visits.note(2, 0.0)
+    assert visits.evidence(1 << 40) == visits.evidence(-1) == visits.evidence(0) == (0.0, 0.0)
+    assert len(visits.by_row) == 3
+    assert visits.evidence(2) == (EARLIER, 0.0), "one token is a length as well"
+
+
+def test_prompts_that_come_together_are_opened_longest_first_and_never_after_later_ones():
+    book = Ledger(lengths=learned(0.5))
+    book.visits.note(1, math.log(9000))
+    book.visits.note(2, math.log(20))
+    book.add_prompts([Prompt(0, 1, row=2), Prompt(1, 1, row=0), Prompt(2, 1, row=1)], longest_first=True)
+    book.add_prompts([Prompt(3, 1, row=1)], longest_first=True)
+    assert [book.open_group(0.0, 1).prompt.id for _ in range(4)] == [2, 1, 0, 3]

@@ -2,7 +2,8 @@
 
 Lengths are taken as log-normal with two sources of spread: prompts differ from each other, and samples of one prompt
 differ among themselves. Both are learned from groups as they close, recent ones counting more. What is known of a
-sample is then its prompt's mean, as far as finished siblings show it, and that it is longer than it is now.
+sample is then its prompt's mean, as far as finished siblings and earlier visits of the prompt show it, and that it is
+longer than it is now.
 
 How far off this is, is kept beside it: the mean error of a sample's log length, foretold from its siblings, and the
 error of foretelling the same for all.
@@ -15,8 +16,13 @@ from math import erfc, exp, log, sqrt
 
 import msgspec
 
+from tailrace.types import RowId
+
 MEMORY = 256  # groups that count: a new one has at least this share in what is known
 FEWEST = 4  # groups before anything is foretold
+EARLIER = 2.0  # samples: for so many counts what is known of a prompt's last visit
+MOST_ROWS = 1 << 20  # of the data that have a memory
+RESOLUTION = 0.06  # of a mean log length in a byte: up to e^15 tokens
 # Gauss-Hermite: where a normal distribution is looked at, and the weight of each point
 NORMAL = ((-2.857, 0.01126), (-1.3556, 0.22208), (0.0, 0.53333), (1.3556, 0.22208), (2.857, 0.01126))
 
@@ -42,17 +48,17 @@ class LengthEstimates(msgspec.Struct):
         self.within += share * (spread - self.within)
         self.size += share * (count - self.size)
 
-    def note_sample(self, value: float, siblings: float, count: int) -> None:
-        """A sample has finished with this log length, `count` siblings before it with this sum."""
+    def note_sample(self, value: float, siblings: float, count: float) -> None:
+        """A sample has finished with this log length; `count` others that resemble it had this sum."""
         if self.groups >= FEWEST and count:
             share = 1.0 / (16 * MEMORY)
             foretold, _ = self._posterior(siblings, count)
             self.error += share * (abs(value - foretold) - self.error)
             self.error_of_mean += share * (abs(value - self.mean) - self.error_of_mean)
 
-    def residual(self, tokens: int, siblings: float, count: int, most: int) -> float:
-        """Tokens that a sample with so many already is expected to get yet, given the log lengths of its finished
-        siblings (their sum and number); no sample gets more than `most` in all."""
+    def residual(self, tokens: int, siblings: float, count: float, most: int) -> float:
+        """Tokens that a sample with so many already is expected to get yet, given the log lengths of others that
+        resemble it (their sum and number); no sample gets more than `most` in all."""
         left = max(1.0, most - tokens)
         if self.groups < FEWEST:
             return min(left, max(1.0, tokens))  # what has lasted long goes on for long
@@ -98,12 +104,33 @@ class LengthEstimates(msgspec.Struct):
         """The means of groups spread even where prompts do not differ."""
         return max(0.0, self.between - self.within / max(1.0, self.size))
 
-    def _posterior(self, siblings: float, count: int) -> tuple[float, float]:
+    def _posterior(self, siblings: float, count: float) -> tuple[float, float]:
         """Mean and variance of a sample's log length."""
         between, within = self._between, max(self.within, 1e-6)
         shown = between / (between + within / count) if count else 0.0
         mean = self.mean + (shown * (siblings / count - self.mean) if count else 0.0)
         return mean, within + between * (1.0 - shown)
+
+
+class EarlierLengths(msgspec.Struct):
+    """How long the samples of a prompt became at its last visit, a byte for each row of the data: the mean of their log
+    lengths. Rows beyond the bound have none."""
+
+    by_row: bytearray = msgspec.field(default_factory=bytearray)
+
+    def note(self, row: RowId, mean: float) -> None:
+        if 0 <= row < MOST_ROWS:
+            self.by_row.extend(bytes(max(0, row + 1 - len(self.by_row))))
+            self.by_row[row] = min(255, 1 + round(mean / RESOLUTION))
+
+    def mean(self, row: RowId, unknown: float) -> float:
+        value = self.by_row[row] if 0 <= row < len(self.by_row) else 0
+        return (value - 1) * RESOLUTION if value else unknown
+
+    def evidence(self, row: RowId) -> tuple[float, float]:
+        """For so many samples, the sum of their log lengths. The policy has changed since, so they are few."""
+        mean = self.mean(row, -1.0)
+        return (EARLIER, EARLIER * mean) if mean >= 0.0 else (0.0, 0.0)
 
 
 def _mean_excess(tokens: int, mean: float, sigma: float) -> float:

@@ -22,7 +22,7 @@ from typing import Literal
 
 import msgspec
 
-from tailrace.control.estimates import LengthEstimates
+from tailrace.control.estimates import EarlierLengths, LengthEstimates
 from tailrace.control.fifo import Fifo
 from tailrace.protocol import Ending, Request, TrainGroup, TrajectoryMeta
 from tailrace.types import GroupId, Prompt, ReplicaId, StoreId, TrajectoryId, Version
@@ -68,8 +68,8 @@ class Group(msgspec.Struct, gc=False):
     state: Literal["open", "ready", "training"] = "open"
     oldest: Version = NONE
     round: int = 0  # of the schedules that have rounds
-    done: int = 0  # samples that have finished
-    log_tokens: float = 0.0  # sum of their log lengths
+    known: float = 0.0  # lengths that tell something about its samples: of those that finished, and of earlier visits
+    log_tokens: float = 0.0  # sum of their logarithms
 
 
 class Tally(msgspec.Struct, gc=False):
@@ -111,10 +111,15 @@ class Ledger(msgspec.Struct):
     next_sample: TrajectoryId = 0
     mixed: int = 0  # samples that were taken along to another version
     lengths: LengthEstimates = msgspec.field(default_factory=LengthEstimates)
+    visits: EarlierLengths = msgspec.field(default_factory=EarlierLengths)
 
     # ------------------------------------------------------------------------------------------------- opening
 
-    def add_prompts(self, prompts: Iterable[Prompt]) -> None:
+    def add_prompts(self, prompts: Iterable[Prompt], longest_first: bool = False) -> None:
+        """Into the pool. `longest_first`: of those that come together, those whose samples became longest at earlier
+        visits are opened first. Nobody waits for prompts that come later, so none is put off for ever."""
+        if longest_first:
+            prompts = sorted(prompts, key=lambda prompt: -self.visits.mean(prompt.row, self.lengths.mean))
         for prompt in prompts:
             self.pool.push(prompt)
             self.received += 1
@@ -127,7 +132,9 @@ class Ledger(msgspec.Struct):
     def open_group(self, now: float, size: int, round: int = 0, first: int = 0) -> Group:
         """Take the next prompt and make its samples, all or the first few; they wait for a replica. A group has the
         numbers of all its samples for itself, whether they are ever started or not."""
-        group = Group(self.next_group, self.pool.pop(), [], 0, now, size, round=round)
+        prompt = self.pool.pop()
+        group = Group(self.next_group, prompt, [], 0, now, size, round=round)
+        group.known, group.log_tokens = self.visits.evidence(prompt.row)
         self.next_group += 1
         self.next_sample += size
         self.groups[group.id] = group
@@ -238,14 +245,14 @@ class Ledger(msgspec.Struct):
         self.finished_tokens += meta.tokens + group.prompt.tokens
         self.finished_prompts += group.prompt.tokens
         length = log(max(1, meta.tokens))
-        self.lengths.note_sample(length, group.log_tokens, group.done)
-        group.done += 1
+        self.lengths.note_sample(length, group.log_tokens, group.known)
+        group.known += 1
         group.log_tokens += length
 
     def expected_left(self, sample: Sample, steps: int, most: int) -> float:
         """Tokens that a sample is expected to get yet, after so many decode steps of its replica."""
         group = self.groups[sample.group]
-        return self.lengths.residual(sample.grown(steps), group.log_tokens, group.done, most)
+        return self.lengths.residual(sample.grown(steps), group.log_tokens, group.known, most)
 
     def mix(self, samples: Iterable[Sample]) -> None:
         """They go on under other weights than they began with."""
@@ -296,7 +303,8 @@ class Ledger(msgspec.Struct):
             return False
         self._unindex(group)
         group.oldest = min(self.samples[id].oldest for id in survivors)
-        self.lengths.note_group([log(max(1, self.samples[id].tokens)) for id in survivors])
+        self.lengths.note_group(logs := [log(max(1, self.samples[id].tokens)) for id in survivors])
+        self.visits.note(group.prompt.row, sum(logs) / len(logs))
         group.state = "ready"
         self.open_groups -= 1
         self.ready[group.id] = None
@@ -323,7 +331,7 @@ class Ledger(msgspec.Struct):
             self.waiting[sample.id] = None
             group.unfinished += 1
             self.unfinished += 1
-            group.done -= 1
+            group.known -= 1
             group.log_tokens -= log(max(1, sample.tokens))
         sample.tokens, sample.oldest, sample.newest, sample.reward = 0, NONE, NONE, None
         self._reopen(group)

@@ -26,13 +26,13 @@ def consider(context: Context) -> None:
 
 def _hand_over(context: Context, ready: list[Replica], startable: int) -> list[repack.Move]:
     """No more are emptied than what may start can fill, beyond the room that others have."""
-    draining = [one for one in ready if _is_stuck(context, one)]
+    draining = {one.id: one for one in ready if _is_stuck(context, one)}
     full = quota(context)
-    room = sum(max(0, full - len(one.assigned)) for one in ready) - sum(full - len(one.assigned) for one in draining)
+    room = sum(max(0, full - len(one.assigned)) for one in ready if one.id not in draining)
     needed = ceil((startable - room) / full)
     if needed <= 0:
         return []
-    views = [_view(context, one) for one in draining]
+    views = [_view(context, one) for one in draining.values()]
     moves = repack.plan(views, needed, lambda id: updates.is_worth_moving(context, context.fleet.replicas[id]))
     for move in moves:
         _release(context, move, ())

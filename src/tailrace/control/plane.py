@@ -62,7 +62,7 @@ def _prompts_added(context: Context, event: PromptsAdded) -> None:
     if event.start == context.ledger.received:
         context.state.fetching = False
         context.state.exhausted = event.last
-        context.ledger.add_prompts(event.prompts)
+        context.ledger.add_prompts(event.prompts, longest_first=not context.traits.rounds)
         context.more_work = True
 
 
