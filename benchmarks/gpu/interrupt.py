@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-sys.path[:0] = [str(HERE), str(ROOT / "benchmarks"), str(ROOT / "src")]
+sys.path[:0] = [str(ROOT / "benchmarks"), str(HERE), str(ROOT / "src")]  # `engine_vllm` is the one for a CPU
 
 RESULTS = ROOT / "benchmarks" / "results" / "gpu_interrupt.json"
 CASES = [(16, 512), (16, 4096), (16, 16384), (64, 512), (64, 4096), (256, 512), (256, 2048), (256, 4096)]

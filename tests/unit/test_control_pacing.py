@@ -33,16 +33,23 @@ def test_a_raise_is_given_time_before_the_next():
     assert made(pacing, 2, spare=0, starved=True) == first
 
 
-def test_a_buffer_that_is_running_down_is_left_alone():
+def test_what_was_left_over_only_now_and_then_is_kept():
     pacing = Pacing(limit=512.0)
-    made(pacing, 1, spare=400)
-    limit = pacing.limit
-    assert made(pacing, 2, spare=300) == limit
+    spares = [400, 400, 400, 0, 400] * 6
+    assert [made(pacing, step, spare=spare) for step, spare in enumerate(spares, 1)] == [512.0] * len(spares)
+
+
+def test_a_trainer_that_waited_is_remembered_for_as_long_as_work_is_under_way():
+    pacing = Pacing(limit=256.0, settled_at=100)
+    made(pacing, 1, starved=True)
+    limits = [made(pacing, step, spare=400) for step in range(2, 9)]
+    assert limits[:3] == [256.0] * 3
+    assert limits[-1] < 256
 
 
 def test_a_reserve_and_a_step_stay():
     pacing = Pacing(limit=512.0)
-    assert made(pacing, 1, spare=2 * MINI) == 512
-    for step in range(2, 400):
+    assert [made(pacing, step, spare=2 * MINI) for step in range(1, 9)] == [512.0] * 8
+    for step in range(9, 400):
         made(pacing, step, spare=1000)
     assert pacing.limit == STEP

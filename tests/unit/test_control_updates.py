@@ -1,9 +1,12 @@
 """What a replica with work in hand does about a newer version, and what that is expected to cost."""
 
+import math
+
 import pytest
 
 from drive import Drive, config
-from tailrace.config.tree import Schedule
+from tailrace.config.tree import Schedule, Trainer
+from tailrace.control.quota import timely_share
 from tailrace.control.speed import DecodeCosts
 from tailrace.control.update_costs import InFlight, Situation, choose
 from tailrace.protocol import EngineWork, Explain, Generate, LoadWeights, Progressed
@@ -132,3 +135,15 @@ def test_nothing_starts_on_weights_that_are_about_to_be_replaced():
     for replica in (0, 1):
         drive.load(replica)
     assert len(drive.orders(Generate)) > before
+
+
+@pytest.mark.parametrize(("mini_batches", "lag", "steps"), [(1, 0, 3.5), (1, 3, 0.5), (4, 3, 1.25)])
+def test_what_starts_behind_has_until_the_last_pick_that_may_take_it(mini_batches, lag, steps):
+    """Where all samples are of one length, one that needs a little less is in time, and one that needs more is late."""
+    sections = {"schedule": Schedule(kind="adaptive", max_staleness=4), "trainer": Trainer(mini_batches=mini_batches)}
+    context = Drive(config(prompts=4, **sections)).plane._context
+    context.training.pace_s = 100.0
+    for _ in range(64):
+        context.ledger.lengths.note_group([math.log(1000)] * 2)
+    in_time = [timely_share(context, lag, step_s=steps * 100.0 / 1000 * share) for share in (0.9, 1.1)]
+    assert in_time == pytest.approx([1.0, 0.0], abs=0.01)

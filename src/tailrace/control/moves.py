@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from itertools import accumulate
 from math import ceil
 
 from tailrace.control import repack, updates, weights, work
@@ -51,12 +53,14 @@ def _spread(context: Context, ready: list[Replica]) -> list[repack.Move]:
 
 
 def _gives_half(context: Context, move: repack.Move) -> bool:
-    """Whether that is worth it; if so, it is ordered."""
-    source = context.fleet.replicas[move.source]
-    half = list(source.assigned)[::2]  # what tools have is not divided
-    if len(source.assigned) < 2 or not updates.gains_by_spreading(context, source, len(half)):
+    """Whether that is worth it; if so, it is ordered: of every other sample as many as the target has room for."""
+    source, target = context.fleet.replicas[move.source], context.fleet.replicas[move.target]
+    samples = [context.ledger.samples[id] for id in list(source.assigned)[::2]]  # what tools have is not divided
+    prompts = [context.ledger.groups[one.group].prompt.tokens for one in samples]
+    sizes = [one.grown(source.steps) + prompt for one, prompt in zip(samples, prompts, strict=True)]
+    samples = samples[: _fitting(context, sizes, target)]
+    if len(source.assigned) < 2 or not samples or not updates.gains_by_spreading(context, source, len(samples)):
         return False
-    samples = [context.ledger.samples[id] for id in half]
     _release(context, move, tuple([Assignment(one.id, one.attempt) for one in samples]))
     return True
 
@@ -97,18 +101,19 @@ def parked(context: Context, event: Parked) -> None:
 
 
 def _reassign(context: Context, ids: list[TrajectoryId], target: ReplicaId, source: Replica) -> None:
-    """To the planned replica if it still fits there, else back where it came from: the next look will find another."""
+    """To the planned replica what fits there by now, and the others back where they came from: the next look will find
+    another place for them."""
     replica = context.fleet.replicas.get(target)
-    if replica is None or not _fits(context, ids, replica, source):
+    if replica is None or replica.state != "ready" or replica.version != source.version:
         replica = source
-    if ids:
-        work.generate(context, replica, ids)
+    count = len(ids) if replica is source else _fitting(context, [work.kv_size(context, id) for id in ids], replica)
+    for taker, taken in ((replica, ids[:count]), (source, ids[count:])):
+        if taken:
+            work.generate(context, taker, taken)
 
 
-def _fits(context: Context, ids: list[TrajectoryId], replica: Replica, source: Replica) -> bool:
-    """The planned move may have become impossible while the source was stopping."""
-    if replica.state != "ready" or replica.version != source.version or not ids:
-        return False
-    kv = replica.kv_load + sum(work.kv_size(context, id) for id in ids)
-    room = kv <= replica.kv_capacity * context.config.repack.kv_threshold
-    return room and replica.unfinished + len(ids) <= replica.roofline
+def _fitting(context: Context, sizes: list[int], replica: Replica) -> int:
+    """How many samples of these sizes, the first ones, a replica has room for beside what it has."""
+    room = replica.kv_capacity * context.config.repack.kv_threshold - replica.kv_load
+    count = bisect_right(list(accumulate(sizes)), room)
+    return max(0, min(count, replica.roofline - replica.unfinished))

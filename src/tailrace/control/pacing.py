@@ -1,9 +1,10 @@
 """How much is kept under way: no more than the trainer needs.
 
 Admission bounds what may be started ahead of the trainer. Where the trainer is the limit, filling that bound only lets
-finished groups grow stale in the buffer. So the limit is lowered as long as every pick of a step left groups over in
-the buffer, and raised when the trainer had to wait. A change shows only once what was under way before it is trained,
-so it is small against what it answers to, and a raise is given that time before the next one.
+finished groups grow stale in the buffer. So the limit is lowered while every pick of the last steps left groups over
+in the buffer, and raised when the trainer had to wait. A change shows only once what was under way before it is
+trained: so many steps are looked back on, a lowering is small against what it answers to, and a raise is given that
+time before the next one.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import msgspec
 
 RESERVE = 2  # mini-batches that are left in the buffer on purpose
+FEWEST = 4  # steps that are looked back on at least
 RECENT = 0.25  # weight of the newest step in what is known of late groups
 
 
@@ -18,7 +20,7 @@ class Pacing(msgspec.Struct):
     limit: float = 0.0  # groups under way; 0: what admission allows
     spare: int | None = None  # fewest groups that a pick of this step left in the buffer
     starved: bool = False  # the trainer had to wait in this step
-    before: int = 0  # the same of the step before
+    spares: list[int] = []  # the same of the last steps; 0 where it had to wait
     settled_at: int = 0  # the step from which on the last raise shows
     late: float = 0.0  # share of the groups that were dropped for their age, of late
     dropped: int = 0  # of all steps so far
@@ -35,10 +37,12 @@ class Pacing(msgspec.Struct):
     def step_made(self, step: int, most: int, per_step: int, per_mini_batch: int) -> None:
         """Correct the limit by what this step showed."""
         limit, under_way = self.limit or most, 1.0 + (self.limit or most) / per_step
+        self.spares.append(0 if self.starved else self.spare or 0)
+        del self.spares[: -max(FEWEST, round(under_way) + 1)]
         if self.starved and step >= self.settled_at:
             limit += max(per_step / 2, limit / 4)
             self.settled_at = step + round(under_way)
-        elif self.spare is not None and self.spare >= self.before and not self.starved:
-            limit -= max(0, self.spare - RESERVE * per_mini_batch) / under_way
+        elif len(self.spares) >= FEWEST:
+            limit -= max(0, min(self.spares) - RESERVE * per_mini_batch) / under_way
         self.limit = min(float(most), max(float(per_step), limit))
-        self.before, self.spare, self.starved = self.spare or 0, None, False
+        self.spare, self.starved = None, False

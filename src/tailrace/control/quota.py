@@ -7,7 +7,7 @@ from math import ceil
 from tailrace.control.state import Context
 
 TO_RUN_OUT = 2.0  # times what the KV holds: where a batch has to run out before weights are pulled, some of it may wait
-HALF_A_STEP = 0.5  # a group begins in the middle of a step, on average
+HALF_A_STEP = 0.5  # the newest version was made so long ago when a group begins, on average
 
 
 def quota(context: Context) -> int:
@@ -44,9 +44,11 @@ def even_share(context: Context) -> float:
 
 def timely_share(context: Context, lag: int, step_s: float) -> float:
     """Share of the tokens that are trained before they are too old, of what starts under weights that are `lag`
-    versions behind and gets a token every `step_s`."""
+    versions behind and gets a token every `step_s`. The last mini-batch that may take it is picked within the step on
+    top of the last version that is near enough; where a step has one mini-batch, at its very beginning."""
     schedule, workload = context.config.schedule, context.config.workload
     if schedule.staleness_policy != "drop":
         return 1.0
-    limit = (schedule.max_staleness + HALF_A_STEP - lag) * context.training.pace_s / step_s
+    last_pick = 1.0 - 1.0 / len(context.mini_batch_sizes)  # of a step
+    limit = (schedule.max_staleness - lag - HALF_A_STEP + last_pick) * context.training.pace_s / step_s
     return context.ledger.lengths.useful_share(limit, workload.group_size, workload.max_completion_tokens)

@@ -55,16 +55,17 @@ def _situation(context: Context, replica: Replica, version: Version, costs: Deco
         kv=replica.kv_load,
         batch=batch,
         elsewhere=elsewhere,
-        late_share=_late_share(context, replica, behind, costs),
+        late_share=_late_share(context, max(batch, len(replica.assigned)), behind, costs),
         pace_s=context.training.pace_s,
         may_mix=mixes,
         may_stay=mixes and behind < context.config.schedule.max_staleness and context.admits(behind) > 0,
     )
 
 
-def _late_share(context: Context, replica: Replica, behind: int, costs: DecodeCosts) -> list[float]:
-    """How much more of what starts 1, 2, ... versions behind comes too late than of what starts on the newest."""
-    step_s = costs.step_s(len(replica.assigned), replica.kv_load)
+def _late_share(context: Context, batch: float, behind: int, costs: DecodeCosts) -> list[float]:
+    """How much more of what starts 1, 2, ... versions behind, in a batch of this size, comes too late than of what
+    starts on the newest."""
+    step_s = costs.step_s(batch, batch * context.ledger.kv_per_sample(context.config.workload.max_completion_tokens))
     in_time = [timely_share(context, lag, step_s) for lag in range(behind + 1)]
     return [1.0 - share / in_time[0] if in_time[0] else 0.0 for share in in_time[1:]]
 

@@ -69,11 +69,15 @@ class SimSequence:
         return sum([turn.tokens for turn in self.turns])
 
 
+# A trajectory that was moved away and came back may have an old entry that is equal but for the number of its run.
+HeapEntry = tuple[float, TrajectoryId, int, SimSequence]
+
+
 class SimEngine:
     __slots__ = (
-        "_base", "_cached_tokens", "_groups", "_heap", "_per_kv", "_prefix_cache", "batch", "busy_s", "capacity",
-        "costs", "crowding", "decode_s", "decode_steps", "generated", "held", "kv", "kv_read", "kv_seconds", "lent_s",
-        "max_running", "prefill_s", "prefilled", "slowdown", "stall_until", "time", "waiting",
+        "_base", "_cached_tokens", "_groups", "_heap", "_per_kv", "_prefix_cache", "_runs", "batch", "busy_s",
+        "capacity", "costs", "crowding", "decode_s", "decode_steps", "generated", "held", "kv", "kv_read", "kv_seconds",
+        "lent_s", "max_running", "prefill_s", "prefilled", "slowdown", "stall_until", "time", "waiting",
     )  # fmt: skip
 
     def __init__(self, costs: CostModel, now: float) -> None:
@@ -91,7 +95,8 @@ class SimEngine:
         self.held: dict[TrajectoryId, SimSequence] = {}
         self.waiting: deque[SimSequence] = deque()
         self.batch: dict[TrajectoryId, SimSequence] = {}  # what is running, in the order of admission
-        self._heap: list[tuple[float, TrajectoryId, SimSequence]] = []  # by end of turn; entries may be out of date
+        self._heap: list[HeapEntry] = []  # by end of turn; entries may be out of date
+        self._runs = 0  # entries so far
         self._groups: dict[GroupId, int] = {}  # how many samples of a group have their KV here
         self._prefix_cache: dict[TrajectoryId, int] = {}  # tokens of ended turns, oldest first
         self._cached_tokens = 0
@@ -255,8 +260,8 @@ class SimEngine:
         begin = self.stall_until if self.stall_until > self.time else self.time
         return begin + seconds * self.slowdown * self.crowding
 
-    def _is_current(self, entry: tuple[float, TrajectoryId, SimSequence]) -> bool:
-        return entry[2].status == "running" and entry[2].end == entry[0]
+    def _is_current(self, entry: HeapEntry) -> bool:
+        return entry[-1].status == "running" and entry[-1].end == entry[0]
 
     def ended_turns(self, now: float) -> list[SimSequence]:
         """Advance to `now` and take out the sequences whose turn is over; make room if the cache is full."""
@@ -267,8 +272,8 @@ class SimEngine:
         while heap and heap[0][0] <= self.decode_steps + 1e-3:
             entry = heappop(heap)
             if self._is_current(entry):
-                self._end_turn(entry[2])
-                ended.append(entry[2])
+                self._end_turn(entry[-1])
+                ended.append(entry[-1])
         if not ended:
             self._preempt()
         self._admit(now)
@@ -300,7 +305,8 @@ class SimEngine:
         sequence.status = "running"
         sequence.end = self.decode_steps + (sequence.stop - sequence.tokens)
         self.batch[sequence.trajectory] = sequence
-        heappush(self._heap, (sequence.end, sequence.trajectory, sequence))
+        self._runs += 1
+        heappush(self._heap, (sequence.end, sequence.trajectory, self._runs, sequence))
 
     def _note_tokens(self, sequence: SimSequence) -> None:
         if sequence.status == "running":

@@ -131,11 +131,12 @@ def _read_back(model: Any, tensors: Mapping[str, torch.Tensor]) -> Iterator[Veri
             yield from starmap(Verified, vllm_experts.expert_parts(name, module, tensors, COLUMNS))
         elif isinstance(module, LinearBase):
             yield from _of_linear(module, _sources(name, packed), tensors)
-        elif isinstance(module, VocabParallelEmbedding):  # a head is one too, and may be the embedding itself
-            if isinstance(module, ParallelLMHead) or module is getattr(model, "lm_head", None):
-                yield from _of_head(module, f"{name}.weight", tensors)
-            if not isinstance(module, ParallelLMHead):
-                yield from _of_embedding(module, f"{name}.weight", tensors)
+        elif isinstance(module, ParallelLMHead):
+            yield from _of_head(module, f"{name}.weight", tensors)
+        elif isinstance(module, VocabParallelEmbedding):
+            yield from _of_embedding(module, f"{name}.weight", tensors)
+            if module is getattr(model, "lm_head", None):  # tied; the file may have it under both names all the same
+                yield from _of_head(module, HEAD, tensors)
         else:
             yield from _of_vectors(name, module, tensors)
 
