@@ -11,7 +11,8 @@ what it costs. All arms train for the same number of steps.
 
 Held-out accuracy is that of every checkpoint, on useful questions that no run has trained on. A goal is reached where
 the line between two checkpoints crosses it. Generated tokens are those of all finished samples, without prompts.
-Seconds are counted from the first sample, without evaluations. Results are written after every run.
+Seconds are counted from the first sample, without evaluations. Results are written after every run. With --runs FOLDER
+runs are kept there, and those that are there already are not repeated.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import tempfile
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from itertools import pairwise
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean
+from tempfile import TemporaryDirectory
 from typing import Any
 
 HERE = Path(__file__).parent
@@ -38,7 +39,6 @@ PER_STEP = {False: 72, True: 96}  # groups of a step without filters; with them 
 RECIPES = {False: "running_total/mixed.toml", True: "gpu/mixed_sums.toml"}
 RESULTS = {False: "filters.json", True: "gpu_filters.json"}
 DIFFICULTIES = ("easy", "useful", "hard")  # of a row, by its number modulo 3
-STARTS: dict[int, float] = {}  # held-out accuracy of the start weights, by seed
 Row = dict[str, Any]
 
 
@@ -108,24 +108,27 @@ def train(arm: str, seed: int, folder: Path, options: argparse.Namespace) -> Pro
     words += ["--run.steps", str(options.steps), "--run.evaluate", "false"]
     words += ["--workload.prompts_per_step", str(PER_STEP[options.gpu])] if arm == "none" else []
     words += ["--trainer.checkpoint_every", str(options.every), "--trainer.archive_every", str(options.every)]
-    code = tailrace(["train", str(options.recipe), *words, *options.set], log, options.deadline)
+    if not (run / "summary.json").exists():
+        tailrace(["train", str(options.recipe), *words, *options.set], log, options.deadline)
     progress = Progress(run, options.group_size)
     with suppress(TailraceError):  # no journal
         progress.read()
     if not progress.versions:
-        raise RuntimeError(f"tailrace train ended with {code} before a step was done\n{tails(run, log)}")
+        raise RuntimeError(f"tailrace train ended before a step was done\n{tails(run, log)}")
     return progress
 
 
-def evaluated(run: Path, seed: int) -> list[tuple[int, float]]:
-    """Every checkpoint, and its held-out accuracy; the start first, which is the same for all arms."""
+def evaluated(run: Path) -> list[tuple[int, float]]:
+    """The start and every checkpoint, and their held-out accuracy."""
     from tailrace.trainer.manifest import found_in, step_of
 
-    versions = [*([] if seed in STARTS else [0]), *sorted(step_of(path) for path in found_in(run / "checkpoints"))]
-    with ProcessPoolExecutor(1, get_context("spawn")) as pool:  # whose memory, of the GPU too, is free afterwards
-        found = dict(zip(versions, pool.map(accuracy, [run] * len(versions), versions), strict=True))
-    STARTS.setdefault(seed, found.get(0, 0.0))
-    return sorted({0: STARTS[seed], **found}.items())
+    kept = run / "held_out.json"
+    if not kept.exists():
+        versions = [0, *sorted(step_of(path) for path in found_in(run / "checkpoints"))]
+        with ProcessPoolExecutor(1, get_context("spawn")) as pool:  # whose memory, of the GPU too, is free afterwards
+            found = pool.map(accuracy, [run] * len(versions), versions)
+            kept.write_text(json.dumps(dict(zip(versions, found, strict=True))))
+    return [(int(version), right) for version, right in json.loads(kept.read_text()).items()]
 
 
 def accuracy(run: Path, version: int) -> float:
@@ -139,7 +142,7 @@ def accuracy(run: Path, version: int) -> float:
     journal = Journal(run)
     config, weights = journal.config, weights_of(journal, version)
     model = config.model if weights is None else replace(config.model, path=str(weights))
-    *_, last = evaluate(replace(config, model=model, rollout=replace(config.rollout, threads=0)))
+    *_, last = evaluate(replace(config, model=model))
     return last.accuracy
 
 
@@ -150,7 +153,7 @@ def measured(arm: str, seed: int, folder: Path, options: argparse.Namespace) -> 
     summary = summarise(progress.run).summary
     start = progress.first or 0.0
     at = {0: (start, 0)} | progress.versions
-    curve = [(at[v][0] - start, at[v][1], right) for v, right in evaluated(progress.run, seed) if v in at]
+    curve = [(at[v][0] - start, at[v][1], right) for v, right in evaluated(progress.run) if v in at]
     return {
         "arm": arm,
         "seed": seed,
@@ -198,7 +201,8 @@ def compare(options: argparse.Namespace) -> list[Row]:
     rows: list[Row] = []
     for seed in options.seed_list:
         for arm in options.arms:
-            with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+            kept = nullcontext(options.runs) if options.runs else TemporaryDirectory(ignore_cleanup_errors=True)
+            with kept as folder:
                 try:
                     rows.append(measured(arm, seed, Path(folder), options))
                 except RuntimeError as error:  # the others are still worth having
@@ -271,6 +275,7 @@ def main() -> None:
     parser.add_argument("--recipe", type=Path, default=None)
     parser.add_argument("--deadline", type=float, default=None, help="seconds for one run; 600, on a GPU 100")
     parser.add_argument("--out", type=Path, default=None)
+    parser.add_argument("--runs", type=Path, default=None, help="folder in which runs are kept; unset: they are not")
     parser.add_argument("--condition", default="", help="of the machine, in words, for the file of results")
     parser.add_argument("--set", nargs=argparse.REMAINDER, default=[], help="further settings of the runs, last")
     options = parser.parse_args()
