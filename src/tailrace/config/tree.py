@@ -276,7 +276,7 @@ class Filters(Section):
 
     target: Share = 0.25  # share of groups without advantage that skipping steers towards
     easy_share: Share = 1 / 3  # of that target: all samples right; the rest: all wrong
-    rate: Share = 0.1  # by which the chance of a visit moves after every step: runs may have a few dozen of them
+    rate: Share = 0.03  # by which the chance of a visit moves after every step
     explore: Annotated[float, Meta(ge=0.001, le=1)] = (
         0.01  # a prompt is visited at least with this chance, whatever its history
     )

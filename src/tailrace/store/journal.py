@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import msgspec
 
@@ -185,7 +185,7 @@ class Journal:
     @property
     def config(self) -> Config:
         try:
-            return with_values(Config(), _in_effect(dict(flat(read_toml(self.meta["config"])))))
+            return with_values(Config(), dict(flat(read_toml(self.meta["config"]))))
         except (KeyError, ValueError) as error:
             raise JournalError(f"{self.path} has settings that {self._readers} cannot read: {error}") from error
 
@@ -260,12 +260,6 @@ class Journal:
         return (
             f"{self.path} was written by tailrace {writer}: {self._readers} does not know event {seq} ({kind}; {error})"
         )
-
-
-def _in_effect(values: dict[str, Any]) -> dict[str, Any]:
-    """Without settings of filters that were off: their defaults may have been others then, and nothing used them."""
-    off = values.get("groups.filter") != "all"
-    return {name: value for name, value in values.items() if not (off and name.startswith("filters."))}
 
 
 def _time(now: object) -> float:
