@@ -93,8 +93,8 @@ def note(context: Context, group: Group) -> Outcome:
 
 
 def note_dropped(context: Context, group: Group) -> None:
-    """Too old before it was complete: its prompt comes up again. If its first samples are done, what they say counts, or
-    a prompt that takes long and teaches nothing would be visited and dropped again and again."""
+    """Its prompt comes up again. If its first samples are done, what they say counts, or a prompt that takes long and
+    teaches nothing would be visited and dropped again and again."""
     if context.config.groups.skips and len(context.ledger.survivors(group)) >= context.config.first_samples:
         note(context, group)
 
