@@ -6,8 +6,7 @@
 Three arms from the same weights, over the same prompts: no filter, dynamic sampling alone (DAPO: groups without
 advantage are left out once they are complete), and all filters with their default settings. A step of the first has
 several times as many groups as one of the others, so that about as many have an advantage: `useful_groups` says how
-many there were in the mean, step for step. So an optimiser step of each arm teaches about as much, and what differs is
-what it costs. All arms train for the same number of steps.
+many there were for each step, in the mean. All arms train for the same number of steps.
 
 Held-out accuracy is that of every checkpoint, on useful questions that no run has trained on. A goal is reached where
 the line between two checkpoints crosses it. Generated tokens are those of all finished samples, without prompts.
