@@ -1,17 +1,17 @@
 """What do the filters of prompts that teach nothing save? On a mixture of too easy, useful and too hard prompts.
 
-    python benchmarks/filters.py [--seeds 3] [--goal 0.8]      # the default recipe's mixture, two cores
-    python benchmarks/filters.py --gpu                         # SmolLM2-135M on one GPU
+    python benchmarks/filters.py [--seed-list 0 1 2] [--goals 0.8 0.85]     # the default recipe's mixture, two cores
+    python benchmarks/filters.py --gpu                                      # SmolLM2-135M on one GPU
 
 Three arms from the same weights, over the same prompts: no filter, dynamic sampling alone (DAPO: groups without
 advantage are left out once they are complete), and all filters with their default settings. A step of the first has
-four times as many groups as one of the others (32 and 8, on the GPU 96 and 24), of which about a quarter has an
-advantage. So a step of each arm teaches about as much, and what differs is what it costs. A run ends when the useful
-prompts are answered well enough, or after --steps.
+several times as many groups as one of the others, so that about as many have an advantage: `useful_groups` says how
+many there were for each step, in the mean. All arms train for the same number of steps.
 
-Held-out accuracy is that of every checkpoint, on useful questions that no run has trained on. The goal is reached where
+Held-out accuracy is that of every checkpoint, on useful questions that no run has trained on. A goal is reached where
 the line between two checkpoints crosses it. Generated tokens are those of all finished samples, without prompts.
-Seconds are counted from the first sample, without evaluations. Results are written after every run.
+Seconds are counted from the first sample, without evaluations. Results are written after every run. With --runs FOLDER
+runs are kept there, and those that are there already are not repeated.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import tempfile
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext, suppress
 from itertools import pairwise
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean
+from tempfile import TemporaryDirectory
 from typing import Any
 
 HERE = Path(__file__).parent
@@ -33,38 +34,33 @@ sys.path[:0] = [str(HERE / "gpu"), str(HERE.parent / "src")]
 from processes import ROOT, tailrace, tails  # noqa: E402
 
 ARMS = {"none": "none", "dynamic sampling": "zero_advantage", "all filters": "all"}
-PER_STEP = {False: 32, True: 96}  # groups of a step without filters; with them as the recipe says, a quarter
+PER_STEP = {False: 72, True: 96}  # groups of a step without filters; with them as the recipe says
 RECIPES = {False: "running_total/mixed.toml", True: "gpu/mixed_sums.toml"}
 RESULTS = {False: "filters.json", True: "gpu_filters.json"}
 DIFFICULTIES = ("easy", "useful", "hard")  # of a row, by its number modulo 3
-WINDOW = 256  # answers to useful prompts over which accuracy is a mean
-STARTS: dict[int, float] = {}  # held-out accuracy of the start weights, by seed
 Row = dict[str, Any]
 
 
 class Progress:
-    """How far a run is, from its journal: answers to useful prompts, tokens, and visits by difficulty."""
+    """What a journal says of a run: tokens, versions, groups with an advantage, and visits by difficulty."""
 
     def __init__(self, run: Path, group_size: int) -> None:
         self.run, self.group_size = run, group_size
-        self.seen = 0  # events
         self.rows: dict[int, int] = {}  # of a prompt
         self.prompts: dict[int, int] = {}  # of a group
         self.tokens = 0
         self.visits: dict[int, Counter[int]] = {}  # prompts generated, by row, for each difficulty
-        self.right: list[float] = []  # of the first samples of useful prompts: later ones depend on these
+        self.spent = Counter[int]()  # tokens, for each difficulty
+        self.rewards: dict[int, set[float | None]] = {}  # of a group
+        self.solved: set[int] = set()  # rows that were answered right
         self.versions: dict[int, tuple[float, int]] = {}  # when each was made, and tokens until then
         self.first: float | None = None
 
     def read(self) -> Progress:
-        """What the journal has got since the last time; nothing while there is none."""
-        from tailrace.errors import TailraceError
         from tailrace.store.journal import Journal
 
-        with suppress(TailraceError):
-            for entry in Journal(self.run).entries(self.seen):
-                self.see(entry)
-                self.seen = entry.seq
+        for entry in Journal(self.run).entries():
+            self.see(entry)
         return self
 
     def see(self, entry: Any) -> None:
@@ -89,54 +85,64 @@ class Progress:
                 self.visits.setdefault(row % 3, Counter())[row] += 1
 
     def _answered(self, meta: Any) -> None:
-        group, member = divmod(meta.id, self.group_size)
+        group = meta.id // self.group_size
         self.tokens += meta.tokens
-        if self.rows[self.prompts[group]] % 3 == 1 and 2 * member < self.group_size:
-            self.right.append(meta.reward or 0.0)
+        row = self.rows[self.prompts[group]]
+        self.spent[row % 3] += meta.tokens
+        self.solved |= {row} if meta.reward else set()
+        self.rewards.setdefault(group, set()).add(meta.reward)
 
     @property
-    def accuracy(self) -> float:
-        return fmean(self.right[-WINDOW:]) if len(self.right) >= WINDOW else 0.0
+    def useful_groups(self) -> float:
+        """For each step, of all that were generated."""
+        return sum(len(rewards) > 1 for rewards in self.rewards.values()) / max(1, len(self.versions))
 
 
 def train(arm: str, seed: int, folder: Path, options: argparse.Namespace) -> Progress:
-    """A run that went on until its useful prompts were answered well."""
+    """A run of as many steps as there is time for."""
+    from tailrace.errors import TailraceError
+
     run, log = folder / f"{ARMS[arm]}-{seed}", folder / f"{ARMS[arm]}-{seed}.log"
     words = ["--groups.filter", ARMS[arm], "--run.seed", str(seed), "--run.folder", str(folder), "--run.name", run.name]
     words += ["--run.steps", str(options.steps), "--run.evaluate", "false"]
     words += ["--workload.prompts_per_step", str(PER_STEP[options.gpu])] if arm == "none" else []
     words += ["--trainer.checkpoint_every", str(options.every), "--trainer.archive_every", str(options.every)]
+    if not (run / "summary.json").exists():
+        tailrace(["train", str(options.recipe), *words, *options.set], log, options.deadline)
     progress = Progress(run, options.group_size)
-    code = tailrace(
-        ["train", str(options.recipe), *words, *options.set],
-        log,
-        options.deadline,
-        enough=lambda: progress.read().accuracy >= options.goal + options.margin,
-    )
-    if not progress.read().versions:
-        raise RuntimeError(f"tailrace train ended with {code} before a step was done\n{tails(run, log)}")
+    with suppress(TailraceError):  # no journal
+        progress.read()
+    if not progress.versions:
+        raise RuntimeError(f"tailrace train ended before a step was done\n{tails(run, log)}")
     return progress
 
 
-def evaluated(run: Path, seed: int, options: argparse.Namespace) -> list[tuple[int, float]]:
-    """Every checkpoint, and its held-out accuracy; the start first, which is the same for all arms."""
-    from tailrace.launch.evaluation import measure
-    from tailrace.launch.models import weights_of
-    from tailrace.store.journal import Journal
+def evaluated(run: Path) -> list[tuple[int, float]]:
+    """The start and every checkpoint, and their held-out accuracy."""
     from tailrace.trainer.manifest import found_in, step_of
 
+    kept = run / "held_out.json"
+    if not kept.exists():
+        versions = [0, *sorted(step_of(path) for path in found_in(run / "checkpoints"))]
+        with ProcessPoolExecutor(1, get_context("spawn")) as pool:  # whose memory, of the GPU too, is free afterwards
+            found = pool.map(accuracy, [run] * len(versions), versions)
+            kept.write_text(json.dumps(dict(zip(versions, found, strict=True))))
+    return [(int(version), right) for version, right in json.loads(kept.read_text()).items()]
+
+
+def accuracy(run: Path, version: int) -> float:
+    """One after the other in one process: that is set up once."""
+    from msgspec.structs import replace
+
+    from tailrace.launch.models import weights_of
+    from tailrace.rollout.evaluate import evaluate
+    from tailrace.store.journal import Journal
+
     journal = Journal(run)
-    versions = [0, *sorted(step_of(path) for path in found_in(run / "checkpoints"))]
-
-    def accuracy(version: int) -> float:
-        if version == 0 and seed in STARTS:
-            return STARTS[seed]
-        return measure(journal.config, weights_of(journal, version), lambda done, total: None).accuracy
-
-    with ThreadPoolExecutor(options.evaluations) as pool:  # each is a process
-        found = list(zip(versions, pool.map(accuracy, versions), strict=True))
-    STARTS[seed] = found[0][1]
-    return found
+    config, weights = journal.config, weights_of(journal, version)
+    model = config.model if weights is None else replace(config.model, path=str(weights))
+    *_, last = evaluate(replace(config, model=model))
+    return last.accuracy
 
 
 def measured(arm: str, seed: int, folder: Path, options: argparse.Namespace) -> Row:
@@ -146,17 +152,18 @@ def measured(arm: str, seed: int, folder: Path, options: argparse.Namespace) -> 
     summary = summarise(progress.run).summary
     start = progress.first or 0.0
     at = {0: (start, 0)} | progress.versions
-    curve = [
-        (at[v][0] - start, at[v][1], accuracy) for v, accuracy in evaluated(progress.run, seed, options) if v in at
-    ]
+    curve = [(at[v][0] - start, at[v][1], right) for v, right in evaluated(progress.run) if v in at]
     return {
         "arm": arm,
         "seed": seed,
-        "seconds_to_goal": crossing([(x, y) for x, _, y in curve], options.goal),
-        "tokens_to_goal": crossing([(x, y) for _, x, y in curve], options.goal),
+        "seconds_to": {goal: crossing([(x, y) for x, _, y in curve], goal) for goal in options.goals},
+        "tokens_to": {goal: crossing([(x, y) for _, x, y in curve], goal) for goal in options.goals},
         "steps": len(progress.versions),
         "last": curve[-1][2],
         "curve": curve,
+        "tokens": {name: progress.spent[kind] for kind, name in enumerate(DIFFICULTIES)},
+        "useful_groups": progress.useful_groups,
+        "staleness": vars_of(summary.staleness),
         "visits": {name: visits_of(progress, kind) for kind, name in enumerate(DIFFICULTIES)},
         "ledger": vars_of(summary.ledger),
         "savings": vars_of(summary.savings),
@@ -166,10 +173,12 @@ def measured(arm: str, seed: int, folder: Path, options: argparse.Namespace) -> 
 
 
 def visits_of(progress: Progress, kind: int) -> Row:
-    """Of the rows of one difficulty that ever came up: visits in all, and the fewest that a row got."""
+    """Of the rows of one difficulty that ever came up: visits in all, the fewest that a row got, and the rows that were
+    never answered right. Useful ones of those would be starved, if there are more of them than without filters."""
     shown = {row for row in progress.rows.values() if row % 3 == kind}
     visits = progress.visits.get(kind, Counter())
-    return {"rows": len(shown), "visits": visits.total(), "fewest": min((visits[row] for row in shown), default=0)}
+    fewest = min((visits[row] for row in shown), default=0)
+    return {"rows": len(shown), "visits": visits.total(), "fewest": fewest, "unsolved": len(shown - progress.solved)}
 
 
 def vars_of(struct: Any) -> Row:
@@ -189,9 +198,10 @@ def crossing(points: list[tuple[float, float]], goal: float) -> float | None:
 
 def compare(options: argparse.Namespace) -> list[Row]:
     rows: list[Row] = []
-    for seed in range(options.first_seed, options.first_seed + options.seeds):
+    for seed in options.seed_list:
         for arm in options.arms:
-            with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+            kept = nullcontext(options.runs) if options.runs else TemporaryDirectory(ignore_cleanup_errors=True)
+            with kept as folder:
                 try:
                     rows.append(measured(arm, seed, Path(folder), options))
                 except RuntimeError as error:  # the others are still worth having
@@ -202,72 +212,82 @@ def compare(options: argparse.Namespace) -> list[Row]:
     return rows
 
 
-def ratios(rows: list[Row]) -> Row:
-    """Means over the seeds; None where one never got there."""
-    means = {(arm, name): mean_of(rows, arm, name) for arm in ARMS for name in ("tokens_to_goal", "seconds_to_goal")}
+def ratios(rows: list[Row], goals: list[float]) -> Row:
+    """Of the other arms over all filters; of means over the seeds, None where one never got there."""
 
-    def over(arm: str, name: str) -> float | None:
-        base, ours = means[arm, name], means["all filters", name]
+    def over(arm: str, name: str, goal: float) -> float | None:
+        base, ours = mean_of(rows, arm, name, goal), mean_of(rows, "all filters", name, goal)
         return base / ours if base and ours else None
 
-    return {f"{name} of {arm} over all filters": over(arm, name) for arm, name in means if arm != "all filters"}
+    others = [arm for arm in ARMS if arm != "all filters"]
+    names = ("tokens_to", "seconds_to")
+    return {f"{name} {goal}, {arm}": over(arm, name, goal) for goal in goals for arm in others for name in names}
 
 
-def mean_of(rows: list[Row], arm: str, name: str) -> float | None:
-    found = [row[name] for row in rows if row["arm"] == arm]
+def mean_of(rows: list[Row], arm: str, name: str, goal: float) -> float | None:
+    found = [row[name][goal] for row in rows if row["arm"] == arm]
     return fmean(found) if found and None not in found else None
 
 
 def write(rows: list[Row], options: argparse.Namespace) -> None:
-    content = {"goal": options.goal, "recipe": options.recipe.name, **ratios(rows), "runs": rows}
-    options.out.write_text(json.dumps(content, indent=1) + "\n")
+    content = {
+        "recipe": options.recipe.name,
+        "condition": options.condition,
+        "over all filters": ratios(rows, options.goals),
+    }
+    options.out.write_text(json.dumps(content | {"runs": rows}, indent=1) + "\n")
 
 
-def table(rows: list[Row]) -> None:
-    print(f"{'arm':17} {'tokens to goal':>15} {'s to goal':>10} {'last':>6}  visits (fewest) easy, useful, hard")
+def table(rows: list[Row], goals: list[float]) -> None:
+    print(
+        f"{'arm':17} {'tokens to goals':>24} {'s to goals':>16} {'last':>6}  visits of easy, useful, hard (never right)"
+    )
     for arm in ARMS:
         mine = [row for row in rows if row["arm"] == arm]
-        if not mine:
-            continue
-        figures = [mean_of(rows, arm, name) for name in ("tokens_to_goal", "seconds_to_goal", "last")]
-        shown = [
-            "-" if figure is None else f"{figure:,.3g}" if figure < 1000 else f"{figure:,.0f}" for figure in figures
-        ]
-        visits = [
-            f"{fmean(row['visits'][name]['visits'] for row in mine):,.0f} "
-            f"({min(row['visits'][name]['fewest'] for row in mine)})"
-            for name in DIFFICULTIES
-        ]
-        print(f"{arm:17} {shown[0]:>15} {shown[1]:>10} {shown[2]:>6}  {', '.join(visits)}")
-    for name, value in ratios(rows).items():
-        print(f"{name}: {'-' if value is None else f'{value:.2f}'}")
+        if mine:
+            tokens, seconds = (figures(rows, arm, name, goals) for name in ("tokens_to", "seconds_to"))
+            last = fmean(row["last"] for row in mine)
+            print(f"{arm:17} {tokens:>24} {seconds:>16} {last:6.3f}  {', '.join(visits_text(mine))}")
+    for name, value in ratios(rows, goals).items():
+        print(f"{name} over all filters: {'-' if value is None else f'{value:.2f}'}")
+
+
+def figures(rows: list[Row], arm: str, name: str, goals: list[float]) -> str:
+    means = [mean_of(rows, arm, name, goal) for goal in goals]
+    return " ".join("-" if mean is None else f"{mean:,.0f}" for mean in means)
+
+
+def visits_text(rows: list[Row]) -> list[str]:
+    found = [[row["visits"][name] for row in rows] for name in DIFFICULTIES]
+    return [f"{fmean(one['visits'] for one in some):,.0f} ({max(one['unsolved'] for one in some)})" for some in found]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--gpu", action="store_true", help="SmolLM2-135M on one GPU instead of the default recipe")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--seed-list", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
-    parser.add_argument("--goal", type=float, default=0.8, help="held-out accuracy")
-    parser.add_argument("--margin", type=float, default=0.03, help="a run ends this far above the goal")
-    parser.add_argument("--steps", type=int, default=120)
-    parser.add_argument("--every", type=int, default=None, help="steps between two checkpoints; 5, on a GPU 10")
+    parser.add_argument("--goals", nargs="+", type=float, help="held-out accuracy; 0.8 and 0.85, on a GPU 0.8 and 0.9")
+    parser.add_argument("--steps", type=int, default=None, help="14, on a GPU 60")
+    parser.add_argument("--every", type=int, default=None, help="steps between two checkpoints; 2, on a GPU 6")
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--recipe", type=Path, default=None)
-    parser.add_argument("--deadline", type=float, default=None, help="seconds for one run; 600, on a GPU 60")
+    parser.add_argument("--deadline", type=float, default=None, help="seconds for one run; 600, on a GPU 100")
     parser.add_argument("--out", type=Path, default=None)
+    parser.add_argument("--runs", type=Path, default=None, help="folder in which runs are kept; unset: they are not")
+    parser.add_argument("--condition", default="", help="of the machine, in words, for the file of results")
     parser.add_argument("--set", nargs=argparse.REMAINDER, default=[], help="further settings of the runs, last")
     options = parser.parse_args()
     options.recipe = options.recipe or ROOT / "examples" / RECIPES[options.gpu]
     options.out = options.out or ROOT / "benchmarks" / "results" / RESULTS[options.gpu]
-    options.every = options.every or (10 if options.gpu else 5)
-    options.evaluations = 4 if options.gpu else 1
-    options.deadline = options.deadline or (60.0 if options.gpu else 600.0)
+    options.steps = options.steps or (60 if options.gpu else 14)
+    options.goals = options.goals or [0.8, 0.9 if options.gpu else 0.85]
+    options.every = options.every or (6 if options.gpu else 2)
+    options.deadline = options.deadline or (100.0 if options.gpu else 600.0)
     rows = compare(options)
     if not rows:
         raise SystemExit("no run came to an end")
-    table(rows)
+    table(rows, options.goals)
 
 
 if __name__ == "__main__":

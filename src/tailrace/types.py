@@ -86,7 +86,7 @@ class Prompt(Struct):
 class Row(Struct):
     """A prompt with everything that generating and judging its samples takes. It travels to the replica."""
 
-    id: PromptId  # its index in the sequence of prompts
+    id: Annotated[int, Meta(ge=-(1 << 53), lt=1 << 53)]  # its index in the sequence of prompts; below 0: held out
     tokens: bytes  # rendered: token ids as little-endian int32
     prompt: str | list[dict[str, Any]]  # as it was written: text, or messages
     columns: dict[str, Any] = {}  # `answer` and whatever else a reward may want

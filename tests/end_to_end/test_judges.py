@@ -111,6 +111,15 @@ def test_errors_are_reasons_and_never_rewards(folder: Path) -> None:
     assert "status 3" in reasons["exit"]
 
 
+def test_held_out_rows_are_judged_too(folder: Path) -> None:
+    judges = Judges(settings(folder), workers=1, timeout_s=20.0)
+    try:
+        judges.ask("held out", Row(-1, b"", "1 + 1", {"answer": "2"}), said("2"))
+        assert collect(judges, 1) == {"held out": Scored(1.0)}
+    finally:
+        judges.close()
+
+
 def test_a_hang_costs_its_own_sample_only(folder: Path) -> None:
     quick = [f"quick {number}" for number in range(30)]  # enough to be sent ahead, behind the one that hangs
     answers = ask_all(settings(folder), [*quick, "hang", "2", *quick[:3], "hold", "2"], timeout_s=4.0)

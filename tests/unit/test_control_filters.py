@@ -89,6 +89,24 @@ def test_a_prompt_that_was_all_wrong_last_time_gets_its_first_samples_only():
     assert drive.plane.state.history.streak(0) == -2
 
 
+@pytest.mark.parametrize("finished", [3, 4])
+def test_a_group_that_is_dropped_for_its_age_counts_in_the_history_once_its_first_samples_are_done(finished):
+    schedule = Schedule(kind="partial", max_inflight=32, steps_ahead=10, max_staleness=1)
+    drive = driven("partial", prompts=1, schedule=schedule)
+    group, start = drive.plane.state.ledger.groups[0], drive.plane.state.ledger.received
+    group.prompt = replace(group.prompt, row=0)
+    drive.tell(PromptsAdded(start, tuple(Prompt(start + i, 10, 1 + i) for i in range(8))))
+    for request in of_group(drive, 0)[:finished]:
+        answer(drive, request, 0.0)
+    while others := [request for request in drive.running() if request.group]:
+        answer(drive, others[0], float(others[0].trajectory % 2))
+        train(drive)
+        if drive.plane.state.ledger.tally.dropped_stale:
+            break
+    assert group.id not in drive.plane.state.ledger.groups
+    assert drive.plane.state.history.streak(0) == (-1 if finished == 4 else 0)
+
+
 def test_the_order_in_which_samples_finish_does_not_matter_for_what_is_started():
     """Else short answers, which finish first, would be favoured."""
     rewards = {0: 0.0, 1: 0.0, 2: 0.0, 3: 1.0}

@@ -92,6 +92,13 @@ def note(context: Context, group: Group) -> Outcome:
     return outcome
 
 
+def note_dropped(context: Context, group: Group) -> None:
+    """Its prompt comes up again. If its first samples are done, what they say counts, or a prompt that takes long and
+    teaches nothing would be visited and dropped again and again."""
+    if context.config.groups.skips and len(context.ledger.survivors(group)) >= context.config.first_samples:
+        note(context, group)
+
+
 def teaches(config: Config, outcome: Outcome) -> bool:
     """Whether anything can be learned from such a group."""
     return outcome == "useful" or (outcome == "easy" and config.trainer.advantage == "beta")

@@ -35,6 +35,7 @@ def end(context: Context, group: Group, how: Ending) -> None:
 def drop_doomed(context: Context) -> None:
     for group in sampling.doomed(context.config, context.ledger, context.training.version):
         _learn_lengths(context, group)
+        filters.note_dropped(context, group)
         _cut_short(context, group)
         end(context, group, "stale")
 
