@@ -12,11 +12,14 @@ hardware could do at best:
 - experts (`experts.py`): a batch reads those that its tokens are routed to, in tiles that may be mostly empty;
 - parallelism beyond a host divides layers: a token passes the hosts one after the other, so the weights of all of them
   are read in turn, while KV and arithmetic are shared;
-- prefill, the trainer's extra forward passes and its forward + backward reach a share of the card's peak each;
-- tensor parallelism adds two all-reduces a layer; the exchange of sharded weights and gradients goes on beside the
-  arithmetic, as in FSDP, so that only what is longer than that, and the first and last layer of it, is waited for;
+- prefill, the trainer's extra forward passes and its forward + backward reach a share of the card's peak each in their
+  matrix products; what else the trainer computes is bound by memory bandwidth, and a mixture's layer has a floor;
+- tensor parallelism adds two all-reduces a layer, pipeline stages wait for each other at both ends of a mini-batch; the
+  exchange of sharded weights and gradients goes on beside the arithmetic, as in FSDP, so that only what is longer than
+  that, and the first and last layer of it, is waited for;
 - a step of training is as slow as its slowest rank, and a sequence is never split over more than `trainer_parallel`
-  GPUs: with many GPUs and long tails, the longest sequence is the step.
+  GPUs: with many GPUs and long tails, the longest sequence is the step;
+- a trainer that shares its cards with engines is slower by a constant.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ from tailrace.config.tree import Config
 from tailrace.sim.chain import best_chunks, broadcast_s, chunk_count, hop_s
 from tailrace.sim.experts import ExpertLoads
 from tailrace.sim.gpus import Gpu, rollout_card, trainer_card
-from tailrace.sim.sharding import layer_activations
+from tailrace.sim.sharding import memory_bound_s
 
 # Floor of one layer in a decode step: a dozen small kernels, however little they do. From CUDA graphs: vLLM 0.24 on one
 # H200. One by one: assumed. Typical, of published RL systems: fitted (`benchmarks/published_fit.py`).
@@ -168,10 +171,8 @@ class CostModel:
 
     @cached_property
     def _through_memory(self) -> float:
-        """Seconds per token of all that is no matrix product: norms, activations, residuals, bound by bandwidth."""
-        moved = self.model.layers * layer_activations(self.model) * self.reached.activation_passes * self._passes
-        bandwidth = self.trainer_gpu.memory_bytes_per_s * self.reached.bandwidth
-        return moved / bandwidth / self.config.split.trainer_parallel
+        """Seconds per token of norms, residuals and the like on the GPUs that work on it together."""
+        return memory_bound_s(self.config, self._passes) / self.config.split.trainer_parallel
 
     @cached_property
     def _between_ways(self) -> float:
