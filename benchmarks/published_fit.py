@@ -113,7 +113,7 @@ class LinearRow:
 
     def predicted(self, at: Points) -> np.ndarray:
         times = round_terms(at) @ self.round, train_terms(at, self.known.colocated) @ self.train
-        return self.row.predict(Parts(*times, self.known.fixed_s, self.known.colocated))
+        return np.asarray(self.row.predict(Parts(*times, self.known.fixed_s, self.known.colocated)))
 
 
 def solve(terms: np.ndarray, values: list[float]) -> np.ndarray:

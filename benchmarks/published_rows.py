@@ -34,8 +34,10 @@ SOURCES = """\
 - Laminar: arXiv 2510.12633. AReaL: arXiv 2505.24298. DORA: arXiv 2604.26256. LlamaRL: arXiv 2505.24034.
 - verl: docs/advance/fully_async.md of volcengine/verl (10/18/2025). verl one-step: docs/advance/one_step_off.md
   (07/17/2025).
-- NeMo RL v0.4, v0.6: docs/about/performance-summary.md of NVIDIA-NeMo/RL, tables of DGX-H100 in BF16; recipes in
-  examples/configs/recipes/llm/performance; its rate of weights from pull request 1379.
+- NeMo RL v0.4, v0.5, v0.6: docs/about/performance-summary.md of NVIDIA-NeMo/RL, tables of DGX-H100 in BF16, and of
+  v0.5 that of GB200; recipes in examples/configs/recipes/llm/performance of these versions; its rate of weights from
+  pull request 1379.
+- verl's balance of ranks: `_balance_batch` of verl/trainer/ppo/ray_trainer.py before pull request 3605 (10/23/2025).
 """
 
 ASSUMED = """\
@@ -46,10 +48,12 @@ ASSUMED = """\
   two extra forward passes; no staleness bound (16), two steps of work ahead.
 - AReaL: lengths with median 7,500 and mean 9,500 (mathematics; implied by published throughput), 11,000 and
   13,000 (code); tensor parallelism 1 / 1 / 4 / 8 in rollout, 1 / 1 / 2 / 2 in training; one extra forward pass.
-- verl: lengths with median 750 and mean 1,300; one extra forward pass when colocated, none in async (as its
-  scripts say); 256 sequences in flight per replica of 4 GPUs (as its scripts say).
-- verl one-step: 512 x 16 samples with median 150 and mean 500, so that training takes as long as published when
-  colocated; two ways in rollout, four in training.
+- verl: lengths with median 460 and mean 900, of its published seconds of training; one extra forward pass when
+  colocated, none in async (as its scripts say); 256 sequences in flight per replica of 4 GPUs (as its scripts say).
+- verl, verl one-step and Laminar: ranks are balanced over a step, not over a mini-batch (verl until October 2025; that
+  Laminar's trainer is verl's is assumed).
+- verl one-step: 512 x 12 samples, two ways in rollout, four in training (as its scripts say); lengths so that training
+  takes as long as published when colocated (FSDP2: median 210, mean 640; Megatron: 350 and 900).
 - DORA: split 5:3 (implied by its times), tensor parallelism 4 and 8, median length 1,100 (the mean is
   published), two extra forward passes; its partial rollout shares the GPUs with training (as published).
 - LlamaRL: 256 H100 (8B, 70B) and 1,024 H100 (405B), half of them train; 2,048 trajectories a step; answers of 400
@@ -57,10 +61,10 @@ ASSUMED = """\
   published, so it changes roles without an engine that starts and stops (0 s); its own generator has 1, 4 and, in
   fp8, 8 ways; it begins one step ahead and continues long answers.
 - NeMo RL: prompts of 150 tokens; means as published, sigma 0.8, cut at the longest sequence; two extra forward
-  passes; weights at 36 GB/s (v0.4) and 85 GB/s (v0.6), which is 13 and 5.5 s for 235B, as published; batches, splits
-  and parallelism of its recipes, and engines with CUDA graphs (enforce_eager: False). What
-  may be one step old is described as one-step; what may be eight steps old begins eight steps ahead and is updated
-  in the middle of running answers (in_flight_weight_updates).
+  passes; weights at 36 GB/s (v0.4) and 85 GB/s (later), which is 13 and 5.5 s for 235B, as published; batches, packs,
+  splits and parallelism of its recipes, and engines with CUDA graphs (enforce_eager: False). What may be one or eight
+  steps old begins so many steps ahead and is updated in the middle of running answers (in_flight_weight_updates). On
+  GB200 all cards within NVLink's reach count as one host.
 """
 
 MISSING = """\
@@ -106,6 +110,10 @@ class Row(NamedTuple):
     kind: str  # "speed-up", "absolute" or "other"
     cases: tuple[Case, ...]
     predict: Callable[..., float]
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.source, self.figure
 
     @property
     def held_out(self) -> bool:

@@ -69,10 +69,11 @@ def test_ranks_that_are_balanced_over_a_step_wait_for_each_other_in_a_mini_batch
 
 
 def test_pipeline_stages_wait_for_the_first_pack_and_after_the_last() -> None:
-    ways = {"split__trainer_parallel": 4, "trainer__tokens_per_batch": 4096}
     alone, staged = (
-        CostModel(cluster(**ways, split__trainer_pipeline_parallel=stages)).train([4096] * 128) for stages in (1, 4)
-    )
+        CostModel(cluster(split__trainer_parallel=4, trainer__tokens_per_batch=4096,
+                          split__trainer_pipeline_parallel=stages)).train([4096] * 128)
+        for stages in (1, 4)
+    )  # fmt: skip
     assert staged / alone == pytest.approx((8 + 3) / 8, rel=0.02)
 
 
