@@ -77,7 +77,8 @@ def report(console: Console, lines: list[Line], wrong_order: list[str], write: b
     )
     for row, ours in lines:
         if row.kind == "speed-up" and abs(error(row, ours)) > LARGE_ERROR:
-            console.print(f"{row.source}, {row.figure}, {error(row, ours):+.0%}. Missing: {MISSING.get(row.key, 'unknown')}")
+            named = MISSING.get(row.key, "not known")
+            console.print(f"{row.source}, {row.figure}, {error(row, ours):+.0%}. Missing: {named}")
     console.print(f"Other differences:\n{DIFFERENCES}")
     if write:
         data = {"summary": summary, "rows": [line_of(row, ours) for row, ours in lines]}
