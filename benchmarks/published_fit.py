@@ -84,6 +84,13 @@ def parts(config: Config) -> Parts:
     return Parts(round_seconds(config) + costs.pull(remote=False), trained, fixed, config.colocated)
 
 
+def unevenness(config: Config) -> float:
+    """Seconds of training over what they would be if no rank waited for another."""
+    costs, sizes = CostModel(config), sizes_of(config.workload, config.run.seed)
+    at_best = costs.train_at_best(sizes.sequences, 1.0, config.trainer.mini_batches)
+    return parts(config).train_s / (at_best + costs.push())
+
+
 def tied(constants: dict[str, float]) -> dict[str, float]:
     return {**constants, "forward": constants["training"] * FORWARD_OVER_TRAINING}
 
@@ -146,6 +153,7 @@ def main() -> None:
             "figure": each.row.figure,
             "held_out": each.row.held_out,
             "published": each.row.published,
+            "unevenness": unevenness(each.row.cases[0].config()),
             "fitted": float(each.predicted(at_point(fitted))[0]),
             "shipped": float(each.predicted(at_point(defaults))[0]),
         }
