@@ -15,7 +15,7 @@ from itertools import pairwise
 from statistics import mean, median
 from typing import Any
 
-from published_rows import ASSUMED, MISSING, ROOT, SOURCES, Case, Row, laminar, rows, speed_up
+from published_rows import ASSUMED, DIFFERENCES, MISSING, ROOT, SOURCES, Case, Row, laminar, rows, speed_up
 from rich.console import Console
 from rich.table import Table
 
@@ -24,6 +24,7 @@ from tailrace.sim.sweep import sweep
 
 ALL = ("sync", "one_step", "stream", "partial", "trajectory")
 Line = tuple[Row, float]
+LARGE_ERROR = 0.35  # above it, what the model lacks has to be named
 
 
 def mean_gain(results: dict[Case, Result], kind: str) -> float:
@@ -74,7 +75,11 @@ def report(console: Console, lines: list[Line], wrong_order: list[str], write: b
     console.print(
         f"\nFrom:\n{SOURCES}\nAssumed where they are silent, alike for all schedules of a workload:\n{ASSUMED}"
     )
-    console.print(f"Not reproduced, and what is missing:\n{MISSING}")
+    for row, ours in lines:
+        if row.kind == "speed-up" and abs(error(row, ours)) > LARGE_ERROR:
+            named = MISSING.get(row.key, "not known")
+            console.print(f"{row.source}, {row.figure}, {error(row, ours):+.0%}. Missing: {named}")
+    console.print(f"Other differences:\n{DIFFERENCES}")
     if write:
         data = {"summary": summary, "rows": [line_of(row, ours) for row, ours in lines]}
         out = ROOT / "benchmarks" / "results" / "published.json"
@@ -94,7 +99,7 @@ def summary_of(lines: list[Line]) -> dict[str, float]:
         "speed_ups": len(errors),
         "median_error": median(errors),
         "within_15_percent": sum(e <= 0.15 for e in errors),
-        "above_35_percent": sum(e > 0.35 for e in errors),
+        "above_35_percent": sum(e > LARGE_ERROR for e in errors),
     }
 
 

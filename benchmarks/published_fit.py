@@ -2,12 +2,13 @@
 
     python benchmarks/published_fit.py        # prints the fit, writes benchmarks/results/published_fit.json
 
-Fitted are the floor of a layer in decoding, the trainer's share of peak, and how much slower a mixture's layers and
-products are; to the seconds of synchronous and one-step-ahead steps that verl and NeMo RL v0.4 publish (AReaL's hours
-are left out: its lengths are not published, and those assumed for it were inferred from its throughput). Such a step
-has a closed form, a round up to its longest sample and training, one after the other or side by side, so no simulation
-is needed. Both are linear in the terms that the constants stand in, so a few evaluations of a row give all others. The
-best of a grid is taken, by the mean absolute logarithm of predicted over published.
+Fitted are the floor of a layer in decoding, the trainer's share of peak in matrix products and how often activations go
+through memory beside them, what sharing its cards costs a trainer, and the floors of a mixture's layers; to the seconds
+of steps and of training that verl and NeMo RL v0.4 and v0.5 publish (AReaL's hours are left out: its lengths are not
+published, and those assumed for it were inferred from its throughput). A step in rounds has a closed form: up to its
+longest sample and training, one after the other or side by side; one that the trainer bounds takes as long as training.
+So no simulation is needed. Both parts are linear in the terms that the constants stand in, so a few evaluations of a
+row give all others. The best of a grid is taken, by the mean absolute logarithm of predicted over published.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from __future__ import annotations
 import json
 from itertools import product
 from math import exp
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-from published_rows import ROOT, Row, rows
+from published_rows import ROOT, Row, rows, training_s
 
 from tailrace.config.tree import Config, Efficiency
 from tailrace.planner.balance import round_seconds
@@ -27,54 +28,83 @@ from tailrace.sim.sizes import sizes_of
 
 GRID: dict[str, tuple[float, ...]] = {
     "layer_us": (70, 100, 140, 170, 200, 240, 280, 340, 400),
-    "training": (0.3, 0.35, 0.4, 0.45, 0.5, 0.55),
+    "training": (0.4, 0.45, 0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8),
+    "activation_passes": (0.0, 2.0, 4.0, 6.0, 8.0, 10.0, 12.0),
+    "colocated": (0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 1.0),
     "expert_layer": (0.0, 0.5, 1.0, 1.5, 2.0, 3.0),
-    "experts": (0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.7, 1.0),
+    "expert_pass_us": (0, 1000, 2000, 3000, 4000, 5000, 6000, 8000),
 }
-START = {"layer_us": 200.0, "training": 0.4, "expert_layer": 1.0, "experts": 0.3}
+START = {
+    "layer_us": 200.0, "training": 0.5, "activation_passes": 4.0, "colocated": 0.8, "expert_layer": 1.0,
+    "expert_pass_us": 2000.0,
+}  # fmt: skip
 FORWARD_OVER_TRAINING = 0.73  # verl's split of a step: an extra forward pass costs 0.4 to 0.5 of an update
-
-
-CLOSED = ("sync", "one_step")
+ROUNDS = ("sync", "one_step")
+Points = dict[str, np.ndarray]  # the values of each constant, one after the other
 
 
 class Parts(NamedTuple):
-    """Seconds of one step."""
+    """Seconds of one step; of all points at once."""
 
-    round_s: float
-    train_s: float
+    round_s: Any
+    train_s: Any
     fixed_s: float  # colocated: the change of roles
     colocated: bool
 
     @property
-    def step_s(self) -> float:
-        return self.round_s + self.train_s + self.fixed_s if self.colocated else max(self.round_s, self.train_s)
+    def step_s(self) -> Any:
+        if self.colocated:
+            return self.round_s + self.train_s + self.fixed_s
+        return np.maximum(self.round_s, self.train_s)
+
+    @property
+    def trainer_idle(self) -> Any:
+        return 1.0 - self.train_s / self.step_s
 
 
 def closed_rows() -> list[Row]:
     """Seconds, or hours, of steps that have a closed form."""
-    return [row for row in rows() if row.kind == "absolute" and len(row.cases) == 1 and row.cases[0].schedule in CLOSED]
+    return [row for row in rows() if row.kind == "absolute" and len(row.cases) == 1 and has_closed_form(row)]
+
+
+def has_closed_form(row: Row) -> bool:
+    """Rounds; and of a continuous schedule the trainer's own time, or a step that nothing else bounds."""
+    if row.cases[0].schedule in ROUNDS or row.predict is training_s:
+        return True
+    known = parts(row.cases[0].config(tied(START)))
+    return known.train_s > known.round_s
 
 
 def parts(config: Config) -> Parts:
     costs, sizes = CostModel(config), sizes_of(config.workload, config.run.seed)
-    times = config.workload.trajectories_per_step / len(sizes.sequences)
-    trained = costs.train_at_best(sizes.sequences, times, config.trainer.mini_batches) + costs.push()
+    per_batch = len(sizes.sequences) // config.trainer.mini_batches
+    batches = [sizes.sequences[at : at + per_batch] for at in range(0, len(sizes.sequences), per_batch)]
+    trained = sum([costs.train(batch) for batch in batches]) + costs.push()
     fixed = costs.switch_s if config.colocated else 0.0
     return Parts(round_seconds(config) + costs.pull(remote=False), trained, fixed, config.colocated)
+
+
+def unevenness(config: Config) -> float:
+    """Seconds of training over what they would be if no rank waited for another."""
+    costs, sizes = CostModel(config), sizes_of(config.workload, config.run.seed)
+    at_best = costs.train_at_best(sizes.sequences, 1.0, config.trainer.mini_batches)
+    return parts(config).train_s / (at_best + costs.push())
 
 
 def tied(constants: dict[str, float]) -> dict[str, float]:
     return {**constants, "forward": constants["training"] * FORWARD_OVER_TRAINING}
 
 
-def round_terms(constants: dict[str, float]) -> list[float]:
-    floor, experts = constants["layer_us"], constants["expert_layer"]
-    return [1.0, floor, experts, experts * floor]
+def round_terms(at: Points) -> np.ndarray:
+    floor, experts = at["layer_us"], at["expert_layer"]
+    return np.stack([np.ones_like(floor), floor, experts, experts * floor], axis=1)
 
 
-def train_terms(constants: dict[str, float]) -> list[float]:
-    return [1.0, 1 / constants["training"], 1 / (constants["training"] * constants["experts"])]
+def train_terms(at: Points, colocated: bool) -> np.ndarray:
+    products = 1 / at["training"]
+    slower = 1 / at["colocated"] if colocated else np.ones_like(products)
+    same = [np.ones_like(products), at["expert_pass_us"]]
+    return np.stack([*same, slower, slower * products, slower * at["activation_passes"]], axis=1)
 
 
 class LinearRow:
@@ -83,29 +113,32 @@ class LinearRow:
     def __init__(self, row: Row) -> None:
         points = [START, *[START | {name: value} for name, values in GRID.items() for value in (values[0], values[-1])]]
         known = [parts(row.cases[0].config(tied(point))) for point in points]
+        at = {name: np.array([point[name] for point in points]) for name in GRID}
         self.row, self.known = row, known[0]
-        self.round = solve([round_terms(point) for point in points], [each.round_s for each in known])
-        self.train = solve([train_terms(point) for point in points], [each.train_s for each in known])
+        self.round = solve(round_terms(at), [each.round_s for each in known])
+        self.train = solve(train_terms(at, self.known.colocated), [each.train_s for each in known])
 
-    def predicted(self, constants: dict[str, float]) -> float:
-        times = float(self.round @ round_terms(constants)), float(self.train @ train_terms(constants))
-        return self.row.predict(Parts(*times, self.known.fixed_s, self.known.colocated))
+    def predicted(self, at: Points) -> np.ndarray:
+        times = round_terms(at) @ self.round, train_terms(at, self.known.colocated) @ self.train
+        return np.asarray(self.row.predict(Parts(*times, self.known.fixed_s, self.known.colocated)))
 
 
-def solve(points: list[list[float]], values: list[float]) -> np.ndarray:
-    return np.linalg.lstsq(np.array(points), np.array(values), rcond=None)[0]
+def solve(terms: np.ndarray, values: list[float]) -> np.ndarray:
+    return np.linalg.lstsq(terms, np.array(values), rcond=None)[0]
 
 
 def fit(table: list[LinearRow]) -> tuple[dict[str, float], float]:
     """The constants with the least mean absolute logarithm of predicted over published, and that mean as a share."""
-    points = [dict(zip(GRID, values, strict=True)) for values in product(*GRID.values())]
-    losses = [loss(table, point) for point in points]
+    values = np.array(list(product(*GRID.values()))).T
+    points = dict(zip(GRID, values, strict=True))
+    errors = [np.abs(np.log(each.predicted(points) / each.row.published)) for each in table]
+    losses = np.mean(errors, axis=0)
     best = int(np.argmin(losses))
-    return points[best], exp(losses[best]) - 1
+    return {name: float(each[best]) for name, each in points.items()}, exp(losses[best]) - 1
 
 
-def loss(table: list[LinearRow], constants: dict[str, float]) -> float:
-    return float(np.mean([abs(np.log(each.predicted(constants) / each.row.published)) for each in table]))
+def at_point(constants: dict[str, float]) -> Points:
+    return {name: np.array([value]) for name, value in constants.items()}
 
 
 def main() -> None:
@@ -113,15 +146,16 @@ def main() -> None:
     known = [each for each in table if not each.row.held_out and each.row.source != "AReaL"]
     fitted, error = fit(known)
     shipped = Efficiency()
-    defaults = {name: getattr(shipped, name) or 1e6 * LAYER_S["typical"] for name in GRID}
+    defaults = {name: getattr(shipped, name) for name in GRID} | {"layer_us": 1e6 * LAYER_S["typical"]}
     lines = [
         {
             "source": each.row.source,
             "figure": each.row.figure,
             "held_out": each.row.held_out,
             "published": each.row.published,
-            "fitted": each.predicted(fitted),
-            "shipped": each.predicted(defaults),
+            "unevenness": unevenness(each.row.cases[0].config()),
+            "fitted": float(each.predicted(at_point(fitted))[0]),
+            "shipped": float(each.predicted(at_point(defaults))[0]),
         }
         for each in table
     ]

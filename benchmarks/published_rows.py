@@ -22,14 +22,22 @@ from tailrace.sim.result import Result
 ROOT = Path(__file__).parents[1]
 STEPS = 5  # that are measured, in the steady state
 COLLECTIVE = 8  # GB/s at which systems without relays update all replicas: verl moves 57 GB in 6 to 7 s
-FITTED = ("AReaL", "verl", "DORA", "NeMo RL v0.4")  # the sources that constants were fitted to (`published_fit.py`)
+FITTED = (
+    "AReaL",
+    "verl",
+    "DORA",
+    "NeMo RL v0.4",
+    "NeMo RL v0.5",
+)  # the sources that constants were fitted to (`published_fit.py`)
 
 SOURCES = """\
 - Laminar: arXiv 2510.12633. AReaL: arXiv 2505.24298. DORA: arXiv 2604.26256. LlamaRL: arXiv 2505.24034.
 - verl: docs/advance/fully_async.md of volcengine/verl (10/18/2025). verl one-step: docs/advance/one_step_off.md
   (07/17/2025).
-- NeMo RL v0.4, v0.6: docs/about/performance-summary.md of NVIDIA-NeMo/RL, tables of DGX-H100 in BF16; recipes in
-  examples/configs/recipes/llm/performance; its rate of weights from pull request 1379.
+- NeMo RL v0.4, v0.5, v0.6: docs/about/performance-summary.md of NVIDIA-NeMo/RL, tables of DGX-H100 in BF16, and of
+  v0.5 that of GB200; recipes in examples/configs/recipes/llm/performance of these versions; its rate of weights from
+  pull request 1379.
+- verl's balance of ranks: `_balance_batch` of verl/trainer/ppo/ray_trainer.py before pull request 3605 (10/23/2025).
 """
 
 ASSUMED = """\
@@ -40,10 +48,12 @@ ASSUMED = """\
   two extra forward passes; no staleness bound (16), two steps of work ahead.
 - AReaL: lengths with median 7,500 and mean 9,500 (mathematics; implied by published throughput), 11,000 and
   13,000 (code); tensor parallelism 1 / 1 / 4 / 8 in rollout, 1 / 1 / 2 / 2 in training; one extra forward pass.
-- verl: lengths with median 750 and mean 1,300; one extra forward pass when colocated, none in async (as its
-  scripts say); 256 sequences in flight per replica of 4 GPUs (as its scripts say).
-- verl one-step: 512 x 16 samples with median 150 and mean 500, so that training takes as long as published when
-  colocated; two ways in rollout, four in training.
+- verl: lengths with median 460 and mean 900, of its published seconds of training; one extra forward pass when
+  colocated, none in async (as its scripts say); 256 sequences in flight per replica of 4 GPUs (as its scripts say).
+- verl, verl one-step and Laminar: ranks are balanced over a step, not over a mini-batch (verl until October 2025; that
+  Laminar's trainer is verl's is assumed).
+- verl one-step: 512 x 12 samples, two ways in rollout, four in training (as its scripts say); lengths so that training
+  takes as long as published when colocated (FSDP2: median 210, mean 640; Megatron: 350 and 900).
 - DORA: split 5:3 (implied by its times), tensor parallelism 4 and 8, median length 1,100 (the mean is
   published), two extra forward passes; its partial rollout shares the GPUs with training (as published).
 - LlamaRL: 256 H100 (8B, 70B) and 1,024 H100 (405B), half of them train; 2,048 trajectories a step; answers of 400
@@ -51,26 +61,39 @@ ASSUMED = """\
   published, so it changes roles without an engine that starts and stops (0 s); its own generator has 1, 4 and, in
   fp8, 8 ways; it begins one step ahead and continues long answers.
 - NeMo RL: prompts of 150 tokens; means as published, sigma 0.8, cut at the longest sequence; two extra forward
-  passes; weights at 36 GB/s (v0.4) and 85 GB/s (v0.6), which is 13 and 5.5 s for 235B, as published; batches, splits
-  and parallelism of its recipes, and engines with CUDA graphs (enforce_eager: False). What
-  may be one step old is described as one-step; what may be eight steps old begins eight steps ahead and is updated
-  in the middle of running answers (in_flight_weight_updates).
+  passes; weights at 36 GB/s (v0.4) and 85 GB/s (later), which is 13 and 5.5 s for 235B, as published; batches, packs,
+  splits and parallelism of its recipes, and engines with CUDA graphs (enforce_eager: False). What may be one or eight
+  steps old begins so many steps ahead and is updated in the middle of running answers (in_flight_weight_updates). On
+  GB200 all cards within NVLink's reach count as one host.
 """
 
-MISSING = """\
-- Laminar over AReaL, and its maximum over verl: our `partial` refills at once and recomputes KV at full prefill
-  speed; the rest of what the paper's baseline pays at an update is not known to us. More work ahead would bring
-  the maximum, at a staleness that the paper does not show.
-- Laminar's strong scaling: a trainer's loss of efficiency with scale is modelled only as exchange of weights
-  and uneven ranks.
-- verl at 32 GPUs: its two runs are not one workload (the answers of the colocated run grew: 494 s a step over
-  the first 100 steps, 790 s in the table); over those 100 steps its own clock says 1.72.
+MISSING = {  # what the model lacks, of rows that are off by more than 35 %
+    ("LlamaRL", "405B"): (
+        "generation inside a trainer, without an engine. The baseline takes 636 s where reading the weights, with 64 "
+        "ways over eight hosts, gives 123; what it does in that time is not published"
+    ),
+    ("verl", "staleness 0.1, 128 GPUs"): (
+        "a grain of fetching. verl's trainer waits for 128 complete prompts (require_batches = 4) before it trains the "
+        "next four mini-batches, and so for 21 to 58 s a step; ours begins with the first 32"
+    ),
+    ("NeMo RL v0.6", "30B-A3B, 8 off, per GPU"): (
+        "the collector of trajectories. Its trainer needs 19 s a step (an eighth of the one-step run on 16 GPUs), so "
+        "64 generating GPUs set the 34.5 s: 5,700 tokens/s a replica, where the engine model has 8,600"
+    ),
+}
+
+DIFFERENCES = """\
+- Laminar over AReaL: our `partial` refills at once and recomputes KV at full prefill speed; the rest of what the
+  paper's baseline pays at an update is not known to us. Its maximum over verl: more work ahead would bring it, at a
+  staleness that the paper does not show.
+- verl at 32 GPUs: the answers of its colocated run grew (494 s a step over the first 100 steps, 790 s in the table);
+  over those 100 steps its own clock says 1.72.
 - AReaL's interruptible generation (+12 %, +17 %): the variant that drains before every update is not one of our
-  schedules.
+  schedules. Its hours come out too short: the lengths are assumed.
 - Laminar's wait against NCCL (-37 %): compared with the collective of verl's documentation our wait is far
   shorter.
 - LlamaRL: lengths are not published, and they decide how long a synchronous round is.
-- NeMo RL: pipeline bubbles of its trainer (4 and 8 stages), and padding of its generation at both ends.
+- GB200: training comes out a quarter too fast; the shares of peak are those of H20 and H100.
 """
 
 
@@ -102,6 +125,10 @@ class Row(NamedTuple):
     predict: Callable[..., float]
 
     @property
+    def key(self) -> tuple[str, str]:
+        return self.source, self.figure
+
+    @property
     def held_out(self) -> bool:
         return self.source not in FITTED
 
@@ -120,6 +147,10 @@ def per_gpu(fast: Result, slow: Result) -> float:
 
 def step_s(result: Result) -> float:
     return result.step_s
+
+
+def training_s(result: Result) -> float:
+    return result.step_s * (1.0 - result.trainer_idle)
 
 
 def pair(source: str, figure: str, fast_s: float, slow_s: float, fast: Case, slow: Case) -> list[Row]:
@@ -271,11 +302,22 @@ def verl_async(gpus: int, ahead: float = 0.5) -> Case:
     )
 
 
+VERL = [  # GPUs, seconds of a step, colocated and async; of these training (old log-probs and update; update)
+    (32, 790, 295, 377.5, 313.8),
+    (64, 365, 189, 203.7, 157.0),
+    (128, 356, 151, 167.7, 113.2),
+]
+
+
 def verl_rows() -> list[Row]:
     rows: list[Row] = []
-    for gpus, sync_s, async_s in ((32, 790, 295), (64, 365, 189), (128, 356, 151)):
-        slow = case("verl_7b_h20", "sync", cluster__gpus=gpus)
-        rows += pair("verl", f"fully async over colocated, {gpus} GPUs", async_s, sync_s, verl_async(gpus), slow)
+    for gpus, sync_s, async_s, sync_training_s, async_training_s in VERL:
+        slow, fast = case("verl_7b_h20", "sync", cluster__gpus=gpus), verl_async(gpus)
+        rows += [
+            *pair("verl", f"fully async over colocated, {gpus} GPUs", async_s, sync_s, fast, slow),
+            Row("verl", f"training of a step, {gpus} GPUs", async_training_s, "absolute", (fast,), training_s),
+            Row("verl", f"the same, colocated, {gpus} GPUs", sync_training_s, "absolute", (slow,), training_s),
+        ]
     slow = case("verl_7b_h20", "sync", cluster__gpus=128)
     for ahead, seconds in ((0.0, 231), (0.1, 171), (0.3, 146)):
         cases = (verl_async(128, ahead), slow)
@@ -283,33 +325,34 @@ def verl_rows() -> list[Row]:
     return rows
 
 
-def one_step_case(schedule: str, longest: int) -> Case:
+def one_step_case(schedule: str, longest: int, median: int, mean: int) -> Case:
     return case(
         "verl_7b_h20",
         schedule,
         cluster__gpus=16,
         split__trainer_gpus=12,
         split__tensor_parallel=2,
+        workload__group_size=12,
         workload__max_completion_tokens=longest,
-        workload__lengths__median=150,
-        workload__lengths__mean=500,
+        workload__lengths__median=median,
+        workload__lengths__mean=mean,
         schedule__max_inflight=0,
         schedule__steps_ahead="unset",
     )
 
 
+ONE_STEP = [  # engine, longest, median and mean answer, seconds of a step, colocated and one step off
+    ("FSDP2", 20480, 210, 640, 749, 520),
+    ("Megatron", 8192, 350, 900, 699, 566),
+]
+
+
 def one_step_rows() -> list[Row]:
-    return [
-        Row(
-            "verl one-step",
-            f"over colocated, {name}",
-            slow_s / fast_s,
-            "speed-up",
-            (one_step_case("one_step", longest), one_step_case("sync", longest)),
-            speed_up,
-        )
-        for name, longest, slow_s, fast_s in (("FSDP2", 20480, 749, 520), ("Megatron", 8192, 699, 566))
-    ]
+    rows: list[Row] = []
+    for name, longest, middle, usual, slow_s, fast_s in ONE_STEP:
+        fast, slow = (one_step_case(kind, longest, middle, usual) for kind in ("one_step", "sync"))
+        rows += pair("verl one-step", f"over colocated, {name}", fast_s, slow_s, fast, slow)
+    return rows
 
 
 # ------------------------------------------------------------------------------------------------- DORA and LlamaRL
@@ -371,38 +414,79 @@ def nemo(schedule: str, model: str, gpus: int, tokens: int, ways: int, trainer_w
 
 
 A3B, DENSE, LLAMA_8B, A22B = "qwen3-30b-a3b", "qwen3-32b", "llama-3.1-8b", "qwen3-235b-a22b"
-TWO_TENSOR, FOUR_TENSOR = {"split__trainer_tensor_parallel": 2}, {"split__trainer_tensor_parallel": 4}
-LARGE = {"workload__prompts_per_step": 16, "workload__max_completion_tokens": 8042, "trainer__mini_batches": 1}
-LARGE_SYNC, LARGE_ASYNC = LARGE | TWO_TENSOR, LARGE | FOUR_TENSOR
+LARGE = {
+    "workload__prompts_per_step": 16,
+    "workload__max_completion_tokens": 8042,
+    "trainer__mini_batches": 1,
+    "trainer__tokens_per_batch": 8192,
+}
 EIGHT_OFF = {"schedule__steps_ahead": 8, "schedule__max_inflight": 9 * 2048, "split__trainer_gpus": 128}
 
+
+def ways(tensor: int = 1, stages: int = 1) -> dict[str, int]:
+    return {"split__trainer_tensor_parallel": tensor, "split__trainer_pipeline_parallel": stages}
+
+
+LARGE_SYNC, LARGE_ASYNC = LARGE | ways(2, 8), LARGE | ways(4, 8)
+LARGE_SYNC_4, LARGE_ASYNC_4 = LARGE | ways(2, 4), LARGE | ways(4, 4)
+SYNC_V6 = nemo("sync", A3B, 32, 3203, 2, 1)
+
 NEMO_V4 = [  # name, asynchronous case, synchronous case, tokens/s/GPU of both, seconds of both
-    ("Llama 8B", nemo("one_step", LLAMA_8B, 16, 1129, 1, 2), nemo("sync", LLAMA_8B, 16, 1060, 1, 2),
+    ("Llama 8B", nemo("partial", LLAMA_8B, 16, 1129, 1, 2, **ways(1, 2)),
+     nemo("sync", LLAMA_8B, 16, 1060, 1, 2, **ways(1, 2)),
      (2161, 1562), (74.6, 97.7)),
-    ("30B-A3B", nemo("one_step", A3B, 32, 3158, 2, 2), nemo("sync", A3B, 32, 3154, 4, 2, **TWO_TENSOR),
+    ("30B-A3B", nemo("partial", A3B, 32, 3158, 2, 2, **ways(2)), nemo("sync", A3B, 32, 3154, 4, 2, **ways(2)),
      (864, 925), (244, 225)),
-    ("32B", nemo("one_step", DENSE, 64, 3207, 4, 16, **FOUR_TENSOR),
-     nemo("sync", DENSE, 32, 3206, 4, 16, **FOUR_TENSOR),
+    ("32B", nemo("partial", DENSE, 64, 3207, 4, 16, **ways(4, 4)), nemo("sync", DENSE, 32, 3206, 4, 16, **ways(4, 4)),
      (494, 540), (215, 393)),
-    ("235B-A22B", nemo("one_step", A22B, 256, 5691, 8, 32, **LARGE_ASYNC),
+    ("235B-A22B", nemo("partial", A22B, 256, 5691, 8, 32, **LARGE_ASYNC),
      nemo("sync", A22B, 128, 5671, 16, 32, **LARGE_SYNC),
      (52.2, 45.7), (241, 506)),
 ]  # fmt: skip
+NEMO_V5 = [
+    ("Llama 8B", nemo("partial", LLAMA_8B, 16, 1123, 1, 1), nemo("sync", LLAMA_8B, 16, 1019, 1, 2, **ways(1, 2)),
+     (2478, 1581), (64.8, 92.8)),
+    ("30B-A3B", nemo("partial", A3B, 32, 3201, 2, 2, **ways(1, 2)), nemo("sync", A3B, 32, 3196, 2, 1),
+     (1391, 1066), (154, 198)),
+    ("32B", nemo("partial", DENSE, 64, 3252, 4, 16, **ways(4, 4)), nemo("sync", DENSE, 32, 3251, 4, 16, **ways(4, 4)),
+     (538, 571), (200, 376)),
+    ("235B-A22B", nemo("partial", A22B, 256, 5707, 8, 32, **LARGE_ASYNC),
+     nemo("sync", A22B, 128, 5700, 16, 32, **LARGE_SYNC),
+     (58.7, 54.1), (203, 431)),
+]  # fmt: skip
 NEMO_V6 = [
-    ("30B-A3B", nemo("one_step", A3B, 32, 3201, 2, 2), nemo("sync", A3B, 32, 3203, 2, 1), (1414, 1102), (152, 192)),
-    ("30B-A3B, 8 off", nemo("partial", A3B, 192, 3206, 2, 1, **EIGHT_OFF), nemo("sync", A3B, 32, 3203, 2, 1),
-     (1025, 1102), (34.5, 192)),
-    ("235B-A22B", nemo("one_step", A22B, 256, 5721, 8, 32, **LARGE_ASYNC),
+    ("30B-A3B", nemo("partial", A3B, 32, 3201, 2, 2, **ways(1, 2)), SYNC_V6, (1414, 1102), (152, 192)),
+    ("30B-A3B, 8 off", nemo("partial", A3B, 192, 3206, 2, 1, **EIGHT_OFF), SYNC_V6, (1025, 1102), (34.5, 192)),
+    ("235B-A22B", nemo("partial", A22B, 256, 5721, 8, 32, **LARGE_ASYNC),
      nemo("sync", A22B, 128, 5698, 16, 32, **LARGE_SYNC),
      (58.7, 58.9), (231, 395)),
-    ("235B-A22B, same GPUs", nemo("one_step", A22B, 256, 5721, 8, 32, **LARGE_ASYNC),
+    ("235B-A22B, same GPUs", nemo("partial", A22B, 256, 5721, 8, 32, **LARGE_ASYNC),
      nemo("sync", A22B, 256, 5713, 16, 32, **LARGE_SYNC), (58.7, 37.4), (231, 312)),
 ]  # fmt: skip
+GB200 = {"cluster__gpu": "GB200", "cluster__gpus_per_host": 64}  # as far as NVLink goes
+NEMO_GB200 = [
+    ("Llama 8B", nemo("partial", LLAMA_8B, 8, 1107, 1, 1, **GB200), nemo("sync", LLAMA_8B, 8, 1066, 1, 1, **GB200),
+     (4463, 3359), (71.1, 91.0)),
+    ("30B-A3B", nemo("partial", A3B, 32, 3204, 1, 1, **GB200), nemo("sync", A3B, 16, 3198, 1, 1, **GB200),
+     (1558, 1822), (136, 232)),
+    ("32B", nemo("partial", DENSE, 32, 3258, 1, 2, **ways(2), **GB200),
+     nemo("sync", DENSE, 16, 3253, 1, 2, **ways(2), **GB200),
+     (1025, 1127), (210, 381)),
+    ("235B-A22B", nemo("partial", A22B, 128, 5711, 8, 16, **LARGE_ASYNC_4, **GB200),
+     nemo("sync", A22B, 64, 5711, 8, 16, **LARGE_SYNC_4, **GB200),
+     (87.9, 140), (268, 332)),
+]  # fmt: skip
+NEMO = (  # source, table, GB/s at which the trainer sends weights
+    ("NeMo RL v0.4", NEMO_V4, 36),
+    ("NeMo RL v0.5", NEMO_V5, 85),
+    ("NeMo RL v0.6", NEMO_V6, 85),
+    ("NeMo RL GB200", NEMO_GB200, 85),
+)
 
 
 def nemo_rows() -> list[Row]:
     rows: list[Row] = []
-    for source, table, refit in (("NeMo RL v0.4", NEMO_V4, 36), ("NeMo RL v0.6", NEMO_V6, 85)):
+    for source, table, refit in NEMO:
         for name, ahead, slow, rates, seconds in table:
             fast = ahead.with_setting("cluster.collective_gbytes_per_s", refit)
             rows += [

@@ -105,7 +105,7 @@ FOLLOWING = [
     ({"health.backoff_max_s": 1}, "health.backoff_s", 1),
     ({"trainer.engine": "emulated"}, "rollout.engine", "emulated"),
     ({"rollout.engine": "emulated"}, "trainer.engine", "emulated"),
-    ({"split.trainer_tensor_parallel": 4}, "split.trainer_parallel", 4),
+    ({"split.trainer_tensor_parallel": 4, "split.trainer_pipeline_parallel": 2}, "split.trainer_parallel", 8),
     ({"split.tensor_parallel": 14}, "cluster.gpus", 28),
     ({"split.trainer_gpus": 30}, "cluster.gpus", 32),
     ({"cluster.gpus": 1}, "split.colocated", True),

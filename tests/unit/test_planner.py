@@ -28,6 +28,7 @@ SMALL = {
     "split.trainer_gpus": 12,
 }
 EVEN = {  # every completion is short and equally long, and training reads a long prompt
+    "efficiency.colocated": 1.0,  # and loses nothing by sharing its cards
     "workload.lengths.law": "fixed",
     "workload.lengths.median": 0,
     "workload.lengths.sigma": 0,

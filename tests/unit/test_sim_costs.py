@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tailrace.config import Config, ConfigError, load, with_values
+from tailrace.config.tree import Efficiency
 from tailrace.sim.cost_model import LAYER_S, CostModel
 
 
@@ -33,7 +34,7 @@ def test_a_layer_with_experts_has_a_longer_floor_and_graphs_a_shorter_one() -> N
     eager, graph = (CostModel(cluster(efficiency__decoding=mode)).decode_fixed for mode in ("eager", "graph"))
     assert eager / graph == pytest.approx(LAYER_S["eager"] / LAYER_S["graph"])
     mixture = CostModel(cluster("qwen3-30b-a3b")).decode_fixed
-    assert mixture == pytest.approx(48 * LAYER_S["typical"] * 1.5)
+    assert mixture == pytest.approx(48 * LAYER_S["typical"] * (1 + Efficiency().expert_layer))
 
 
 def test_fp8_generation_halves_what_is_read_and_leaves_more_room() -> None:
@@ -59,6 +60,50 @@ def test_the_exchange_is_hidden_behind_arithmetic_until_it_is_longer() -> None:
     assert slowest > 10 * fast
     relays = CostModel(cluster(cluster__network_gbytes_per_s=1)).train(lengths)
     assert relays == fast  # what relays send is another matter
+
+
+def test_ranks_that_are_balanced_over_a_step_wait_for_each_other_in_a_mini_batch() -> None:
+    lengths = [4000, 100, 100, 100] * 64
+    even, uneven = (CostModel(cluster(trainer__balance=over)).train(lengths) for over in ("mini_batch", "step"))
+    assert uneven == pytest.approx(even * 4000 / 1075, rel=0.1), "every fourth sequence is on the same rank"
+
+
+def test_pipeline_stages_wait_for_the_first_pack_and_after_the_last() -> None:
+    alone, staged = (
+        CostModel(cluster(split__trainer_parallel=4, trainer__tokens_per_batch=4096,
+                          split__trainer_pipeline_parallel=stages)).train([4096] * 128)
+        for stages in (1, 4)
+    )  # fmt: skip
+    assert staged / alone == pytest.approx((8 + 3) / 8, rel=0.02)
+
+
+def test_a_trainer_on_cards_with_little_arithmetic_reaches_more_of_it() -> None:
+    """What is bound by memory takes a smaller share of the time."""
+    reached = {}
+    for card in ("H800", "H20"):
+        costs = CostModel(cluster(cluster__gpu=card))
+        reached[card] = 1 / (costs.train([4096] * 1024) * costs.trainer_gpu.flops)
+    assert reached["H20"] > 1.3 * reached["H800"]
+
+
+def test_a_trainer_that_shares_its_cards_is_slower() -> None:
+    apart, shared = (
+        CostModel(cluster(cluster__gpus=gpus, split__trainer_gpus=trainer, split__colocated=colocated)).train(
+            [4096] * 1024
+        )
+        for gpus, trainer, colocated in ((128, 64, False), (64, 0, True))
+    )
+    assert shared == pytest.approx(apart / Efficiency().colocated, rel=0.02)
+
+
+def test_every_pack_of_a_mixture_has_a_floor() -> None:
+    large, small = (
+        CostModel(cluster("qwen3-30b-a3b", split__tensor_parallel=2, trainer__tokens_per_batch=size)).train(
+            [1024] * 512
+        )
+        for size in (65536, 1024)
+    )
+    assert small > 2 * large
 
 
 def test_a_trainer_at_best_is_never_slower_than_one_with_uneven_ranks() -> None:

@@ -82,7 +82,7 @@ def test_a_measured_peak_is_predicted(case):
 def test_a_mixture_of_experts_holds_all_of_them_and_computes_with_few():
     dense, sparse = cluster("qwen3-32b", 64), cluster("qwen3-30b-a3b", 64)
     assert rank_memory(sparse, 64, 64, 8192, True).weights > 0.9 * rank_memory(dense, 64, 64, 8192, True).weights
-    assert arithmetic_s(sparse, 8192, False) < 0.15 * arithmetic_s(dense, 8192, False)
+    assert arithmetic_s(sparse, 8192, False) < 0.2 * arithmetic_s(dense, 8192, False)
     assert exchange(sparse, 64, 8, "full").gather_s > 0.9 * exchange(dense, 64, 8, "full").gather_s
 
 

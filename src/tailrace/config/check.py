@@ -112,11 +112,16 @@ def _trainer_divides(config: Config) -> Iterator[str]:
     ways, gpus = config.split.trainer_parallel, config.trainer_gpus
     if gpus % ways:
         yield f"split.trainer_parallel is {ways}, which does not divide the trainer's {gpus} GPUs; write a divisor"
-    tensor_ways = config.split.trainer_tensor_parallel
+    tensor_ways, stages = config.split.trainer_tensor_parallel, config.split.trainer_pipeline_parallel
     if ways % tensor_ways:
         yield (
             f"split.trainer_tensor_parallel is {tensor_ways}, which does not divide split.trainer_parallel = {ways}; "
             f"the tensor ways are part of those"
+        )
+    elif ways % (tensor_ways * stages):
+        yield (
+            f"split.trainer_pipeline_parallel is {stages}; times split.trainer_tensor_parallel = {tensor_ways} it does "
+            f"not divide split.trainer_parallel = {ways}, of which both are part"
         )
 
 

@@ -207,7 +207,9 @@ FOLLOWING: dict[str, Callable[[Settings], Any]] = {
     "trainer.engine": _emulated_like("rollout.engine"),
     "local.replicas": _replicas,
     "local.start_s": _start_s,
-    "split.trainer_parallel": lambda settings: settings["split.trainer_tensor_parallel"],
+    "split.trainer_parallel": lambda settings: (
+        settings["split.trainer_tensor_parallel"] * settings["split.trainer_pipeline_parallel"]
+    ),
     "cluster.gpus_per_host": _gpus_per_host,
     "cluster.gpus": _gpus,
     "split.colocated": _colocated,

@@ -122,6 +122,7 @@ class GpuSplit(Section):
     tensor_parallel: Count = 1  # GPUs per replica
     trainer_parallel: Count = 1  # GPUs that work on one sequence together (tensor x context x pipeline ways)
     trainer_tensor_parallel: Count = 1  # how many of these are tensor ways, which exchange activations at every layer
+    trainer_pipeline_parallel: Count = 1  # and how many pipeline stages, which have a part of the layers each
     colocated: bool | None = None  # generate and train in turn on all GPUs; unset: only `sync` does
 
 
@@ -325,6 +326,8 @@ class Trainer(Section):
         4  # optimiser steps per training step; groups stream in at this grain where the schedule allows
     )
     forward_passes: Amount = 1.0  # simulation: extra forward passes per token (old log-probs, reference)
+    # simulation: over what sequences are spread evenly over the ranks; "step": so that mini-batches are uneven
+    balance: Literal["mini_batch", "step"] = "mini_batch"
     checkpoint_every: Natural = 0  # steps; 0: as often as it costs little (trainer/pace.py)
     keep_checkpoints: Annotated[int, Meta(ge=2)] = 2  # the newest, from which a run is resumed
     archive_every: Natural = 0  # keep every Nth checkpoint permanently (N in steps); 0: none
@@ -420,14 +423,18 @@ class Efficiency(Section):
 
     bandwidth: Attained = 0.8  # of the published memory bandwidth, in decoding; of a link, in collectives
     prefill: Attained = 0.65  # of peak arithmetic, in an engine's prefill
-    forward: Attained = 0.29  # and in the trainer's extra forward passes
-    training: Attained = 0.4  # and in its forward + backward
-    experts: Attained = 0.1  # of those two, in the small products of a mixture's experts, routed unevenly
+    forward: Attained = 0.51  # and in the trainer's extra forward passes
+    training: Attained = 0.7  # and in the matrix products of its forward + backward
+    # how often a layer's activations go through a card's memory in one forward pass of the trainer, beside products
+    activation_passes: Amount = 6.0
+    # floor of one layer of a mixture in one of the trainer's passes over a pack: routing, sorting, sending
+    expert_pass_us: Amount = 3000.0
+    colocated: Attained = 0.75  # of a trainer's speed, where an engine keeps a part of its cards' memory
     # floor of one layer in a decode step, however little it does; 0: by `decoding`
     layer_us: Amount = 0.0
     # how engines launch a decode step: from CUDA graphs, one kernel after the other, or as published RL systems do
     decoding: Literal["typical", "graph", "eager"] = "typical"
-    expert_layer: Amount = 0.5  # how much longer that floor is in a mixture's layer, as a share of it
+    expert_layer: Amount = 1.5  # how much longer that floor is in a mixture's layer, as a share of it
     sequence_us: Amount = 27.0  # host work per sequence and decode step
     all_reduce_us: Amount = 12.0  # latency of one small all-reduce within a host
     switch_s: Amount = 10.0  # colocated: from generation to training and back, per step, beside moving states

@@ -12,6 +12,7 @@ error of foretelling the same for all.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from math import erfc, exp, log, sqrt
 
 import msgspec
@@ -70,12 +71,7 @@ class LengthEstimates(msgspec.Struct):
         there is half on average. 0 while nothing is known."""
         if self.groups < FEWEST:
             return 0.0
-        sigma = sqrt(self._between + max(self.within, 1e-6))
-        z = (log(most) - self.mean) / sigma
-        capped = _upper(z)
-        mean = exp(self.mean + sigma * sigma / 2) * (1.0 - _upper(z - sigma)) + most * capped
-        square = exp(2 * (self.mean + sigma * sigma)) * (1.0 - _upper(z - 2 * sigma)) + most * most * capped
-        return square / (2 * mean)
+        return _half_by_length(self.mean, self._between + max(self.within, 1e-6), most)
 
     def useful_share(self, limit: float, size: int, most: int) -> float:
         """Share of the generated tokens that are in groups of this size all of whose samples end within `limit` tokens,
@@ -131,6 +127,17 @@ class EarlierLengths(msgspec.Struct):
         """For so many samples, the sum of their log lengths. The policy has changed since, so they are few."""
         mean = self.mean(row, -1.0)
         return (EARLIER, EARLIER * mean) if mean >= 0.0 else (0.0, 0.0)
+
+
+@lru_cache(maxsize=16)  # asked for at every assignment, and another only when a group has closed
+def _half_by_length(mean: float, variance: float, most: int) -> float:
+    """E[L^2] / 2 E[L] of a log-normal length that ends at `most`."""
+    sigma = sqrt(variance)
+    z = (log(most) - mean) / sigma
+    capped = _upper(z)
+    first = exp(mean + sigma * sigma / 2) * (1.0 - _upper(z - sigma)) + most * capped
+    second = exp(2 * (mean + sigma * sigma)) * (1.0 - _upper(z - 2 * sigma)) + most * most * capped
+    return second / (2 * first)
 
 
 def _mean_excess(tokens: int, mean: float, sigma: float) -> float:

@@ -8,6 +8,7 @@ comes from here.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import msgspec
@@ -56,32 +57,38 @@ class Speed(msgspec.Struct):
 
     def costs(self) -> DecodeCosts | None:
         """None while nothing has been decoded."""
-        kept = [i for i in range(COSTS) if self.products[COSTS * i + i] > 0.0]
-        while kept:
-            solved = self._solve(kept)
-            if min(solved) >= 0.0:
-                values = dict(zip(kept, solved, strict=True))
-                costs = DecodeCosts(*[values.get(i, 0.0) for i in range(COSTS)])
-                return costs if costs.step_s(1, 0) > 0.0 else None
-            kept = [i for i, value in zip(kept, solved, strict=True) if value > 0.0]
-        return None
+        return _costs(tuple(self.products), tuple(self.targets))
 
-    def _solve(self, kept: list[int]) -> list[float]:
-        """Gaussian elimination; the matrix is symmetric and, with the ridge, definite."""
-        rows = [[self.products[COSTS * i + j] * (1.0 + RIDGE * (i == j)) for j in kept] for i in kept]
-        right = [self.targets[i] for i in kept]
-        size = len(kept)
-        for pivot in range(size):
-            for row in range(pivot + 1, size):
-                factor = rows[row][pivot] / rows[pivot][pivot]
-                right[row] -= factor * right[pivot]
-                for column in range(pivot, size):
-                    rows[row][column] -= factor * rows[pivot][column]
-        solved = [0.0] * size
-        for row in reversed(range(size)):
-            known = sum(rows[row][column] * solved[column] for column in range(row + 1, size))
-            solved[row] = (right[row] - known) / rows[row][row]
-        return solved
+
+@lru_cache(maxsize=16)  # asked for at every assignment, and another only after a report
+def _costs(products: tuple[float, ...], targets: tuple[float, ...]) -> DecodeCosts | None:
+    kept = [i for i in range(COSTS) if products[COSTS * i + i] > 0.0]
+    while kept:
+        solved = _solve(products, targets, kept)
+        if min(solved) >= 0.0:
+            values = dict(zip(kept, solved, strict=True))
+            costs = DecodeCosts(*[values.get(i, 0.0) for i in range(COSTS)])
+            return costs if costs.step_s(1, 0) > 0.0 else None
+        kept = [i for i, value in zip(kept, solved, strict=True) if value > 0.0]
+    return None
+
+
+def _solve(products: tuple[float, ...], targets: tuple[float, ...], kept: list[int]) -> list[float]:
+    """Gaussian elimination; the matrix is symmetric and, with the ridge, definite."""
+    rows = [[products[COSTS * i + j] * (1.0 + RIDGE * (i == j)) for j in kept] for i in kept]
+    right = [targets[i] for i in kept]
+    size = len(kept)
+    for pivot in range(size):
+        for row in range(pivot + 1, size):
+            factor = rows[row][pivot] / rows[pivot][pivot]
+            right[row] -= factor * right[pivot]
+            for column in range(pivot, size):
+                rows[row][column] -= factor * rows[pivot][column]
+    solved = [0.0] * size
+    for row in reversed(range(size)):
+        known = sum(rows[row][column] * solved[column] for column in range(row + 1, size))
+        solved[row] = (right[row] - known) / rows[row][row]
+    return solved
 
 
 def _difference(before: EngineWork | None, after: EngineWork) -> tuple[float, ...]:

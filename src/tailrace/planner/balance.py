@@ -3,11 +3,12 @@
 A unit is the GPUs that work on one sample together: `m_t` of them train it, `m_g` generate it. With `eta_t` and
 `eta_g` seconds per sample on one unit, B0 samples a step and G0 GPUs,
 
-    sync   (B0 / G0) * (m_t eta_t + m_g eta_g)                           one memory holds both roles
+    sync   (B0 / G0) * (m_t eta_t / c + m_g eta_g)                       one memory holds both roles
     async  (B0 / G0) * max(m_t eta_t / theta, m_g eta_g / (1 - theta))   each role has its own memory
 
-and the two sides of async meet at `theta* = m_t eta_t / (m_t eta_t + m_g eta_g)`, the trainer's share of the GPUs.
-`eta_g` falls with the batch, which the KV cache bounds, and so does the work in flight.
+with `c` the share of its speed that a trainer keeps on shared cards (`efficiency.colocated`). The two sides of async
+meet at `theta* = m_t eta_t / (m_t eta_t + m_g eta_g)`, the trainer's share of the GPUs. `eta_g` falls with
+the batch, which the KV cache bounds, and so does the work in flight.
 
 The formulas assume a generation that is always in full swing. A synchronous round is not: it ends with its longest
 sample. `sync_round_s` adds that tail, so the difference between the two speed-ups is what asynchrony is about.
@@ -56,7 +57,7 @@ def theory(config: Config) -> Theory:
     sync = _shared_config(config)
     sync_batch = _batch(sync, sizes, sync.replicas)
     sync_eta_g = generation_seconds(CostModel(sync), sizes, sync_batch)
-    trained = per_gpu * m_t * eta_t
+    trained = per_gpu * m_t * eta_t / config.efficiency.colocated
     sync_step = trained + per_gpu * sync.split.tensor_parallel * sync_eta_g
     async_step = per_gpu * max(m_t * eta_t / theta, m_g * eta_g / (1 - theta))
     round_s = _round_seconds(sync, sizes, sync_batch, sync_eta_g)

@@ -12,11 +12,14 @@ hardware could do at best:
 - experts (`experts.py`): a batch reads those that its tokens are routed to, in tiles that may be mostly empty;
 - parallelism beyond a host divides layers: a token passes the hosts one after the other, so the weights of all of them
   are read in turn, while KV and arithmetic are shared;
-- prefill, the trainer's extra forward passes and its forward + backward reach a share of the card's peak each;
-- tensor parallelism adds two all-reduces a layer; the exchange of sharded weights and gradients goes on beside the
-  arithmetic, as in FSDP, so that only what is longer than that, and the first and last layer of it, is waited for;
+- prefill, the trainer's extra forward passes and its forward + backward reach a share of the card's peak each in their
+  matrix products; what else the trainer computes is bound by memory bandwidth, and a mixture's layer has a floor;
+- tensor parallelism adds two all-reduces a layer, pipeline stages wait for each other at both ends of a mini-batch; the
+  exchange of sharded weights and gradients goes on beside the arithmetic, as in FSDP, so that only what is longer than
+  that, and the first and last layer of it, is waited for;
 - a step of training is as slow as its slowest rank, and a sequence is never split over more than `trainer_parallel`
-  GPUs: with many GPUs and long tails, the longest sequence is the step.
+  GPUs: with many GPUs and long tails, the longest sequence is the step;
+- a trainer that shares its cards with engines is slower by a constant.
 """
 
 from __future__ import annotations
@@ -31,10 +34,11 @@ from tailrace.config.tree import Config
 from tailrace.sim.chain import best_chunks, broadcast_s, chunk_count, hop_s
 from tailrace.sim.experts import ExpertLoads
 from tailrace.sim.gpus import Gpu, rollout_card, trainer_card
+from tailrace.sim.sharding import memory_bound_s
 
 # Floor of one layer in a decode step: a dozen small kernels, however little they do. From CUDA graphs: vLLM 0.24 on one
 # H200. One by one: assumed. Typical, of published RL systems: fitted (`benchmarks/published_fit.py`).
-LAYER_S = {"typical": 200e-6, "graph": 70e-6, "eager": 400e-6}
+LAYER_S = {"typical": 100e-6, "graph": 70e-6, "eager": 400e-6}
 FP8 = 1.74  # arithmetic of fp8 over bf16 (H200, products of a 7B model with 1,024 rows)
 ENGINE_MEMORY = 0.88  # share of a card that weights and KV of an engine may take
 COLOCATED_MEMORY = 0.7  # the same where a trainer shares the card
@@ -124,14 +128,34 @@ class CostModel:
         """Seconds of one mini-batch: the slowest rank's work, and what of the exchange is not hidden behind it."""
         sizes = np.asarray(lengths, dtype=np.float64)
         work = self._work(sizes)
-        slowest = max(float(work.sum()) / self._ranks, float(work.max(initial=0.0)))
-        return self._beside_exchange(slowest, float(sizes.sum()) / self._ranks)
+        slowest = max(self._largest_share(work), float(work.max(initial=0.0)))
+        return self._mini_batch(slowest, float(sizes.sum()) / self._ranks)
+
+    def _largest_share(self, work: np.ndarray) -> float:
+        """Of a rank in a mini-batch. Where ranks are balanced over a step, which of a rank's sequences come together in
+        a mini-batch is chance."""
+        if self.config.trainer.balance == "mini_batch" or not len(work):
+            return float(work.sum()) / self._ranks
+        return float(np.bincount(np.arange(len(work)) % self._ranks, weights=work).max())
 
     def train_at_best(self, lengths: list[int], times: float, mini_batches: int) -> float:
         """Seconds of mini-batches that have `times` these sequences in all, if no rank waits for another."""
         sizes = np.asarray(lengths, dtype=np.float64)
         share = times / mini_batches / self._ranks
-        return mini_batches * self._beside_exchange(float(self._work(sizes).sum()) * share, float(sizes.sum()) * share)
+        return mini_batches * self._mini_batch(float(self._work(sizes).sum()) * share, float(sizes.sum()) * share)
+
+    def _mini_batch(self, work_s: float, tokens: float) -> float:
+        """Of a rank's packs: stages wait for the first of them and after the last, and a pack has a floor."""
+        packs, stages = self._packs(tokens), self.config.split.trainer_pipeline_parallel
+        floor = self._passes * self.model.layers / stages * self._expert_pass_s
+        return self._beside_exchange((packs + stages - 1) * (work_s / packs + floor), tokens)
+
+    def _packs(self, tokens: float) -> int:
+        return ceil(tokens / self.config.trainer.tokens_per_batch) or 1
+
+    @property
+    def _expert_pass_s(self) -> float:
+        return self.reached.expert_pass_us * 1e-6 if self.loads.mixture else 0.0
 
     @cached_property
     def _ranks(self) -> int:
@@ -139,16 +163,16 @@ class CostModel:
 
     def _work(self, sizes: np.ndarray) -> np.ndarray:
         """Seconds of each sequence on the GPUs that work on it together, in all passes."""
-        forward = 2.0 * self._effective * sizes + self._attention(1.0) * sizes * sizes
+        forward = 2.0 * self.model.active * sizes + self._attention(1.0) * sizes * sizes
         passes = 3.0 / self.reached.training + self.config.trainer.forward_passes / self.reached.forward
         flops = self.config.split.trainer_parallel * self.trainer_gpu.flops
-        return forward * passes / flops + sizes * (self._between_ways + self._between_experts)
+        per_token = self._through_memory + self._between_ways + self._between_experts
+        return (forward * passes / flops + sizes * per_token) / (self.reached.colocated if self.config.colocated else 1)
 
     @cached_property
-    def _effective(self) -> float:
-        """Parameters per token, those of experts counted as the time that their products take."""
-        experts = self.model.expert_parameters * self.model.used_share
-        return self.model.active - experts + experts / self.reached.experts
+    def _through_memory(self) -> float:
+        """Seconds per token of norms, residuals and the like on the GPUs that work on it together."""
+        return memory_bound_s(self.config, self._passes) / self.config.split.trainer_parallel
 
     @cached_property
     def _between_ways(self) -> float:
@@ -186,8 +210,7 @@ class CostModel:
         """Layers are fetched ahead and gradients sent behind, so both go on beside the arithmetic but for one layer."""
         gather, reduce = self._gather_s, 2.0 * self._gather_s  # gradients are float32
         if self.config.split.trainer_parallel == 1:  # FSDP alone: every pack gathers all weights in every pass
-            packs = ceil(tokens / self.config.trainer.tokens_per_batch) or 1
-            exchange = packs * (2.0 + self.config.trainer.forward_passes) * gather + reduce
+            exchange = self._packs(tokens) * (2.0 + self.config.trainer.forward_passes) * gather + reduce
         else:
             exchange = gather + reduce
         return max(compute_s, exchange) + (gather + reduce) / max(1, self.model.layers)

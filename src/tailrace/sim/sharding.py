@@ -161,6 +161,12 @@ def trainer_card(config: Config) -> gpus.Gpu:
 
 def arithmetic_s(config: Config, tokens: float, recompute: bool) -> float:
     """Forward, backward and extra forward passes over so many tokens on one card, attention left out."""
-    reached = config.efficiency
-    passes = (4.0 if recompute else 3.0) / reached.training + config.trainer.forward_passes / reached.forward
-    return 2.0 * config.model.active * tokens * passes / trainer_card(config).flops
+    reached, passes, extra = config.efficiency, 4.0 if recompute else 3.0, config.trainer.forward_passes
+    products = 2.0 * config.model.active * (passes / reached.training + extra / reached.forward)
+    return tokens * (products / trainer_card(config).flops + memory_bound_s(config, passes + extra))
+
+
+def memory_bound_s(config: Config, passes: float) -> float:
+    """One token on one card in so many forward passes: all that is no matrix product."""
+    moved = config.model.layers * layer_activations(config.model) * config.efficiency.activation_passes * passes
+    return moved / (trainer_card(config).memory_bytes_per_s * config.efficiency.bandwidth)
