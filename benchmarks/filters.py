@@ -198,6 +198,8 @@ def crossing(points: list[tuple[float, float]], goal: float) -> float | None:
 
 def compare(options: argparse.Namespace) -> list[Row]:
     rows: list[Row] = []
+    if options.runs:
+        options.runs.mkdir(parents=True, exist_ok=True)
     for seed in options.seed_list:
         for arm in options.arms:
             kept = nullcontext(options.runs) if options.runs else TemporaryDirectory(ignore_cleanup_errors=True)
@@ -268,7 +270,7 @@ def main() -> None:
     parser.add_argument("--seed-list", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
     parser.add_argument("--goals", nargs="+", type=float, help="held-out accuracy; 0.8 and 0.85, on a GPU 0.8 and 0.9")
-    parser.add_argument("--steps", type=int, default=None, help="14, on a GPU 60")
+    parser.add_argument("--steps", type=int, default=None, help="30, on a GPU 60")
     parser.add_argument("--every", type=int, default=None, help="steps between two checkpoints; 2, on a GPU 6")
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--recipe", type=Path, default=None)
@@ -280,7 +282,7 @@ def main() -> None:
     options = parser.parse_args()
     options.recipe = options.recipe or ROOT / "examples" / RECIPES[options.gpu]
     options.out = options.out or ROOT / "benchmarks" / "results" / RESULTS[options.gpu]
-    options.steps = options.steps or (60 if options.gpu else 14)
+    options.steps = options.steps or (60 if options.gpu else 30)
     options.goals = options.goals or [0.8, 0.9 if options.gpu else 0.85]
     options.every = options.every or (6 if options.gpu else 2)
     options.deadline = options.deadline or (100.0 if options.gpu else 600.0)

@@ -1,6 +1,9 @@
 """How much is kept under way: what the trainer needs."""
 
+from drive import Drive, config
+from tailrace.config.tree import Schedule
 from tailrace.control.pacing import Pacing
+from tailrace.protocol import TrainerJoined, TrainerLost
 
 MOST, STEP, MINI = 1024, 128, 32
 
@@ -53,3 +56,14 @@ def test_a_reserve_and_a_step_stay():
     for step in range(9, 400):
         made(pacing, step, spare=1000)
     assert pacing.limit == STEP
+
+
+def test_a_dead_trainer_does_not_limit_what_is_under_way():
+    drive = Drive(config(prompts=4, schedule=Schedule(kind="trajectory", max_staleness=8))).join_all()
+    drive.plane.state.pacing.limit = 4.0
+    context = drive.plane._context
+    before = context.admits()
+    drive.tell(TrainerLost(context.training.incarnation, "killed"))
+    assert context.admits() > before + 8
+    drive.tell(TrainerJoined(2, 0, 0))
+    assert context.admits() <= before

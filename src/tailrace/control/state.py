@@ -83,8 +83,9 @@ class Context:
         self.touched[replica.id] = replica
 
     def admits(self, lag: int = 0) -> int:
-        """How many more groups may be opened, under weights that are `lag` versions behind."""
-        limit = int(self.state.pacing.limit) if self.traits.chooses else 0
+        """How many more groups may be opened, under weights that are `lag` versions behind. While there is no trainer
+        nobody knows how much it will need, and generation goes on as far as the staleness bound allows."""
+        limit = int(self.state.pacing.limit) if self.traits.chooses and self.training.live else 0
         useful = self.state.history.useful_share
         return sampling.admits(self.config, self.ledger, self.training.taken, lag, limit, useful)
 

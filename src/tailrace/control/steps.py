@@ -109,6 +109,7 @@ def waits(context: Context, event: TrainerWaits) -> None:
 
 def lose(context: Context, reason: str) -> None:
     context.training.live = context.training.busy = False
+    context.more_work = True  # what is under way is not limited by its need any more
     context.training.reason = reason
     health.plan_restart(context.config.health, context.now, context.training)
 
