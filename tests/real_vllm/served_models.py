@@ -39,7 +39,8 @@ SIZES: dict[str, Any] = {
 ROUTED: dict[str, Any] = {"num_experts": 4, "moe_intermediate_size": 64, "norm_topk_prob": True}
 MIXTURES: dict[str, Callable[[], PretrainedConfig]] = {
     "qwen3": lambda: Qwen3MoeConfig(**SIZES, **ROUTED),
-    "qwen2": lambda: Qwen2MoeConfig(**SIZES, **ROUTED, shared_expert_intermediate_size=96),
+    "qwen2": lambda: Qwen2MoeConfig(**SIZES | {"head_dim": 32}, **ROUTED, shared_expert_intermediate_size=96),
+    "of another shape": lambda: Qwen2MoeConfig(**SIZES, **ROUTED),  # vLLM does not read its head_dim
     "mixtral": lambda: MixtralConfig(**SIZES, num_local_experts=4, intermediate_size=48),  # vLLM pads it to 64
 }
 

@@ -44,6 +44,14 @@ def test_new_weights_of_experts_that_vllm_does_not_take_end_the_replica(
     assert gone_soon(engine.process.pid)
 
 
+def test_a_shape_that_vllm_understands_otherwise_is_refused(tmp_path: Path):
+    model = mixture("of another shape", tmp_path / "model")
+    engine = build_engine(settings(model=model))
+    with pytest.raises(VllmLostError, match=r"q_proj\.weight is a matrix of 128 x 64, but vLLM's is 64 x 64"):
+        engine.load_weights(0, known.weights(0, model))
+    assert gone_soon(engine.process.pid)
+
+
 def test_expert_parallelism_is_refused_on_a_cpu_where_it_would_crash():
     with pytest.raises(ConfigError, match="CPU build has no expert parallelism"):
         build_engine(settings(*TENSOR, "--rollout.vllm.enable_expert_parallel", "true"))

@@ -156,9 +156,20 @@ def _of_linear(module: Any, sources: list[str], tensors: Mapping[str, torch.Tens
     first = width * module.tp_rank if width < module.input_size else 0
     found = _columns(module, columns, width).split(module.output_partition_sizes, dim=1)
     for name, part in zip(names, found, strict=True):
+        _refuse_other_shape(name, tensors[name], part.shape[1] * module.tp_size, module.input_size)
         rows = _own_rows(tensors[name].shape[0], part.shape[1], module)
         yield Verified(name, tensors[name][rows][:, [first + column for column in columns]].t(), part)
     yield from _of_biases(module, sources, tensors)
+
+
+def _refuse_other_shape(name: str, wanted: torch.Tensor, most_rows: int, columns: int) -> None:
+    """vLLM cuts what is larger than its own matrix without a word: heads of another size, for one."""
+    rows, width = wanted.shape
+    if rows > most_rows or width != columns:
+        raise RuntimeError(
+            f"the new {name} is a matrix of {rows} x {width}, but vLLM's is {most_rows} x {columns}: it computes this "
+            "model's shape in another way than transformers (such as head_dim), so it cannot be served by it"
+        )
 
 
 def _columns(module: Any, columns: list[int], width: int) -> torch.Tensor:
