@@ -190,7 +190,7 @@ def isolation(window_s: float) -> dict[str, Any]:
     with broken_fleet(*away) as (run, tape):
         rows = fleet.step_intervals(run, tape, window_s, list(fleet.BROKEN))
     with broken_fleet(*away, *fleet.ROOM) as (run, tape):
-        generation = fleet.generation_without_trainer(run, tape, min(window_s, 6.0))
+        generation = fleet.generation_without_trainer(run, tape, min(window_s, 15.0))
     table = Table("fault", "before", "after", "change", title="who feels it")
     for row in rows:
         table.add_row(row.fault, f"{row.before:.3f} s a step", f"{row.after:.3f} s a step", f"{row.share:+.1%}")

@@ -69,7 +69,10 @@ relays = {RELAYS}
 steps = 1000
 """  # the trainer is what limits it, so one replica of four can be missed; heartbeats are the defaults
 # A trainer that waits for generation, and a buffer with room for half a minute of it.
-ROOM = ("--costs.train_mini_batch", "0.05", "--schedule.max_staleness", "60", "--costs.decode_step", "0.01")
+ROOM = (
+    *("--costs.train_mini_batch", "0.05", "--costs.decode_step", "0.01"),
+    *("--schedule.max_staleness", "180", "--schedule.steps_ahead", "180"),
+)
 EVERYBODY = {"trainer0", "store0", *(f"replica{id}" for id in range(REPLICAS)), *(f"relay{id}" for id in range(RELAYS))}
 TAPE_S = 0.01
 
