@@ -148,7 +148,8 @@ def generated(run: Run, replica: int) -> int:
 def test_samples_move_between_vllm_and_native_and_a_killed_vllm_is_a_killed_replica(tmp_path: Path):
     options = ["--run.steps", "1000", "--run.evaluate", "false", "--local.listen", "127.0.0.1"]
     # more may start than fits, and a version that all are to pull at once: of two that drain, one is emptied
-    options += ["--schedule.max_inflight", "16", "--schedule.publish_every", "8"]
+    options += ["--workload.prompts_per_step", "8", "--workload.group_size", "8", "--repack.every_s", "0.1"]
+    options += ["--schedule.max_inflight", "64", "--schedule.publish_every", "4"]
     run = Run(tmp_path, SETTINGS, *options).start()
     try:
         run.until((run.folder / "join.key").exists, "its key")
