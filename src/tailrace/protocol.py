@@ -34,6 +34,7 @@ Role = Literal["replica", "relay", "trainer", "store"]
 # why a payload is not needed
 Ending = Literal["trained", "stale", "filtered", "stopped", "failed", "lost", "regenerate"]
 TRAINER = 0  # the trainer is one component, whatever its number of ranks
+Check = Literal["", "turn", "draws"]  # of what a stranger handed in: that its turn ends; and every token, scored again
 SCORING_S = 0.25  # how long a judge has a turn before that is reported: quick rewards cost no event
 
 
@@ -68,7 +69,8 @@ class TrajectoryMeta(Struct):
 class Request(Struct):
     """One sample to generate. `resume`: go on from what its store holds of it. `failures`: how often its environment or
     reward has failed, which gives it other random numbers: with the same ones it would fail again. `store`: the sample
-    store that its tokens go to."""
+    store that its tokens go to. `check`: a stranger has generated what there is of it, which is to be checked before it
+    is judged."""
 
     trajectory: TrajectoryId
     attempt: Natural
@@ -78,6 +80,7 @@ class Request(Struct):
     resume: bool = False
     failures: Natural = 0
     store: StoreId = 0
+    check: Check = ""
 
 
 class TrainGroup(Struct):
@@ -110,18 +113,36 @@ class RunStarted(Event):
 
 class HostJoined(Event):
     """Another machine is there, on which a relay and these replicas are to be started. Its number was never used.
-    `store`: a sample store too, which has the same number. `ranks`: it has room for so many ranks of the trainer."""
+    `store`: a sample store too, which has the same number. `ranks`: it has room for so many ranks of the trainer.
+    `worker`: it is a stranger's, who has the key of this name; `salt`, which no stranger knows, decides which of its
+    samples are scored again."""
 
     host: HostId
     replicas: tuple[ReplicaId, ...]
     store: bool = False
     ranks: Natural = 0
+    worker: str = ""
+    salt: Natural = 0
 
 
 class HostLeft(Event):
     """It is gone with all that ran there, for good: should it come back, it gets another number."""
 
     host: HostId
+    reason: str
+
+
+class WorkerRevoked(Event):
+    """Somebody has withdrawn the key of this stranger."""
+
+    worker: str
+    reason: str
+
+
+class WorkerRefused(Event):
+    """A stranger has sent what it must not."""
+
+    worker: str
     reason: str
 
 
@@ -213,6 +234,24 @@ class Parked(Event):
     replica: ReplicaId
     incarnation: Natural
     samples: tuple[TrajectoryMeta, ...]
+
+
+class HandedIn(Event):
+    """A stranger has generated these up to the end of a turn; nobody has checked or judged them. Their tokens are in
+    their sample stores."""
+
+    replica: ReplicaId
+    incarnation: Natural
+    samples: tuple[TrajectoryMeta, ...]
+
+
+class CheckFailed(Event):
+    """A checker has found that a stranger's tokens are not what its weights and the seed give."""
+
+    replica: ReplicaId
+    trajectory: TrajectoryId
+    attempt: Natural
+    reason: str
 
 
 class WeightsLoaded(Event):
@@ -366,6 +405,8 @@ AnyEvent = (
     RunStarted
     | HostJoined
     | HostLeft
+    | WorkerRevoked
+    | WorkerRefused
     | PromptsAdded
     | ReplicaJoined
     | ReplicaLost
@@ -375,6 +416,8 @@ AnyEvent = (
     | Finished
     | SampleFailed
     | Parked
+    | HandedIn
+    | CheckFailed
     | WeightsLoaded
     | PullFailed
     | RelayJoined
@@ -419,7 +462,7 @@ class SkipPrompts(Command):
 
 
 class Generate(Command):
-    """-> one Finished, SampleFailed or Parked entry per request."""
+    """-> one Finished, SampleFailed, CheckFailed, or entry in Parked or HandedIn per request."""
 
     replica: ReplicaId
     incarnation: Natural
@@ -518,6 +561,24 @@ class GiveUp(Command):
     reason: str
 
 
+class CutOff(Command):
+    """It is not heard of, and may be alive: until `until` what it has is left to it. It is hung up on, so that it says
+    what it has when it is back. No answer."""
+
+    role: Role
+    id: Natural
+    incarnation: Natural
+    until: float
+    reason: str
+
+
+class Dismiss(Command):
+    """Send this stranger away and let it in no more. No answer."""
+
+    worker: str
+    reason: str
+
+
 class Start(Command):
     """Start a component (again) -> ReplicaJoined, RelayJoined, StoreJoined or TrainerJoined, with a larger
     incarnation."""
@@ -555,6 +616,8 @@ AnyCommand = (
     | Drop
     | Forget
     | GiveUp
+    | CutOff
+    | Dismiss
     | Start
     | SetTimer
     | Stop

@@ -244,6 +244,23 @@ def _restarts_back_off(config: Config) -> Iterator[str]:
         yield f"health.backoff_max_s is below health.backoff_s; write {health.backoff_s:g} or more"
 
 
+def _strangers_can_be_checked(config: Config) -> Iterator[str]:
+    checkers, kind = config.strangers.checkers, config.schedule.kind
+    if not checkers:
+        return
+    if not config.local.listen:
+        yield "strangers.checkers is set, but nobody can join; write local.listen, an address of this host"
+    if isinstance(config.local.replicas, int) and config.local.replicas < checkers:
+        yield f"strangers.checkers are replicas of this host; write local.replicas = {checkers} or more"
+    if kind in ("sync", "one_step", "stream"):
+        yield f"with schedule.kind = '{kind}' a stranger could hold up everybody; write 'trajectory' or 'adaptive'"
+    if config.rollout.engine == "vllm":
+        yield "strangers.checkers score with the native engine; write rollout.engine = 'native'"
+    needed = (config.schedule.max_staleness + 1) * config.model.weight_bytes / 1e9
+    if 0 < config.relay.quota_gbytes < needed:
+        yield f"strangers are checked under max_staleness + 1 versions; write relay.quota_gbytes = {needed:.2g} or more"
+
+
 def _devices_have_names(config: Config) -> Iterator[str]:
     for setting, device in (("rollout.device", config.rollout.device), ("trainer.device", config.trainer.device)):
         if not DEVICE.fullmatch(device):
@@ -379,4 +396,5 @@ RULES: tuple[Rule, ...] = (
     _turns_fit,
     _some_data_is_fresh_enough,
     _restarts_back_off,
+    _strangers_can_be_checked,
 )

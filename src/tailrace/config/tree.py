@@ -317,6 +317,16 @@ class Health(Section):
     stuck_s: Annotated[float, Meta(gt=0)] = (
         600.0  # the longest that a component may be at one thing, such as a mini-batch
     )
+    lease_s: Amount = 0.0  # so long a replica of another machine that is cut off keeps the samples that it has
+
+
+class Strangers(Section):
+    """Workers with keys of their own, which are not believed: what they hand in is checked and judged here."""
+
+    checkers: Natural = 0  # replicas of `local.replicas` that check and judge, and do nothing else; 0: no strangers
+    check_share: Share = 0.1  # of the samples that a stranger hands in: these are scored again, token by token
+    draws: bool = True  # the tokens must be those that the seed gives; False: a stranger may use vLLM, and choose
+    tolerance: Amount = 0.0  # nats by which log-probs may differ; 0: by the precision of the engine
 
 
 class Trainer(Section):
@@ -522,6 +532,7 @@ class Config(Section):
     filters: Filters = Filters()
     relay: RelaySettings = RelaySettings()
     health: Health = Health()
+    strangers: Strangers = Strangers()
     trainer: Trainer = Trainer()
     rollout: Rollout = Rollout()
     costs: Costs = Costs()

@@ -53,6 +53,8 @@ class Replica(msgspec.Struct):
     finished_at: float = -1.0  # when a sample last came to a good end
     failures: int = 0  # samples since then that came to a bad end
     failing_since: float = 0.0
+    worker: str = ""  # a stranger's, who has the key of this name
+    checks: bool = False  # it checks and judges what strangers hand in, and generates nothing for itself
     restarts: int = 0
     restart_at: float = 0.0
     reason: str = ""
@@ -116,7 +118,8 @@ class Fleet(msgspec.Struct):
         replica.incarnation = event.incarnation
         replica.version, replica.use_first = event.version, False
         replica.kv_capacity = event.kv_capacity
-        self.kv_capacity = min(self.kv_capacity or event.kv_capacity, event.kv_capacity)
+        if not replica.worker:  # what a stranger says of itself is no reason to give others less
+            self.kv_capacity = min(self.kv_capacity or event.kv_capacity, event.kv_capacity)
         replica.roofline = event.roofline
         replica.work, replica.chosen_for = None, NONE
         replica.kv_tokens = replica.pledged = replica.waiting = replica.kv_checked = 0
@@ -154,7 +157,8 @@ class Fleet(msgspec.Struct):
         return self.kv_capacity / kv_per_sample if kv_per_sample else 0.0
 
     def ready(self) -> Iterator[Replica]:
-        return (replica for replica in self.replicas.values() if replica.state == "ready")
+        """Those that generate and may have each other's samples: a stranger sees nobody's but its own."""
+        return (one for one in self.replicas.values() if one.state == "ready" and not (one.worker or one.checks))
 
 
 def roomiest(replicas: Iterable[Replica], sizes: list[int], kv_share: float) -> list[ReplicaId | None]:

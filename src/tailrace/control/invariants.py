@@ -22,6 +22,7 @@ def check_all(config: Config, state: State) -> None:
     _replicas_agree(state)
     _somebody_is_left(config, state)
     _stores_agree(state)
+    _strangers_are_apart(config, state)
 
 
 def _groups_balance(ledger: Ledger) -> None:
@@ -59,7 +60,7 @@ def _samples_balance(ledger: Ledger) -> None:
 
 def _check_group(ledger: Ledger, group: Group) -> None:
     states = [ledger.samples[id].state for id in group.samples]
-    unfinished = states.count("waiting") + states.count("running") + states.count("scoring")
+    unfinished = sum(states.count(state) for state in ("waiting", "running", "scoring", "handed_in"))
     assert len(states) <= max(group.size, 1), f"group {group.id} has no more samples than it may"
     assert unfinished == group.unfinished, f"group {group.id} counts its unfinished samples"
     if group.state != "open":
@@ -123,7 +124,7 @@ def _somebody_is_left(config: Config, state: State) -> None:
 
 
 def _relays_agree(config: Config, relays: Relays) -> None:
-    live = [relay for relay in relays.relays.values() if relay.live]
+    live = [relay for relay in relays.relays.values() if relay.live and not relay.foreign]
     assert relays.live == len(live), "live relays are counted"
     holders: dict[int, int] = {}
     for relay in live:
@@ -149,3 +150,29 @@ def _stores_agree(state: State) -> None:
     begun = [sample for sample in state.ledger.samples.values() if sample.oldest != NONE and sample.state != "failed"]
     untrained = [one for one in begun if state.ledger.groups[one.group].state != "training"]
     assert all(state.stores.has(one.store) for one in untrained), "what was lost with its store is generated anew"
+
+
+def _strangers_are_apart(config: Config, state: State) -> None:
+    """Nobody trains on, goes on from, or is served by what a stranger has, unless it was handed in and looked at."""
+    replicas, samples = state.fleet.replicas, state.ledger.samples.values()
+    handed_in = {one.id for one in samples if one.state == "handed_in"}
+    assert handed_in == set(state.ledger.handed_in), "what was handed in waits for a checker"
+    assert all(bool(one.check) == (one.stranger != NOWHERE) for one in samples), "it is known who handed it in"
+    foreign = [one for one in samples if one.replica != NOWHERE and replicas[one.replica].worker]
+    assert all(one.began == one.attempt and not one.check for one in foreign), "a stranger begins what it has itself"
+    checking = [one for one in samples if one.check and one.replica != NOWHERE]
+    assert all(replicas[one.replica].checks for one in checking), "checkers, and nobody else, look at it"
+    own = [one for one in samples if one.replica != NOWHERE and replicas[one.replica].checks]
+    assert all(one.check for one in own), "and do nothing else"
+    excluded = {name for name, worker in state.strangers.workers.items() if worker.excluded}
+    gone = {one.id for one in replicas.values() if one.worker in excluded}
+    assert all(not replicas[id].live for id in gone), "who is excluded is gone"
+    left = [one for one in samples if one.stranger in gone and one.state != "failed"]
+    assert all(state.ledger.groups[one.group].state == "training" for one in left), (
+        "and so is its work, unless it is being trained on"
+    )
+    ours = {one.id for one in state.relays.relays.values() if one.live and not one.foreign}
+    fed = {one.id for one in state.relays.relays.values() if one.live and one.foreign}
+    assert set(state.relays.feeders) == fed, "a stranger's relay is fed"
+    assert all(feeder in ours or not ours for feeder in state.relays.feeders.values()), "by one of ours"
+    assert state.relays.master not in fed, "and feeds nobody"

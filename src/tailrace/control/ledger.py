@@ -4,6 +4,7 @@
     sample:  waiting -> running <-> scoring        scoring: nothing of it is generated, a judge has its turn
              running | scoring -> done | failed    failed: after its last attempt
              running | scoring -> waiting          when its replica is lost or releases it
+             running -> handed_in -> running       by a stranger; then a checker has it, which judges it
     group:   open -> ready -> training -> trained -> forgotten (once a checkpoint covers it)
                  \\-> dropped (too stale: its prompt is pooled again) | failed (too few samples survived)
                  \\-> filtered (all samples got the same reward: there is nothing to learn from it)
@@ -24,7 +25,7 @@ import msgspec
 
 from tailrace.control.estimates import EarlierLengths, LengthEstimates
 from tailrace.control.fifo import Fifo
-from tailrace.protocol import Ending, Request, TrainGroup, TrajectoryMeta
+from tailrace.protocol import Check, Ending, Request, TrainGroup, TrajectoryMeta
 from tailrace.types import GroupId, Prompt, ReplicaId, StoreId, TrajectoryId, Version
 
 NOWHERE: ReplicaId = -1
@@ -36,8 +37,10 @@ class Sample(msgspec.Struct, gc=False):
 
     id: TrajectoryId
     group: GroupId
-    state: Literal["waiting", "running", "scoring", "done", "failed"] = "waiting"
+    state: Literal["waiting", "running", "scoring", "handed_in", "done", "failed"] = "waiting"
     replica: ReplicaId = NOWHERE
+    stranger: ReplicaId = NOWHERE  # that has generated it and handed it in
+    check: Check = ""  # of what it handed in
     store: StoreId = 0  # that has its tokens
     attempt: int = 0  # grows with every assignment: what older assignments still send is ignored
     began: int = 0  # the newest assignment that began from the prompt: what its store has of earlier ones is void
@@ -96,6 +99,7 @@ class Ledger(msgspec.Struct):
     groups: dict[GroupId, Group] = {}
     samples: dict[TrajectoryId, Sample] = {}
     waiting: dict[TrajectoryId, None] = {}  # samples without a replica, in the order in which they lost or lack it
+    handed_in: dict[TrajectoryId, None] = {}  # by strangers, and no checker has them yet
     ready: dict[GroupId, None] = {}  # the experience buffer, in the order of completion
     open_by_oldest: dict[Version, dict[GroupId, None]] = {}  # open groups whose oldest token is of that version
     by_opening: Fifo[GroupId] = msgspec.field(default_factory=Fifo[GroupId])
@@ -161,7 +165,7 @@ class Ledger(msgspec.Struct):
     ) -> Request:
         """Give a waiting sample to a replica that generates under `version`. One that begins anew goes to `store`."""
         sample = self.samples[id]
-        del self.waiting[id]
+        del (self.handed_in if sample.state == "handed_in" else self.waiting)[id]
         sample.state = "running"
         sample.replica = replica
         sample.attempt += 1
@@ -170,11 +174,11 @@ class Ledger(msgspec.Struct):
         resume = sample.oldest != NONE
         if not resume:
             sample.oldest, sample.store, sample.began = version, store, sample.attempt
-        sample.newest = version
+        sample.newest = sample.newest if sample.check else version
         group = self.groups[sample.group]
         self._note_oldest(group, sample.oldest)
-        prompt = group.prompt
-        return Request(id, sample.attempt, group.id, prompt.id, prompt.tokens, resume, sample.failures, sample.store)
+        told = (group.id, group.prompt.id, group.prompt.tokens, resume, sample.failures, sample.store, sample.check)
+        return Request(id, sample.attempt, *told)
 
     def _note_oldest(self, group: Group, version: Version) -> None:
         """Keep the index of open groups by their oldest version: staleness bounds are read off it."""
@@ -216,7 +220,9 @@ class Ledger(msgspec.Struct):
         sample.turn = turn
         return self._stop_scoring(sample, "running")
 
-    def _stop_scoring(self, sample: Sample, state: Literal["waiting", "running", "done", "failed"]) -> bool:
+    def _stop_scoring(
+        self, sample: Sample, state: Literal["waiting", "running", "handed_in", "done", "failed"]
+    ) -> bool:
         was_scoring = sample.state == "scoring"
         self.scoring -= was_scoring
         self.final -= sample.final
@@ -224,10 +230,22 @@ class Ledger(msgspec.Struct):
         return was_scoring
 
     def unassign(self, sample: Sample) -> None:
-        """Its replica has it no longer: it waits for another, keeping the prefix that its store has."""
-        self._stop_scoring(sample, "waiting")
+        """Its replica has it no longer: it waits for another, keeping the prefix that its store has. What a stranger
+        has handed in waits for a checker."""
+        self._stop_scoring(sample, "handed_in" if sample.check else "waiting")
         sample.replica = NOWHERE
-        self.waiting[sample.id] = None
+        (self.handed_in if sample.check else self.waiting)[sample.id] = None
+
+    def hand_in(self, sample: Sample, meta: TrajectoryMeta, check: Check) -> None:
+        """A stranger has generated a turn of it."""
+        self.keep_prefix(sample, meta)
+        sample.stranger, sample.check = sample.replica, check
+        self.unassign(sample)
+
+    def void(self, sample: Sample) -> None:
+        """What there is of it does not count: it is to be generated from its prompt, with the same random numbers."""
+        sample.tokens, sample.oldest, sample.newest = 0, NONE, NONE
+        sample.stranger, sample.check = NOWHERE, ""
 
     def keep_prefix(self, sample: Sample, meta: TrajectoryMeta) -> None:
         sample.tokens = meta.tokens
@@ -279,8 +297,7 @@ class Ledger(msgspec.Struct):
     def fail(self, sample: Sample, max_failures: int) -> None:
         """Try again from the start, or give the sample up after its last attempt."""
         sample.failures += 1
-        sample.tokens = 0
-        sample.oldest = sample.newest = NONE
+        self.void(sample)
         if sample.failures < max_failures:
             self.unassign(sample)
         else:
@@ -290,6 +307,7 @@ class Ledger(msgspec.Struct):
         self._stop_scoring(sample, state)
         sample.replica = NOWHERE
         self.waiting.pop(sample.id, None)
+        self.handed_in.pop(sample.id, None)
         self.groups[sample.group].unfinished -= 1
         self.unfinished -= 1
 
@@ -318,22 +336,24 @@ class Ledger(msgspec.Struct):
         """End every unfinished sample of a group; no more of it are started."""
         group.size = len(group.samples)
         for id in group.samples:
-            if self.samples[id].state in ("running", "scoring", "waiting"):
+            if self.samples[id].state in ("running", "scoring", "waiting", "handed_in"):
                 self._end_sample(self.samples[id], "failed")
 
     def regenerate(self, sample: Sample) -> None:
         """All that there was of a sample is lost: it waits to be generated anew, and its group is open again."""
-        group = self.groups[sample.group]
-        if sample.state in ("running", "scoring"):
+        group, state, tokens = self.groups[sample.group], sample.state, sample.tokens
+        self.void(sample)
+        self.handed_in.pop(sample.id, None)
+        if state in ("running", "scoring", "handed_in"):
             self.unassign(sample)
-        elif sample.state == "done":
+        elif state == "done":
             sample.state = "waiting"
             self.waiting[sample.id] = None
             group.unfinished += 1
             self.unfinished += 1
             group.known -= 1
-            group.log_tokens -= log(max(1, sample.tokens))
-        sample.tokens, sample.oldest, sample.newest, sample.reward = 0, NONE, NONE, None
+            group.log_tokens -= log(max(1, tokens))
+        sample.reward = None
         self._reopen(group)
 
     def _reopen(self, group: Group) -> None:

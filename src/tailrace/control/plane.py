@@ -17,16 +17,18 @@ from typing import Any
 import msgspec
 
 from tailrace.config.tree import Config
-from tailrace.control import moves, replicas, rounds, steps, stores, watch, weights, work
+from tailrace.control import checks, moves, replicas, rounds, steps, stores, watch, weights, work
 from tailrace.control.invariants import check_all
 from tailrace.control.state import Context, State
 from tailrace.protocol import (
+    CheckFailed,
     Checkpointed,
     Command,
     ControllerRestarted,
     Event,
     Finished,
     GenerationResumed,
+    HandedIn,
     Heartbeats,
     HostJoined,
     HostLeft,
@@ -55,6 +57,8 @@ from tailrace.protocol import (
     TrainFailed,
     VersionStored,
     WeightsLoaded,
+    WorkerRefused,
+    WorkerRevoked,
 )
 
 
@@ -70,6 +74,8 @@ HANDLERS: dict[type[Event], Callable[[Context, Any], None]] = {
     RunStarted: watch.run_started,
     HostJoined: watch.host_joined,
     HostLeft: watch.host_left,
+    WorkerRevoked: checks.revoked,
+    WorkerRefused: checks.refused,
     PromptsAdded: _prompts_added,
     ReplicaJoined: replicas.joined,
     ReplicaLost: replicas.lost,
@@ -81,6 +87,8 @@ HANDLERS: dict[type[Event], Callable[[Context, Any], None]] = {
     WeightsLoaded: replicas.weights_loaded,
     PullFailed: replicas.pull_failed,
     Parked: moves.parked,
+    HandedIn: checks.handed_in,
+    CheckFailed: checks.check_failed,
     RelayJoined: weights.relay_joined,
     RelayLost: weights.relay_lost,
     LinkFailed: weights.link_failed,
@@ -136,6 +144,8 @@ class ControlPlane:
         if context.more_work:
             if context.ledger.waiting:
                 work.assign_waiting(context)
+            if context.ledger.handed_in:
+                checks.touch_checkers(context)
             for id in context.fleet.hungry:
                 context.touch(context.fleet.replicas[id])
         for replica in context.touched.values():

@@ -17,7 +17,7 @@ def quota(context: Context) -> int:
     under older weights. A schedule that interrupts pays for everything in flight at every update: there the share is
     enough.
     """
-    config, live = context.config, max(1, context.fleet.live)
+    config, live = context.config, _generating(context)
     if config.schedule.max_inflight:
         return max(1, ceil(config.schedule.max_inflight / live))
     share = ceil(config.workload.trajectories_per_step / live)
@@ -26,6 +26,12 @@ def quota(context: Context) -> int:
         return max(1, share)
     # where admission is what limits, a larger batch here would leave others without work
     return max(1, min(full, int(even_share(context))))
+
+
+def _generating(context: Context) -> int:
+    """Replicas that do; checkers do not."""
+    checkers = [context.fleet.replicas.get(id) for id in range(context.config.strangers.checkers)]
+    return max(1, context.fleet.live - sum(one is not None and one.live for one in checkers))
 
 
 def _full_batch(context: Context) -> int:
@@ -39,7 +45,7 @@ def even_share(context: Context) -> float:
     """Samples for each replica, if what is under way and what may still start were dealt out evenly."""
     ledger = context.ledger
     startable = max(0, context.admits()) * context.config.workload.group_size
-    return (ledger.unfinished - ledger.scoring + startable) / max(1, context.fleet.live)
+    return (ledger.unfinished - ledger.scoring - len(ledger.handed_in) + startable) / _generating(context)
 
 
 def timely_share(context: Context, lag: int, step_s: float) -> float:

@@ -10,6 +10,8 @@ Owned by the plane. The methods return the commands that their change asks for.
 
 from __future__ import annotations
 
+from collections import Counter
+
 import msgspec
 
 from tailrace.config.tree import RelaySettings
@@ -23,6 +25,7 @@ class Relay(msgspec.Struct):
     incarnation: int = 0
     live: bool = False
     departed: bool = False  # with its host
+    foreign: bool = False  # a stranger's: it gets versions for itself, and nobody gets any from it
     last_seen: float = 0.0
     versions: list[Version] = []  # ascending
     position: int = NONE  # in `Relays.order`
@@ -54,6 +57,7 @@ class Relays(msgspec.Struct):
     revision: int = 0
     master: RelayId = NONE
     tail: RelayId = NONE
+    feeders: dict[RelayId, RelayId] = {}  # foreign relays that are there, and who forwards to each
     newest_everywhere: Version = NONE
     publish_s: float = 0.0  # from the end of a step until a relay has its version, on average
 
@@ -70,11 +74,14 @@ class Relays(msgspec.Struct):
         relay.reason = ""
         relay.quarantined = False
         relay.unreached = 0
+        if relay.foreign:
+            return self._feed(config, [relay.id]) + [self._route(relay, ())]
         self.live += 1
         for version in relay.versions:
             self.holders[version] = self.holders.get(version, 0) + 1
         self._note_everywhere()
-        return self._attach(config, relay)
+        waiting = [id for id, feeder in self.feeders.items() if feeder == NONE]
+        return self._attach(config, relay) + self._feed(config, waiting)
 
     def current(self, id: RelayId, incarnation: int) -> Relay | None:
         relay = self.relays.get(id)
@@ -83,24 +90,51 @@ class Relays(msgspec.Struct):
     def lose(self, config: RelaySettings, relay: Relay, reason: str) -> list[Command]:
         relay.live = False
         relay.reason = reason
+        if relay.foreign:
+            return self._starve(config, relay)
         self.live -= 1
         for version in relay.versions:
             self._forget_holder(version)
         relay.versions = []
         commands = self._splice(relay) if config.topology == "chain" else self._replace_in_tree(config, relay)
         self._note_everywhere()
-        return commands
+        return commands + self._feed(config, [id for id, feeder in self.feeders.items() if feeder == relay.id])
+
+    # ------------------------------------------------------------------------------------------------ foreign relays
+
+    def _feed(self, config: RelaySettings, foreign: list[RelayId]) -> list[Command]:
+        """Each of these gets versions from one of ours, as a leaf: from the one that serves the fewest of them."""
+        ours = [one for one in self.relays.values() if one.live and not one.foreign]
+        for id in foreign:
+            fed = Counter(self.feeders.values())
+            self.feeders[id] = min([one.id for one in ours], key=lambda one: (fed[one], one), default=NONE)
+        feeders = {self.feeders[id] for id in foreign} - {NONE}
+        return [self._route(self.relays[id], self._targets(config, self.relays[id])) for id in sorted(feeders)]
+
+    def _starve(self, config: RelaySettings, relay: Relay) -> list[Command]:
+        """One of them is gone."""
+        relay.versions = []
+        feeder = self.relays.get(self.feeders.pop(relay.id, NONE))
+        return [self._route(feeder, self._targets(config, feeder))] if feeder is not None and feeder.live else []
+
+    def _targets(self, config: RelaySettings, relay: Relay) -> tuple[RelayId, ...]:
+        """Those of ours that it forwards to."""
+        if config.topology == "tree":
+            return self._children(config, relay.position)
+        return (self.after[relay.id],) if relay.id in self.after else ()
 
     # ---------------------------------------------------------------------------------------------------- routes
 
     def feeds(self, config: RelaySettings, relay: Relay, target: RelayId) -> bool:
         """Whether this is one of those it forwards to."""
+        if target in self.feeders:
+            return self.feeders[target] == relay.id
         if config.topology == "chain":
             return self.after.get(relay.id, NONE) == target
         return target in self._children(config, relay.position)
 
     def is_last(self, config: RelaySettings, relay: Relay) -> bool:
-        return relay.id == (self.tail if config.topology == "chain" else self.order[-1])
+        return relay.foreign or relay.id == (self.tail if config.topology == "chain" else self.order[-1])
 
     def move_to_end(self, config: RelaySettings, relay: Relay) -> list[Command]:
         """Somebody else feeds it from now on. Nobody is told twice."""
@@ -166,7 +200,8 @@ class Relays(msgspec.Struct):
 
     def _route(self, relay: Relay, targets: tuple[RelayId, ...]) -> Command:
         self.revision += 1
-        return Route(relay.id, relay.incarnation, self.revision, targets)
+        foreign = [id for id, feeder in self.feeders.items() if feeder == relay.id]
+        return Route(relay.id, relay.incarnation, self.revision, (*targets, *foreign))
 
     # -------------------------------------------------------------------------------------------------- versions
 
@@ -177,33 +212,36 @@ class Relays(msgspec.Struct):
         relay.versions.append(version)
         relay.versions.sort()
         relay.unreached = 0
-        self.holders[version] = self.holders.get(version, 0) + 1
-        self._note_everywhere()
+        if not relay.foreign:
+            self.holders[version] = self.holders.get(version, 0) + 1
+            self._note_everywhere()
         return True
 
-    def retire(self, config: RelaySettings, relay: Relay, version_bytes: float) -> list[Command]:
-        """Free the oldest versions beyond the quota; never the newest, never one that is being read."""
+    def retire(self, config: RelaySettings, relay: Relay, version_bytes: float, least: int = 0) -> list[Command]:
+        """Free the oldest versions beyond the quota; never the newest, never one that is being read, and never one of
+        the `least` newest."""
         keep = config.keep_versions
         if config.quota_gbytes:
             keep = max(1, min(keep, int(config.quota_gbytes * 1e9 / max(version_bytes, 1.0))))
-        surplus = relay.versions[: max(0, len(relay.versions) - keep)]
+        surplus = relay.versions[: max(0, len(relay.versions) - max(keep, least))]
         freed = [version for version in surplus if not relay.readers.get(version)]
         for version in freed:
             relay.versions.remove(version)
-            self._forget_holder(version)
+            if not relay.foreign:
+                self._forget_holder(version)
         return [Drop(relay.id, relay.incarnation, version) for version in freed]
 
     def source_for(self, host: RelayId, version: Version) -> Relay | None:
         """Where a replica on `host` gets a version: from its own relay, or from the master while that one is gone."""
         own = self.relays.get(host)
-        if own is not None and own.live:
+        if own is not None and (own.live or own.foreign):
             return own if version in own.versions else None
         master = self.relays.get(self.master)
         return master if master is not None and version in master.versions else None
 
     def newest_for(self, host: RelayId) -> Version:
         own = self.relays.get(host)
-        if own is not None and own.live:
+        if own is not None and (own.live or own.foreign):
             return own.newest
         return self.relays[self.master].newest if self.master != NONE else NONE
 

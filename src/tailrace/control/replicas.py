@@ -23,6 +23,7 @@ from tailrace.protocol import (
     ScoringStarted,
     WeightsLoaded,
 )
+from tailrace.types import TrajectoryId
 
 
 def joined(context: Context, event: ReplicaJoined) -> None:
@@ -47,7 +48,15 @@ def _reconcile(context: Context, replica: Replica, held: tuple[Assignment, ...])
     missing = [id for id in replica.holds() if id not in kept]
     for id in missing:
         replica.drop(id)
-        ledger.unassign(ledger.samples[id])
+        _take_back(context, replica, id)
+
+
+def _take_back(context: Context, replica: Replica, id: TrajectoryId) -> None:
+    """Others go on from what is stored of it; but not from what a stranger has generated and nobody has checked."""
+    sample = context.ledger.samples[id]
+    if replica.worker:
+        context.ledger.void(sample)
+    context.ledger.unassign(sample)
 
 
 def _is_assigned(context: Context, replica: Replica, one: Assignment) -> bool:
@@ -69,7 +78,7 @@ def lose(context: Context, replica: Replica, reason: str) -> None:
     """Its samples wait for another replica; it is started again after a pause."""
     weights.end_pull(context, replica)
     for id in replica.holds():
-        context.ledger.unassign(context.ledger.samples[id])
+        _take_back(context, replica, id)
     context.fleet.lose(context.now, replica, reason)
     health.plan_restart(context.config.health, context.now, replica)
     context.more_work = True
@@ -81,8 +90,9 @@ def progressed(context: Context, event: Progressed) -> None:
         replica.kv_tokens = event.kv_tokens
         replica.waiting = event.waiting
         replica.pledged = 0
-        if event.work is not None:
+        if event.work is not None and not replica.worker:
             context.fleet.speed.note(replica.work, event.work)
+        if event.work is not None:
             replica.work = event.work
 
 
@@ -119,6 +129,7 @@ def finished(context: Context, event: Finished) -> None:
         replica.restarts = replica.failures = 0
         replica.finished_at = context.now
         context.ledger.finish(sample, event.meta)
+        context.state.strangers.passed(context.fleet, sample)
         context.stores.works(sample.store)
         groups.close_if_complete(context, context.ledger.groups[sample.group])
 

@@ -46,7 +46,7 @@ def depart(context: Context, store: Store) -> None:
     store.live, store.departed = False, True
     samples, opened = context.ledger.samples.values(), context.ledger.groups
     begun = [one for one in samples if one.store == store.id and one.oldest != NONE and one.state != "failed"]
-    _generate_anew(context, [one for one in begun if opened[one.group].state != "training"])
+    generate_anew(context, [one for one in begun if opened[one.group].state != "training"])
 
 
 def samples_lost(context: Context, event: SamplesLost) -> None:
@@ -56,7 +56,7 @@ def samples_lost(context: Context, event: SamplesLost) -> None:
         return
     known = [context.ledger.samples[id] for id in event.trajectories if id in context.ledger.samples]
     here = [one for one in known if one.store == store.id and _counts_on_store(one)]
-    _generate_anew(context, [one for one in here if context.ledger.groups[one.group].state != "training"])
+    generate_anew(context, [one for one in here if context.ledger.groups[one.group].state != "training"])
     context.stores.missing |= dict.fromkeys(context.training.all_picked().intersection(event.trajectories))
 
 
@@ -78,10 +78,10 @@ def remove_lost(context: Context) -> None:
         else:
             context.ledger.put_back(group)
             samples = [context.ledger.samples[id] for id in context.ledger.survivors(group)]
-            _generate_anew(context, [one for one in samples if not context.stores.has_sample(one.id, one.store)])
+            generate_anew(context, [one for one in samples if not context.stores.has_sample(one.id, one.store)])
 
 
-def _generate_anew(context: Context, samples: list[Sample]) -> None:
+def generate_anew(context: Context, samples: list[Sample]) -> None:
     if not samples:
         return
     groups.cancel(context, samples)

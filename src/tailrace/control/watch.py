@@ -15,6 +15,7 @@ from tailrace.control.training import Training
 from tailrace.protocol import (
     TRAINER,
     ControllerRestarted,
+    Dismiss,
     GiveUp,
     Heartbeats,
     HostJoined,
@@ -36,16 +37,26 @@ def run_started(context: Context, event: RunStarted) -> None:
     for id in range(event.relays):
         _start(context, "relay", id, context.relays.relays.setdefault(id, Relay(id)))
     for id in range(event.replicas):
-        _start(context, "replica", id, context.fleet.replicas.setdefault(id, Replica(id)))
+        replica = context.fleet.replicas.setdefault(id, Replica(id))
+        replica.checks = id < context.config.strangers.checkers
+        _start(context, "replica", id, replica)
     _set_timers(context)
 
 
 def host_joined(context: Context, event: HostJoined) -> None:
-    _start(context, "relay", event.host, context.relays.relays.setdefault(event.host, Relay(event.host)))
+    if event.worker:
+        worker = context.state.strangers.welcome(event.worker, event.salt, event.host)
+        if worker.excluded:
+            context.send(Dismiss(worker.name, worker.excluded))
+            return
+    relay = context.relays.relays.setdefault(event.host, Relay(event.host))
+    relay.foreign = bool(event.worker)
+    _start(context, "relay", event.host, relay)
     if event.store:
         _start(context, "store", event.host, context.stores.stores.setdefault(event.host, Store(event.host)))
     for id in event.replicas:
         replica = context.fleet.replicas.setdefault(id, Replica(id))
+        replica.worker = event.worker
         context.fleet.house(replica, event.host)
         _start(context, "replica", id, replica)
 

@@ -103,10 +103,18 @@ def version_stored(context: Context, event: VersionStored) -> None:
     if relay.id == context.relays.master and event.version >= context.state.pushing:
         context.state.pushing = NONE  # the trainer may have finished a newer one while the order was on its way
     if context.relays.stored(relay, event.version):
-        if event.version == context.training.version:
+        if event.version == context.training.version and not relay.foreign:
             context.relays.publish_s += PUBLISHED * (context.now - context.training.made_at - context.relays.publish_s)
-        context.commands += context.relays.retire(context.config.relay, relay, context.config.model.weight_bytes)
+        context.commands += context.relays.retire(
+            context.config.relay, relay, context.config.model.weight_bytes, _needed_for_checks(context, relay)
+        )
         _weights_changed(context, relay)
+
+
+def _needed_for_checks(context: Context, relay: Relay) -> int:
+    """Versions that strangers may hand in work of: with fewer it could not be scored again."""
+    checks = any(context.fleet.replicas[id].checks for id in context.fleet.on_host.get(relay.id, ()))
+    return context.config.schedule.max_staleness + 1 if checks and context.state.strangers.admitted else 0
 
 
 def _weights_changed(context: Context, relay: Relay) -> None:
@@ -121,7 +129,9 @@ def _weights_changed(context: Context, relay: Relay) -> None:
 
 def wanted(context: Context, replica: Replica) -> Version:
     """The version that a replica should generate under, seen from where it stands."""
-    return context.relays.newest_everywhere if context.traits.interrupts else context.relays.newest_for(replica.host)
+    if context.traits.interrupts and not replica.worker:
+        return context.relays.newest_everywhere
+    return context.relays.newest_for(replica.host)
 
 
 def pull(context: Context, replica: Replica, version: Version) -> bool:

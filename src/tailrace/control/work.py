@@ -6,7 +6,7 @@ from heapq import nlargest
 from itertools import islice
 from math import ceil
 
-from tailrace.control import filters, updates, weights
+from tailrace.control import checks, filters, updates, weights
 from tailrace.control.fleet import Replica, roomiest
 from tailrace.control.ledger import NONE
 from tailrace.control.quota import quota
@@ -18,6 +18,9 @@ from tailrace.types import ReplicaId, TrajectoryId, Version
 def settle(context: Context, replica: Replica) -> None:
     """A replica pulls when there is something newer for it, else takes more work."""
     if replica.state != "ready":
+        return
+    if replica.checks:
+        checks.settle(context, replica)
         return
     version = weights.wanted(context, replica)
     if version > replica.version and _renews(context, replica, version):
@@ -34,6 +37,8 @@ def _renews(context: Context, replica: Replica, version: Version) -> bool:
     """
     if replica.use_first and _feed(context, replica):
         return True
+    if replica.unfinished and replica.worker:
+        return True  # a stranger's sample keeps its version: it is checked under one
     if replica.unfinished and not context.traits.interrupts:
         choice = updates.choose(context, replica, version)
         if choice != "take_along":
@@ -48,7 +53,7 @@ def _feed(context: Context, replica: Replica) -> bool:
     """Give a replica what it has room for: first what waits, then new groups. False: there was nothing to give."""
     whole = quota(context)
     room = whole - len(replica.assigned)
-    given = _longest_waiting(context, max(room, 0))
+    given = _unbegun(context, room) if replica.worker else _longest_waiting(context, max(room, 0))
     if not updates.fresher_is_coming(context, replica):
         given += _open_groups(context, room - len(given), whole, context.training.version - replica.version)
     if _could_take_more(context, replica, room - len(given), bool(given)):
@@ -59,6 +64,12 @@ def _feed(context: Context, replica: Replica) -> bool:
         replica.batch = len(given) + len(replica.assigned)
         generate(context, replica, given)
     return bool(given)
+
+
+def _unbegun(context: Context, most: int) -> list[TrajectoryId]:
+    """What waits and has no token yet: a stranger gets nothing that others have generated."""
+    unbegun = (id for id in context.ledger.waiting if context.ledger.samples[id].oldest == NONE)
+    return list(islice(unbegun, max(most, 0)))
 
 
 def _longest_waiting(context: Context, most: int) -> list[TrajectoryId]:

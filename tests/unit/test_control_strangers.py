@@ -1,0 +1,244 @@
+"""Control and the strangers: what they are given, who looks at what they hand in, and what becomes of one that lies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from drive import Drive, config, only, routes
+from tailrace.config.tree import Local, RelaySettings, Schedule, Strangers
+from tailrace.control.plane import ControlPlane
+from tailrace.protocol import (
+    CheckFailed,
+    Command,
+    Dismiss,
+    Drop,
+    EngineWork,
+    Finished,
+    Forget,
+    HandedIn,
+    HostJoined,
+    HostLeft,
+    LoadWeights,
+    Progressed,
+    RelayJoined,
+    RelayLost,
+    ReplicaJoined,
+    ReplicaLost,
+    Request,
+    Start,
+    Train,
+    VersionStored,
+    WeightsLoaded,
+    WorkerRefused,
+    WorkerRevoked,
+)
+
+CHECKER, OURS, THEIRS, HOST = 0, 1, 7, 3
+
+
+def fleet(share: float = 1.0, **sections: Any) -> Drive:
+    """A checker, a replica of our own, and a stranger's."""
+    settings = config(
+        prompts=3,
+        strangers=Strangers(checkers=1, check_share=share),
+        local=Local(listen="127.0.0.1", replicas=2),
+        **sections,
+    )
+    drive = Drive(settings).join_all()
+    drive.keep_alive()
+    drive.tell(HostJoined(HOST, (THEIRS,), worker="alice", salt=5))
+    drive.tell(RelayJoined(HOST, 1))
+    drive.tell(VersionStored(HOST, 1, 0))
+    drive.tell(ReplicaJoined(THEIRS, 1, HOST, -1, 10_000, 64))
+    drive.load(THEIRS)
+    drive.keep_alive()
+    return drive
+
+
+def hand_in(drive: Drive, request: Request, **changes: Any) -> list[Command]:
+    incarnation = drive.plane.state.fleet.replicas[THEIRS].incarnation
+    return drive.tell(HandedIn(THEIRS, incarnation, (drive.meta(request, **changes),)))
+
+
+def sample(drive: Drive, request: Request) -> Any:
+    return drive.plane.state.ledger.samples[request.trajectory]
+
+
+def test_a_checker_gets_nothing_to_generate_and_a_stranger_nothing_that_others_began():
+    drive = fleet()
+    assert not drive.running(CHECKER)
+    drive.tell(ReplicaLost(OURS, 1, "gone"))
+    begun = [one for one in drive.plane.state.ledger.samples.values() if one.state == "waiting"]
+    assert begun, "they wait for another of our own"
+    hand_in(drive, drive.running(THEIRS)[0])
+    assert all(not request.resume for request in drive.running(THEIRS))
+
+
+def test_what_is_handed_in_is_scored_again_and_judged_by_a_checker_and_then_trained():
+    drive = fleet()
+    request = drive.running(THEIRS)[0]
+    hand_in(drive, request)
+    (checked,) = drive.running(CHECKER)
+    assert (checked.trajectory, checked.check, checked.resume) == (request.trajectory, "draws", True)
+    assert checked.attempt > request.attempt
+    drive.finish(checked)
+    worker = drive.plane.state.strangers.workers["alice"]
+    assert (worker.handed_in, worker.scored, worker.passed) == (1, 1, 1)
+    assert sample(drive, request).state == "done"
+
+
+def test_a_stranger_cannot_finish_a_sample_itself_and_a_second_hand_in_changes_nothing():
+    drive = fleet()
+    request = drive.running(THEIRS)[0]
+    hand_in(drive, request)
+    before = drive.plane.snapshot()
+    assert not drive.tell(Finished(THEIRS, drive.meta(request)))
+    hand_in(drive, request)
+    assert drive.plane.snapshot() == before
+
+
+def test_which_samples_are_scored_follows_from_a_number_that_strangers_do_not_know():
+    worker = fleet(share=0.25).plane.state.strangers.workers["alice"]
+    scored = [id for id in range(4000) if worker.check(id, 0.25) == "draws"]
+    assert 850 < len(scored) < 1150
+    worker.salt = 6
+    assert scored != [id for id in range(4000) if worker.check(id, 0.25) == "draws"]
+
+
+def test_a_sample_is_checked_under_its_own_version_though_a_newer_one_is_there():
+    drive = fleet()
+    request = drive.running(THEIRS)[0]
+    drive.finish_all(OURS)
+    drive.train(after=5.0)
+    drive.store_everywhere(1)
+    drive.tell(VersionStored(HOST, 1, 1))
+    assert drive.plane.state.fleet.replicas[THEIRS].version == 0, "its samples keep their version"
+    checker = drive.plane.state.fleet.replicas[CHECKER]
+    checker.version = 1
+    orders = hand_in(drive, request)
+    assert (only(orders, LoadWeights).replica, only(orders, LoadWeights).version) == (CHECKER, 0)
+    drive.tell(WeightsLoaded(CHECKER, 1, 0))
+    assert [one.trajectory for one in drive.running(CHECKER)] == [request.trajectory]
+
+
+def test_relays_keep_one_version_more_than_the_bound_while_strangers_are_admitted():
+    def kept(drive: Drive) -> int:
+        for version in range(1, 9):
+            drive.plane.state.training.version = drive.plane.state.training.step = version
+            drive.tell(VersionStored(0, 1, version))
+        return len(drive.plane.state.relays.relays[0].versions)
+
+    schedule = Schedule(kind="trajectory", max_inflight=6, max_staleness=4)
+    assert kept(fleet(schedule=schedule)) == 5
+    drive = fleet(schedule=schedule)
+    drive.tell(WorkerRevoked("alice", ""))
+    assert kept(drive) == RelaySettings().keep_versions
+
+
+def test_what_cannot_be_checked_any_more_is_generated_anew():
+    drive = fleet()
+    request = drive.running(THEIRS)[0]
+    relay = drive.plane.state.relays.relays[0]
+    drive.tell(RelayLost(0, 1, "gone"))
+    drive.plane.state.training.version = drive.plane.state.training.step = 1
+    drive.tell(RelayJoined(0, 2))
+    drive.tell(VersionStored(0, 2, 1))
+    drive.plane.state.fleet.replicas[CHECKER].version = 1
+    assert relay.versions == [1]
+    orders = hand_in(drive, request)
+    assert only(orders, Forget).trajectories == (request.trajectory,)
+    assert sample(drive, request).stranger == -1
+
+
+@pytest.mark.parametrize("how", ["check", "revoked", "refused"])
+def test_an_excluded_stranger_is_sent_away_and_its_work_is_generated_anew(how: str):
+    drive = fleet()
+    done, unchecked, *_ = drive.running(THEIRS)
+    hand_in(drive, done)
+    drive.finish(drive.running(CHECKER)[0])
+    hand_in(drive, unchecked)
+    (checked,) = drive.running(CHECKER)
+    happened = {
+        "check": CheckFailed(CHECKER, checked.trajectory, checked.attempt, "token 3 is not the one that the seed gives"),
+        "revoked": WorkerRevoked("alice", "lost laptop"),
+        "refused": WorkerRefused("alice", "nonsense"),
+    }
+    orders = drive.tell(happened[how])
+    assert only(orders, Dismiss).worker == "alice"
+    assert set(only(orders, Forget).trajectories) == {done.trajectory, unchecked.trajectory}
+    state = drive.plane.state
+    assert state.fleet.replicas[THEIRS].state == "departed" and state.relays.relays[HOST].departed
+    assert all(one.stranger == -1 for one in state.ledger.samples.values())
+    again = drive.tell(HostJoined(4, (8,), worker="alice", salt=9))
+    assert [type(one) for one in again] == [Dismiss], "it does not come in again"
+    assert not [one for one in again if isinstance(one, Start)]
+
+
+def test_what_was_picked_for_training_before_a_lie_was_found_stays():
+    drive = fleet()
+    for request in drive.running(THEIRS):
+        hand_in(drive, request)
+    drive.finish_all(CHECKER)
+    drive.finish_all(OURS)
+    picked = {id for group in drive.orders(Train)[0].groups for id in group.trajectories}
+    theirs = {one.id for one in drive.plane.state.ledger.samples.values() if one.stranger == THEIRS}
+    assert picked & theirs
+    orders = drive.tell(WorkerRevoked("alice", ""))
+    assert not picked & {id for one in orders if isinstance(one, Forget) for id in one.trajectories}
+
+
+def test_a_lost_strangers_tokens_are_no_prefix_for_anybody():
+    drive = fleet()
+    had = [one.trajectory for one in drive.running(THEIRS)]
+    drive.tell(ReplicaLost(THEIRS, 1, "gone"))
+    samples = drive.plane.state.ledger.samples
+    assert all(samples[id].oldest == -1 or samples[id].began == samples[id].attempt for id in had)
+
+
+def test_a_lost_checkers_work_goes_to_the_checker_again():
+    drive = fleet()
+    request = drive.running(THEIRS)[0]
+    hand_in(drive, request)
+    drive.tell(ReplicaLost(CHECKER, 1, "gone"))
+    assert sample(drive, request).state == "handed_in"
+    drive.tell(ReplicaJoined(CHECKER, 2, 0, 0, 10_000, 64))
+    assert [one.trajectory for one in drive.running(CHECKER)] == [request.trajectory]
+
+
+def test_a_strangers_relay_is_a_leaf_and_its_loss_changes_nothing_for_others():
+    drive = fleet()
+    state = drive.plane.state
+    assert state.relays.master == 0 and state.relays.feeders == {HOST: 0}
+    assert state.relays.live == 1 and state.relays.newest_everywhere == 0
+    orders = drive.tell(RelayLost(HOST, 1, "gone"))
+    assert routes(orders) == {0: ()}
+    assert state.relays.source_for(HOST, 0) is None, "a stranger gets nothing from our relays by itself"
+
+
+def test_a_relay_of_ours_that_dies_leaves_the_strangers_to_another():
+    drive = Drive(config(strangers=Strangers(checkers=1), local=Local(listen="127.0.0.1")), relays=2).join_all()
+    drive.keep_alive()
+    drive.tell(HostJoined(HOST, (THEIRS,), worker="alice", salt=5))
+    assert routes(drive.tell(RelayJoined(HOST, 1))) == {0: (1, HOST), HOST: ()}
+    assert routes(drive.tell(RelayLost(0, 1, "gone")))[1] == (HOST,)
+    drive.tell(RelayLost(1, 1, "gone"))
+    assert routes(drive.tell(RelayJoined(0, 2)))[0] == (HOST,), "it waited for one of ours"
+
+
+def test_what_a_stranger_says_of_itself_does_not_change_what_others_are_given():
+    drive = fleet()
+    before = (drive.plane.state.fleet.kv_capacity, drive.plane.state.fleet.speed)
+    drive.tell(ReplicaJoined(THEIRS, 2, HOST, 0, 1, 1))
+    drive.tell(Progressed(THEIRS, 2, 0, 0, 0, EngineWork(1e9, 1, 1, 1, 1)))
+    assert (drive.plane.state.fleet.kv_capacity, drive.plane.state.fleet.speed) == before
+
+
+def test_a_snapshot_with_strangers_gives_the_same_control_back():
+    drive = fleet()
+    hand_in(drive, drive.running(THEIRS)[0])
+    restored = ControlPlane.restore(drive.plane.config, drive.plane.snapshot())
+    event = HostLeft(HOST, "left")
+    assert restored.handle(drive.now, event) == drive.plane.handle(drive.now, event)
+    assert not drive.orders(Drop)
