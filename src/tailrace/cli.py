@@ -138,6 +138,12 @@ def _worker(arguments: argparse.Namespace) -> int:
     return work(arguments.join, arguments.key, *room, arguments.settings, patience)
 
 
+def _workers(arguments: argparse.Namespace) -> int:
+    from tailrace.launch.workers import workers
+
+    return workers(arguments.journal, arguments.invite, arguments.revoke, arguments.reason)
+
+
 def _launch(arguments: argparse.Namespace) -> int:
     raise AssertionError(f"a placer runs itself, and {arguments.command} is none")
 
@@ -255,6 +261,12 @@ def _add_training(add: Add) -> None:
     worker.add_argument("--wait", type=_seconds, default=0.0, metavar="SECONDS", help=wait)
     stay = "when the run stops without being complete, wait for it again: it may be resumed"
     worker.add_argument("--stay", action="store_true", help=stay)
+
+    strangers = _of_a_run(add("workers", _workers, "the keys of strangers that work for a run: make or withdraw one"))
+    either = strangers.add_mutually_exclusive_group()
+    either.add_argument("--invite", metavar="NAME", help="make a key for a worker that is not trusted")
+    either.add_argument("--revoke", metavar="NAME", help="withdraw it; a run that goes on drops what it made")
+    strangers.add_argument("--reason", default="", metavar="TEXT", help="why it is withdrawn, for the journal")
 
     evaluate = _of_a_run(add("eval", _eval, "held-out accuracy of a version of a run"))
     evaluate.add_argument("--version", type=_version, metavar="N", help="0: the start; unset: the newest")

@@ -28,10 +28,17 @@ LISTEN = ("--local.listen", "127.0.0.1", "--local.replicas", "1")
 class Guest:
     """`tailrace worker`, as somebody on another machine would start it; its logs are in `folder`."""
 
-    def __init__(self, folder: Path, *options: str, inside: tuple[str, ...] = (), key: str | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *options: str,
+        inside: tuple[str, ...] = (),
+        key: str | None = None,
+        program: tuple[str, ...] = (sys.executable, "-m", "tailrace"),
+    ) -> None:
         folder.mkdir(exist_ok=True)
         self.folder = folder.resolve()
-        command = [*inside, sys.executable, "-m", "tailrace", "worker", *options]
+        command = [*inside, *program, "worker", *options]
         env = {name: value for name, value in os.environ.items() if name != "TAILRACE_JOIN_KEY"}
         env |= {"TMPDIR": str(folder)} | ({"TAILRACE_JOIN_KEY": key} if key is not None else {})
         self.child = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -161,7 +161,9 @@ def test_an_excluded_stranger_is_sent_away_and_its_work_is_generated_anew(how: s
     hand_in(drive, unchecked)
     (checked,) = drive.running(CHECKER)
     happened = {
-        "check": CheckFailed(CHECKER, checked.trajectory, checked.attempt, "token 3 is not the one that the seed gives"),
+        "check": CheckFailed(
+            CHECKER, checked.trajectory, checked.attempt, "token 3 is not the one that the seed gives"
+        ),
         "revoked": WorkerRevoked("alice", "lost laptop"),
         "refused": WorkerRefused("alice", "nonsense"),
     }
@@ -169,7 +171,8 @@ def test_an_excluded_stranger_is_sent_away_and_its_work_is_generated_anew(how: s
     assert only(orders, Dismiss).worker == "alice"
     assert set(only(orders, Forget).trajectories) == {done.trajectory, unchecked.trajectory}
     state = drive.plane.state
-    assert state.fleet.replicas[THEIRS].state == "departed" and state.relays.relays[HOST].departed
+    assert state.fleet.replicas[THEIRS].state == "departed"
+    assert state.relays.relays[HOST].departed
     assert all(one.stranger == -1 for one in state.ledger.samples.values())
     again = drive.tell(HostJoined(4, (8,), worker="alice", salt=9))
     assert [type(one) for one in again] == [Dismiss], "it does not come in again"
@@ -210,8 +213,10 @@ def test_a_lost_checkers_work_goes_to_the_checker_again():
 def test_a_strangers_relay_is_a_leaf_and_its_loss_changes_nothing_for_others():
     drive = fleet()
     state = drive.plane.state
-    assert state.relays.master == 0 and state.relays.feeders == {HOST: 0}
-    assert state.relays.live == 1 and state.relays.newest_everywhere == 0
+    assert state.relays.master == 0
+    assert state.relays.feeders == {HOST: 0}
+    assert state.relays.live == 1
+    assert state.relays.newest_everywhere == 0
     orders = drive.tell(RelayLost(HOST, 1, "gone"))
     assert routes(orders) == {0: ()}
     assert state.relays.source_for(HOST, 0) is None, "a stranger gets nothing from our relays by itself"

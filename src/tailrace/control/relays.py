@@ -75,7 +75,7 @@ class Relays(msgspec.Struct):
         relay.quarantined = False
         relay.unreached = 0
         if relay.foreign:
-            return self._feed(config, [relay.id]) + [self._route(relay, ())]
+            return [*self._feed(config, [relay.id]), self._route(relay, ())]
         self.live += 1
         for version in relay.versions:
             self.holders[version] = self.holders.get(version, 0) + 1

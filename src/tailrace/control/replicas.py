@@ -40,7 +40,6 @@ def joined(context: Context, event: ReplicaJoined) -> None:
 
 def _reconcile(context: Context, replica: Replica, held: tuple[Assignment, ...]) -> None:
     """Compare what control believes a replica has with what it says it has; both sides forget the difference."""
-    ledger = context.ledger
     stray = [one for one in held if not _is_assigned(context, replica, one)]
     if stray:
         context.send(Cancel(replica.id, replica.incarnation, tuple(stray)))

@@ -62,7 +62,7 @@ def samples_lost(context: Context, event: SamplesLost) -> None:
 
 def _counts_on_store(sample: Sample) -> bool:
     """Whether it is lost without what its store had. A replica that has begun it from the prompt need not stop."""
-    return sample.oldest != NONE and (sample.state in ("done", "waiting") or sample.began < sample.attempt)
+    return sample.oldest != NONE and (sample.state in ("done", "waiting", "handed_in") or sample.began < sample.attempt)
 
 
 def remove_lost(context: Context) -> None:

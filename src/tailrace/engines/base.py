@@ -84,6 +84,16 @@ class Counters(msgspec.Struct):
         return msgspec.structs.asdict(self)
 
 
+class Checking(Protocol):
+    """An engine that can tell whether another one has drawn what it should have."""
+
+    def complaint_about(self, job: Job, logprobs: NDArray[np.float32], draws: bool) -> str:
+        """What is wrong with the tokens after the prompt of `job`, a turn that is said to be complete, and with their
+        log-probs, under the present weights; empty: nothing. `draws`: they are scored again, token by token; else only
+        what needs no model is looked at."""
+        ...
+
+
 class Engine(Protocol):
     version: Version  # of the weights that it generates with; -1 before the first
     kv_capacity: int  # tokens

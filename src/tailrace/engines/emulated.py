@@ -23,7 +23,7 @@ from tailrace.config.errors import ConfigError
 from tailrace.config.tree import Config
 from tailrace.engines.base import Counters, EngineStats, Finish, Job, StepOutput
 from tailrace.lengths import LengthLaw
-from tailrace.types import GroupId, TrajectoryId, Version
+from tailrace.types import TOKEN_BYTES, GroupId, TrajectoryId, Version, token_ids
 
 SLICE_S = 0.02  # modelled time of one call, unless a single decode step takes longer: many replicas share few cores
 CATCH_UP_S = 0.25  # time lost between calls is made good up to here; more was a stop, not overhead
@@ -113,6 +113,17 @@ class EmulatedEngine:
     def counters(self) -> dict[str, float]:
         """What was done since the start, as `sim/fit.py` reads it from a run's metrics."""
         return self._counters.named()
+
+    def complaint_about(self, job: Job, logprobs: NDArray[np.float32], draws: bool) -> str:
+        """See `base.Checking`."""
+        prompt = msgspec.structs.replace(job, tokens=bytes(job.tokens[: TOKEN_BYTES * job.prompt_tokens]))
+        count, _ = self._end_of_turn(prompt)
+        if job.length - job.prompt_tokens != count:
+            return f"it has {job.length - job.prompt_tokens} tokens, where its length is {count}"
+        sampled = token_ids(job.tokens)[job.prompt_tokens :]
+        if draws and (sampled != self._tokens([prompt], [job.prompt_tokens], count)).any():
+            return "its tokens are not those that the seed draws"
+        return "it has other log-probs" if draws and (logprobs != np.float32(LOGPROB)).any() else ""
 
     # ------------------------------------------------------------------------------------------------------------- time
 

@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Mapping
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,7 @@ from tailrace.engines.kv import KVCache, bytes_per_token
 from tailrace.engines.layout import use_fast_layout
 from tailrace.engines.llama_decoder import is_known, llama_decoder
 from tailrace.engines.plain import PlainOperations
+from tailrace.engines.rescoring import Rescoring
 from tailrace.engines.shortage import carry_out
 from tailrace.engines.stops import Decode, StopStrings
 from tailrace.engines.trial import try_out
@@ -84,6 +86,7 @@ class NativeEngine:
         self.kv_capacity = blocks * rollout.block_tokens
         self._cache = KVCache(shapes, blocks, rollout.block_tokens, model.dtype, model.device)
         self._executor = self._build_executor(shapes, operations, self._cache, config, seed)
+        self._rescoring = cache(partial(self._build_rescoring, shapes, config, seed))
         prefill = rollout.prefill_tokens or PREFILL.get(model.device.type, 512)
         switch = switch_of(model) or sys.maxsize
         self._scheduler = scheduler.Scheduler(blocks, rollout.block_tokens, prefill, rollout.max_running, switch)
@@ -118,6 +121,32 @@ class NativeEngine:
         if device.type == "cuda":
             executor.warm_up()
         return executor
+
+    def _build_rescoring(self, shapes: dict[int, attention.LayerShape], config: Config, seed: int) -> Rescoring:
+        operations, switch = _plain_operations(self._model, shapes), switch_of(self._model) or sys.maxsize
+        return Rescoring(self._model, shapes, operations, config, seed, switch)
+
+    def complaint_about(self, job: Job, logprobs: NDArray[np.float32], draws: bool) -> str:
+        """See `base.Checking`."""
+        sequence = scheduler.Sequence(job, min(job.prompt_tokens + job.max_tokens, self._context))
+        if self._has_ended_before(sequence, draws):
+            return "it goes on after the end of its turn"
+        if len(sequence.tokens) > sequence.end or not self._is_complete(sequence):
+            return "it is not complete: neither a stop nor its greatest length is reached"
+        return self._rescoring().complaint_about(job, logprobs) if draws else ""
+
+    def _has_ended_before(self, sequence: scheduler.Sequence, strings: bool) -> bool:
+        """Before its last token: by a stop token or, as far as that is looked for, by a stop string."""
+        tokens, prompt = sequence.tokens, sequence.prompt
+        if not self._eos_ids.isdisjoint(tokens[prompt:-1]):
+            return True
+        ends = range(prompt + 1, len(tokens)) if strings and self._stops else ()
+        return any(self._stops.completed(tokens[:end], prompt) for end in ends)
+
+    def _is_complete(self, sequence: scheduler.Sequence) -> bool:
+        if len(sequence.tokens) >= sequence.end:
+            return True
+        return len(sequence.tokens) > sequence.prompt and bool(self._finish(sequence))
 
     def submit(self, job: Job) -> None:
         end = min(job.length + job.max_tokens, self._context)

@@ -23,6 +23,7 @@ from tailrace.launch.cards import cards_of_worker
 from tailrace.launch.limits import BASE, EACH, STRANGERS, allow_files
 from tailrace.runtime.agent import Agent, AgentError, Room, SilentError
 from tailrace.runtime.controller import Controller
+from tailrace.runtime.worker_keys import WorkerKeys
 from tailrace.store.folder import PRIVATE, PRIVATE_FOLDER, RunFolder
 from tailrace.weights.shared_memory import clear_abandoned
 from tailrace.wire import descriptors
@@ -47,6 +48,7 @@ def invite(controller: Controller, folder: RunFolder) -> str:
     written.touch(PRIVATE)
     written.write_text(f"{key}\n")
     os.replace(written, path)
+    WorkerKeys(folder.path).renew(key.fingerprint)
     where = controller.server.endpoint.removeprefix("tcp://")
     return f"other machines may join: tailrace worker --join {where} --key {path}"
 

@@ -19,6 +19,7 @@ from tailrace.obs.fold import Fold
 from tailrace.protocol import (
     Command,
     ControllerRestarted,
+    CutOff,
     Event,
     Generate,
     GiveUp,
@@ -166,7 +167,7 @@ class Activity:
         elif isinstance(command, Generate):
             self.first_sample_at = now if self.first_sample_at is None else self.first_sample_at
             self._work_given(self._replica(command.replica, now), changed)
-        elif isinstance(command, GiveUp | Start):
+        elif isinstance(command, GiveUp | CutOff | Start):
             self._gone(now, command, changed)
 
     def _work_given(self, lane: Lane, changed: set[ReplicaId]) -> None:
@@ -175,7 +176,7 @@ class Activity:
             self.starting = False
             changed.update(self.replicas)
 
-    def _gone(self, now: float, command: GiveUp | Start, changed: set[ReplicaId]) -> None:
+    def _gone(self, now: float, command: GiveUp | CutOff | Start, changed: set[ReplicaId]) -> None:
         """A process that is to be started is not running."""
         if command.role == "trainer":
             self.trainer.alive = False

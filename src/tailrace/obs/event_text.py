@@ -18,9 +18,12 @@ import msgspec
 from tailrace.obs.fold import Fold, SampleRecord
 from tailrace.protocol import (
     Cancel,
+    CheckFailed,
     Checkpointed,
     Command,
     ControllerRestarted,
+    CutOff,
+    Dismiss,
     Drop,
     Event,
     Explain,
@@ -29,6 +32,7 @@ from tailrace.protocol import (
     Generate,
     GenerationResumed,
     GiveUp,
+    HandedIn,
     HostJoined,
     HostLeft,
     LinkFailed,
@@ -56,6 +60,8 @@ from tailrace.protocol import (
     UpdateChoice,
     VersionStored,
     WeightsLoaded,
+    WorkerRefused,
+    WorkerRevoked,
 )
 from tailrace.types import GroupId, HostId, ReplicaId, TrajectoryId, Version, label
 
@@ -88,6 +94,12 @@ class EventText:
         self._handlers: dict[type[Event | Command], Callable[[Any], Sentences]] = {
             HostJoined: self._host_joined,
             HostLeft: self._host_left,
+            WorkerRevoked: self._worker_excluded,
+            WorkerRefused: self._worker_excluded,
+            Dismiss: self._dismiss,
+            CutOff: self._cut_off,
+            HandedIn: self._handed_in,
+            CheckFailed: self._check_failed,
             PromptsAdded: self._prompts_added,
             SkipPrompts: self._skip_prompts,
             ReplicaJoined: self._replica_joined,
@@ -173,6 +185,10 @@ class EventText:
         attempt = f"attempt {request.attempt}, version {version}"
         if before is None:
             text = f"t{id} given to r{replica} ({attempt}), a sample of g{request.group} (p{request.prompt})"
+        elif before.state == "handed_in":
+            how = "scored again and judged" if request.check == "draws" else "judged"
+            whose = f"{before.tokens:,} tokens of r{before.replica}"
+            text = f"given to the checker r{replica} ({attempt}), to be {how}: {whose}"
         elif before.state == "parked" and before.replica == replica:
             text = f"back on r{replica} after repack found no room for it ({attempt}): {before.tokens:,} tokens kept"
         elif before.state == "parked":
@@ -234,6 +250,22 @@ class EventText:
                 yield from _ignored(meta.id, meta.attempt, event.replica, "parked")
                 continue
             yield ("trajectory", meta.id), f"parked by r{event.replica}: {_extent(meta)}"
+
+    def _handed_in(self, event: HandedIn) -> Sentences:
+        for meta in event.samples:
+            sample = self.fold.current(meta.id, meta.attempt)
+            if sample is None or sample.replica != event.replica:
+                yield from _ignored(meta.id, meta.attempt, event.replica, "was handed in")
+                continue
+            yield ("trajectory", meta.id), f"handed in by r{event.replica}, a stranger's: {_extent(meta)}"
+            yield ("replica", event.replica), f"t{meta.id} handed in: {_extent(meta)}"
+
+    def _check_failed(self, event: CheckFailed) -> Sentences:
+        if self.fold.current(event.trajectory, event.attempt) is None:
+            yield from _ignored(event.trajectory, event.attempt, event.replica, "failed its check")
+            return
+        yield ("trajectory", event.trajectory), f"failed its check on r{event.replica}: {event.reason}"
+        yield ("replica", event.replica), f"t{event.trajectory} failed its check: {event.reason}"
 
     def _cancel(self, command: Cancel) -> Sentences:
         for one in command.samples:
@@ -297,7 +329,8 @@ class EventText:
         self._joined_hosts[event.host] = event.replicas
         ranks = [f"{event.ranks} of the trainer's ranks"] if event.ranks else []
         room = " and ".join([*([span("replica", set(event.replicas))] if event.replicas else []), *ranks])
-        yield ("relay", event.host), f"host {event.host} joined from elsewhere, with room for {room}"
+        whose = f" of the stranger {event.worker}" if event.worker else ""
+        yield ("relay", event.host), f"host {event.host}{whose} joined from elsewhere, with room for {room}"
         for id in event.replicas:
             yield ("replica", id), f"r{id} is to run on host {event.host}, which joined"
 
@@ -305,6 +338,22 @@ class EventText:
         yield ("relay", event.host), f"departed with its host: {event.reason}"
         for id in self._joined_hosts.pop(event.host, ()):
             yield ("replica", id), f"departed with host {event.host}: {event.reason}"
+
+    def _worker_excluded(self, event: WorkerRevoked | WorkerRefused) -> Sentences:
+        how = "the key was revoked" if isinstance(event, WorkerRevoked) else "it sent what it must not"
+        yield from self._of_stranger(event.worker, f"{how}: {event.reason}" if event.reason else how)
+
+    def _dismiss(self, command: Dismiss) -> Sentences:
+        yield from self._of_stranger(command.worker, f"{command.worker} is quarantined: {command.reason}")
+
+    def _of_stranger(self, worker: str, text: str) -> Sentences:
+        stranger = self.fold.strangers.get(worker)
+        for id in stranger.replicas if stranger is not None else ():
+            yield ("replica", id), text
+
+    def _cut_off(self, command: CutOff) -> Sentences:
+        left = f"what it has is left to it until {command.until:,.1f} s"
+        yield (command.role, command.id), f"cut off (incarnation {command.incarnation}): {command.reason}; {left}"
 
     def _replica_joined(self, event: ReplicaJoined) -> Sentences:
         again = f" again (incarnation {event.incarnation})" if event.incarnation > 1 else ""

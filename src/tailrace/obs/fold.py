@@ -20,12 +20,15 @@ from tailrace.config.tree import Config
 from tailrace.protocol import (
     Cancel,
     Command,
+    Dismiss,
     Event,
     Finished,
     Forget,
     Generate,
     GenerationResumed,
     GiveUp,
+    HandedIn,
+    HostJoined,
     HostLeft,
     JudgedTurn,
     Parked,
@@ -59,7 +62,7 @@ class SampleRecord(msgspec.Struct, gc=False):
     replica: ReplicaId
     prompt_tokens: int
     failures: int = 0  # of earlier attempts
-    state: str = "running"  # running, scoring, parked, lost, failed, cancelled, finished, trained
+    state: str = "running"  # running, scoring, parked, handed_in, lost, failed, cancelled, finished, trained
     turn: int = 0
     tokens: int = 0
     oldest: Version = 0
@@ -77,6 +80,19 @@ class ReplicaRecord(msgspec.Struct):
     def generating(self) -> int:
         """Waiting ones included."""
         return len(self.assigned) - self.scoring
+
+
+class StrangerRecord(msgspec.Struct):
+    """A worker with a key of its own."""
+
+    replicas: list[ReplicaId] = []
+    handed_in: int = 0  # samples
+    scored: int = 0  # of these, again
+    excluded: str = ""  # why
+
+    def __str__(self) -> str:
+        share = f"{self.handed_in:,} samples handed in, {self.scored:,} scored again"
+        return f"{share}; quarantined: {self.excluded}" if self.excluded else share
 
 
 class BatchTotals(msgspec.Struct):
@@ -181,6 +197,7 @@ class Fold:
         self.finished_tokens = 0  # of finished samples, prompts included
         self.finished_samples = 0
         self.skipped_prompts = 0
+        self.strangers: dict[str, StrangerRecord] = {}  # by the names of their keys
         self._unstarted = 0  # samples of groups that were stopped
         self._left_out = 0
         self.training: Train | None = None  # the order that the trainer has not answered
@@ -193,7 +210,10 @@ class Fold:
         self._handlers: dict[type[Event | Command], Callable[[Any], None]] = {
             ReplicaJoined: self._replica_joined,
             ReplicaLost: self._replica_lost,
+            HostJoined: self._host_joined,
             HostLeft: self._host_left,
+            HandedIn: self._handed_in,
+            Dismiss: self._dismiss,
             GiveUp: self._give_up,
             WeightsLoaded: self._weights_loaded,
             VersionStored: self._version_stored,
@@ -274,6 +294,8 @@ class Fold:
             samples[id] = _assigned(request, command.replica, record.version, before)
             record.assigned[id] = None
             self._note_started(request.group)
+            if request.check == "draws" and before is not None and before.state == "handed_in":
+                self._stranger_with(before.replica).scored += 1
 
     def _skip_prompts(self, command: SkipPrompts) -> None:
         self.skipped_prompts += len(command.prompts)
@@ -342,6 +364,18 @@ class Fold:
                 sample.tokens, sample.oldest = meta.tokens, meta.oldest
                 self.moved += 1
 
+    def _handed_in(self, event: HandedIn) -> None:
+        for meta in event.samples:
+            sample = self.current(meta.id, meta.attempt)
+            if sample is not None and sample.replica == event.replica:
+                self._release(meta.id, sample, "handed_in")
+                sample.tokens, sample.oldest = meta.tokens, meta.oldest
+                self._stranger_with(event.replica).handed_in += 1
+
+    def _stranger_with(self, replica: ReplicaId) -> StrangerRecord:
+        found = [one for one in self.strangers.values() if replica in one.replicas]
+        return found[0] if found else StrangerRecord()
+
     def _cancel(self, command: Cancel) -> None:
         for one in command.samples:
             sample = self.current(one.trajectory, one.attempt)
@@ -370,6 +404,16 @@ class Fold:
             self._keep_only(command.id, ())
         elif command.role == "trainer":
             self.training = None
+
+    def _host_joined(self, event: HostJoined) -> None:
+        if event.worker:
+            self.strangers.setdefault(event.worker, StrangerRecord()).replicas += event.replicas
+
+    def _dismiss(self, command: Dismiss) -> None:
+        stranger = self.strangers.setdefault(command.worker, StrangerRecord())
+        stranger.excluded = command.reason
+        for id in stranger.replicas:
+            self._keep_only(id, ())
 
     def _host_left(self, event: HostLeft) -> None:
         for id, record in self.replicas.items():

@@ -21,6 +21,8 @@ from tailrace.obs.fold import Fold, GroupCounts, Savings, Staleness, staleness
 from tailrace.protocol import (
     Command,
     ControllerRestarted,
+    CutOff,
+    Dismiss,
     Event,
     Forget,
     Generate,
@@ -305,7 +307,8 @@ def _notices(event: Event, commands: Sequence[Command]) -> Noticed:
             "info",
         )
     elif isinstance(event, HostJoined):
-        yield f"host {event.host} joined, for {_brought(event)}", "info"
+        whose = f" of the stranger {event.worker}" if event.worker else ""
+        yield f"host {event.host}{whose} joined, for {_brought(event)}", "info"
     elif isinstance(event, HostLeft):
         yield f"host {event.host} left: {event.reason}", "warning"
     elif isinstance(event, ReplicaJoined | TrainerJoined) and event.incarnation > 1:
@@ -324,6 +327,10 @@ def _notices(event: Event, commands: Sequence[Command]) -> Noticed:
         if isinstance(command, GiveUp):
             name = "the trainer" if command.role == "trainer" else label(command.role, command.id)
             yield f"{name} lost: {command.reason}", "warning"
+        elif isinstance(command, Dismiss):
+            yield f"the worker {command.worker} is quarantined: {command.reason}", "warning"
+        elif isinstance(command, CutOff):
+            yield f"{label(command.role, command.id)} is cut off: {command.reason}", "warning"
     yield from _endings(commands)
 
 

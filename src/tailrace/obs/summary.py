@@ -16,7 +16,7 @@ import msgspec
 from tailrace.logs import output
 from tailrace.obs.charts import MEAN_OF, Curve, RunCharts, run_charts
 from tailrace.obs.ending import RunEnding, ending_of
-from tailrace.obs.fold import GroupCounts, Savings, Staleness, staleness
+from tailrace.obs.fold import GroupCounts, Savings, Staleness, StrangerRecord, staleness
 from tailrace.obs.live import LiveRun
 from tailrace.obs.tables import percent, print_table
 from tailrace.store.folder import PRIVATE
@@ -58,6 +58,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     failed_attempts: int
     ledger: GroupCounts
     savings: Savings
+    strangers: dict[str, StrangerRecord]
 
 
 class Report(NamedTuple):
@@ -178,6 +179,7 @@ def _summary(live: LiveRun, ended: RunEnding, accuracy: HeldOut, reward: HeldOut
         failed_attempts=fold.failures,
         ledger=groups,
         savings=fold.savings,
+        strangers=fold.strangers,
     )
 
 
@@ -201,6 +203,7 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
         ("groups", f"{ledger.started:,} started = {ends} + {ledger.in_flight:,} in flight"),
     ]
     rows += [("saved", str(summary.savings))] if summary.savings else []
+    rows += [(f"stranger {name}", str(one)) for name, one in summary.strangers.items()]
     return [row for row in rows if UNMEASURED not in row[1]]
 
 

@@ -81,6 +81,33 @@ def _language(config: Config, prompts: Prompts) -> Language:
     )
 
 
+def build_stranger(config: Config, memory: float = 0.0) -> Runner:
+    """A runner on a machine that is not trusted: it generates a turn and hands it in. It has no judges, no data and no
+    answers: rewards are computed where the run is."""
+    limit = config.workload.max_completion_tokens
+    if config.rollout.engine == "emulated":
+        return Runner(EmulatedEngine(config, config.run.seed), Unjudged(), MUTE, limit)
+    return Runner(_engine(with_all_stops(config), memory, False), Unjudged(), MUTE, limit)
+
+
+class Unjudged:
+    """Says of every turn, at once, that it is over; the reward means nothing."""
+
+    def __init__(self) -> None:
+        self._ended: list[tuple[Key, Answer]] = []
+
+    def ask(self, key: Key, row: Row, transcript: tuple[Turn, ...]) -> bool:
+        self._ended.append((key, Scored(0.0)))
+        return True
+
+    def poll(self, timeout_s: float = 0.0) -> list[tuple[Key, Answer]]:
+        ended, self._ended = self._ended, []
+        return ended
+
+    def close(self) -> None:
+        pass
+
+
 MUTE = Language(lambda _: "", lambda *_: (), lambda _: "", frozenset())  # of an engine whose tokens mean nothing
 
 

@@ -19,10 +19,12 @@ from tailrace.protocol import (
     SCORING_S,
     Assignment,
     Cancel,
+    CheckFailed,
     EngineWork,
     Finished,
     Generate,
     GenerationResumed,
+    HandedIn,
     JudgedTurn,
     LoadWeights,
     Parked,
@@ -33,13 +35,15 @@ from tailrace.protocol import (
     Request,
     SampleFailed,
     ScoringStarted,
+    TrajectoryMeta,
     WeightsLoaded,
 )
-from tailrace.rollout.build import build_runner
+from tailrace.rollout.build import build_runner, build_stranger
+from tailrace.rollout.checking import complaint_about
 from tailrace.rollout.episode import Episode
 from tailrace.rollout.runner import Key, Outcome
 from tailrace.samples.client import Receipts, SampleClient
-from tailrace.samples.messages import AssignmentLost
+from tailrace.samples.messages import AssignmentLost, Fetched
 from tailrace.samples.uploads import Growth
 from tailrace.types import Version, label
 from tailrace.weights.fetch import RelayReaders
@@ -60,7 +64,8 @@ class RolloutWorker:
     def __init__(self, spec: ComponentSpec) -> None:
         self.spec = spec
         self.config = spec.config
-        self.runner = build_runner(spec.config, spec.memory)
+        build = build_stranger if spec.worker else build_runner
+        self.runner = build(spec.config, spec.memory)
         self.stats = EngineStats(0, 0, 0)
         self.samples = SampleClient(spec.name)
         self.controller = ControlClient(spec, self._report_stats, self.samples.find)
@@ -133,14 +138,27 @@ class RolloutWorker:
             request = self._fetching.pop(key, None)
             if isinstance(found, AssignmentLost):
                 self._refused(key, found.reason)
-            elif request is not None:
+            elif request is not None and not self._fails_its_check(request, found):
                 prefix = found.prefix if request.resume else ()
                 self.runner.add(Episode(request, found.row, prefix, self.runner.engine.version))
+
+    def _fails_its_check(self, request: Request, found: Fetched) -> bool:
+        """A stranger has generated it; then it is looked at before it is judged here."""
+        if not request.check:
+            return False
+        engine: Any = self.runner.engine  # control gives checks to engines that can
+        wrong = complaint_about(engine, engine.version, request, found, self.runner.max_completion_tokens)
+        if wrong:
+            key = (request.trajectory, request.attempt)
+            self.samples.withdraw(*key)
+            self.controller.report(CheckFailed(self.spec.id, *key, wrong))
+        return bool(wrong)
 
     def _refused(self, key: Key, reason: str) -> None:
         """Somebody else has it by now, and control ignores this; or else it has to be generated again."""
         self._withdraw([key])
-        self.controller.report(SampleFailed(self.spec.id, *key, f"its sample store refused it: {reason}"))
+        if not self.spec.worker:  # a stranger cannot make a sample fail: that would give it other random numbers
+            self.controller.report(SampleFailed(self.spec.id, *key, f"its sample store refused it: {reason}"))
 
     def _advance(self) -> None:
         if self._puller is not None:
@@ -233,16 +251,22 @@ class RolloutWorker:
             self.samples.withdraw(*key)
             self.controller.report(SampleFailed(self.spec.id, *key, outcome.reason))
             return
-        meta = outcome.episode.meta(outcome.reward)
+        meta = outcome.episode.meta(None if self.spec.worker else outcome.reward)
 
         def finish(receipt: Receipt | None) -> None:
             if receipt is not None:
-                self.controller.report(Finished(self.spec.id, meta), (receipt,))
+                self.controller.report(self._over(meta), (receipt,))
             self._unstored.discard(key)
 
         self._unstored.add(key)
         self._store([outcome.episode])
         self.samples.complete(*key, outcome.episode.completion_tokens, finish, outcome.episode.request.store)
+
+    def _over(self, meta: TrajectoryMeta) -> Finished | HandedIn:
+        """A stranger's sample is not finished by that: others check and judge it."""
+        if self.spec.worker:
+            return HandedIn(self.spec.id, self.controller.incarnation, (meta,))
+        return Finished(self.spec.id, meta)
 
     def _report_scoring(self) -> None:
         """Whose turn a judge has had for a while, and who goes on after that; a few times a second at most, so that
@@ -295,7 +319,7 @@ class RolloutWorker:
         """What the engine has done so far, unless it has done nothing since."""
         cpu_s = time.process_time()
         spent, self._cpu_seen = cpu_s - self._cpu_seen, cpu_s
-        if totals != self._measured:
+        if totals != self._measured and not self.spec.worker:
             self._measured = totals
             self._cpu_s += spent
             own = {"cpu_s": self._cpu_s, "loads": float(self.loads), "load_s": self.load_s}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from contextlib import suppress
 from typing import Protocol
 
@@ -9,11 +10,12 @@ from msgspec.structs import replace
 
 from tailrace import __version__
 from tailrace.config.tree import Config
-from tailrace.protocol import HostJoined
+from tailrace.protocol import Dismiss, HostJoined, WorkerRefused
 from tailrace.runtime.hosts import Host, Hosts
 from tailrace.runtime.local import HostRecord
 from tailrace.runtime.placement import refusal
 from tailrace.runtime.run_control import RunControl
+from tailrace.wire.keys import worker_of
 from tailrace.wire.messages import MOST_REPLICAS, OFFER_S, Dismissed, FromController, Offer, Wanted
 from tailrace.wire.server import ControlServer
 
@@ -56,7 +58,7 @@ class HostAdmission:
             self._post(name, Wanted(()))
         elif host is not None:
             self._answer(host, offer)
-        elif why_not := self._no_room_for(offer):
+        elif why_not := self._not_for_strangers(name, offer) or self._no_room_for(offer):
             self._control.note(f"{name} may not join: {why_not}")
             self._dismiss(name, why_not)
         else:
@@ -73,10 +75,18 @@ class HostAdmission:
         if name in self._dismissed:
             return
         self._control.note(f"{name} is dropped: it sent {what}")
+        if worker := worker_of(name):
+            self._control.tell(WorkerRefused(worker, what))
         self._dismiss(name, f"the run has dropped this machine, because it sent {what}")
         host = self._hosts.present.get(name)
         if host is not None:
             self._components.host_left(host, f"it was dropped, because it sent {what}")
+
+    def dismiss_worker(self, command: Dismiss) -> None:
+        """All machines of a stranger; control knows that they are gone."""
+        self._control.note(f"the worker {command.worker} is sent away: {command.reason}")
+        for host in [one for one in self._hosts.present.values() if one.worker == command.worker]:
+            self.send_away(host, command.reason)
 
     def send_away(self, host: Host, reason: str) -> None:
         self._dismiss(host.name, reason)
@@ -87,6 +97,16 @@ class HostAdmission:
         while len(self._dismissed) > DISMISSED:
             del self._dismissed[next(iter(self._dismissed))]
         self._post(name, Dismissed(reason))
+
+    def _not_for_strangers(self, name: str, offer: Offer) -> str:
+        """They take prompts and hand in trajectories, and nothing else."""
+        if not worker_of(name):
+            return ""
+        if not self._config.strangers.checkers:
+            return "this run takes no strangers, because nobody would check them (strangers.checkers)"
+        if offer.ranks or offer.store:
+            return "a worker with a key of its own generates and nothing else; join without --ranks and --store"
+        return ""
 
     def _no_room_for(self, offer: Offer) -> str:
         """Why this machine cannot join."""
@@ -109,7 +129,8 @@ class HostAdmission:
         replicas = tuple(range(first, first + offer.replicas))
         record = HostRecord(name, 1 + max(hosts), replicas, offer.store, offer.ranks, offer.interfaces)
         host = self._hosts.add(record)
-        self._control.tell(HostJoined(host.id, replicas, offer.store, offer.ranks))
+        salt = secrets.randbits(48) if host.worker else 0
+        self._control.tell(HostJoined(host.id, replicas, offer.store, offer.ranks, host.worker, salt))
         self._components.host_joined()
         return host
 

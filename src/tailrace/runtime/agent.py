@@ -80,7 +80,15 @@ class Room(NamedTuple):
 class Agent:
     def __init__(self, endpoint: str, key: JoinKey, room: Room, say: Callable[[str], None]) -> None:
         spec = ComponentSpec(
-            "host", secrets.randbits(48), 1, endpoint, key.token, "", Config(), fingerprint=key.fingerprint
+            "host",
+            secrets.randbits(48),
+            1,
+            endpoint,
+            key.token,
+            "",
+            Config(),
+            fingerprint=key.fingerprint,
+            worker=key.worker,
         )
         self._spec = replace(spec, key=host_key(key.token, spec.name).hex())
         check_join_key(endpoint, spec.name, host_key(key.token, spec.name), key.fingerprint, JOIN_CHECK_S)

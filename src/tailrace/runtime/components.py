@@ -30,6 +30,7 @@ from tailrace.protocol import (
     StoreLost,
     TrainerLost,
     TrainerWaits,
+    WorkerRefused,
 )
 from tailrace.runtime.admission import HostAdmission
 from tailrace.runtime.hosts import Host, Hosts
@@ -49,7 +50,7 @@ from tailrace.runtime.store_directory import StoreDirectory
 from tailrace.store.folder import RunFolder
 from tailrace.types import RelayId
 from tailrace.watchdog import ask_for_stacks, is_stopped, look_at
-from tailrace.wire.keys import HOST, JOIN_KEY, JoinKey, Keyring
+from tailrace.wire.keys import HOST, JOIN_KEY, JoinKey, Keyring, site_token
 from tailrace.wire.messages import (
     LOOPBACK,
     ComponentSpec,
@@ -113,7 +114,7 @@ class Components:
     def addresses(self, relays: tuple[RelayId, ...]) -> dict[RelayId, str]:
         """Where these take weights, as far as they are there."""
         found = {id: self.get("relay", id) for id in relays}
-        return {id: process.address for id, process in found.items() if process is not None}
+        return {id: _address(process) for id, process in found.items() if process is not None}
 
     def publish_addresses(self, master: RelayId) -> dict[RelayId, str]:
         """Where the trainer's weights go: to the master, and to the relays on the hosts of its ranks."""
@@ -188,12 +189,13 @@ class Components:
     def _spec(self, role: str, id: int, incarnation: int) -> ComponentSpec:
         host = self._hosts.find(role, id)
         away = self.config.local.listen if self.config.relay.listen == LOOPBACK else ""
+        token, worker = self.handle.keys.token, host.worker if host else ""
         spec = ComponentSpec(
             role=role,
             id=id,
             incarnation=incarnation,
             endpoint=self.server.endpoint,
-            token=self.handle.keys.token,
+            token=site_token(token, worker) if worker else token,
             folder=str(self._folder.path),
             folder_id=self._folder.identity,
             config=self.config,
@@ -202,6 +204,7 @@ class Components:
             listen=away or self.config.relay.listen,
             run=self.control.run_id,
             step=self.control.state.training.version,
+            worker=worker,
         )
         return replace(spec, key=self.handle.keys.of(spec.name).hex())
 
@@ -393,6 +396,8 @@ class Components:
             process.kill()
             self.server.hang_up(process.spec.name)
             self._lost(process, f"it was dropped, because it sent {what}")
+            if process.spec.worker:
+                self.control.tell(WorkerRefused(process.spec.worker, what))
 
     # --------------------------------------------------------------------------------------------------- other machines
 
@@ -457,3 +462,8 @@ class Components:
             else:
                 process.kill()
         await self._local.end(processes, patience_s)
+
+
+def _address(relay: Process) -> str:
+    """A stranger's has a token of its own, which whoever forwards to it derives from the stranger's name."""
+    return f"{relay.address}@{relay.spec.worker}" if relay.spec.worker else relay.address

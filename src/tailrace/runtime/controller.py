@@ -36,6 +36,7 @@ from tailrace.protocol import (
     TRAINER,
     Command,
     ControllerRestarted,
+    Dismiss,
     Event,
     Explain,
     Finished,
@@ -53,6 +54,7 @@ from tailrace.protocol import (
     TimerFired,
     Trained,
     TrainerJoined,
+    WorkerRevoked,
 )
 from tailrace.runtime.backpressure import Backpressure
 from tailrace.runtime.components import Components, RunHandle
@@ -61,6 +63,7 @@ from tailrace.runtime.lag import LoopLag
 from tailrace.runtime.local import Process
 from tailrace.runtime.orders import Orders
 from tailrace.runtime.validation import LONGEST_REASON, Sender, Validation, shortened
+from tailrace.runtime.worker_keys import WorkerKeys
 from tailrace.store.folder import PRIVATE, PRIVATE_FOLDER
 from tailrace.store.journal import RUN
 from tailrace.store.run import RunStore
@@ -126,6 +129,7 @@ class Controller:
         self.observer = observer
         if handle.left is None:
             store.hear_anew()
+        self._worker_keys = WorkerKeys(store.folder)
         self.server = self._server(store.heard)
         self.components = Components(config, handle, store.run_folder, self.server, self)
         self.plane, self.resumed = _restored(store, config)
@@ -153,6 +157,7 @@ class Controller:
             Explain: lambda _: None,  # it is in the journal, which is all it is for
             SkipPrompts: lambda _: None,  # likewise
             GiveUp: self.components.give_up,
+            Dismiss: self.components.admission.dismiss_worker,
             Start: self.components.start,
             SetTimer: self._set_timer,
             Stop: self._stop,
@@ -162,9 +167,19 @@ class Controller:
         port = (self.handle.left and self.handle.left.port) or self.config.local.port
         if not self.config.local.listen:
             return ControlServer(self.handle.keys, port, heard)
-        return ControlServer(
-            self.handle.keys, port, heard, Identity(self.handle.keys.identity), self.config.local.listen
-        )
+        identity = Identity(self.handle.keys.identity)
+        return ControlServer(self.handle.keys, port, heard, identity, self.config.local.listen, self._worker_token)
+
+    def _worker_token(self, worker: str) -> str:
+        """Of a stranger that may come in."""
+        known = self.state.strangers.workers.get(worker)
+        return "" if known is not None and known.excluded else self._worker_keys.token(worker)
+
+    def _find_revoked(self) -> None:
+        for worker, reason in self._worker_keys.revoked():
+            known = self.state.strangers.workers.get(worker)
+            if known is not None and not known.excluded:
+                self.tell(WorkerRevoked(worker, reason[:LONGEST_REASON]))
 
     @property
     def complete(self) -> bool:
@@ -496,6 +511,7 @@ class Controller:
         if timer == "health":
             self.components.admission.find_silent_hosts()
             self.components.look_for_missing()
+            self._find_revoked()
             self._ask_for_frames()
             self._note_waiting()
             self.tell(self.plane.heartbeats(self.components.age_s))
@@ -560,7 +576,8 @@ def _from_snapshot(store: RunStore, config: Config) -> tuple[ControlPlane, int]:
 
 def _sender(process: Process) -> Sender:
     spec = process.spec
-    return Sender(spec.role, spec.id, spec.host, process.incarnation, process.joined, process.address)
+    known = (process.incarnation, process.joined, process.address)
+    return Sender(spec.role, spec.id, spec.host, *known, spec.worker)
 
 
 def _say(sentence: str) -> None:

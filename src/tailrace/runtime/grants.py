@@ -29,7 +29,7 @@ def reconciliation(state: State, table: TrajectoryTable, store: StoreId) -> Reco
     grants = [_grant(state.ledger, sample) for sample in mine if sample.state in ("running", "scoring")]
     done = {sample.id for sample in mine if sample.state == "done"}
     keep = tuple(sorted(done | _picked(state.training, store)))
-    prefixes = tuple([sample.id for sample in mine if sample.state == "waiting"])
+    prefixes = tuple([sample.id for sample in mine if sample.state in ("waiting", "handed_in")])
     prompts = _needed_prompts(state) if store == FIRST else ()
     return Reconcile(tuple(grants), keep, table.finished(keep), prefixes, prompts)
 

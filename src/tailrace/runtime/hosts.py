@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from tailrace.runtime.local import HostRecord
 from tailrace.runtime.placement import Machine
 from tailrace.types import HostId
+from tailrace.wire.keys import worker_of
 from tailrace.wire.messages import ComponentSpec, Wanted
 
 LONGEST = 1000  # characters of how something ended
@@ -62,6 +63,11 @@ class Host:
     @property
     def id(self) -> HostId:
         return self.trace.id
+
+    @property
+    def worker(self) -> str:
+        """The stranger whose machine it is; empty: it is trusted."""
+        return worker_of(self.trace.name)
 
     @property
     def components(self) -> list[tuple[str, int]]:

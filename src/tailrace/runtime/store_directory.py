@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from tailrace.control.storage import FIRST
 from tailrace.runtime.local import Process
 from tailrace.runtime.run_control import RunControl
 from tailrace.wire.keys import Keyring, sample_key
@@ -39,7 +40,8 @@ class StoreDirectory:
     def tell_one(self, role: str, id: int) -> None:
         process = self._processes.get((role, id))
         if process is not None:
-            addresses = [self._address(store, process) for store in self._there()]
+            theirs = [store for store in self._there() if not process.spec.worker or store.spec.id == FIRST]
+            addresses = [self._address(store, process) for store in theirs]
             self._send(role, id, StoreAddresses(tuple(addresses), self._departed()))
 
     def _departed(self) -> tuple[int, ...]:

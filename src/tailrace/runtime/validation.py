@@ -13,6 +13,13 @@ figure would spread: into the journal and every later controller. Numbers are bo
     trainer    Hello Collapsed Reported        TrainerJoined Trained TrainFailed Checkpointed PublishFailed
                Measured
     host       Hello Offer                     none
+    a stranger's replica
+               Hello Collapsed Reported        ReplicaJoined Progressed HandedIn WeightsLoaded PullFailed
+    a stranger's relay
+               Hello Collapsed Reported        RelayJoined VersionStored
+
+A stranger says nothing of rewards, failures or figures: it takes prompts and hands in trajectories. A replica of the
+run's own says `CheckFailed` of what a stranger has handed in.
 
 `complaint_about` looks at a message when it is heard, `complaint_about_event` at an event when it is about to be
 handled, because control may have learned something in between. Each returns what is wrong with it, or nothing. What is
@@ -36,10 +43,12 @@ from tailrace.control.sampling import mini_batch_sizes
 from tailrace.control.state import State
 from tailrace.control.storage import FIRST
 from tailrace.protocol import (
+    CheckFailed,
     Checkpointed,
     Event,
     Finished,
     GenerationResumed,
+    HandedIn,
     LinkFailed,
     Parked,
     Progressed,
@@ -74,6 +83,8 @@ MESSAGES: dict[str, tuple[type, ...]] = {
     "store": (Hello, Collapsed, Reported, Measured, Accused),
     "trainer": (Hello, Collapsed, Reported, Measured),
     "host": (Hello, Offer),
+    "stranger's replica": (Hello, Collapsed, Reported),
+    "stranger's relay": (Hello, Collapsed, Reported),
 }
 
 
@@ -92,6 +103,12 @@ class Sender(NamedTuple):
     incarnation: int  # as last known
     joined: bool
     address: str = ""  # of a relay, as it has said
+    worker: str = ""  # a stranger's
+
+    @property
+    def kind(self) -> str:
+        """What it may say follows from this."""
+        return f"stranger's {self.role}" if self.worker else self.role
 
 
 class Validation:
@@ -113,8 +130,20 @@ class Validation:
                 Finished: self._finished,
                 SampleFailed: self._sample_failed,
                 Parked: self._parked,
+                CheckFailed: self._check_failed,
                 WeightsLoaded: _own_replica,
                 PullFailed: _own_replica,
+            },
+            "stranger's replica": {
+                ReplicaJoined: self._replica_joined,
+                Progressed: _own_replica,
+                HandedIn: self._handed_in,
+                WeightsLoaded: _own_replica,
+                PullFailed: _own_replica,
+            },
+            "stranger's relay": {
+                RelayJoined: _relay_joined,
+                VersionStored: _own_relay,
             },
             "relay": {
                 RelayJoined: _relay_joined,
@@ -140,8 +169,8 @@ class Validation:
     def complaint_about(self, sender: Sender, message: FromComponent | Garbled) -> str:
         if isinstance(message, Garbled):
             return message.what
-        if not isinstance(message, MESSAGES[sender.role]):
-            return f"{type(message).__name__}, which is not for a {sender.role} to say"
+        if not isinstance(message, MESSAGES[sender.kind]):
+            return f"{type(message).__name__}, which is not for a {sender.kind} to say"
         match message:
             case Reported(event):
                 return self._not_its_own(sender, event)
@@ -154,8 +183,8 @@ class Validation:
 
     def _not_its_own(self, sender: Sender, event: Event) -> str:
         name = type(event).__name__
-        if type(event) not in self._events[sender.role]:
-            return f"{name}, which is not for a {sender.role} to say"
+        if type(event) not in self._events[sender.kind]:
+            return f"{name}, which is not for a {sender.kind} to say"
         incarnation = getattr(event, "incarnation", sender.incarnation)
         if incarnation > sender.incarnation + LEAP:
             return f"{name} of incarnation {incarnation}, and it is {sender.incarnation}"
@@ -164,11 +193,11 @@ class Validation:
     # --------------------------------------------------------------------------------------------------------- events
 
     def complaint_about_event(self, sender: Sender, event: Event, receipts: Iterable[Receipt] = ()) -> str:
-        wrong = self._events[sender.role][type(event)](sender, event)
-        if wrong or not isinstance(event, Finished | Parked):
+        wrong = self._events[sender.kind][type(event)](sender, event)
+        if wrong or not isinstance(event, Finished | Parked | HandedIn):
             return wrong
         known = {(one.trajectory, one.attempt): one for one in receipts}
-        metas = event.samples if isinstance(event, Parked) else (event.meta,)
+        metas = (event.meta,) if isinstance(event, Finished) else event.samples
         return next(filter(None, (self._not_stored(meta, known.get((meta.id, meta.attempt))) for meta in metas)), "")
 
     def _not_stored(self, meta: TrajectoryMeta, receipt: Receipt | None) -> str:
@@ -211,6 +240,21 @@ class Validation:
     def _parked(self, sender: Sender, event: Parked) -> str:
         wrong = _own_replica(sender, event)
         return wrong or next(filter(None, (self._bad_meta(sender, meta) for meta in event.samples)), "")
+
+    def _check_failed(self, sender: Sender, event: CheckFailed) -> str:
+        return _own_replica(sender, event) or self._not_given(sender, event.trajectory, event.attempt)
+
+    def _handed_in(self, sender: Sender, event: HandedIn) -> str:
+        wrong = _own_replica(sender, event)
+        found = (self._bad_meta(sender, meta) or self._of_other_version(meta) for meta in event.samples)
+        return wrong or next(filter(None, found), "")
+
+    def _of_other_version(self, meta: TrajectoryMeta) -> str:
+        """A stranger keeps the version that it was given a sample under, or it could not be checked."""
+        sample = self._state().ledger.current(meta.id, meta.attempt)
+        if sample is None or meta.oldest == meta.newest == sample.newest:
+            return ""
+        return f"t{meta.id} of versions {meta.oldest} to {meta.newest}, where it was given version {sample.newest}"
 
     def _bad_meta(self, sender: Sender, meta: TrajectoryMeta) -> str:
         sample = self._state().ledger.current(meta.id, meta.attempt)

@@ -55,6 +55,7 @@ from tailrace.samples.schema import PromptGoneError, SampleDamagedError, SampleG
 from tailrace.samples.writer import GroupWriter, Key, ReceivedFrame, Sign
 from tailrace.types import MALFORMED, PromptId, Row, TrajectoryId
 from tailrace.wire import descriptors
+from tailrace.wire.keys import worker_of
 from tailrace.wire.listener import Listener, SignedChannel
 from tailrace.wire.messages import LOOPBACK, Grant, Reconcile, WireError
 from tailrace.wire.session import StrangerError
@@ -77,7 +78,7 @@ FRAMES: dict[str, tuple[type, ...]] = {
     "replica": (Append, Fetch, Withdraw),
     "trainer": (ReadLengths, ReadSamples),
     "store": (ReadPrompts,),
-}
+}  # a stranger is a replica here
 
 
 class Step(NamedTuple):
@@ -99,6 +100,7 @@ class Client:
         self.name = channel.name
         self.role, _, number = self.name.partition("/")[0].rpartition("-")
         self.id = int(number.partition(".")[0]) if number.partition(".")[0].isdecimal() else -1
+        self.is_stranger = bool(worker_of(self.name))
         self.queued_bytes = 0  # that wait for the writer
         self.may_send = asyncio.Event()  # these are no more than it may have
         self.may_send.set()
@@ -383,7 +385,7 @@ class SampleServer:
             self._cut_off(client, f"a fetch of t{trajectory}, which it was not given")
         elif head.attempt == attempt:
             self._drop_fetch(client, key)
-            client.jobs.put_nowait(partial(_prefix, key, head.prompt))
+            client.jobs.put_nowait(partial(_begun if client.is_stranger else _prefix, key, head.prompt))
 
     def _refusal(self, client: Client, key: Key, reader: SampleReader) -> Step:
         if key not in client.fetches or not reader.is_forgotten(key[0]):
@@ -450,6 +452,12 @@ def _prefix(key: Key, prompt: PromptId, reader: SampleReader) -> Step:
     except SampleGoneError:
         return Step(Refusal(*key, NOT_WANTED))
     return Step(Prefix(*key, reader.row(prompt), *PieceColumns.of(pieces)))
+
+
+def _begun(key: Key, prompt: PromptId, reader: SampleReader) -> Step:
+    """For a stranger: the tokens of the prompt and nothing else, neither the answer nor what others have generated."""
+    row = reader.row(prompt)
+    return Step(Prefix(*key, Row(row.id, row.tokens, ""), *PieceColumns.of([])))
 
 
 def _lengths(request: int, ids: list[TrajectoryId], reader: SampleReader) -> Step:

@@ -23,6 +23,8 @@ from tailrace.errors import TailraceError
 from tailrace.protocol import (
     Cancel,
     Command,
+    CutOff,
+    Dismiss,
     Drop,
     Explain,
     FetchPrompts,
@@ -135,6 +137,8 @@ class Simulation:
             Drop: relay_tier.drop,
             Forget: rollouts.forget,
             GiveUp: lambda _: None,  # it is dead, or cut off and does not hear
+            CutOff: lambda _: None,  # likewise
+            Dismiss: lambda _: None,  # no strangers are simulated
             Start: lifecycle.start,
             SetTimer: self._controller.set_timer,
             Stop: self._stop,

@@ -27,6 +27,7 @@ import msgspec
 from tailrace.errors import TailraceError
 from tailrace.types import MALFORMED
 from tailrace.weights.messages import DECODER, LONGEST_RANGES, AnyMessage
+from tailrace.wire.keys import site_token
 from tailrace.wire.tls import Identity, caller_context, fingerprint
 
 MAGIC = b"tailrace relay 6"
@@ -42,25 +43,33 @@ Side = Literal["caller", "callee"]
 
 
 class Address(NamedTuple):
-    """Where a relay listens; with the fingerprint of its certificate if other hosts may connect."""
+    """Where a relay listens; with the fingerprint of its certificate if other hosts may connect. `site`: it is that of
+    the stranger of this name, who has a token of its own."""
 
     host: str
     port: int
     fingerprint: str = ""
+    site: str = ""
 
     @classmethod
     def read(cls, text: str) -> Address:
         """The inverse of `str`."""
-        host_port, _, fingerprint = text.partition("#")
+        rest, _, site = text.partition("@")
+        host_port, _, fingerprint = rest.partition("#")
         host, _, port = host_port.rpartition(":")
-        return cls(host, int(port), fingerprint)
+        return cls(host, int(port), fingerprint, site)
+
+    def token(self, run: bytes) -> bytes:
+        """By which that relay is known, and knows its callers; `run`: the run's own."""
+        return site_token(run.decode(), self.site).encode() if self.site else run
 
     @property
     def host_port(self) -> str:
         return f"{self.host}:{self.port}"
 
     def __str__(self) -> str:
-        return f"{self.host_port}#{self.fingerprint}" if self.fingerprint else self.host_port
+        secure = f"{self.host_port}#{self.fingerprint}" if self.fingerprint else self.host_port
+        return f"{secure}@{self.site}" if self.site else secure
 
 
 class ChannelError(TailraceError):

@@ -157,7 +157,7 @@ class RelayNode:
             self._forwarders[id].restart()
             return
         pace = (self._chunk, self._stall_s, self._streams, self._nixl)
-        forwarder = Forwarder(id, address, self._token, self._table, self._not_forwarded, *pace)
+        forwarder = Forwarder(id, address, address.token(self._token), self._table, self._not_forwarded, *pace)
         self._forwarders[id] = forwarder
         forwarder.start()
 

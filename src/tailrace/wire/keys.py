@@ -3,7 +3,7 @@
 The controller's secret never leaves it and its supervisor. Each component is told one key, made from that secret and
 the component's own name, so nobody can speak for another component: not a stranger, not a machine that joined, not
 another part of the run. Machines join with the run's token, by which they can prove names that begin with `HOST`, and
-no others.
+no others. A stranger has a token of its own, for names that end with its own name.
 """
 
 from __future__ import annotations
@@ -19,6 +19,17 @@ from tailrace.wire.messages import Receipt, WireError, encode
 RANK = re.compile(r"\.\d+/")  # in the name of a trainer's rank, but for the first
 JOIN_KEY = "join.key"  # the file in a run's folder by which other machines join
 HOST = "host-"  # what the names of other machines begin with
+WORKER = re.compile(r"[a-z][a-z0-9_]{0,23}")  # the name of a stranger's key
+
+
+def worker_of(name: str) -> str:
+    """The stranger whose machine or component this is; empty: it is one that is trusted."""
+    return name.partition("@")[2]
+
+
+def site_token(token: str, worker: str) -> str:
+    """By which our relays and a stranger's know each other. It opens no other door."""
+    return hmac.digest(token.encode(), b"site " + worker.encode(), "sha256").hex()
 
 
 class Keyring(NamedTuple):
@@ -73,21 +84,23 @@ def _signature(store: bytes, receipt: Receipt) -> bytes:
 
 class JoinKey(NamedTuple):
     """What a machine needs to join a run: the fingerprint of the controller's certificate, and the token. The token is
-    secret."""
+    secret. `worker`: it is that of the stranger of this name."""
 
     fingerprint: str
     token: str
+    worker: str = ""
 
     @classmethod
     def read(cls, text: str) -> JoinKey:
         """The inverse of `str`."""
-        fingerprint, _, token = text.strip().partition(".")
-        if not (_is_hex(fingerprint) and _is_hex(token)):
+        fingerprint, _, rest = text.strip().partition(".")
+        token, dot, worker = rest.partition(".")
+        if not (_is_hex(fingerprint) and _is_hex(token)) or (dot and not WORKER.fullmatch(worker)):
             raise WireError("this is no join key; it is in the run's folder, in join.key, as one line")
-        return cls(fingerprint, token)
+        return cls(fingerprint, token, worker)
 
     def __str__(self) -> str:
-        return f"{self.fingerprint}.{self.token}"
+        return ".".join(filter(None, self))
 
 
 def _is_hex(text: str) -> bool:

@@ -73,13 +73,15 @@ class ComponentSpec(Struct):
     cards: tuple[int, ...] = ()  # the GPUs that it sees; none: those that are there, if it uses any
     memory: float = 0.0  # its share of their memory; 0: nobody has dealt
     cpus: str = ""  # near its cards ("0-31"); empty: any
+    worker: str = ""  # it belongs to the stranger of this name
 
     @property
     def name(self) -> str:
         """Unique for every start, so that a message never reaches the successor of the component that it was meant
         for."""
         rank = f".{self.rank}" if self.rank else ""
-        return f"{self.role}-{self.id}{rank}/{self.incarnation}"
+        worker = f"@{self.worker}" if self.worker else ""
+        return f"{self.role}-{self.id}{rank}/{self.incarnation}{worker}"
 
     @property
     def slot(self) -> tuple[str, int]:

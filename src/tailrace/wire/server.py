@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import NamedTuple
 
 from tailrace.types import MALFORMED
 from tailrace.wire import descriptors
-from tailrace.wire.keys import HOST, Keyring
+from tailrace.wire.keys import HOST, Keyring, host_key, worker_of
 from tailrace.wire.listener import Listener, OversizedFrameError, SignedChannel
 from tailrace.wire.liveness import Liveness
 from tailrace.wire.messages import (
@@ -77,7 +77,8 @@ class Peer:
 
 class ControlServer:
     """`heard`: how far an earlier controller has written down what each component had reported. Machines may join if
-    there is an `identity`; without one it listens on the loopback and nowhere else."""
+    there is an `identity`; without one it listens on the loopback and nowhere else. `worker_token`: that of a stranger,
+    by its name; empty: it has none, or has it no more."""
 
     def __init__(
         self,
@@ -86,8 +87,10 @@ class ControlServer:
         heard: Mapping[str, int] | None = None,
         identity: Identity | None = None,
         listen: str = LOOPBACK,
+        worker_token: Callable[[str], str] = lambda _: "",
     ) -> None:
         self._keys = keys
+        self._worker_token = worker_token
         self._heard = dict(heard or {})
         self._most_peers = descriptors.shares().known
         self._peers: dict[str, Peer] = {}
@@ -157,7 +160,11 @@ class ControlServer:
     def _key_of(self, name: str) -> bytes:
         if name.startswith(HOST) and not self.fingerprint:
             raise StrangerError("no machine may join this run")
-        return self._keys.of(name)
+        worker = worker_of(name)
+        token = self._worker_token(worker) if worker else ""
+        if worker and not token:
+            raise StrangerError("it has no key, or has it no more")
+        return host_key(token, name) if worker and name.startswith(HOST) else self._keys.of(name)
 
     async def _serve(self, channel: SignedChannel) -> None:
         peer = Peer(channel)

@@ -1,0 +1,144 @@
+"""Scores what another engine has generated: one forward pass over the whole sequence, then every token is held against
+the distribution that it should have been drawn from, and against the number that it should have been drawn with.
+
+A token has a stretch of [0, 1), as long as its probability; the drawn number (`sampling.uniform`) must lie in it. Two
+machines do not round alike, so log-probs may differ by `tolerance` nats, and the ends of the stretch by as much in
+log-odds: if every logit is off by at most half of it, neither is off by more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tailrace.config.tree import Config
+from tailrace.engines import attention, scheduler
+from tailrace.engines.base import Job
+from tailrace.engines.eager import EagerExecutor
+from tailrace.engines.kv import KVCache
+from tailrace.engines.llama_decoder import llama_decoder
+from tailrace.engines.plain import PlainOperations
+from tailrace.engines.sampling import allowed_scores, uniform
+
+CHUNK = 256  # tokens of one forward pass
+SCORES = 1 << 24  # that exist at once, in double precision
+TOLERANCE = {torch.float32: 0.01, torch.bfloat16: 0.25, torch.float16: 0.1}  # nats
+
+
+class Rescoring:
+    """With the model of an engine, whose layers page their attention; it has a KV cache of its own."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        shapes: dict[int, attention.LayerShape],
+        operations: PlainOperations,
+        config: Config,
+        seed: int,
+        switch: int,
+    ) -> None:
+        self._model, self._shapes, self._operations = model, shapes, operations
+        self._seed, self._switch = seed, switch
+        self._sampling, self._draws = config.sampling, config.strangers.draws
+        self._block_tokens = config.rollout.block_tokens
+        self._tolerance = config.strangers.tolerance or TOLERANCE[model.dtype]
+        self.worst = 0.0  # difference of log-probs that was ever found, in nats
+
+    @torch.inference_mode()
+    def complaint_about(self, job: Job, logprobs: NDArray[np.float32]) -> str:
+        sequence = scheduler.Sequence(job, job.length)
+        for first, logits in self._logits(sequence):
+            tokens = torch.tensor(sequence.tokens[first : first + len(logits)], device=logits.device)
+            at = first - job.prompt_tokens
+            claimed = torch.from_numpy(logprobs[at : at + len(logits)].astype(np.float64)).to(logits.device)
+            if wrong := self._first_wrong(job, first, logits, tokens, claimed):
+                return wrong
+        return ""
+
+    # ------------------------------------------------------------------------------------------------ distributions
+
+    def _logits(self, sequence: scheduler.Sequence) -> Iterator[tuple[int, Tensor]]:
+        """The position of the first token that each of them is for, and a row for each from there on. A sequence that
+        has grown beyond the switch was computed anew from there on."""
+        length, prompt = len(sequence.tokens), sequence.prompt
+        near = min(length, self._switch + 1)
+        if prompt < near:
+            yield from self._pass(sequence, prompt, near, far=prompt > self._switch)
+        if near < length:
+            yield from self._pass(sequence, max(prompt, near), length, far=True)
+
+    def _pass(self, sequence: scheduler.Sequence, first: int, end: int, far: bool) -> Iterator[tuple[int, Tensor]]:
+        """Logits for the tokens from `first` to `end`."""
+        executor = self._executor(sequence, end)
+        sequence.far = far
+        rows = max(1, min(CHUNK, SCORES // self._model.config.get_text_config().vocab_size))
+        for start in range(0, end - 1, rows):
+            length = min(rows, end - 1 - start)
+            skipped = max(0, first - 1 - start)
+            kept = torch.arange(min(skipped, length), length, device=self._model.device)
+            logits = executor.logits([scheduler.Chunk(sequence, start, length)], kept)
+            if len(kept):
+                yield start + skipped + 1, logits.float()
+
+    def _executor(self, sequence: scheduler.Sequence, end: int) -> EagerExecutor:
+        model, operations = self._model, self._operations
+        sequence.blocks = list(range(-(-end // self._block_tokens)))
+        cache = KVCache(self._shapes, len(sequence.blocks), self._block_tokens, model.dtype, model.device)
+        decoder = llama_decoder(model, self._shapes, operations)
+        return EagerExecutor(model, decoder, operations, cache, end, self._seed, self._sampling)
+
+    # ------------------------------------------------------------------------------------------------------- verdicts
+
+    def _first_wrong(self, job: Job, first: int, logits: Tensor, tokens: Tensor, claimed: Tensor) -> str:
+        """Of these tokens, the first of which is at `first`."""
+        scores = allowed_scores(logits, self._sampling).double()
+        chosen = scores.gather(-1, tokens[:, None])[:, 0]
+        excluded = torch.isinf(chosen)
+        if bool(excluded.any()):
+            excluded = self._is_below_edge(logits, scores, tokens) & excluded
+        off = (chosen - scores.logsumexp(-1) - claimed).abs()
+        off = torch.where(torch.isinf(chosen), 0.0, off)
+        self.worst = max(self.worst, float(off.max()))
+        misdrawn = self._is_misdrawn(job, first, scores, tokens, chosen) if self._draws else torch.zeros_like(excluded)
+        for found, what in (
+            (excluded, "top-k or top-p excludes"),
+            (off > self._tolerance, f"has another log-prob, by up to {float(off.max()):.3g} nats,"),
+            (misdrawn, "is not the one that the seed draws"),
+        ):
+            if bool(found.any()):
+                return _sentence(job, first + int(found.nonzero()[0]), int(found.sum()), what)
+        return ""
+
+    def _is_below_edge(self, logits: Tensor, scores: Tensor, tokens: Tensor) -> Tensor:
+        """By more than rounding explains."""
+        plain = (logits / self._sampling.temperature if self._sampling.temperature else logits).double()
+        edge = scores.masked_fill(torch.isinf(scores), torch.inf).amin(-1)
+        return plain.gather(-1, tokens[:, None])[:, 0] < edge - self._tolerance
+
+    def _is_misdrawn(self, job: Job, first: int, scores: Tensor, tokens: Tensor, chosen: Tensor) -> Tensor:
+        if self._sampling.temperature == 0:
+            return chosen < scores.amax(-1) - self._tolerance
+        positions = np.arange(first, first + len(tokens))
+        drawn = torch.from_numpy(uniform(self._seed, [job.stream] * len(tokens), positions)).to(scores.device)
+        ends = scores.softmax(-1).cumsum(-1)
+        high = ends.gather(-1, tokens[:, None])[:, 0]
+        low = torch.where(tokens > 0, ends.gather(-1, (tokens - 1).clamp(min=0)[:, None])[:, 0], 0.0)
+        slack = self._tolerance
+        missed = (_odds(drawn) < _odds(low) - slack) | (_odds(drawn) > _odds(high) + slack)
+        return missed & ~torch.isinf(chosen)
+
+
+def _odds(share: Tensor) -> Tensor:
+    """Logarithm of the odds; what is within rounding of 0 or 1 is so here."""
+    tiny = 1e-9
+    return torch.logit(share.clamp(tiny, 1.0 - tiny))
+
+
+def _sentence(job: Job, position: int, count: int, what: str) -> str:
+    more = f", and {count - 1} more of those near it" if count > 1 else ""
+    return f"token {position - job.prompt_tokens} {what} under these weights{more}"

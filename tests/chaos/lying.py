@@ -1,0 +1,125 @@
+"""`tailrace worker` of somebody who has a key and lies: the component's process with one thing changed.
+
+python lying.py LIE worker --join ... --key ...
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import numpy as np
+from msgspec.structs import replace
+
+LIE = "TAILRACE_TEST_LIE"
+
+
+def tokens(worker: Any) -> None:
+    """Other tokens than were drawn."""
+    _change_output(lambda out: out._replace(tokens=((out.tokens - 97 + 1) % 26 + 97).astype(np.int32)))
+
+
+def logprobs(worker: Any) -> None:
+    _change_output(lambda out: out._replace(logprobs=out.logprobs / 2))
+
+
+def best_of_many(worker: Any) -> None:
+    """Drawn again with other numbers, as somebody does who hands in the best of many."""
+    from tailrace.engines.emulated import EmulatedEngine
+
+    honest = EmulatedEngine.__init__
+
+    def changed(self: Any, config: Any, seed: int, *rest: Any) -> None:
+        honest(self, config, seed, *rest)
+        self._seed = seed + 1
+
+    EmulatedEngine.__init__ = changed  # type: ignore[method-assign]
+
+
+def cut_short(worker: Any) -> None:
+    """It stops when it pleases."""
+    from tailrace.engines.emulated import EmulatedEngine
+
+    honest = EmulatedEngine._end_of_turn
+
+    def changed(self: Any, job: Any) -> Any:
+        count, finish = honest(self, job)
+        return count // 2, finish
+
+    EmulatedEngine._end_of_turn = changed  # type: ignore[method-assign]
+
+
+def other_version(worker: Any) -> None:
+    """It says that its tokens are of another version."""
+    from tailrace.rollout.episode import Episode
+
+    honest = Episode.sampled
+    Episode.sampled = lambda self, version, *rest: honest(self, version + 1, *rest)  # type: ignore[method-assign]
+
+
+def a_reward(worker: Any) -> None:
+    from tailrace.protocol import Finished
+
+    worker._over = lambda self, meta: Finished(self.spec.id, replace(meta, reward=1.0))
+
+
+def another_sample(worker: Any) -> None:
+    """It hands in what it was not given, but for its own attempt number that is another's."""
+    from tailrace.protocol import HandedIn
+
+    def changed(self: Any, meta: Any) -> Any:
+        others = tuple(replace(meta, id=id, attempt=1) for id in range(meta.id + 20))
+        return HandedIn(self.spec.id, self.controller.incarnation, others)
+
+    worker._over = changed
+
+
+def a_failure(worker: Any) -> None:
+    """It would like other random numbers."""
+    from tailrace.protocol import SampleFailed
+
+    worker._over = lambda self, meta: SampleFailed(self.spec.id, meta.id, meta.attempt, "I do not like it")
+
+
+def _change_output(change: Any) -> None:
+    from tailrace.engines.emulated import EmulatedEngine
+
+    honest = EmulatedEngine._output
+    EmulatedEngine._output = lambda self, *rest: change(honest(self, *rest))  # type: ignore[method-assign]
+
+
+LIES = {
+    each.__name__: each
+    for each in (tokens, logprobs, best_of_many, cut_short, other_version, a_reward, another_sample, a_failure)
+}
+
+
+def _as_component() -> None:
+    from tailrace.rollout.worker import RolloutWorker
+    from tailrace.runtime import component
+
+    LIES[os.environ[LIE]](RolloutWorker)
+    component.main()
+
+
+def _as_worker(words: list[str]) -> int:
+    """Its components are started from this very file."""
+    from tailrace import cli
+    from tailrace.runtime import local
+
+    honest = local.subprocess.Popen
+
+    def start(command: list[str], **how: Any) -> Any:
+        return honest([sys.executable, __file__] if "tailrace.runtime.component" in command else command, **how)
+
+    local.subprocess.Popen = start  # type: ignore[misc]
+    return cli.main(words)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 1:
+        _as_component()
+    else:
+        os.environ[LIE] = sys.argv[1]
+        sys.exit(_as_worker(sys.argv[2:]))

@@ -1,0 +1,133 @@
+"""Strangers in real runs: a worker with a key of its own takes part, is revoked while it works, or lies and is found
+out. What is trained is proved as everywhere (`proof.py`)."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from guests import DEADLINE_S, Guest, address
+
+from runs import EMULATED, NATIVE, Run, replayed
+from tailrace.launch.workers import workers
+from tailrace.obs.summary import summarise
+from tailrace.protocol import CheckFailed, Dismiss, HandedIn, Train, WorkerRefused, WorkerRevoked
+from tailrace.runtime.local import read_records
+from tailrace.store.journal import Journal
+
+STRANGERS = (
+    "--local.listen",
+    "127.0.0.1",
+    "--strangers.checkers",
+    "1",
+    "--schedule.kind",
+    "trajectory",
+    "--health.strikes",
+    "60",
+)
+LIES = Path(__file__).parent / "lying.py"
+
+Join = Callable[..., Guest]
+
+
+@contextmanager
+def open_run(folder: Path, settings: str, *options: str) -> Iterator[tuple[Run, Join]]:
+    """A run with a checker, and how a stranger joins it, by its name."""
+    run, guests = Run(folder, settings, *STRANGERS, *options).start(), list[Guest]()
+    try:
+        run.until((run.folder / "join.key").exists, "its key")
+        run.until(lambda: read_records(run.folder).port, "its address")
+
+        def join(name: str, lie: str = "") -> Guest:
+            workers(run.folder, name, None, "")
+            words = ("--join", address(run), "--key", str(run.folder / "workers" / f"{name}.key"))
+            program = (sys.executable, str(LIES), lie) if lie else (sys.executable, "-m", "tailrace")
+            guests.append(Guest(folder / name, *words, program=program))
+            return guests[-1]
+
+        yield run, join
+    finally:
+        for guest in guests:
+            guest.child.kill()
+            guest.child.wait(DEADLINE_S)
+        if run.child is not None and run.child.poll() is None:
+            run.kill()
+
+
+def strangers_in(run: Run) -> set[int]:
+    """The samples that strangers handed in and that were trained on."""
+    handed_in, trained = set[int](), set[int]()
+    for entry in Journal(run.folder).entries():
+        if isinstance(entry.event, HandedIn):
+            handed_in |= {meta.id for meta in entry.event.samples}
+        for command in entry.commands:
+            if isinstance(command, Train):
+                trained |= {id for group in command.groups for id in group.trajectories}
+    return handed_in & trained
+
+
+def found(run: Run, kind: type) -> list:
+    return [entry.event for entry in Journal(run.folder).entries() if isinstance(entry.event, kind)]
+
+
+@pytest.mark.parametrize("settings", [EMULATED, NATIVE], ids=["emulated", "native"])
+def test_an_honest_stranger_generates_for_a_run_and_every_check_passes(tmp_path: Path, settings: str):
+    with open_run(tmp_path, settings, "--local.replicas", "1", "--strangers.check_share", "0.5") as (run, join):
+        stranger = join("alice")
+        status, out, err = run.wait()
+        assert status == 0, f"{out}\n{err}\n{run.logs()}"
+        assert stranger.child.wait(DEADLINE_S) == 0
+    replayed(run)
+    assert strangers_in(run), "all that it trained on"
+    record = summarise(run.folder).live.fold.strangers["alice"]
+    assert record.handed_in > record.scored > 0
+    assert not record.excluded
+    assert "stranger alice" in out
+
+
+def test_a_key_is_revoked_while_its_worker_works(tmp_path: Path):
+    with open_run(tmp_path, EMULATED, "--local.replicas", "2", "--run.steps", "30") as (run, join):
+        stranger = join("alice")
+        run.until(lambda: run.events("HandedIn"), "something handed in")
+        workers(run.folder, None, "alice", "the laptop was stolen")
+        assert stranger.child.wait(DEADLINE_S) == 2
+        assert "the laptop was stolen" in stranger.child.stderr.read()
+        again = Guest(tmp_path / "again", "--join", address(run), "--key", str(tmp_path / "kept.key"))
+        (tmp_path / "kept.key").write_text("")
+        assert again.child.wait(DEADLINE_S) == 2
+        status, out, err = run.wait()
+        assert status == 0, f"{out}\n{err}\n{run.logs()}"
+    replayed(run)
+    (revoked,) = found(run, WorkerRevoked)
+    assert revoked.reason == "the laptop was stolen"
+
+
+@pytest.mark.parametrize(
+    ("lie", "kind"),
+    [
+        ("tokens", CheckFailed),
+        ("logprobs", CheckFailed),
+        ("best_of_many", CheckFailed),
+        ("cut_short", CheckFailed),
+        ("other_version", WorkerRefused),
+        ("a_reward", WorkerRefused),
+        ("another_sample", WorkerRefused),
+        ("a_failure", WorkerRefused),
+    ],
+)
+def test_a_stranger_that_lies_is_found_out_and_nothing_of_it_is_left(tmp_path: Path, lie: str, kind: type):
+    options = ("--local.replicas", "2", "--run.steps", "30", "--strangers.check_share", "1")
+    with open_run(tmp_path, EMULATED, *options) as (run, join):
+        stranger = join("mallory", lie)
+        assert stranger.child.wait(DEADLINE_S) == 2
+        status, out, err = run.wait()
+        assert status == 0, f"{out}\n{err}\n{run.logs()}"
+    replayed(run)
+    assert found(run, kind)
+    dismissed = [c for e in Journal(run.folder).entries() for c in e.commands if isinstance(c, Dismiss)]
+    assert [one.worker for one in dismissed] == ["mallory"]
+    assert not strangers_in(run), "nothing that it made was trained on"
+    assert "quarantined" in out
