@@ -11,12 +11,14 @@ from tailrace.control.plane import ControlPlane
 from tailrace.control.sampling import mini_batch_sizes
 from tailrace.protocol import (
     Command,
+    Dismiss,
     Event,
     Finished,
     Forget,
     Generate,
     GenerationResumed,
     GiveUp,
+    HandedIn,
     HostJoined,
     HostLeft,
     Parked,
@@ -42,8 +44,12 @@ class Audit:
         self.attempt: dict[int, int] = {}  # newest assignment of a trajectory
         self.oldest: dict[tuple[int, int], int] = {}  # as reported for a trajectory under an attempt
         self.place: dict[int, int] = {}  # the replica that has a trajectory, as far as is known
+        self.given_to: dict[int, int] = {}  # the replica that was last told to generate a trajectory
         self.judged: set[int] = set()  # trajectories that judges have there
         self.guests: dict[int, tuple[int, ...]] = {}  # replicas of a host that joined
+        self.strangers: dict[str, set[int]] = {}  # the replicas of each
+        self.made_by: dict[int, int] = {}  # the stranger's replica that has handed a trajectory in
+        self.excluded: set[int] = set()  # replicas of strangers that were sent away
         self.failures: Counter[int] = Counter()
         self.mini_batches: dict[tuple[int, int], Train] = {}  # first order to train (step, mini-batch)
         self.step_of: dict[int, int] = {}  # of a group, once it is trained on
@@ -68,10 +74,13 @@ class Audit:
         elif isinstance(event, Parked):
             for meta in event.samples:
                 self._leaves(meta.id)
+        elif isinstance(event, HandedIn):
+            self._handed_in(event)
         elif isinstance(event, ReplicaLost | ReplicaJoined):
             self._empties(event.replica)
         elif isinstance(event, HostJoined):
             self.guests[event.host] = event.replicas
+            self.strangers.setdefault(event.worker, set()).update(event.replicas if event.worker else ())
         elif isinstance(event, HostLeft):
             for replica in self.guests.get(event.host, ()):
                 self._empties(replica)
@@ -84,6 +93,13 @@ class Audit:
             self.progress_at = now
         for command in commands:
             self._order(command)
+
+    def _handed_in(self, event: HandedIn) -> None:
+        for meta in event.samples:
+            given = self.given_to.get(meta.id) == event.replica and meta.attempt == self.attempt[meta.id]
+            if given and any(event.replica in replicas for replicas in self.strangers.values()):
+                self._leaves(meta.id)
+                self.made_by[meta.id] = event.replica
 
     def _leaves(self, trajectory: int) -> None:
         self.place.pop(trajectory, None)
@@ -107,10 +123,20 @@ class Audit:
                 assert request.trajectory not in self.forgotten, "what is forgotten does not start again"
                 assert request.trajectory not in self.judged, "what a judge has is given to nobody else"
                 assert not (request.resume and request.trajectory in self.lost), "nothing is left to resume from"
+                foreign = any(command.replica in replicas for replicas in self.strangers.values())
+                assert not (foreign and request.resume), "a stranger sees what nobody else has generated"
+                assert command.replica not in self.excluded, "and nothing any more, once it is excluded"
+                assert bool(request.check) == (request.trajectory in self.made_by and request.resume), "it is checked"
+                if not request.resume:
+                    self.made_by.pop(request.trajectory, None)
                 self.lost.discard(request.trajectory)
-                self.place[request.trajectory] = command.replica
+                self.place[request.trajectory] = self.given_to[request.trajectory] = command.replica
                 self.attempt[request.trajectory] = request.attempt
                 self.prompt_of[request.group] = request.prompt
+        elif isinstance(command, Dismiss):
+            self.excluded |= self.strangers.get(command.worker, set())
+            for replica in self.excluded:
+                self._empties(replica)
         elif isinstance(command, Train):
             self._train(command)
         elif isinstance(command, GiveUp) and command.role == "replica":
@@ -143,6 +169,9 @@ class Audit:
     def _train(self, command: Train) -> None:
         at = command.step, command.mini_batch
         first = self.mini_batches.get(at, command)
+        if at not in self.mini_batches:
+            made = {self.made_by.get(id) for group in command.groups for id in group.trajectories}
+            assert made.isdisjoint(self.excluded), "nothing that an excluded stranger made is picked"
         kept = command.groups[: len(first.groups)]
         assert (first.groups, first.last) == (kept, command.last), "a repetition is the same as the first time"
         size = mini_batch_sizes(self.config.workload.prompts_per_step, self.config.trainer.mini_batches)[

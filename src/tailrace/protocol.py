@@ -241,7 +241,6 @@ class HandedIn(Event):
     their sample stores."""
 
     replica: ReplicaId
-    incarnation: Natural
     samples: tuple[TrajectoryMeta, ...]
 
 

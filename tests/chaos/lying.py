@@ -70,7 +70,7 @@ def another_sample(worker: Any) -> None:
 
     def changed(self: Any, meta: Any) -> Any:
         others = tuple(replace(meta, id=id, attempt=1) for id in range(meta.id + 20))
-        return HandedIn(self.spec.id, self.controller.incarnation, others)
+        return HandedIn(self.spec.id, others)
 
     worker._over = changed
 

@@ -14,7 +14,7 @@ from guests import DEADLINE_S, Guest, address
 from runs import EMULATED, NATIVE, Run, replayed
 from tailrace.launch.workers import workers
 from tailrace.obs.summary import summarise
-from tailrace.protocol import CheckFailed, Dismiss, HandedIn, Train, WorkerRefused, WorkerRevoked
+from tailrace.protocol import CheckFailed, Dismiss, Generate, HandedIn, Train, WorkerRefused, WorkerRevoked
 from tailrace.runtime.local import read_records
 from tailrace.store.journal import Journal
 
@@ -57,16 +57,18 @@ def open_run(folder: Path, settings: str, *options: str) -> Iterator[tuple[Run, 
             run.kill()
 
 
-def strangers_in(run: Run) -> set[int]:
-    """The samples that strangers handed in and that were trained on."""
-    handed_in, trained = set[int](), set[int]()
+def trained_of_strangers(run: Run) -> set[int]:
+    """The samples that were trained on as a stranger has handed them in."""
+    made, trained = set[int](), set[int]()
     for entry in Journal(run.folder).entries():
         if isinstance(entry.event, HandedIn):
-            handed_in |= {meta.id for meta in entry.event.samples}
+            made |= {meta.id for meta in entry.event.samples}
         for command in entry.commands:
+            if isinstance(command, Generate):
+                made -= {request.trajectory for request in command.requests if not request.resume}
             if isinstance(command, Train):
-                trained |= {id for group in command.groups for id in group.trajectories}
-    return handed_in & trained
+                trained |= made & {id for group in command.groups for id in group.trajectories}
+    return trained
 
 
 def found(run: Run, kind: type) -> list:
@@ -81,7 +83,7 @@ def test_an_honest_stranger_generates_for_a_run_and_every_check_passes(tmp_path:
         assert status == 0, f"{out}\n{err}\n{run.logs()}"
         assert stranger.child.wait(DEADLINE_S) == 0
     replayed(run)
-    assert strangers_in(run), "all that it trained on"
+    assert trained_of_strangers(run)
     record = summarise(run.folder).live.fold.strangers["alice"]
     assert record.handed_in > record.scored > 0
     assert not record.excluded
@@ -129,5 +131,5 @@ def test_a_stranger_that_lies_is_found_out_and_nothing_of_it_is_left(tmp_path: P
     assert found(run, kind)
     dismissed = [c for e in Journal(run.folder).entries() for c in e.commands if isinstance(c, Dismiss)]
     assert [one.worker for one in dismissed] == ["mallory"]
-    assert not strangers_in(run), "nothing that it made was trained on"
+    assert not trained_of_strangers(run)
     assert "quarantined" in out

@@ -123,6 +123,8 @@ def unfiltered(seed: int) -> Config:
 class Fleet:
     """Components that do what they are told, and the answers that are on their way."""
 
+    guest = HostJoined(GUEST, (REPLICAS,), store=True)
+
     def __init__(self, config: Config) -> None:
         self.plane = ControlPlane(config)
         self.audit = Audit(config)
@@ -139,7 +141,7 @@ class Fleet:
         self.saved = 0
         self.over = False
         self.hear(RunStarted(REPLICAS, RELAYS, 1))
-        self.hear(HostJoined(GUEST, (REPLICAS,), store=True))
+        self.hear(self.guest)
 
     def hear(self, event: Event) -> None:
         commands = self.plane.handle(self.now, event)

@@ -58,8 +58,7 @@ def fleet(share: float = 1.0, **sections: Any) -> Drive:
 
 
 def hand_in(drive: Drive, request: Request, **changes: Any) -> list[Command]:
-    incarnation = drive.plane.state.fleet.replicas[THEIRS].incarnation
-    return drive.tell(HandedIn(THEIRS, incarnation, (drive.meta(request, **changes),)))
+    return drive.tell(HandedIn(THEIRS, (drive.meta(request, **changes),)))
 
 
 def sample(drive: Drive, request: Request) -> Any:

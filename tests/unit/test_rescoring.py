@@ -112,4 +112,5 @@ def test_what_needs_no_model_is_always_looked_at():
     assert "goes on after the end" in ended.complaint_about(job, logprobs, draws=False)
     short = grown(prompts()[0], ids_of(job)[1:12])
     assert "not complete" in engine(model, config).complaint_about(short, logprobs[:11], draws=False)
-    assert ended.complaint_about(grown(prompts()[0], ids_of(job)[1:11]), logprobs[:10], draws=True) == ""
+    first = ids_of(job).index(ids_of(job)[10], 1)
+    assert ended.complaint_about(grown(prompts()[0], ids_of(job)[1 : first + 1]), logprobs[:first], draws=True) == ""

@@ -21,7 +21,7 @@ AT_ONCE = 64  # samples that a checker has
 
 
 def handed_in(context: Context, event: HandedIn) -> None:
-    replica = context.fleet.current(event.replica, event.incarnation)
+    replica = context.fleet.replicas.get(event.replica)
     worker = context.state.strangers.workers.get(replica.worker) if replica is not None else None
     if replica is None or worker is None:
         return

@@ -2,6 +2,7 @@
 
     replica:  lost -> ready <-> pulling            pulling: loads a version from a relay
                       ready -> releasing -> ready  releasing: hands its work back, for repack
+              any live state -> away -> ready      away: cut off, on a machine that joined; it keeps what it has
               any  -> lost -> (started again) ... -> quarantined, with the reason
               any  -> departed, with its host
 
@@ -23,7 +24,7 @@ from tailrace.control.speed import Speed
 from tailrace.protocol import EngineWork, ReplicaJoined, UpdateChoice
 from tailrace.types import HostId, RelayId, ReplicaId, TrajectoryId, Version
 
-ReplicaState = Literal["lost", "ready", "pulling", "releasing", "quarantined", "departed"]
+ReplicaState = Literal["lost", "ready", "pulling", "releasing", "away", "quarantined", "departed"]
 
 
 class Replica(msgspec.Struct):
@@ -54,6 +55,8 @@ class Replica(msgspec.Struct):
     failures: int = 0  # samples since then that came to a bad end
     failing_since: float = 0.0
     worker: str = ""  # a stranger's, who has the key of this name
+    leased: bool = False  # of a machine that joined: cut off, it keeps what it has for `health.lease_s`
+    lease_until: float = 0.0  # while it is away
     checks: bool = False  # it checks and judges what strangers hand in, and generates nothing for itself
     restarts: int = 0
     restart_at: float = 0.0
@@ -61,7 +64,7 @@ class Replica(msgspec.Struct):
 
     @property
     def live(self) -> bool:
-        return self.state in ("ready", "pulling", "releasing")
+        return self.state in ("ready", "pulling", "releasing", "away")
 
     @property
     def given_up(self) -> bool:
@@ -103,6 +106,7 @@ class Fleet(msgspec.Struct):
     hungry: dict[ReplicaId, None] = {}  # ready replicas that could take more than they were given
     moves: dict[ReplicaId, ReplicaId] = {}  # releasing replica -> where its work is to go
     live: int = 0
+    away: int = 0  # of these
     kv_capacity: int = 0  # of the replica that joined with the smallest
     offered: Version = NONE  # newest version that all replicas were told to load (schedule `partial`)
     speed: Speed = msgspec.field(default_factory=Speed)
@@ -114,6 +118,7 @@ class Fleet(msgspec.Struct):
         self.house(replica, event.host)
         if not replica.live:
             self.live += 1
+        self.away -= replica.state == "away"
         self.moves.pop(replica.id, None)
         replica.incarnation = event.incarnation
         replica.version, replica.use_first = event.version, False
@@ -144,8 +149,17 @@ class Fleet(msgspec.Struct):
             return None
         return replica
 
+    def cut_off(self, now: float, replica: Replica, until: float, reason: str) -> None:
+        """It is given nothing more until it is back."""
+        self.away += 1
+        self.hungry.pop(replica.id, None)
+        self.moves.pop(replica.id, None)
+        replica.reason, replica.lease_until = reason, until
+        replica.enter("away", now)
+
     def lose(self, now: float, replica: Replica, reason: str) -> None:
         self.live -= 1
+        self.away -= replica.state == "away"
         self.hungry.pop(replica.id, None)
         self.moves.pop(replica.id, None)
         replica.reason = reason

@@ -84,6 +84,9 @@ def _every_sample_has_one_place(ledger: Ledger, fleet: Fleet) -> None:
     assert all(ledger.samples[id].replica == NOWHERE for id in waiting), "who waits has no replica"
     assert all(r.live or not (r.assigned or r.scoring) for r in replicas), "the dead hold nothing"
     assert fleet.live == sum(r.live for r in replicas), "live replicas are counted"
+    away = [r for r in replicas if r.state == "away"]
+    assert fleet.away == len(away), "and those that are cut off"
+    assert all(r.leased and r.id not in fleet.hungry for r in away), "which are given nothing more"
 
 
 def _staleness_is_bounded(config: Config, ledger: Ledger, training: Training) -> None:

@@ -29,9 +29,9 @@ def quota(context: Context) -> int:
 
 
 def _generating(context: Context) -> int:
-    """Replicas that do; checkers do not."""
+    """Replicas that do, and can be given more; checkers do not."""
     checkers = [context.fleet.replicas.get(id) for id in range(context.config.strangers.checkers)]
-    return max(1, context.fleet.live - sum(one is not None and one.live for one in checkers))
+    return max(1, context.fleet.live - context.fleet.away - sum(one is not None and one.live for one in checkers))
 
 
 def _full_batch(context: Context) -> int:

@@ -25,6 +25,7 @@ class Relay(msgspec.Struct):
     incarnation: int = 0
     live: bool = False
     departed: bool = False  # with its host
+    leased: bool = False  # of a machine that joined: cut off, it is not replaced before `health.lease_s`
     foreign: bool = False  # a stranger's: it gets versions for itself, and nobody gets any from it
     last_seen: float = 0.0
     versions: list[Version] = []  # ascending

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from math import inf
 
 from tailrace.config.tree import Config
-from tailrace.control import groups, health, replicas, steps, stores, weights
+from tailrace.control import groups, health, leases, replicas, steps, stores, weights
 from tailrace.control.fleet import Replica
 from tailrace.control.relays import Relay
 from tailrace.control.state import Context, State
@@ -50,13 +50,13 @@ def host_joined(context: Context, event: HostJoined) -> None:
             context.send(Dismiss(worker.name, worker.excluded))
             return
     relay = context.relays.relays.setdefault(event.host, Relay(event.host))
-    relay.foreign = bool(event.worker)
+    relay.foreign, relay.leased = bool(event.worker), True
     _start(context, "relay", event.host, relay)
     if event.store:
         _start(context, "store", event.host, context.stores.stores.setdefault(event.host, Store(event.host)))
     for id in event.replicas:
         replica = context.fleet.replicas.setdefault(id, Replica(id))
-        replica.worker = event.worker
+        replica.worker, replica.leased = event.worker, True
         context.fleet.house(replica, event.host)
         _start(context, "replica", id, replica)
 
@@ -88,7 +88,8 @@ def _set_timers(context: Context) -> None:
 
 
 def _look_again(context: Context) -> None:
-    living = [record for _, _, record in _all_components(context.state) if record.live]
+    records = [record for _, _, record in _all_components(context.state) if record.live]
+    living = [record for record in records if getattr(record, "state", "") != "away"]
     _set_timer(context, "health", health.next_look(context.config.health, context.now, living))
 
 
@@ -142,7 +143,7 @@ def _find_lost(context: Context) -> None:
     for replica in context.fleet.replicas.values():
         reason = ""
         if replica.live and health.silent(config, now, replica):
-            reason = _silence(context, replica)
+            reason = "" if leases.keeps(context, replica, _silence(context, replica)) else _silence(context, replica)
         elif replica.state in ("pulling", "releasing") and now - replica.since > config.pull_deadline_s:
             reason = f"still {replica.state} after {now - replica.since:.1f} s"
         if reason:
@@ -150,8 +151,10 @@ def _find_lost(context: Context) -> None:
             replicas.lose(context, replica, reason)
     for relay in context.relays.relays.values():
         if relay.live and health.silent(config, now, relay):
-            context.send(GiveUp("relay", relay.id, relay.incarnation, _silence(context, relay)))
+            if not leases.announces(context, relay, _silence(context, relay)):
+                context.send(GiveUp("relay", relay.id, relay.incarnation, _silence(context, relay)))
             weights.lose_relay(context, relay, _silence(context, relay))
+            leases.postpone_restart(context, relay)
     for store in context.stores.stores.values():
         if store.live and health.silent(config, now, store):
             context.send(GiveUp("store", store.id, store.incarnation, _silence(context, store)))
@@ -244,6 +247,7 @@ def controller_restarted(context: Context, _: ControllerRestarted) -> None:
             restarted.restarts = 0
     for _role, _id, record in _all_components(context.state):
         record.last_seen = context.now
+        leases.renew(context, record)
         if record.restart_at > context.now:
             health.plan_restart(context.config.health, context.now, record)
     context.state.fetching = False

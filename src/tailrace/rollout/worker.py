@@ -265,7 +265,7 @@ class RolloutWorker:
     def _over(self, meta: TrajectoryMeta) -> Finished | HandedIn:
         """A stranger's sample is not finished by that: others check and judge it."""
         if self.spec.worker:
-            return HandedIn(self.spec.id, self.controller.incarnation, (meta,))
+            return HandedIn(self.spec.id, (meta,))
         return Finished(self.spec.id, meta)
 
     def _report_scoring(self) -> None:

@@ -135,7 +135,8 @@ class HostAdmission:
         return host
 
     def find_silent_hosts(self) -> None:
-        patience = self._config.health.strikes * max(self._config.health.heartbeat_s, OFFER_S)
+        health = self._config.health
+        patience = max(health.lease_s, health.strikes * max(health.heartbeat_s, OFFER_S))
         ages = [(host, self._server.liveness.age_s(host.name)) for host in self._hosts.present.values()]
         for host, age_s in ages:
             if age_s >= patience:

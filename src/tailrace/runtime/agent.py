@@ -100,6 +100,7 @@ class Agent:
         self._components: dict[str, str] = {}  # by name; of those that ended, how
         self._controller = ControlClient(self._spec)
         self._heard_at = time.monotonic()
+        self._silence_s = SILENCE_S  # after which the run is given up; with leases: no sooner than they end
         self._leaving = False
         self._over = self._trouble = ""
         self._ended_with_the_run = False  # then the components have been told
@@ -144,8 +145,9 @@ class Agent:
                 leave_at = min(leave_at, time.monotonic() + FAREWELL_S)
             if time.monotonic() > leave_at:
                 self._over = "left"
-            if time.monotonic() - self._heard_at > SILENCE_S:
-                raise SilentError(f"nothing was heard of the run for {SILENCE_S:g} s; if it goes on, join it again")
+            if time.monotonic() - self._heard_at > self._silence_s:
+                silence = f"nothing was heard of the run for {self._silence_s:g} s"
+                raise SilentError(f"{silence}; if it goes on, join it again")
             await self._listen(time.monotonic() + OFFER_S)
 
     def _offer(self, leaving: bool) -> None:
@@ -186,6 +188,7 @@ class Agent:
         self._components = {name: how for name, how in self._components.items() if name in names}
         for spec in wanted.specs:
             if spec.name not in self._components:
+                self._silence_s = max(self._silence_s, spec.config.health.lease_s)
                 _refuse_missing_model(spec.config)
                 if spec.role == "trainer":
                     _refuse_missing_torch()

@@ -21,6 +21,7 @@ from tailrace.config.tree import Config
 from tailrace.logs import open_log, to_stream
 from tailrace.protocol import (
     TRAINER,
+    CutOff,
     Event,
     GiveUp,
     HostLeft,
@@ -332,6 +333,12 @@ class Components:
             process.dismissed = True
             self._diagnose(process, command.reason)
             asyncio.get_running_loop().call_later(STACKS_S, process.kill)
+
+    def cut_off(self, command: CutOff) -> None:
+        """Should it be heard again, it has to introduce itself."""
+        process = self.get(command.role, command.id)
+        if process is not None and process.incarnation == command.incarnation:
+            self.server.hang_up(process.spec.name)
 
     def _diagnose(self, process: Process, reason: str) -> None:
         """What its processes are doing, to its log; their stacks too, where they can still be had. Those on another

@@ -36,6 +36,7 @@ from tailrace.protocol import (
     TRAINER,
     Command,
     ControllerRestarted,
+    CutOff,
     Dismiss,
     Event,
     Explain,
@@ -157,6 +158,7 @@ class Controller:
             Explain: lambda _: None,  # it is in the journal, which is all it is for
             SkipPrompts: lambda _: None,  # likewise
             GiveUp: self.components.give_up,
+            CutOff: self.components.cut_off,
             Dismiss: self.components.admission.dismiss_worker,
             Start: self.components.start,
             SetTimer: self._set_timer,
