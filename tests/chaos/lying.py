@@ -37,6 +37,14 @@ def best_of_many(worker: Any) -> None:
     EmulatedEngine.__init__ = changed  # type: ignore[method-assign]
 
 
+def best_of_many_for_real(worker: Any) -> None:
+    """The same with the native engine."""
+    from tailrace.engines import native
+
+    honest = native.build_engine
+    native.build_engine = lambda config, seed, *rest: honest(config, seed + 1, *rest)
+
+
 def cut_short(worker: Any) -> None:
     """It stops when it pleases."""
     from tailrace.engines.emulated import EmulatedEngine
@@ -91,7 +99,10 @@ def _change_output(change: Any) -> None:
 
 LIES = {
     each.__name__: each
-    for each in (tokens, logprobs, best_of_many, cut_short, other_version, a_reward, another_sample, a_failure)
+    for each in (
+        *(tokens, logprobs, best_of_many, best_of_many_for_real, cut_short),
+        *(other_version, a_reward, another_sample, a_failure),
+    )
 }
 
 

@@ -118,11 +118,13 @@ def test_a_key_is_revoked_while_its_worker_works(tmp_path: Path):
         ("a_reward", WorkerRefused),
         ("another_sample", WorkerRefused),
         ("a_failure", WorkerRefused),
+        ("best_of_many_for_real", CheckFailed),
     ],
 )
 def test_a_stranger_that_lies_is_found_out_and_nothing_of_it_is_left(tmp_path: Path, lie: str, kind: type):
     options = ("--local.replicas", "2", "--run.steps", "30", "--strangers.check_share", "1")
-    with open_run(tmp_path, EMULATED, *options) as (run, join):
+    native = ("--run.steps", "4") if lie == "best_of_many_for_real" else ()
+    with open_run(tmp_path, NATIVE if native else EMULATED, *options, *native) as (run, join):
         stranger = join("mallory", lie)
         assert stranger.child.wait(DEADLINE_S) == 2
         status, out, err = run.wait()

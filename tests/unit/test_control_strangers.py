@@ -10,6 +10,7 @@ from drive import Drive, config, only, routes
 from tailrace.config.tree import Local, RelaySettings, Schedule, Strangers
 from tailrace.control.plane import ControlPlane
 from tailrace.protocol import (
+    Cancel,
     CheckFailed,
     Command,
     Dismiss,
@@ -28,6 +29,7 @@ from tailrace.protocol import (
     ReplicaLost,
     Request,
     Start,
+    TimerFired,
     Train,
     VersionStored,
     WeightsLoaded,
@@ -197,6 +199,16 @@ def test_a_lost_strangers_tokens_are_no_prefix_for_anybody():
     drive.tell(ReplicaLost(THEIRS, 1, "gone"))
     samples = drive.plane.state.ledger.samples
     assert all(samples[id].oldest == -1 or samples[id].began == samples[id].attempt for id in had)
+
+
+def test_what_a_stranger_does_not_hand_in_in_time_is_generated_by_others():
+    drive = fleet()
+    had = drive.running(THEIRS)
+    commands = drive.tell(TimerFired("health"), after=drive.plane.config.strangers.hand_in_s)
+    assert {one.trajectory for one in only(commands, Cancel).samples} == {one.trajectory for one in had}
+    before = drive.plane.snapshot()
+    hand_in(drive, had[0])
+    assert drive.plane.snapshot() == before, "it comes too late"
 
 
 def test_a_lost_checkers_work_goes_to_the_checker_again():

@@ -47,6 +47,8 @@ from tailrace.protocol import (
     TrajectoryMeta,
     VersionStored,
     WeightsLoaded,
+    WorkerRefused,
+    WorkerRevoked,
 )
 from tailrace.runtime.validation import MESSAGES
 from tailrace.store.journal import Journal
@@ -378,7 +380,7 @@ def test_for_every_event_it_is_said_who_may_report_it(tmp_path: Path) -> None:
     """A new one has to be entered in the table, or parts that report it are dropped."""
     noticed_here = {
         *(RunStarted, HostJoined, HostLeft, Heartbeats, TimerFired, ControllerRestarted),
-        *(ReplicaLost, RelayLost, StoreLost, TrainerLost, TrainerWaits),
+        *(ReplicaLost, RelayLost, StoreLost, TrainerLost, TrainerWaits, WorkerRevoked, WorkerRefused),
     }
 
     async def scene(played: Played) -> None:

@@ -326,6 +326,7 @@ class Strangers(Section):
     checkers: Natural = 0  # replicas of `local.replicas` that check and judge, and do nothing else; 0: no strangers
     check_share: Share = 0.1  # of the samples that a stranger hands in: these are scored again, token by token
     draws: bool = True  # the tokens must be those that the seed gives; False: a stranger may use vLLM, and choose
+    hand_in_s: Annotated[float, Meta(gt=0)] = 600.0  # so long a stranger has for a sample; then others generate it
     tolerance: Amount = 0.0  # nats by which log-probs may differ; 0: by the precision of the engine
 
 

@@ -57,6 +57,7 @@ class Replica(msgspec.Struct):
     worker: str = ""  # a stranger's, who has the key of this name
     leased: bool = False  # of a machine that joined: cut off, it keeps what it has for `health.lease_s`
     lease_until: float = 0.0  # while it is away
+    due: dict[TrajectoryId, float] = {}  # of a stranger: when each of its samples is to be handed in
     checks: bool = False  # it checks and judges what strangers hand in, and generates nothing for itself
     restarts: int = 0
     restart_at: float = 0.0
@@ -85,6 +86,7 @@ class Replica(msgspec.Struct):
     def drop(self, id: TrajectoryId) -> None:
         """It does not have this any more."""
         del (self.scoring if id in self.scoring else self.assigned)[id]
+        self.due.pop(id, None)
 
     @property
     def steps(self) -> int:
@@ -163,7 +165,7 @@ class Fleet(msgspec.Struct):
         self.hungry.pop(replica.id, None)
         self.moves.pop(replica.id, None)
         replica.reason = reason
-        replica.assigned, replica.scoring = {}, {}
+        replica.assigned, replica.scoring, replica.due = {}, {}, {}
         replica.enter("lost", now)
 
     def fits(self, kv_per_sample: float) -> float:

@@ -163,6 +163,8 @@ def _strangers_are_apart(config: Config, state: State) -> None:
     assert all(bool(one.check) == (one.stranger != NOWHERE) for one in samples), "it is known who handed it in"
     foreign = [one for one in samples if one.replica != NOWHERE and replicas[one.replica].worker]
     assert all(one.began == one.attempt and not one.check for one in foreign), "a stranger begins what it has itself"
+    due = {id: one.id for one in replicas.values() for id in one.due}
+    assert due == {one.id: one.replica for one in foreign}, "and has a time for it"
     checking = [one for one in samples if one.check and one.replica != NOWHERE]
     assert all(replicas[one.replica].checks for one in checking), "checkers, and nobody else, look at it"
     own = [one for one in samples if one.replica != NOWHERE and replicas[one.replica].checks]

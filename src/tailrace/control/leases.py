@@ -12,7 +12,7 @@ meanwhile, or elsewhere, is refused as any late report is.
 
 from __future__ import annotations
 
-from tailrace.control import weights
+from tailrace.control import groups, weights
 from tailrace.control.fleet import Replica
 from tailrace.control.relays import Relay
 from tailrace.control.state import Context
@@ -53,6 +53,17 @@ def renew(context: Context, component: Replica | Relay | Store | Training) -> No
     """Nobody could be heard while the controller was away."""
     if isinstance(component, Replica) and component.state == "away":
         component.lease_until = _until(context, component)
+
+
+def take_back_overdue(context: Context) -> None:
+    """A stranger that is there and hands nothing in must not hold up its groups: others generate what it was given."""
+    for replica in context.fleet.replicas.values():
+        late = [id for id, due in replica.due.items() if due <= context.now]
+        samples = [context.ledger.samples[id] for id in late]
+        groups.cancel(context, samples)
+        for sample in samples:
+            context.ledger.void(sample)
+            context.ledger.unassign(sample)
 
 
 def _until(context: Context, component: Replica | Relay) -> float:

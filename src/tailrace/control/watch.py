@@ -116,6 +116,7 @@ def timer_fired(context: Context, event: TimerFired) -> None:
         _set_timer(context, "repack", context.now + context.config.repack.every_s)
     elif event.timer == "health":
         _find_lost(context)
+        leases.take_back_overdue(context)
         _restart_due(context)
         groups.deliver_overdue(context)
         context.more_work = True

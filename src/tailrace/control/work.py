@@ -133,6 +133,8 @@ def generate(context: Context, replica: Replica, ids: list[TrajectoryId]) -> Non
     requests = tuple([ledger.assign(id, replica.id, replica.version, store, steps) for id in ids])
     for id in ids:
         assigned[id] = None
+    if replica.worker:
+        replica.due |= dict.fromkeys(ids, context.now + context.config.strangers.hand_in_s)
     replica.use_first = False
     replica.pledged += sum([kv_size(context, id) for id in ids])
     context.send(Generate(replica.id, replica.incarnation, requests))

@@ -190,6 +190,8 @@ class Agent:
             if spec.name not in self._components:
                 self._silence_s = max(self._silence_s, spec.config.health.lease_s)
                 _refuse_missing_model(spec.config)
+                if spec.worker:
+                    _refuse_own_draws(self._of_replicas(spec.config))
                 if spec.role == "trainer":
                     _refuse_missing_torch()
                     _refuse_other_folder(spec)
@@ -248,6 +250,15 @@ class Agent:
 def _title(spec: ComponentSpec) -> str:
     """For people."""
     return f"rank {spec.rank} of the trainer" if spec.role == "trainer" else f"{spec.role} {spec.id}"
+
+
+def _refuse_own_draws(config: Config) -> None:
+    """vLLM draws with numbers of its own, which nobody can check."""
+    if config.strangers.draws and config.rollout.engine == "vllm":
+        raise AgentError(
+            "this run checks that a stranger's tokens are those that its seed gives, which vLLM cannot do; join with "
+            "--rollout.engine native, or ask for strangers.draws = false there"
+        )
 
 
 def _refuse_missing_torch() -> None:

@@ -57,6 +57,7 @@ from tailrace.protocol import (
     TrainerJoined,
     WorkerRevoked,
 )
+from tailrace.runtime.allowance import Allowance
 from tailrace.runtime.backpressure import Backpressure
 from tailrace.runtime.components import Components, RunHandle
 from tailrace.runtime.grants import reconciliation
@@ -131,6 +132,7 @@ class Controller:
         if handle.left is None:
             store.hear_anew()
         self._worker_keys = WorkerKeys(store.folder)
+        self._allowance = Allowance()
         self.server = self._server(store.heard)
         self.components = Components(config, handle, store.run_folder, self.server, self)
         self.plane, self.resumed = _restored(store, config)
@@ -410,11 +412,16 @@ class Controller:
             if isinstance(message, Hello):
                 self.components.turn_away(name)
             return
-        complaint = "" if process.refused else self._validation.complaint_about(_sender(process), message)
+        complaint = "" if process.refused else self._complaint_about(process, message)
         if complaint:
             self.components.refuse(process, complaint)
         if not process.refused:
             self._take_in(process, message)
+
+    def _complaint_about(self, process: Process, message: FromComponent | Garbled) -> str:
+        if process.spec.worker and not self._allowance.spend(process.spec.name, self.now):
+            return "more messages than a stranger may"
+        return self._validation.complaint_about(_sender(process), message)
 
     def _hear_host(self, name: str, message: FromComponent | Garbled) -> None:
         complaint = self._validation.complaint_about(Sender("host", 0, 0, 0, joined=True), message)
