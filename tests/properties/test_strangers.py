@@ -62,8 +62,9 @@ class StrangerFleet(Fleet):
         if command.replica == STRANGER and isinstance(answer, Finished):
             meta = msgspec.structs.replace(answer.meta, reward=None)
             return HandedIn(STRANGER, (meta,))
-        lie = command.replica == CHECKER and isinstance(answer, Finished) and answer.meta.id % 97 == 13
-        return CheckFailed(CHECKER, answer.meta.id, answer.meta.attempt, "it lied") if lie else answer
+        if command.replica == CHECKER and isinstance(answer, Finished) and answer.meta.id % 97 == 13:
+            return CheckFailed(CHECKER, answer.meta.id, answer.meta.attempt, "it lied")
+        return answer
 
     def death(self, number: int) -> Event:
         """Its machine leaves more rarely than others die."""

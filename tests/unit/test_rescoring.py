@@ -96,8 +96,7 @@ def test_a_lie_is_found(lie: str):
 def test_where_draws_are_not_checked_the_log_probs_still_are():
     """vLLM draws with numbers of its own."""
     config = settings()
-    free = Config(config.model, sampling=config.sampling, rollout=config.rollout, workload=config.workload)
-    free = type(free)(sampling=free.sampling, rollout=free.rollout, strangers=Strangers(draws=False))
+    free = Config(sampling=config.sampling, rollout=config.rollout, strangers=Strangers(draws=False))
     made = lies(tiny(), config)
     checker = engine(tiny(), free)
     assert complaints(checker, made["drawn with another seed, as one of many would be"]) == [""] * 4

@@ -6,11 +6,14 @@ from collections.abc import Sequence
 
 import pytest
 
+import drive
 from tailrace.config import load
+from tailrace.config.tree import Local, Strangers
 from tailrace.obs.story import StoryError, render_story, story
 from tailrace.protocol import (
     Assignment,
     Cancel,
+    CheckFailed,
     Checkpointed,
     Command,
     Drop,
@@ -19,6 +22,8 @@ from tailrace.protocol import (
     Forget,
     Generate,
     GenerationResumed,
+    HandedIn,
+    HostJoined,
     JudgedTurn,
     LoadWeights,
     Parked,
@@ -189,3 +194,30 @@ def test_not_an_id() -> None:
 
 def test_rendering_shows_virtual_time() -> None:
     assert render_story(story(ENTRIES, "p1", CONFIG)).splitlines()[0] == "       0.3 s  p1 pooled: 64 tokens"
+
+
+def test_the_story_of_a_strangers_sample_says_who_checked_it_and_why_it_was_not_kept():
+    settings = drive.config(prompts=3, strangers=Strangers(checkers=1, check_share=1.0), local=Local(replicas=2))
+    fleet = drive.Drive(settings)
+    entries: list[Entry] = []
+    handle = fleet.plane.handle
+
+    def recorded(now: float, event: Event) -> list[Command]:
+        commands = handle(now, event)
+        entries.append(Entry(len(entries) + 1, now, event, tuple(commands)))
+        return commands
+
+    fleet.plane.handle = recorded  # type: ignore[method-assign]
+    fleet.join_all()
+    fleet.tell(HostJoined(3, (7,), worker="mallory", salt=5))
+    for event in (RelayJoined(3, 1), VersionStored(3, 1, 0), ReplicaJoined(7, 1, 3, 0, 10_000, 64)):
+        fleet.tell(event)
+    request = fleet.running(7)[0]
+    fleet.tell(HandedIn(7, (fleet.meta(request),)))
+    (checked,) = fleet.running(0)
+    fleet.tell(CheckFailed(0, checked.trajectory, checked.attempt, "token 3 is another one"))
+    told = [line.text for line in story(entries, f"t{request.trajectory}", settings)]
+    assert "handed in by r7, a stranger's: 50 tokens, version 0" in told
+    assert any(text.startswith("given to the checker r0 (attempt 2, version 0), to be scored again") for text in told)
+    assert "failed its check on r0: token 3 is another one" in told
+    assert any("mallory is quarantined: t" in line.text for line in story(entries, "r7", settings))

@@ -197,7 +197,7 @@ LIES: dict[str, Any] = {
     "a judge": lambda p: ScoringStarted(REPLICA, 1, (JudgedTurn(given(p).id, given(p).attempt, 0),)),
     "a judge's answer": lambda p: GenerationResumed(REPLICA, 1, (JudgedTurn(given(p).id, given(p).attempt, 1),)),
     "a check": lambda p: CheckFailed(REPLICA, given(p).id, given(p).attempt, "?"),
-    "another's sample": lambda p: HandedIn(REPLICA, (meta(*p.running(1)[0], 5, reward=None),)),
+    "another's sample": lambda p: HandedIn(REPLICA, (meta(p.running(1)[0][0], p.running(1)[0][1], 5, reward=None),)),
     "in another's name": lambda p: HandedIn(1, (given(p),)),
     "without a receipt": lambda p: HandedIn(REPLICA, (given(p),)),
     "figures": lambda p: Measured(0, {"engine/steps": 1.0}),
@@ -276,7 +276,7 @@ def test_what_it_hands_in_counts_once_with_a_receipt_and_a_replay_changes_nothin
 
 
 @pytest.mark.parametrize("other", [{"tokens": 6}, {"oldest": 1, "newest": 1}])
-def test_a_receipt_of_something_else_is_no_receipt(tmp_path: Path, other: dict[str, int]):
+def test_a_receipt_of_something_else_is_no_receipt(tmp_path: Path, other: dict[str, Any]):
     async def scene(played: Played) -> None:
         await played.welcome(STRANGER)
         handed = given(played)

@@ -13,7 +13,7 @@ from tailrace.control.pacing import Pacing
 from tailrace.control.relays import Relays
 from tailrace.control.schedules import traits
 from tailrace.control.storage import Stores
-from tailrace.control.strangers import Strangers
+from tailrace.control.strangers import Workers
 from tailrace.control.training import Training
 from tailrace.protocol import Command
 from tailrace.types import ReplicaId, Version
@@ -39,7 +39,7 @@ class State(msgspec.Struct):
     stores: Stores = msgspec.field(default_factory=Stores)
     pacing: Pacing = msgspec.field(default_factory=Pacing)
     history: PromptHistory = msgspec.field(default_factory=PromptHistory)
-    strangers: Strangers = msgspec.field(default_factory=Strangers)
+    strangers: Workers = msgspec.field(default_factory=Workers)
     round: Round = msgspec.field(default_factory=Round)
     pulling: int = 0  # replicas that are loading weights
     pushing: Version = NONE  # version on its way from the trainer to the master

@@ -35,7 +35,7 @@ class Worker(msgspec.Struct):
         return "draws" if int.from_bytes(digest) < share * 2**64 else "turn"
 
 
-class Strangers(msgspec.Struct):
+class Workers(msgspec.Struct):
     workers: dict[str, Worker] = {}
 
     @property
