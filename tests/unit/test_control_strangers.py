@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from drive import Drive, config, only, routes
-from tailrace.config.tree import Local, RelaySettings, Schedule, Strangers
+from tailrace.config.tree import Groups, Local, RelaySettings, Schedule, Strangers
 from tailrace.control.plane import ControlPlane
 from tailrace.protocol import (
     Cancel,
@@ -28,6 +28,7 @@ from tailrace.protocol import (
     ReplicaJoined,
     ReplicaLost,
     Request,
+    SampleFailed,
     Start,
     TimerFired,
     Train,
@@ -209,6 +210,19 @@ def test_what_a_stranger_does_not_hand_in_in_time_is_generated_by_others():
     before = drive.plane.snapshot()
     hand_in(drive, had[0])
     assert drive.plane.snapshot() == before, "it comes too late"
+
+
+def test_a_checker_is_not_to_blame_for_what_a_stranger_made_so_that_its_judge_fails():
+    drive = fleet(groups=Groups(min_survivors=1, max_failures=1))
+    for _ in range(4):
+        for request in drive.running(THEIRS):
+            hand_in(drive, request)
+        for checked in drive.running(CHECKER):
+            drive.tell(SampleFailed(CHECKER, checked.trajectory, checked.attempt, "the reward raised"))
+        drive.finish_all(OURS)
+    states = drive.plane.state.fleet.replicas
+    assert states[CHECKER].state == "ready"
+    assert states[THEIRS].state == "quarantined"
 
 
 def test_a_lost_checkers_work_goes_to_the_checker_again():

@@ -29,6 +29,7 @@ from tailrace.protocol import (
     VersionStored,
     WorkerRefused,
 )
+from tailrace.runtime.admission import OF_A_STRANGER
 from tailrace.runtime.allowance import BURST
 from tailrace.runtime.worker_keys import WorkerKeys
 from tailrace.store.journal import Journal
@@ -169,6 +170,20 @@ def test_it_may_generate_and_nothing_else(tmp_path: Path, offer: dict[str, Any])
         await played.turn()
         (reason,) = [one.reason for _, one in played.orders if isinstance(one, Dismissed)]
         assert "generates and nothing else" in reason
+
+    play(tmp_path / "run", scene, settings())
+
+
+def test_it_may_bring_so_many_replicas_and_come_so_often(tmp_path: Path):
+    async def scene(played: Played) -> None:
+        from tailrace import __version__
+
+        for name, count in ((STRANGER, OF_A_STRANGER), ("host-6/1@alice", 1), ("host-7/1@bob", 1)):
+            played.say(name, Hello())
+            played.say(name, Offer(__version__, count))
+            await played.turn()
+        dismissed = [name for name, one in played.orders if isinstance(one, Dismissed)]
+        assert dismissed == ["host-6/1@alice"]
 
     play(tmp_path / "run", scene, settings())
 

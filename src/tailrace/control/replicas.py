@@ -136,7 +136,7 @@ def finished(context: Context, event: Finished) -> None:
 def sample_failed(context: Context, event: SampleFailed) -> None:
     sample = context.ledger.current(event.trajectory, event.attempt)
     if sample is not None:
-        replica = _detach(context, sample)
+        replica = _maker(context, sample, _detach(context, sample))
         replica.failing_since = replica.failing_since if replica.failures else context.now
         replica.failures += 1
         context.ledger.fail(sample, context.config.groups.max_failures)
@@ -145,6 +145,12 @@ def sample_failed(context: Context, event: SampleFailed) -> None:
         if _is_to_blame(context, replica):
             reason = f"{replica.failures} samples in a row failed here and not elsewhere, the last one: {event.reason}"
             quarantine(context, replica, reason)
+
+
+def _maker(context: Context, sample: Sample, judged_by: Replica) -> Replica:
+    """Who has generated a sample: what a stranger hands in may be made so that its judge fails."""
+    stranger = context.fleet.replicas.get(sample.stranger)
+    return stranger if stranger is not None and stranger.live else judged_by
 
 
 def _is_to_blame(context: Context, replica: Replica) -> bool:

@@ -53,5 +53,5 @@ class Workers(msgspec.Struct):
         """A checker has found nothing wrong with it, and judged it."""
         if sample.stranger != NOWHERE:
             stranger = fleet.replicas[sample.stranger]
-            stranger.restarts = 0
+            stranger.restarts = stranger.failures = 0
             self.workers[stranger.worker].passed += sample.check == "draws"

@@ -47,6 +47,8 @@ class Rescoring:
         self._sampling, self._draws = config.sampling, config.strangers.draws
         self._block_tokens = config.rollout.block_tokens
         self._tolerance = config.strangers.tolerance or TOLERANCE[model.dtype]
+        self._executor: EagerExecutor | None = None
+        self._room = 0  # tokens that its cache holds
         self.worst = 0.0  # difference of log-probs that was ever found, in nats
 
     @torch.inference_mode()
@@ -74,8 +76,8 @@ class Rescoring:
 
     def _pass(self, sequence: scheduler.Sequence, first: int, end: int, far: bool) -> Iterator[tuple[int, Tensor]]:
         """Logits for the tokens from `first` to `end`."""
-        executor = self._executor(sequence, end)
-        sequence.far = far
+        executor = self._with_room(end)
+        sequence.blocks, sequence.far = list(range(-(-end // self._block_tokens))), far
         rows = max(1, min(CHUNK, SCORES // self._model.config.get_text_config().vocab_size))
         for start in range(0, end - 1, rows):
             length = min(rows, end - 1 - start)
@@ -85,12 +87,17 @@ class Rescoring:
             if len(kept):
                 yield start + skipped + 1, logits.float()
 
-    def _executor(self, sequence: scheduler.Sequence, end: int) -> EagerExecutor:
+    def _with_room(self, tokens: int) -> EagerExecutor:
+        """Made anew only where a longer sequence comes than any before."""
+        if self._executor is not None and tokens <= self._room:
+            return self._executor
         model, operations = self._model, self._operations
-        sequence.blocks = list(range(-(-end // self._block_tokens)))
-        cache = KVCache(self._shapes, len(sequence.blocks), self._block_tokens, model.dtype, model.device)
+        self._room = 1 << (tokens - 1).bit_length()
+        blocks = -(-self._room // self._block_tokens)
+        cache = KVCache(self._shapes, blocks, self._block_tokens, model.dtype, model.device)
         decoder = llama_decoder(model, self._shapes, operations)
-        return EagerExecutor(model, decoder, operations, cache, end, self._seed, self._sampling)
+        self._executor = EagerExecutor(model, decoder, operations, cache, self._room, self._seed, self._sampling)
+        return self._executor
 
     # ------------------------------------------------------------------------------------------------------- verdicts
 

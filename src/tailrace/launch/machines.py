@@ -50,7 +50,10 @@ def invite(controller: Controller, folder: RunFolder) -> str:
     os.replace(written, path)
     WorkerKeys(folder.path).renew(key.fingerprint)
     where = controller.server.endpoint.removeprefix("tcp://")
-    return f"other machines may join: tailrace worker --join {where} --key {path}"
+    how = f"other machines may join: tailrace worker --join {where} --key {path}"
+    if not controller.config.strangers.checkers:
+        return how
+    return f"{how}\nfor one that is not trusted, make a key: tailrace workers {folder.path} --invite NAME"
 
 
 def withdraw(folder: RunFolder) -> None:

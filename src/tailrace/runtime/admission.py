@@ -21,6 +21,8 @@ from tailrace.wire.server import ControlServer
 
 EVER = 16_384  # replicas that a run remembers: a number is never used again
 DISMISSED = 1024  # machines that are remembered
+OF_A_STRANGER = 64  # replicas of one at a time
+COMINGS = 256  # of its machines
 
 
 class HostComponents(Protocol):
@@ -106,6 +108,16 @@ class HostAdmission:
             return "this run takes no strangers, because nobody would check them (strangers.checkers)"
         if offer.ranks or offer.store:
             return "a worker with a key of its own generates and nothing else; join without --ranks and --store"
+        return self._too_many_of(worker_of(name), offer)
+
+    def _too_many_of(self, worker: str, offer: Offer) -> str:
+        """One of them must not use up what there is for all."""
+        present = sum(len(host.trace.replicas) for host in self._hosts.present.values() if host.worker == worker)
+        if present + offer.replicas > OF_A_STRANGER:
+            return f"a worker with a key of its own may bring {OF_A_STRANGER} replicas, so there is room for fewer"
+        known = self._control.state.strangers.workers.get(worker)
+        if known is not None and len(known.hosts) >= COMINGS:
+            return f"this worker has come and gone {COMINGS} times; ask for another key"
         return ""
 
     def _no_room_for(self, offer: Offer) -> str:
@@ -135,12 +147,16 @@ class HostAdmission:
         return host
 
     def find_silent_hosts(self) -> None:
-        health = self._config.health
-        patience = max(health.lease_s, health.strikes * max(health.heartbeat_s, OFFER_S))
         ages = [(host, self._server.liveness.age_s(host.name)) for host in self._hosts.present.values()]
         for host, age_s in ages:
-            if age_s >= patience:
+            if age_s >= self._patience_with(host):
                 self._components.host_left(host, f"nothing was heard of its host for {age_s:.1f} s")
+
+    def _patience_with(self, host: Host) -> float:
+        """What it generates is leased to it. Ranks of the trainer are not: the others would wait for them."""
+        health = self._config.health
+        patience = health.strikes * max(health.heartbeat_s, OFFER_S)
+        return patience if host.trace.ranks else max(health.lease_s, patience)
 
     async def hear_endings(self) -> None:
         """While the run ends: of the ranks that are on other machines. Nothing new is begun there."""

@@ -71,7 +71,7 @@ from tailrace.store.journal import RUN
 from tailrace.store.run import RunStore
 from tailrace.store.waiting import PAUSE_S, Locked, to_terminal
 from tailrace.trainer.pace import BYTES_PER_PARAMETER
-from tailrace.types import MALFORMED
+from tailrace.types import MALFORMED, TrajectoryId
 from tailrace.watchdog import Watchdog
 from tailrace.wire.keys import HOST
 from tailrace.wire.messages import (
@@ -372,12 +372,17 @@ class Controller:
                 self._failures = 0
                 trajectories.finish(meta)
             case SampleFailed(replica, trajectory, attempt, reason):
-                if trajectories.fail(trajectory, attempt, reason) and self.components.is_ours("replica", replica):
+                ours = self.components.is_ours("replica", replica) and not self._is_strangers(trajectory)
+                if trajectories.fail(trajectory, attempt, reason) and ours:
                     self._count_failure(reason)
             case Trained(incarnation, step, mini_batch) if self.state.training.awaits(incarnation, step, mini_batch):
                 trajectories.trained([id for group in self.state.training.picked for id in group.trajectories], step)
             case _:
                 pass
+
+    def _is_strangers(self, trajectory: TrajectoryId) -> bool:
+        sample = self.state.ledger.samples.get(trajectory)
+        return sample is not None and bool(sample.check)
 
     def _introduce_stores(self, event: Event) -> None:
         """A store that joins hears what is under way, and everybody hears where it is; so does whoever joins later."""
