@@ -21,7 +21,7 @@ LENGTH = 40
 def settings(**sampling: Any) -> Config:
     return Config(
         sampling=Sampling(**sampling),
-        rollout=Rollout(kv_tokens=2048, block_tokens=4, prefill_tokens=32),
+        rollout=Rollout(kv_tokens=2048, block_tokens=4, prefill_tokens=32, precision="float32"),
         workload=Workload(prompt_tokens=40, max_completion_tokens=LENGTH),
     )
 

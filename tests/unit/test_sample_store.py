@@ -8,6 +8,7 @@ import tracemalloc
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -43,6 +44,7 @@ from tailrace.samples.messages import (
     column,
     encode,
 )
+from tailrace.types import Row
 from tailrace.wire.connection import Connection
 from tailrace.wire.keys import sample_key, signed_receipt
 from tailrace.wire.messages import Receipt
@@ -462,3 +464,28 @@ def test_other_hosts_come_encrypted_and_know_the_store_by_its_certificate(tmp_pa
         with pytest.raises(SampleStoreError, match="has not answered"):
             trainer.lengths([1], within_s=0.3)
         trainer.close(0.0)
+
+
+def test_a_stranger_gets_the_tokens_of_the_prompt_and_nothing_that_others_have_made(tmp_path: Path) -> None:
+    with store(tmp_path) as running, client(running.port) as ours:
+        running.assign(grant(1))
+        stream(ours, 1, [10])
+        stored(ours, 1)
+        running.assign(grant(1, attempt=2, replica=5, resume=True))
+        with client(running.port, "replica-5/1@alice") as theirs:
+            theirs.fetch(1, 2)
+            found: list[Any] = []
+            until(lambda: found.extend(theirs.poll()) or found)
+            assert (found[0].row, found[0].prefix) == (Row(PROMPT.id, PROMPT.tokens, ""), ())
+
+
+def test_an_expelled_stranger_is_hung_up_on_and_does_not_come_in_again(tmp_path: Path) -> None:
+    with store(tmp_path) as running:
+        name = "replica-5/1@alice"
+        with Connection(f"tcp://127.0.0.1:{running.port}", name, sample_key(KEY, name)):
+            until(lambda: name in running.server._clients)
+            running.server.expel("alice")
+            until(lambda: name not in running.server._clients)
+        with pytest.raises(StrangerError):
+            Connection(f"tcp://127.0.0.1:{running.port}", name, sample_key(KEY, name))
+        Connection(f"tcp://127.0.0.1:{running.port}", "replica-5/1@bob", sample_key(KEY, "replica-5/1@bob")).close()

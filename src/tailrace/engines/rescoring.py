@@ -27,7 +27,7 @@ from tailrace.engines.sampling import allowed_scores, uniform
 
 CHUNK = 256  # tokens of one forward pass
 SCORES = 1 << 24  # that exist at once, in double precision
-TOLERANCE = {torch.float32: 0.01, torch.bfloat16: 0.25, torch.float16: 0.1}  # nats
+TOLERANCE = {"float32": 0.01, "float16": 0.1, "bfloat16": 0.25, "": 0.25}  # nats; "": each machine as it likes
 
 
 class Rescoring:
@@ -46,7 +46,7 @@ class Rescoring:
         self._seed, self._switch = seed, switch
         self._sampling, self._draws = config.sampling, config.strangers.draws
         self._block_tokens = config.rollout.block_tokens
-        self._tolerance = config.strangers.tolerance or TOLERANCE[model.dtype]
+        self._tolerance = config.strangers.tolerance or TOLERANCE[config.rollout.precision]
         self._executor: EagerExecutor | None = None
         self._room = 0  # tokens that its cache holds
         self.worst = 0.0  # difference of log-probs that was ever found, in nats

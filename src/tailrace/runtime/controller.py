@@ -59,7 +59,7 @@ from tailrace.protocol import (
 )
 from tailrace.runtime.allowance import Allowance
 from tailrace.runtime.backpressure import Backpressure
-from tailrace.runtime.components import Components, RunHandle
+from tailrace.runtime.components import FIRST_STORE, Components, RunHandle
 from tailrace.runtime.grants import reconciliation
 from tailrace.runtime.lag import LoopLag
 from tailrace.runtime.local import Process
@@ -84,6 +84,7 @@ from tailrace.wire.messages import (
     Hello,
     Measured,
     Offer,
+    Ordered,
     Receipt,
     Reported,
 )
@@ -161,7 +162,7 @@ class Controller:
             SkipPrompts: lambda _: None,  # likewise
             GiveUp: self.components.give_up,
             CutOff: self.components.cut_off,
-            Dismiss: self.components.admission.dismiss_worker,
+            Dismiss: self._dismiss,
             Start: self.components.start,
             SetTimer: self._set_timer,
             Stop: self._stop,
@@ -178,6 +179,10 @@ class Controller:
         """Of a stranger that may come in."""
         known = self.state.strangers.workers.get(worker)
         return "" if known is not None and known.excluded else self._worker_keys.token(worker)
+
+    def _dismiss(self, command: Dismiss) -> None:
+        self.components.admission.dismiss_worker(command)
+        self.components.send("store", FIRST_STORE, Ordered(command))
 
     def _find_revoked(self) -> None:
         for worker, reason in self._worker_keys.revoked():
@@ -390,6 +395,8 @@ class Controller:
             case StoreJoined(store):
                 self.components.stores.tell()
                 self.components.send("store", store, reconciliation(self.state, self.store.trajectories, store))
+                for worker in [one for one in self.state.strangers.workers.values() if one.excluded]:
+                    self.components.send("store", store, Ordered(Dismiss(worker.name, worker.excluded)))
             case HostLeft() | TimerFired():
                 self.components.stores.tell_departed()
             case ReplicaJoined(replica):

@@ -142,6 +142,7 @@ class SampleServer:
         self._writer = GroupWriter(file, self, sign)
         self._clients: dict[str, Client] = {}
         self._accused: set[str] = set()
+        self._expelled: set[str] = set()  # strangers
         self._credit = BUDGET  # bytes, of each replica
         self._held: dict[TrajectoryId, set[tuple[Client, Key]]] = {}  # fetches of what was not assigned yet
         self._local = threading.local()
@@ -185,6 +186,10 @@ class SampleServer:
 
     def forget(self, ids: Sequence[TrajectoryId], archive: bool) -> None:
         self._do(lambda file: file.forget(ids, archive), lambda: self._call(self._look_again, ids))
+
+    def expel(self, worker: str) -> None:
+        """This stranger neither reads nor writes here any more."""
+        self._call(self._expel, worker)
 
     def add_prompts(self, rows: Sequence[Row], then: Callable[[], None]) -> None:
         self._do(lambda file: file.add_prompts(rows), then)
@@ -258,7 +263,7 @@ class SampleServer:
         await self._listener.disconnect()
 
     def _known_key(self, name: str) -> bytes:
-        if name in self._accused:
+        if name in self._accused or worker_of(name) in self._expelled:
             raise StrangerError("it was cut off")
         return self._key_of(name)
 
@@ -326,6 +331,11 @@ class SampleServer:
         if client.name not in self._accused:
             self._accused.add(client.name)
             self._tell(client.name, reason)
+
+    def _expel(self, worker: str) -> None:
+        self._expelled.add(worker)
+        for client in [one for one in self._clients.values() if worker_of(one.name) == worker]:
+            client.channel.hang_up()
 
     # ---------------------------------------------------------------------------------------------------------- appends
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from tailrace.envs.inputs import recorded
 from tailrace.envs.sources import Later, PromptSource
 from tailrace.model.load import vocabulary_of
-from tailrace.protocol import FetchPrompts, Forget, PromptsAdded, SamplesLost, StoreJoined
+from tailrace.protocol import Dismiss, FetchPrompts, Forget, PromptsAdded, SamplesLost, StoreJoined
 from tailrace.samples.client import SampleClient
 from tailrace.samples.file import SampleFile
 from tailrace.samples.messages import CompletionLimits
@@ -113,6 +113,8 @@ class StoreWorker:
                     self._submit(self._orders, self._reconcile, order)
                 case Ordered(Forget(trajectories)):
                     self._submit(self._orders, self.server.forget, trajectories, self.archive)
+                case Ordered(Dismiss(worker)):
+                    self.server.expel(worker)
                 case Ordered(FetchPrompts() as order):
                     self._submit(self._rendering, self._fetch_prompts, order)
                 case _:
