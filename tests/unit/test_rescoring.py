@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -62,6 +63,17 @@ def test_what_the_engine_draws_itself_passes_in_every_family(family: str):
 def test_it_passes_however_it_was_sampled(sampling: dict[str, Any]):
     model, config = tiny(), settings(**sampling)
     assert complaints(engine(model, config), generated(engine(model, config))) == [""] * 4
+
+
+def test_what_rounding_keeps_or_not_at_the_edge_of_top_p_is_let_pass_and_more_is_not():
+    """The same distribution, cut off a little earlier or later than the checker does."""
+    model = tiny()
+    honest = generated(engine(model, settings(top_p=0.8)))
+    near, far = Strangers(tolerance=1.0), Strangers(tolerance=0.01)
+    other = msgspec.structs.replace(settings(top_p=0.5), strangers=far)
+    assert any(complaints(engine(model, other), honest))
+    close = msgspec.structs.replace(settings(top_p=0.79), strangers=near)
+    assert complaints(engine(model, close), honest) == [""] * 4
 
 
 def lies(model: Any, config: Config) -> dict[str, Handed]:

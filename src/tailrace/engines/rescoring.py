@@ -9,6 +9,7 @@ log-odds: if every logit is off by at most half of it, neither is off by more.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -26,7 +27,7 @@ from tailrace.engines.plain import PlainOperations
 from tailrace.engines.sampling import allowed_scores, uniform
 
 CHUNK = 256  # tokens of one forward pass
-SCORES = 1 << 24  # that exist at once, in double precision
+SCORES = 1 << 22  # that exist at once, in double precision, several times over
 TOLERANCE = {"float32": 0.01, "float16": 0.1, "bfloat16": 0.25, "": 0.25}  # nats; "": each machine as it likes
 
 
@@ -103,17 +104,14 @@ class Rescoring:
 
     def _first_wrong(self, job: Job, first: int, logits: Tensor, tokens: Tensor, claimed: Tensor) -> str:
         """Of these tokens, the first of which is at `first`."""
-        scores = allowed_scores(logits, self._sampling).double()
-        chosen = scores.gather(-1, tokens[:, None])[:, 0]
-        excluded = torch.isinf(chosen)
-        if bool(excluded.any()):
-            excluded = self._is_below_edge(logits, scores, tokens) & excluded
-        off = (chosen - scores.logsumexp(-1) - claimed).abs()
-        off = torch.where(torch.isinf(chosen), 0.0, off)
+        scores = (logits / self._sampling.temperature if self._sampling.temperature else logits).double()
+        kept = self._kept(logits, scores)
+        excluded = ~_at(kept.wide, tokens)
+        off = _difference(scores, kept, tokens, claimed)
         self.worst = max(self.worst, float(off.max()))
-        misdrawn = self._is_misdrawn(job, first, scores, tokens, chosen) if self._draws else torch.zeros_like(excluded)
+        misdrawn = self._is_misdrawn(job, first, scores, kept, tokens) if self._draws else torch.zeros_like(excluded)
         for found, what in (
-            (excluded, "top-k or top-p excludes"),
+            (excluded, "is one that top-k or top-p excludes"),
             (off > self._tolerance, f"has another log-prob, by up to {float(off.max()):.3g} nats,"),
             (misdrawn, "is not the one that the seed draws"),
         ):
@@ -121,23 +119,56 @@ class Rescoring:
                 return _sentence(job, first + int(found.nonzero()[0]), int(found.sum()), what)
         return ""
 
-    def _is_below_edge(self, logits: Tensor, scores: Tensor, tokens: Tensor) -> Tensor:
-        """By more than rounding explains."""
-        plain = (logits / self._sampling.temperature if self._sampling.temperature else logits).double()
-        edge = scores.masked_fill(torch.isinf(scores), torch.inf).amin(-1)
-        return plain.gather(-1, tokens[:, None])[:, 0] < edge - self._tolerance
+    def _kept(self, logits: Tensor, scores: Tensor) -> Kept:
+        allowed = ~torch.isinf(allowed_scores(logits, self._sampling))
+        if bool(allowed.all()):
+            return Kept(allowed, allowed)
+        edge = scores.masked_fill(~allowed, torch.inf).amin(-1, keepdim=True)
+        return Kept(scores >= edge + self._tolerance, scores >= edge - self._tolerance)
 
-    def _is_misdrawn(self, job: Job, first: int, scores: Tensor, tokens: Tensor, chosen: Tensor) -> Tensor:
+    def _is_misdrawn(self, job: Job, first: int, scores: Tensor, kept: Kept, tokens: Tensor) -> Tensor:
         if self._sampling.temperature == 0:
-            return chosen < scores.amax(-1) - self._tolerance
+            return _at(scores, tokens) < scores.amax(-1) - self._tolerance
         positions = np.arange(first, first + len(tokens))
         drawn = torch.from_numpy(uniform(self._seed, [job.stream] * len(tokens), positions)).to(scores.device)
-        ends = scores.softmax(-1).cumsum(-1)
-        high = ends.gather(-1, tokens[:, None])[:, 0]
-        low = torch.where(tokens > 0, ends.gather(-1, (tokens - 1).clamp(min=0)[:, None])[:, 0], 0.0)
+        low, high = _stretch(scores, kept, tokens)
         slack = self._tolerance
-        missed = (_odds(drawn) < _odds(low) - slack) | (_odds(drawn) > _odds(high) + slack)
-        return missed & ~torch.isinf(chosen)
+        return (_odds(drawn) < _odds(low) - slack) | (_odds(drawn) > _odds(high) + slack)
+
+
+class Kept(NamedTuple):
+    """What top-k and top-p keep: tokens that are kept for certain, and those that are if rounding is generous."""
+
+    narrow: Tensor
+    wide: Tensor
+
+
+def _at(values: Tensor, tokens: Tensor) -> Tensor:
+    """Of each row, that of its token."""
+    return values.gather(-1, tokens[:, None])[:, 0]
+
+
+def _difference(scores: Tensor, kept: Kept, tokens: Tensor, claimed: Tensor) -> Tensor:
+    """Nats by which log-probs are outside of what they can be: the more is kept, the less likely is each."""
+    own = torch.zeros_like(kept.narrow).scatter_(-1, tokens[:, None], True)
+    most = _at(scores, tokens) - scores.masked_fill(~(kept.narrow | own), -torch.inf).logsumexp(-1)
+    least = _at(scores, tokens) - scores.masked_fill(~(kept.wide | own), -torch.inf).logsumexp(-1)
+    return torch.maximum(claimed - most, least - claimed).clamp(min=0.0)
+
+
+def _stretch(scores: Tensor, kept: Kept, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Where in [0, 1) that of each token begins, and ends, at the earliest and at the latest."""
+    weights = (scores - scores.amax(-1, keepdim=True)).exp()
+    own = _at(weights, tokens)
+    (few, after_few), (many, after_many) = (_around(weights * mask, tokens) for mask in kept)
+    return few / (few + own + after_many), (many + own) / (many + own + after_few)
+
+
+def _around(weights: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """The sums before and after each token."""
+    sums = weights.cumsum(-1)
+    until = _at(sums, tokens)
+    return until - _at(weights, tokens), sums[:, -1] - until
 
 
 def _odds(share: Tensor) -> Tensor:
