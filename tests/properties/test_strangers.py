@@ -38,7 +38,7 @@ def with_strangers(seed: int) -> Config:
     return msgspec.structs.replace(
         config,
         schedule=schedule,
-        strangers=Strangers(checkers=1, check_share=draw.choice([0.0, 0.5, 1.0])),
+        strangers=Strangers(checkers=1, check_share=draw.choice([0.0, 0.5, 1.0]), hand_in_s=draw.choice([5.0, 600.0])),
         local=Local(listen="127.0.0.1", replicas=REPLICAS),
         health=msgspec.structs.replace(config.health, lease_s=draw.choice([0.0, 6.0, 1e9])),
     )

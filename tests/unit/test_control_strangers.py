@@ -125,6 +125,23 @@ def test_a_sample_is_checked_under_its_own_version_though_a_newer_one_is_there()
     assert [one.trajectory for one in drive.running(CHECKER)] == [request.trajectory]
 
 
+def test_what_needs_another_version_is_not_kept_waiting_by_what_needs_none():
+    drive = fleet(share=0.5)
+    worker, requests = drive.plane.state.strangers.workers["alice"], drive.running(THEIRS)
+    by_check = {worker.check(one.trajectory, 0.5): one for one in requests}
+    assert set(by_check) == {"draws", "turn"}
+    checker = drive.plane.state.fleet.replicas[CHECKER]
+    checker.version = 1
+    drive.plane.state.relays.relays[0].versions = [0, 1]
+    drive.plane.state.relays.holders = {0: 1, 1: 1}
+    drive.plane.state.training.version = drive.plane.state.training.step = 1
+    assert only(hand_in(drive, by_check["draws"]), LoadWeights).version == 0
+    hand_in(drive, by_check["turn"])
+    assert not drive.running(CHECKER), "it waits until the first one has its version"
+    drive.tell(WeightsLoaded(CHECKER, 1, 0))
+    assert {one.check for one in drive.running(CHECKER)} == {"draws", "turn"}
+
+
 def test_relays_keep_one_version_more_than_the_bound_while_strangers_are_admitted():
     def kept(drive: Drive) -> int:
         for version in range(1, 9):

@@ -15,7 +15,7 @@ from tailrace.control.ledger import NONE, Sample
 from tailrace.control.state import Context
 from tailrace.control.strangers import Worker
 from tailrace.protocol import CheckFailed, Dismiss, Generate, HandedIn, HostLeft, WorkerRefused, WorkerRevoked
-from tailrace.types import TrajectoryId, Version
+from tailrace.types import TrajectoryId
 
 AT_ONCE = 64  # samples that a checker has
 
@@ -44,19 +44,28 @@ def touch_checkers(context: Context) -> None:
 
 
 def settle(context: Context, checker: Replica) -> None:
-    """Give a checker what it can look at under the version that it has, or have it load another one."""
+    """Give a checker what it can look at under the version that it has, unless something has waited longer that needs
+    another one: then it is given nothing more, and loads that."""
     if checker.version == NONE:
         weights.pull(context, checker, weights.wanted(context, checker))
         return
-    given = [one.id for one in _handed_in(context) if one.check == "turn" or one.newest == checker.version]
-    if given := given[: AT_ONCE - checker.unfinished]:
+    _give_up_unscorable(context, checker)
+    waiting = _handed_in(context)
+    room = AT_ONCE - checker.unfinished
+    if waiting and not _can_check(checker, waiting[0]):
+        if not checker.unfinished:
+            weights.pull(context, checker, waiting[0].newest)
+    elif given := [one.id for one in waiting if _can_check(checker, one)][: max(0, room)]:
         _give(context, checker, given)
-    elif not checker.unfinished:
-        _load_another(context, checker)
 
 
 def _handed_in(context: Context) -> list[Sample]:
+    """In the order in which they were."""
     return [context.ledger.samples[id] for id in context.ledger.handed_in]
+
+
+def _can_check(checker: Replica, sample: Sample) -> bool:
+    return sample.check == "turn" or sample.newest == checker.version
 
 
 def _give(context: Context, checker: Replica, ids: list[TrajectoryId]) -> None:
@@ -66,18 +75,12 @@ def _give(context: Context, checker: Replica, ids: list[TrajectoryId]) -> None:
     context.send(Generate(checker.id, checker.incarnation, requests))
 
 
-def _load_another(context: Context, checker: Replica) -> None:
-    """The oldest that something was handed in of: that has least time left."""
-    for version in sorted({one.newest for one in _handed_in(context)}):
-        if weights.pull(context, checker, version):
-            return
-        if version < weights.wanted(context, checker):
-            _give_up_checking(context, version)
-
-
-def _give_up_checking(context: Context, version: Version) -> None:
-    """No relay has the version any more: what cannot be checked does not count."""
-    stores.generate_anew(context, [one for one in _handed_in(context) if one.newest == version])
+def _give_up_unscorable(context: Context, checker: Replica) -> None:
+    """Where no relay has the version any more, nothing of it can be scored: what cannot be checked does not count."""
+    newest = weights.wanted(context, checker)
+    others = [one for one in _handed_in(context) if not _can_check(checker, one) and one.newest < newest]
+    has = {one.newest: context.relays.source_for(checker.host, one.newest) is not None for one in others}
+    stores.generate_anew(context, [one for one in others if not has[one.newest]])
 
 
 # ------------------------------------------------------------------------------------------------------------ exclusion
