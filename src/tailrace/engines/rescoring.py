@@ -119,14 +119,14 @@ class Rescoring:
                 return _sentence(job, first + int(found.nonzero()[0]), int(found.sum()), what)
         return ""
 
-    def _kept(self, logits: Tensor, scores: Tensor) -> Kept:
+    def _kept(self, logits: Tensor, scores: Tensor) -> AllowedTokens:
         allowed = ~torch.isinf(allowed_scores(logits, self._sampling))
         if bool(allowed.all()):
-            return Kept(allowed, allowed)
+            return AllowedTokens(allowed, allowed)
         edge = scores.masked_fill(~allowed, torch.inf).amin(-1, keepdim=True)
-        return Kept(scores >= edge + self._tolerance, scores >= edge - self._tolerance)
+        return AllowedTokens(scores >= edge + self._tolerance, scores >= edge - self._tolerance)
 
-    def _is_misdrawn(self, job: Job, first: int, scores: Tensor, kept: Kept, tokens: Tensor) -> Tensor:
+    def _is_misdrawn(self, job: Job, first: int, scores: Tensor, kept: AllowedTokens, tokens: Tensor) -> Tensor:
         if self._sampling.temperature == 0:
             return _at(scores, tokens) < scores.amax(-1) - self._tolerance
         positions = np.arange(first, first + len(tokens))
@@ -136,7 +136,7 @@ class Rescoring:
         return (_odds(drawn) < _odds(low) - slack) | (_odds(drawn) > _odds(high) + slack)
 
 
-class Kept(NamedTuple):
+class AllowedTokens(NamedTuple):
     """What top-k and top-p keep: tokens that are kept for certain, and those that are if rounding is generous."""
 
     narrow: Tensor
@@ -148,7 +148,7 @@ def _at(values: Tensor, tokens: Tensor) -> Tensor:
     return values.gather(-1, tokens[:, None])[:, 0]
 
 
-def _difference(scores: Tensor, kept: Kept, tokens: Tensor, claimed: Tensor) -> Tensor:
+def _difference(scores: Tensor, kept: AllowedTokens, tokens: Tensor, claimed: Tensor) -> Tensor:
     """Nats by which log-probs are outside of what they can be: the more is kept, the less likely is each."""
     own = torch.zeros_like(kept.narrow).scatter_(-1, tokens[:, None], True)
     most = _at(scores, tokens) - scores.masked_fill(~(kept.narrow | own), -torch.inf).logsumexp(-1)
@@ -156,7 +156,7 @@ def _difference(scores: Tensor, kept: Kept, tokens: Tensor, claimed: Tensor) -> 
     return torch.maximum(claimed - most, least - claimed).clamp(min=0.0)
 
 
-def _stretch(scores: Tensor, kept: Kept, tokens: Tensor) -> tuple[Tensor, Tensor]:
+def _stretch(scores: Tensor, kept: AllowedTokens, tokens: Tensor) -> tuple[Tensor, Tensor]:
     """Where in [0, 1) that of each token begins, and ends, at the earliest and at the latest."""
     weights = (scores - scores.amax(-1, keepdim=True)).exp()
     own = _at(weights, tokens)
