@@ -125,7 +125,15 @@ def publish(address: Address, weights: Weights) -> Thread:
 class Node(RelayNode):
     """A node that remembers what it reported."""
 
-    def __init__(self, id: int, folder: Path, token: bytes = TOKEN, quota: int = 0, stall_s: float = 10.0) -> None:
+    def __init__(
+        self,
+        id: int,
+        folder: Path,
+        token: bytes = TOKEN,
+        quota: int = 0,
+        stall_s: float = 10.0,
+        full_every: int = 1,
+    ) -> None:
         self.stored: list[int] = []
         self.failures: list[TransferFailure] = []
         memory = SharedMemory(folder / f"h{id}", quota)
@@ -137,6 +145,7 @@ class Node(RelayNode):
             on_failed=self.failures.append,
             stall_s=stall_s,
             nixl=nixl(id),
+            full_every=full_every,
         )
 
     def holds(self, version: int, data: bytes) -> bool:
@@ -144,8 +153,8 @@ class Node(RelayNode):
 
 
 @contextmanager
-def nodes(count: int, folder: Path) -> Iterator[list[Node]]:
-    made = [Node(id, folder) for id in range(count)]
+def nodes(count: int, folder: Path, full_every: int = 1) -> Iterator[list[Node]]:
+    made = [Node(id, folder, full_every=full_every) for id in range(count)]
     try:
         yield made
     finally:

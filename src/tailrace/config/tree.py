@@ -296,6 +296,9 @@ class RelaySettings(Section):
     quota_gbytes: Amount = 0.0  # bytes of weights a host may hold; 0: keep_versions decides alone
     chunk_mbytes: Amount = 0.0  # 0: the size that minimises the broadcast time
     streams: Streams = 0  # connections over which a version goes from relay to relay; 0: more over long distances
+    # every Nth version goes whole from relay to relay, the others as differences from one that both have, where that is
+    # faster; 1: all whole
+    full_every: Count = 64
     transport: Literal["tcp", "nixl"] = "tcp"  # nixl: between relays that have it, where it is faster than TCP
     # the trusted network of NIXL, which neither authenticates nor encrypts: the name of an interface, or a network in
     # which each relay's host has an address

@@ -29,7 +29,7 @@ from tailrace.types import MALFORMED
 from tailrace.weights.messages import DECODER, LONGEST_RANGES, AnyMessage
 from tailrace.wire.tls import Identity, caller_context, fingerprint
 
-MAGIC = b"tailrace relay 6"
+MAGIC = b"tailrace relay 7"
 NONCE = TAG = 32
 LONGEST_MESSAGE = LONGEST_RANGES + 4096  # an offer names every range of its part
 CONNECT_S = 5.0

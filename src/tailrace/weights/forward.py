@@ -15,6 +15,7 @@ from threading import Thread
 
 from tailrace.types import RelayId, Version
 from tailrace.weights.channel import Address, ChannelError
+from tailrace.weights.delta_transport import DeltaBases, DeltaRates
 from tailrace.weights.messages import ReceivingElsewhere
 from tailrace.weights.streams import Hop
 from tailrace.weights.transfer import Lender, OfferResult
@@ -46,6 +47,7 @@ class Forwarder(Thread):
         self.target, self.address = target, address
         self._table, self._report, self._stall_s = table, report, stall_s
         self._hop = Hop(token, chunk, streams, stall_s, lender)
+        self._rates = DeltaRates()
         self._delivered: set[Version] = set()
         self._stopped = False
         self._pause_s = FIRST_PAUSE_S
@@ -94,7 +96,8 @@ class Forwarder(Thread):
         with self._hop.open(self.address) as channel:
             if self._stopped:
                 raise ChannelError("the route has changed")
-            return self._hop.offer(channel, self.address, buffer)
+            bases = DeltaBases(self._table.bases(buffer), buffer.encoded, self._rates)
+            return self._hop.offer(channel, self.address, buffer, bases=bases)
 
     def _answered(self, version: Version, result: OfferResult) -> None:
         if isinstance(result, ReceivingElsewhere):

@@ -16,7 +16,7 @@ from threading import Lock
 from tailrace.weights.channel import STALL_S, Address, Channel, ChannelError, connect
 from tailrace.weights.messages import ReceivingElsewhere
 from tailrace.weights.part import STRIPE_BLOCK, Part, stripes
-from tailrace.weights.transfer import CHUNK, Lender, OfferResult, VersionSource, offer
+from tailrace.weights.transfer import CHUNK, Bases, Lender, OfferResult, VersionSource, offer
 
 ROUND_TRIP_S = 0.01  # that one stream is good for
 MOST_STREAMS = 8
@@ -85,11 +85,12 @@ class Hop:
         source: VersionSource,
         from_trainer: bool = False,
         destination: str = "",
+        bases: Bases | None = None,
     ) -> OfferResult:
         """Over this connection to `address`, and over more if need be; as `transfer.offer`."""
 
         def send(open_channel: Channel, part: VersionSource) -> OfferResult:
-            return offer(open_channel, part, self._chunk, from_trainer, destination, self._lender)
+            return offer(open_channel, part, self._chunk, from_trainer, destination, self._lender, bases)
 
         count = streams_for(channel, source.part.size, self._streams)
         return send(channel, source) if count == 1 else self._in_stripes(channel, address, source, count, send)

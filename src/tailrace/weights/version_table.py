@@ -5,7 +5,10 @@ from __future__ import annotations
 from threading import Condition
 
 from tailrace.types import Version
+from tailrace.weights.region import MappedVersion
 from tailrace.weights.version_buffer import VersionBuffer
+
+MOST_BASES = 8  # that an offer names
 
 
 class VersionTable:
@@ -34,6 +37,20 @@ class VersionTable:
     def sendable(self) -> set[Version]:
         """What is sealed or arriving."""
         return {version for version, buffer in self.buffers.items() if not buffer.paused}
+
+    def bases(self, version: VersionBuffer) -> list[MappedVersion]:
+        """Of the same size: the newest from which it may differ little."""
+        with self.changed:
+            held = [each for each in self.buffers.values() if each is not version and each.size == version.size]
+        mapped = sorted((each.mapped for each in held if each.mapped), key=lambda each: -each.version)
+        return mapped[:MOST_BASES]
+
+    def forget_encoded(self, newest: VersionBuffer) -> None:
+        """Of versions before it: whoever still lacks them can do without."""
+        with self.changed:
+            for version, buffer in self.buffers.items():
+                if version < newest.version:
+                    buffer.encoded.clear()
 
     def sealed(self) -> tuple[Version, ...]:
         with self.changed:
