@@ -174,9 +174,12 @@ class RelayProcess:
         listen: str = LOOPBACK,
         stall_s: float = DEADLINE_S,
         streams: int = 0,
+        full_every: int = 1,
+        updates: bool = False,
     ) -> None:
         self.id, self.folder = id, folder / f"h{id}"
-        words = [*inside, sys.executable, __file__, str(id), str(self.folder), listen, str(stall_s), str(streams)]
+        numbers = [str(stall_s), str(streams), str(full_every), str(int(updates))]
+        words = [*inside, sys.executable, __file__, str(id), str(self.folder), listen, *numbers]
         self._process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.reports: list[dict[str, Any]] = []
         self._told = Condition()
@@ -269,6 +272,16 @@ def made_up(version: int, size: int) -> bytes:
     return random.Random(version).randbytes(size)
 
 
+def updated(version: int, size: int) -> bytes:
+    """The same for trainers whose versions differ as those of bfloat16 weights do: one element in a hundred moves."""
+    import numpy as np
+
+    bits = np.frombuffer(made_up(0, size), dtype=np.uint16).copy()
+    for number in range(1, version + 1):
+        bits[number % 100 :: 100] += np.uint16(1)
+    return bits.tobytes()
+
+
 # --------------------------------------------------------------------------------------------------------- the child
 
 
@@ -276,7 +289,7 @@ def _report(**what: object) -> None:
     os.write(sys.stdout.fileno(), f"{json.dumps(what)}\n".encode())  # in one go: threads report too
 
 
-def _serve(id: int, folder: Path, listen: str, stall_s: float, streams: int) -> None:
+def _serve(id: int, folder: Path, listen: str, stall_s: float, streams: int, full_every: int, updates: bool) -> None:
     """Ends when its parent closes the pipe, whatever the parent died of."""
     node = RelayNode(
         id,
@@ -288,6 +301,7 @@ def _serve(id: int, folder: Path, listen: str, stall_s: float, streams: int) -> 
         stall_s=stall_s,
         streams=streams,
         nixl=nixl(id),
+        full_every=full_every,
     )
     print(json.dumps(node.address), flush=True)
     for line in sys.stdin:
@@ -295,7 +309,7 @@ def _serve(id: int, folder: Path, listen: str, stall_s: float, streams: int) -> 
             case {"route": [revision, targets]}:
                 node.route(revision, {int(other): Address(*address) for other, address in targets.items()})
             case {"publish": [version, size, address]}:
-                weights = Weights(version, made_up(version, size))
+                weights = Weights(version, (updated if updates else made_up)(version, size))
                 Thread(target=_persist, args=(weights, Address(*address), stall_s), daemon=True).start()
     node.close()
 
@@ -316,4 +330,6 @@ def _persist(weights: Weights, address: Address, stall_s: float) -> None:
 
 
 if __name__ == "__main__":
-    _serve(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], float(sys.argv[4]), int(sys.argv[5]))
+    _id, _folder, _listen, _stall_s, *_numbers = sys.argv[1:]
+    _streams, _full_every, _updates = map(int, _numbers)
+    _serve(int(_id), Path(_folder), _listen, float(_stall_s), _streams, _full_every, bool(_updates))
