@@ -87,7 +87,7 @@ def pieces(data: memoryview) -> Iterator[memoryview]:
 
 def measure(before: memoryview, after: memoryview, kind: str) -> Row:
     width = WIDTHS[kind]
-    encoded, make_s = timed(lambda: [encode(*pair, width) for pair in zip(pieces(before), pieces(after), strict=True)])
+    encoded, make_s = timed(lambda: [encode(a, b, width) for a, b in zip(pieces(before), pieces(after), strict=True)])
     found = memoryview(bytearray(len(after)))
     _, apply_s = timed(lambda: [apply(*each) for each in zip(pieces(before), encoded, pieces(found), strict=True)])
     for place, piece, whole in zip(pieces(found), pieces(after), encoded, strict=True):

@@ -299,6 +299,8 @@ class RelaySettings(Section):
     # every Nth version goes whole from relay to relay, the others as differences from one that both have, where that is
     # faster; 1: all whole
     full_every: Count = 64
+    # TCP's congestion control to relays on other hosts, where the system has it and allows it; "": the system's own
+    congestion: str = "bbr"
     transport: Literal["tcp", "nixl"] = "tcp"  # nixl: between relays that have it, where it is faster than TCP
     # the trusted network of NIXL, which neither authenticates nor encrypts: the name of an interface, or a network in
     # which each relay's host has an address

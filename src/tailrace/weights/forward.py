@@ -42,11 +42,12 @@ class Forwarder(Thread):
         stall_s: float,
         streams: int = 0,
         lender: Lender | None = None,
+        congestion: str = "",
     ) -> None:
         super().__init__(name=f"to relay {target}", daemon=True)
         self.target, self.address = target, address
         self._table, self._report, self._stall_s = table, report, stall_s
-        self._hop = Hop(token, chunk, streams, stall_s, lender)
+        self._hop = Hop(token, chunk, streams, stall_s, lender, congestion)
         self._rates = DeltaRates()
         self._delivered: set[Version] = set()
         self._stopped = False
@@ -57,6 +58,7 @@ class Forwarder(Thread):
     def run(self) -> None:
         while (buffer := self._next()) is not None:
             self._deliver(buffer)
+        self._hop.close()
 
     def restart(self) -> None:
         """Offer everything again: the target may have lost what it had."""

@@ -64,7 +64,7 @@ class TransferFailure(Struct):
 
 class RelayNode:
     """Listens from its creation on, at `address`. `listen` is an IP address of this host, or a network that this host
-    has an address in; connections off the loopback are encrypted. `full_every`: as in the settings."""
+    has an address in; connections off the loopback are encrypted. `full_every` and `congestion`: as in the settings."""
 
     def __init__(
         self,
@@ -80,13 +80,14 @@ class RelayNode:
         streams: int = 0,
         nixl: NixlTransport | None = None,
         full_every: int = 1,
+        congestion: str = "",
     ) -> None:
         self.id, self.memory = id, memory
         self._token, self._on_stored, self._on_failed = token, on_stored, on_failed
         self._chunk = chunk_bytes(chunk_mbytes, CHUNK)
         self._stall_s, self._streams, self._nixl = stall_s, streams, nixl
-        self._full_every = full_every
-        self._passing = Hop(token, stall_s=stall_s)
+        self._full_every, self._congestion = full_every, congestion
+        self._passing = Hop(token, stall_s=stall_s, congestion=congestion)
         self._table = VersionTable()
         self._generation = 0  # of the newest trainer; guarded by the table
         self._lock = Lock()  # guards the next five
@@ -160,7 +161,7 @@ class RelayNode:
         if id in self._forwarders:
             self._forwarders[id].restart()
             return
-        pace = (self._chunk, self._stall_s, self._streams, self._nixl)
+        pace = (self._chunk, self._stall_s, self._streams, self._nixl, self._congestion)
         forwarder = Forwarder(id, address, self._token, self._table, self._not_forwarded, *pace)
         self._forwarders[id] = forwarder
         forwarder.start()
@@ -187,6 +188,7 @@ class RelayNode:
                 time.sleep(0.0 if self._closed else 0.01)
                 continue
             channel = Channel(connection, Address(*address[:2]).host_port, self._stall_s)
+            channel.set_congestion(self._congestion)
             thread = Thread(target=self._serve, args=(channel,), name=f"from {channel.peer}", daemon=True)
             with self._lock:
                 if self._closed:
@@ -220,12 +222,16 @@ class RelayNode:
         except TokenError:
             channel.send(VersionRefused("another token"))  # the caller cannot verify it, which tells it enough
             return
-        if isinstance(request, OfferVersion):
-            self._offered(channel, request)
-        elif isinstance(request, PullVersion):
-            self._serve_pull(channel, request)
+        while True:
+            if isinstance(request, OfferVersion):
+                self._offered(channel, request)
+            elif isinstance(request, PullVersion):
+                self._serve_pull(channel, request)
+            channel.wait_for_request()
+            request = channel.receive("the next request")
 
     def _offered(self, channel: Channel, request: OfferVersion) -> None:
+        """A `ChannelError` if the connection is of no use any more."""
         try:
             part = Part.unpack(request.size, request.ranges)
         except ValueError as error:
@@ -246,6 +252,7 @@ class RelayNode:
                 pass_on(channel, receiver, request, part.size)
         except (ChannelError, ValueError) as error:
             channel.send(VersionRefused(f"it cannot be passed on: {error}"))
+            raise ChannelError(str(error)) from error  # the sender may be in the middle of a chunk
 
     # ----------------------------------------------------------------------------------------------------- receiving
 
@@ -259,7 +266,7 @@ class RelayNode:
             self._wait_for_others(channel, buffer.version)
         except (ChannelError, SharedMemoryError, OSError) as error:
             self._interrupted(buffer, error)
-            return
+            raise ChannelError(str(error)) from error
         channel.send(VersionSealed())
 
     def _receive_bytes(self, channel: Channel, buffer: PartBuffer, request: OfferVersion) -> str:

@@ -55,6 +55,7 @@ def run(spec: ComponentSpec) -> None:
         streams=relay.streams,
         nixl=_nixl(relay),
         full_every=relay.full_every,
+        congestion=relay.congestion,
     )
     controller.open(address=str(node.address), arena=str(memory.path))
     join()

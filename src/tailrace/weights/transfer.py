@@ -1,4 +1,4 @@
-"""The protocol that transfers one weight version, or a part of one, over a channel; every channel carries one.
+"""The protocol that transfers one weight version, or a part of one, over a channel; the next one may follow.
 
     sender    OfferVersion                        replica   PullVersion
     receiver  AcceptVersion | AlreadyHeld |       relay     PullAccepted | VersionRefused

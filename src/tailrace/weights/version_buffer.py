@@ -243,9 +243,9 @@ class VersionBuffer:
     # -------------------------------------------------------------------------------------------------------- readers
 
     def ready(self, position: int, timeout_s: float) -> memoryview:
-        """The verified bytes from `position` on; empty if none come in time."""
-        self._wait(lambda: self._checksum.hashed > position, timeout_s)
-        return self.data[position : self._checksum.hashed]
+        """The verified bytes from `position` on; empty if none come in time. Pieces may come in any order."""
+        self._wait(lambda: self._checksum.known_from(position) > position, timeout_s)
+        return self.data[position : self._checksum.known_from(position)]
 
     def checksums(self, start: int, end: int) -> bytes:
         return self._checksum.checksums(start, end)
