@@ -52,6 +52,7 @@ JUMBO = 9000  # fewer frames for the switch, which is a program that shares this
 CONDITIONS: dict[str, dict[str, float]] = {
     "50 Mbit/s": {"rate_mbits": 50},
     "50 Mbit/s, 200 ms": {"rate_mbits": 50, "delay_s": 0.1},
+    "5 Mbit/s, 200 ms": {"rate_mbits": 5, "delay_s": 0.1},
     "50 Mbit/s, 5 % lost": {"rate_mbits": 50, "loss": 0.05},
     "50 Mbit/s, 200 ms, 5 % lost": {"rate_mbits": 50, "delay_s": 0.1, "loss": 0.05},
 }

@@ -412,6 +412,7 @@ class Costs(Section):
     publish: Amount = 0.0
     load: Amount = 0.0
     kv_tokens: Natural = 0
+    weight_mbytes: Amount = 0.0  # of a version that an emulated trainer publishes, where links matter; 0: next to none
 
     @property
     def measured(self) -> bool:
