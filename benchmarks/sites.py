@@ -5,7 +5,7 @@
     sudo python benchmarks/sites.py --calm 20 --cut 20       # shorter
 
 Home has controller, trainer, store and one relay. Each site is two machines (network namespaces) with `tailrace worker
---site`, two replicas each: twelve in all. Round trips, rates and loss are in `SITES`; the switch of tests/chaos/hosts.py
+--site`, two replicas each: twelve in all. Round trips, rates and loss are in `SITES`. The switch, tests/chaos/hosts.py,
 has a link for each site, which its machines share. Trainer and engines are emulated: they take the time that
 `[costs]` says, and a version has so many megabytes, of which every step moves one element in a hundred.
 
@@ -36,10 +36,11 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "chaos"), str(ROOT / "src")]
 
 import guests  # noqa: E402
-import runs  # noqa: E402
 from guests import Guest, on_hosts  # noqa: E402
 from hosts import Network, SiteLink, hosts, missing  # noqa: E402
 from proof import prove  # noqa: E402
+
+import runs  # noqa: E402
 from runs import Run  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "sites.json"
@@ -49,7 +50,7 @@ SITES: dict[str, dict[str, float]] = {
     "abroad": {"rate_mbits": 20, "delay_s": 0.1, "loss": 0.01},
 }
 MACHINES, REPLICAS = 2, 2  # of a site; of a machine
-MINI_BATCH_S, MINI_BATCHES = 1.0, 2
+MINI_BATCH_S, MINI_BATCHES = 2.0, 2
 WEIGHT_MBYTES = 20.0
 START_S = 600.0  # for 28 processes on a busy machine
 FLEET = f"""
@@ -66,13 +67,13 @@ sigma = 0.6
 [rollout]
 engine = "emulated"
 kv_tokens = 8000
-stream_tokens = 16
+stream_tokens = 64
 [trainer]
 engine = "emulated"
 mini_batches = {MINI_BATCHES}
 checkpoint_every = 10
 [costs]
-decode_step = 0.02
+decode_step = 0.05
 decode_sequence = 0.0002
 train_mini_batch = {MINI_BATCH_S}
 weight_mbytes = {WEIGHT_MBYTES}

@@ -139,6 +139,21 @@ def test_relays_hand_differences_on_and_a_newcomer_begins_with_a_whole_copy(tmp_
         assert all(not node.failures for node in relays)
 
 
+def test_a_relay_that_is_far_behind_gets_differences_from_what_it_has(tmp_path: Path) -> None:
+    data = versions(5)
+    with nodes(2, tmp_path, full_every=9) as (near, far):
+        chain([near, far], 1)
+        broadcast([near, far], 0, data[0])
+        near.drop(0)
+        far.drop(1)
+        far.drop(2)  # it declines those, as if it had been cut off meanwhile
+        for version in (1, 2, 3):
+            broadcast([near], version, data[version])
+            near.drop(version - 1)
+        until(lambda: far.holds(3, data[3]), "the newest version")
+        assert deltas(far, 3) == 1
+
+
 def test_a_difference_that_leads_to_other_bytes_is_followed_by_a_whole_copy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

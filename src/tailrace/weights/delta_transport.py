@@ -53,10 +53,10 @@ class DeltaRates:
 
 
 class DeltaBases:
-    """What a version can be told as differences from: sealed versions, which stay mapped as long as this is held."""
+    """What a version of this size can be told as differences from: sealed versions, which stay mapped meanwhile."""
 
-    def __init__(self, bases: list[MappedVersion], encoded: EncodedPieces, rates: DeltaRates) -> None:
-        self._bases = {base.version: base for base in bases}
+    def __init__(self, bases: list[MappedVersion], size: int, encoded: EncodedPieces, rates: DeltaRates) -> None:
+        self._bases = {base.version: base for base in bases if base.size == size}
         self._encoded, self._rates = encoded, rates
 
     @property

@@ -39,11 +39,10 @@ class VersionTable:
         return {version for version, buffer in self.buffers.items() if not buffer.paused}
 
     def bases(self, version: VersionBuffer) -> list[MappedVersion]:
-        """Of the same size: the newest from which it may differ little."""
+        """The newest of those that it may differ little from."""
         with self.changed:
-            held = [each for each in self.buffers.values() if each is not version and each.size == version.size]
-        mapped = sorted((each.mapped for each in held if each.mapped), key=lambda each: -each.version)
-        return mapped[:MOST_BASES]
+            held = [each.mapped for each in self.buffers.values() if each is not version and each.mapped]
+        return sorted(held, key=lambda each: -each.version)[:MOST_BASES]
 
     def forget_encoded(self, newest: VersionBuffer) -> None:
         """Of versions before it: whoever still lacks them can do without."""
