@@ -15,7 +15,7 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from threading import Condition, Event, Thread
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tailrace.weights.channel import Address, ChannelError, dial
 from tailrace.weights.checksum import PIECE, RunningChecksum
@@ -162,6 +162,17 @@ def nodes(count: int, folder: Path, full_every: int = 1) -> Iterator[list[Node]]
             node.close()
 
 
+class ChildOptions(NamedTuple):
+    """`updates`: as the trainer, publish `updated` and not `made_up`. The others are those of a `RelayNode`."""
+
+    listen: str
+    stall_s: float
+    streams: int
+    full_every: int
+    updates: bool
+    congestion: str
+
+
 class RelayProcess:
     """A relay that can be killed and stopped, on a host of its own perhaps (`inside`). It obeys lines of JSON and
     reports in lines of JSON. It can also play the trainer."""
@@ -176,10 +187,11 @@ class RelayProcess:
         streams: int = 0,
         full_every: int = 1,
         updates: bool = False,
+        congestion: str = "",
     ) -> None:
         self.id, self.folder = id, folder / f"h{id}"
-        numbers = [str(stall_s), str(streams), str(full_every), str(int(updates))]
-        words = [*inside, sys.executable, __file__, str(id), str(self.folder), listen, *numbers]
+        options = json.dumps(ChildOptions(listen, stall_s, streams, full_every, updates, congestion))
+        words = [*inside, sys.executable, __file__, str(id), str(self.folder), options]
         self._process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.reports: list[dict[str, Any]] = []
         self._told = Condition()
@@ -289,19 +301,20 @@ def _report(**what: object) -> None:
     os.write(sys.stdout.fileno(), f"{json.dumps(what)}\n".encode())  # in one go: threads report too
 
 
-def _serve(id: int, folder: Path, listen: str, stall_s: float, streams: int, full_every: int, updates: bool) -> None:
+def _serve(id: int, folder: Path, options: ChildOptions) -> None:
     """Ends when its parent closes the pipe, whatever the parent died of."""
     node = RelayNode(
         id,
         SharedMemory(folder),
         TOKEN,
-        listen,
+        options.listen,
         on_stored=lambda version: _report(stored=version, at=time.time()),
         on_failed=lambda failure: _report(failed=failure.version, target=failure.target, reason=failure.reason),
-        stall_s=stall_s,
-        streams=streams,
+        stall_s=options.stall_s,
+        streams=options.streams,
         nixl=nixl(id),
-        full_every=full_every,
+        full_every=options.full_every,
+        congestion=options.congestion,
     )
     print(json.dumps(node.address), flush=True)
     for line in sys.stdin:
@@ -309,17 +322,18 @@ def _serve(id: int, folder: Path, listen: str, stall_s: float, streams: int, ful
             case {"route": [revision, targets]}:
                 node.route(revision, {int(other): Address(*address) for other, address in targets.items()})
             case {"publish": [version, size, address]}:
-                weights = Weights(version, (updated if updates else made_up)(version, size))
-                Thread(target=_persist, args=(weights, Address(*address), stall_s), daemon=True).start()
+                weights = Weights(version, (updated if options.updates else made_up)(version, size))
+                Thread(target=_persist, args=(weights, Address(*address), options), daemon=True).start()
     node.close()
 
 
-def _persist(weights: Weights, address: Address, stall_s: float) -> None:
+def _persist(weights: Weights, address: Address, options: ChildOptions) -> None:
     """As the trainer's publisher does."""
     _report(began=weights.version, at=time.time())
     while True:
         try:
-            with dial(address, TOKEN, stall_s) as channel:
+            with dial(address, TOKEN, options.stall_s) as channel:
+                channel.set_congestion(options.congestion)
                 answer = offer(channel, weights, from_trainer=True, lender=nixl(-1))
                 if not isinstance(answer, ReceivingElsewhere):
                     _report(published=weights.version, first=min(weights.asked, default=-1))
@@ -330,6 +344,4 @@ def _persist(weights: Weights, address: Address, stall_s: float) -> None:
 
 
 if __name__ == "__main__":
-    _id, _folder, _listen, _stall_s, *_numbers = sys.argv[1:]
-    _streams, _full_every, _updates = map(int, _numbers)
-    _serve(int(_id), Path(_folder), _listen, float(_stall_s), _streams, _full_every, bool(_updates))
+    _serve(int(sys.argv[1]), Path(sys.argv[2]), ChildOptions(*json.loads(sys.argv[3])))
