@@ -10,10 +10,10 @@ has a link for each site, which its machines share. Trainer and engines are emul
 `[costs]` says, and a version has so many megabytes, of which every step moves one element in a hundred.
 
 Phases: calm; the middle site cut off; calm again, as it comes back; the last site killed (-9). For each: steps, the
-learner's idle share (the trainer's emulated work is known, so it is what is left of the time), versions, and bytes that
-went over each site's link in both directions, for each version. At the end `tests/chaos/proof.py` goes through the
-journal and the stores: nothing was lost, and nothing counted twice. `network`: what the test network carries by itself,
-as plain TCP to all sites at once, and the share of one processor that its switch takes.
+learner's idle share (of the time, that in which the trainer had no mini-batch, by the journal), and bytes over each
+site's link in both directions for each version. At the end `tests/chaos/proof.py` goes through the journal and the
+stores: nothing was lost, and nothing counted twice. `network`: what the test network carries by itself, as plain TCP to
+all sites at once, and the share of one processor that its switch takes.
 
 `TROUBLES` is where further phases go: functions of the bed that return the name of what they did.
 """
@@ -42,6 +42,8 @@ from proof import prove  # noqa: E402
 
 import runs  # noqa: E402
 from runs import Run  # noqa: E402
+from tailrace.protocol import Train, Trained  # noqa: E402
+from tailrace.store.journal import Journal  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "sites.json"
 SITES: dict[str, dict[str, float]] = {
@@ -99,21 +101,20 @@ class Bed:
     links: dict[str, SiteLink]
     machines: dict[str, list[int]]  # numbers of hosts
     workers: dict[str, list[Guest]] = field(default_factory=dict[str, list[Guest]])
-    _at: tuple[float, int, dict[str, int]] = (0.0, 0, {})
+    _at: tuple[int, int, dict[str, int]] = (0, 0, {})
 
     def begin(self) -> None:
-        self._at = (time.monotonic(), self.steps(), self._bytes())
+        self._at = (self.run.events(), self.steps(), self._bytes())
 
     def measure(self, phase: str) -> Row:
         """Since `begin`."""
-        began, steps, before = self._at
-        seconds, done, crossed = time.monotonic() - began, self.steps() - steps, self._bytes()
+        first, steps, before = self._at
+        done, crossed = self.steps() - steps, self._bytes()
         each = {name: round((crossed[name] - before[name]) / max(done, 1)) for name in crossed}
         return {
             "phase": phase,
-            "seconds": round(seconds, 1),
+            "events": (first, self.run.events()),
             "steps": done,
-            "learner_idle": round(max(0.0, 1 - done * MINI_BATCH_S * MINI_BATCHES / seconds), 3),
             "bytes_per_version": each,
             "of_a_version": {name: round(size / (WEIGHT_MBYTES * 1e6), 4) for name, size in each.items()},
         }
@@ -171,6 +172,7 @@ def measure(options: argparse.Namespace) -> Row:
         status, _, err = bed.run.interrupt()
         assert status == 130, err
         proof = prove(bed.run.folder)
+        rows = [row | idle(bed.run, *row.pop("events")) for row in rows]
         kept = {"steps": proof.steps, "groups": proof.trained, "failed": proof.failed, "repeated": proof.repeated}
         return {
             "differences": not options.whole,
@@ -182,6 +184,21 @@ def measure(options: argparse.Namespace) -> Row:
             "proved": kept,
             "switch_busy_s": round(busy, 1),
         }
+
+
+def idle(run: Run, first: int, last: int) -> Row:
+    """Between two events of the journal."""
+    seconds = idle_s = before = 0.0
+    given: set[tuple[int, int]] = set()
+    for number, entry in enumerate(Journal(run.folder).entries(), 1):
+        if first < number <= last:
+            seconds += entry.now - before
+            idle_s += 0.0 if given else entry.now - before
+        before = entry.now
+        if isinstance(entry.event, Trained):
+            given.discard((entry.event.step, entry.event.mini_batch))
+        given |= {(one.step, one.mini_batch) for one in entry.commands if isinstance(one, Train)}
+    return {"seconds": round(seconds, 1), "learner_idle": round(idle_s / max(seconds, 1e-9), 4)}
 
 
 class bed_of:  # noqa: N801

@@ -55,22 +55,20 @@ class ElementWidths:
 
 
 class EncodedPieces:
-    """The differences of a version from one base, by where their piece begins; for whoever needs them next."""
+    """The differences of a version, by the checksum of their base and where their piece begins; for whoever needs them
+    next."""
 
     def __init__(self) -> None:
-        self._base = ""  # its checksum
-        self._pieces: dict[int, bytes] = {}
+        self._pieces: dict[tuple[str, int], bytes] = {}
 
     def get(self, base: str, start: int) -> bytes | None:
-        return self._pieces.get(start) if base == self._base else None
+        return self._pieces.get((base, start))
 
     def put(self, base: str, start: int, encoded: bytes) -> None:
-        if base != self._base:
-            self._base, self._pieces = base, {}
-        self._pieces[start] = encoded
+        self._pieces[base, start] = encoded
 
     def clear(self) -> None:
-        self._base, self._pieces = "", {}
+        self._pieces = {}
 
 
 def encode(base: memoryview, new: memoryview, width: int) -> bytes:
