@@ -7,7 +7,8 @@
 
 `runs`: real training that saves the trainer's float32 weights with every version. They are compared as they are, and
 rounded to bfloat16 as the publisher does it. `share` is bytes over those of the whole version, `changed` the share of
-elements that differ at all; megabytes per second are those of whole versions, by one thread, and by `threads` of them.
+elements that differ at all; megabytes of whole versions are for each second of one thread's processor time, and by
+`threads` of them for each second on the clock.
 Every version is made again from the one before, and compared bit by bit. `encodings` tries others on the last of these
 differences; those of packages that are not installed are left out. `relays`: a thousand versions through a chain of
 three relays, where one joins in the middle; the last ones are compared bit by bit with the trainer's. `hop`: seconds
@@ -94,7 +95,7 @@ def measure(before: memoryview, after: memoryview, kind: str) -> Row:
         assert place == piece or not whole, "a difference has led to other bytes"
     with ThreadPoolExecutor(THREADS) as pool:
         both = (list(pieces(before)), list(pieces(after)), [width] * len(encoded))
-        _, pooled_s = timed(lambda: list(pool.map(encode, *both)))
+        _, pooled_s = timed(lambda: list(pool.map(encode, *both)), time.perf_counter)
     sent = sum(len(each) or len(piece) for each, piece in zip(encoded, pieces(after), strict=True))
     megabytes = len(after) / 1e6
     kinds = (np.frombuffer(side, dtype=f"<u{width}") for side in (before, after))
@@ -114,9 +115,10 @@ def apply(base: memoryview, encoded: bytes, into: memoryview) -> None:
         decode(base, memoryview(encoded), into)
 
 
-def timed(action: Callable[[], Any]) -> tuple[Any, float]:
-    began = time.perf_counter()
-    return action(), time.perf_counter() - began
+def timed(action: Callable[[], Any], clock: Callable[[], float] = time.thread_time) -> tuple[Any, float]:
+    """Seconds of this thread's processor, unless it is another clock: others may be at work here."""
+    began = clock()
+    return action(), clock() - began
 
 
 def runs(options: argparse.Namespace, save: Callable[..., None]) -> None:
