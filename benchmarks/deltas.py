@@ -8,11 +8,11 @@
 `runs`: real training that saves the trainer's float32 weights with every version. They are compared as they are, and
 rounded to bfloat16 as the publisher does it. `share` is bytes over those of the whole version, `changed` the share of
 elements that differ at all; megabytes of whole versions are for each second of one thread's processor time, and by
-`threads` of them for each second on the clock.
-Every version is made again from the one before, and compared bit by bit. `encodings` tries others on the last of these
-differences; those of packages that are not installed are left out. `relays`: a thousand versions through a chain of
-three relays, where one joins in the middle; the last ones are compared bit by bit with the trainer's. `hop`: seconds
-from one relay to the next on the loopback, whole and as differences, in turns. Results are written after every row.
+`threads` of them for each second on the clock. Every version is made again from the one before, and compared bit by
+bit. `encodings` tries others on the last of these differences; those of packages that are not installed are left out.
+`relays`: a thousand versions through a chain of three relays, where one joins in the middle; each one is compared bit
+by bit with the trainer's. `hop`: seconds from one relay to the next on the loopback, whole and as differences, in
+turns. Results are written after every row.
 """
 
 from __future__ import annotations

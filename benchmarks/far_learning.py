@@ -44,7 +44,7 @@ def learn(kind: str, seed: int, steps: int, folder: Path) -> Row:
         link = network.place([1, 2], **LINK)
         if kind == "far":
             for host in (1, 2):
-                join(host, "--site", "far")
+                join(host, "--site", "far", "--stay", "--wait", "3600")
         status, out, err = run.wait()
         assert status == 0, f"{out}\n{err}\n{run.logs()}"
         return {"kind": kind, "seed": seed, **figures(run.folder), "to_site": round(link.bytes_in / 1e6 / steps, 2)}
