@@ -90,7 +90,7 @@ def measure(before: memoryview, after: memoryview, kind: str) -> Row:
     width = WIDTHS[kind]
     encoded, make_s = timed(lambda: [encode(a, b, width) for a, b in zip(pieces(before), pieces(after), strict=True)])
     found = memoryview(bytearray(len(after)))
-    _, apply_s = timed(lambda: [apply(*each) for each in zip(pieces(before), encoded, pieces(found), strict=True)])
+    _, apply_s = timed(lambda: [apply(a, e, b) for a, e, b in zip(pieces(before), encoded, pieces(found), strict=True)])
     for place, piece, whole in zip(pieces(found), pieces(after), encoded, strict=True):
         assert place == piece or not whole, "a difference has led to other bytes"
     with ThreadPoolExecutor(THREADS) as pool:

@@ -164,10 +164,9 @@ TROUBLES: list[Callable[[Bed, float], Row]] = [calm, cut_off, back, killed]
 
 def measure(options: argparse.Namespace) -> Row:
     more = ["--relay.full_every", "1"] if options.whole else []
-    seconds = {calm: options.calm, cut_off: options.cut}
     with TemporaryDirectory(dir="/dev/shm") as folder, bed_of(Path(folder), more) as bed:
         until(bed.run, lambda: bed.steps() >= 5, "five steps")
-        rows = [trouble(bed, seconds.get(trouble, options.calm)) for trouble in TROUBLES]
+        rows = [trouble(bed, options.cut if trouble is cut_off else options.calm) for trouble in TROUBLES]
         busy = bed.network.switch.busy_s
         status, _, err = bed.run.interrupt()
         assert status == 130, err
