@@ -132,7 +132,7 @@ def runs(options: argparse.Namespace, save: Callable[..., None]) -> None:
                 rows.append(compared(checkpoints, kind, rate, recipe))
                 save(runs=rows)
             if rate == RATES[options.gpu][0] and options.only != "runs":
-                save(encodings=[row for kind in WIDTHS for row in encodings(*checkpoints[-2:], kind)])
+                save(encodings=[row for kind in WIDTHS for row in encodings(checkpoints[-2], checkpoints[-1], kind)])
 
 
 def compared(checkpoints: list[Path], kind: str, rate: float, recipe: str) -> Row:
