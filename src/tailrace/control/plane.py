@@ -129,7 +129,7 @@ class ControlPlane:
         else:
             self._give_work(context)
         work.fetch_prompts(context)
-        if context.repack_due and context.repacks:
+        if context.repack_due and (context.repacks or len(context.fleet.kinds) > 1):
             moves.consider(context)
 
     def _give_work(self, context: Context) -> None:
@@ -138,7 +138,7 @@ class ControlPlane:
                 work.assign_waiting(context)
             for id in context.fleet.hungry:
                 context.touch(context.fleet.replicas[id])
-        for replica in context.touched.values():
+        for replica in context.fleet.fastest_first(context.touched.values()):
             work.settle(context, replica)
 
     def heartbeats(self, age_s: Callable[[Role, int], float]) -> Heartbeats:

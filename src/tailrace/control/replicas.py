@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from tailrace.control import groups, health, steps, weights
 from tailrace.control.fleet import Replica
 from tailrace.control.ledger import Sample
+from tailrace.control.speed import OWN_MEMORY
 from tailrace.control.state import Context
 from tailrace.protocol import (
     Assignment,
@@ -83,6 +84,7 @@ def progressed(context: Context, event: Progressed) -> None:
         replica.pledged = 0
         if event.work is not None:
             context.fleet.speed.note(replica.work, event.work)
+            replica.speed.note(replica.work, event.work, OWN_MEMORY)
             replica.work = event.work
 
 

@@ -146,10 +146,18 @@ def _version_made(context: Context) -> None:
     most = sampling.admission_limit(context.config)
     context.state.pacing.step_made(context.training.version, most, context.config.workload.prompts_per_step, max(sizes))
     context.state.history.tune(context.config.filters)
+    _measure(context)
     groups.drop_doomed(context)
     context.state.pacing.note_dropped(context.ledger.tally.dropped_stale, context.config.workload.prompts_per_step)
     context.more_work = True
     context.repack_due = True
+
+
+def _measure(context: Context) -> None:
+    """How fast replicas are, each with its share of a step."""
+    workload = context.config.workload
+    batch = workload.trajectories_per_step / max(1, context.fleet.live)
+    context.fleet.measure(batch, batch * context.ledger.kv_per_sample(workload.max_completion_tokens))
 
 
 def checkpointed(context: Context, event: Checkpointed) -> None:

@@ -60,7 +60,7 @@ class RolloutWorker:
     def __init__(self, spec: ComponentSpec) -> None:
         self.spec = spec
         self.config = spec.config
-        self.runner = build_runner(spec.config, spec.memory)
+        self.runner = build_runner(spec.config, spec.memory, replica=spec.id)
         self.stats = EngineStats(0, 0, 0)
         self.samples = SampleClient(spec.name)
         self.controller = ControlClient(spec, self._report_stats, self.samples.find)

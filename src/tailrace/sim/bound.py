@@ -90,11 +90,12 @@ def _rollout_s(config: Config, costs: CostModel, sizes: Sizes, kind: Traits) -> 
     """A step's tokens, at the batch at which a replica decodes most of them per second."""
     steps = kind.behind + 1.0 if kind.rounds else admission_limit(config) / config.workload.prompts_per_step
     samples, replicas = config.workload.trajectories_per_step, max(1, config.replicas)
-    batch = min(costs.kv_capacity / sizes.kv, config.rollout.max_running, steps * samples / replicas)
+    speeds = [config.rollout.speed(id) for id in range(replicas)]
+    batch = min(costs.kv_capacity / sizes.kv, config.rollout.max_running, steps * samples * max(speeds) / sum(speeds))
     batch = max(1.0, batch)
     step = costs.decode_base(max(1, int(batch))) + costs.decode_per_kv_token * batch * sizes.kv
     per_sample = float(sizes.completions.mean()) * step / batch + costs.prefill(sizes.prefill, 0)
-    return per_sample * samples / replicas
+    return per_sample * samples / sum(speeds)
 
 
 def _admission_s(config: Config, costs: CostModel, sizes: Sizes, trainer_s: float) -> float:
@@ -115,4 +116,5 @@ def _alone_s(config: Config, costs: CostModel, tokens: np.ndarray) -> np.ndarray
     waits = (workload.turns.mean - 1) * workload.turns.latency_s + workload.reward_s
     prompt = workload.prompt_tokens
     reading = costs.decode_per_kv_token * (prompt + tokens / 2)
-    return waits + costs.prefill(prompt, 0) + tokens * (costs.decode_base(1) + reading)
+    fastest = max(config.rollout.speeds, default=1.0)
+    return waits + (costs.prefill(prompt, 0) + tokens * (costs.decode_base(1) + reading)) / fastest

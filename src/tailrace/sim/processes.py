@@ -30,10 +30,13 @@ class SimProcess:
 
 
 class SimReplica(SimProcess):
-    def __init__(self, id: ReplicaId, host: HostId, engine: SimEngine) -> None:
+    def __init__(self, id: ReplicaId, host: HostId, engine: SimEngine, speed: float = 1.0, price: float = 0.0) -> None:
         super().__init__(host)
         self.id = id
         self.engine = engine
+        self.price = price  # dollars per hour
+        self._speed = speed  # against the costs of all
+        self.slow_down(1.0)
         self.version: Version = -1
         self.wake = 0  # number of the newest wake-up: older ones are void
         self.pull = 0  # number of the newest pull
@@ -42,6 +45,10 @@ class SimReplica(SimProcess):
         self.pulled_s = 0.0
         self.pulls = 0
         self.reported: Progressed | None = None  # its load, as last reported; None: say it again
+
+    def slow_down(self, factor: float) -> None:
+        """It takes so many times as long as usual."""
+        self.engine.slowdown = factor / self._speed
 
     def abandon_pull(self) -> None:
         """A pull that was under way is void."""
@@ -100,7 +107,11 @@ class SimFleet:
     def __init__(self, config: Config, costs: CostModel) -> None:
         self.relays = [SimRelay(id) for id in range(config.hosts)]
         engines = [SimEngine(costs, 0.0) for _ in range(config.replicas)]
-        self.replicas = [SimReplica(id, config.host_of(id), engine) for id, engine in enumerate(engines)]
+        rollout = config.rollout
+        self.replicas = [
+            SimReplica(id, config.host_of(id), engine, rollout.speed(id), rollout.price(id))
+            for id, engine in enumerate(engines)
+        ]
         self.trainer = SimTrainer()
 
     def process(self, role: str, id: int) -> SimProcess:
