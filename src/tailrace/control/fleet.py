@@ -19,7 +19,7 @@ from typing import Literal
 import msgspec
 
 from tailrace.control import kinds
-from tailrace.control.kinds import Kind
+from tailrace.control.kinds import Kind, Measured
 from tailrace.control.ledger import NONE, NOWHERE
 from tailrace.control.speed import DecodeCosts, Speed
 from tailrace.protocol import EngineWork, ReplicaJoined, UpdateChoice
@@ -136,7 +136,8 @@ class Fleet(msgspec.Struct):
     def sort_out(self) -> None:
         """Who is of which kind: somebody has come or gone, or more is known of their speeds."""
         live = [one for one in self.replicas.values() if one.live]
-        self.kinds, numbers = kinds.sort_out([one.rate for one in live], [one.kv_capacity for one in live])
+        measured = [Measured(one.rate, one.kv_capacity, one.costs.step_s(1, 0) if one.costs else 0.0) for one in live]
+        self.kinds, numbers = kinds.sort_out(measured)
         for replica, number in zip(live, numbers, strict=True):
             replica.kind = number
 
@@ -161,6 +162,10 @@ class Fleet(msgspec.Struct):
     def fastest_first(self, replicas: Iterable[Replica]) -> list[Replica]:
         """Where all are alike, as they come."""
         return sorted(replicas, key=lambda one: -self.pace(one)) if len(self.kinds) > 1 else list(replicas)
+
+    def tail_s(self, replica: Replica) -> float:
+        """Of a decode step with one sample; the same for all where they are alike."""
+        return self.kinds[replica.kind].tail_s if len(self.kinds) > 1 else 1.0
 
     def costs(self, replica: Replica) -> DecodeCosts | None:
         """Of its own engine where replicas differ, else of all of them."""

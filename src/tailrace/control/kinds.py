@@ -11,6 +11,7 @@ Pure functions over a few numbers per replica.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -19,27 +20,39 @@ ALIKE = 1.25  # times as fast as the slowest of a kind is the fastest of it, at 
 
 class Kind(msgspec.Struct):
     pace: float = 1.0  # tokens per second of a replica, against the mean of the fleet
+    tail_s: float = 0.0  # its decode step with a lone sample; 0: not known yet
     kv_capacity: int = 0  # the smallest
     members: int = 0
 
 
-def sort_out(rates: Sequence[float], kv_capacities: Sequence[int]) -> tuple[list[Kind], list[int]]:
-    """The kinds that there are, and of which each replica is. A rate of 0 is not known: it counts as the mean."""
-    known = [rate for rate in rates if rate > 0.0]
+class Measured(NamedTuple):
+    """What is known of a replica. 0: nothing yet."""
+
+    rate: float  # tokens per second
+    kv_capacity: int
+    tail_s: float = 0.0
+
+
+def sort_out(replicas: Sequence[Measured]) -> tuple[list[Kind], list[int]]:
+    """The kinds that there are, and of which each replica is. Whose rate is not known counts as the mean."""
+    known = [one.rate for one in replicas if one.rate > 0.0]
     mean = sum(known) / len(known) if known else 1.0
-    rates = [rate or mean for rate in rates]
-    by_rate, by_kv = _classes(rates), _classes([float(one) for one in kv_capacities])
-    keys = sorted(set(zip(by_rate, by_kv, strict=True)))
-    numbers = [keys.index(key) for key in zip(by_rate, by_kv, strict=True)]
-    uneven = len(set(by_rate)) > 1
-    overall = sum(rates) / max(1, len(rates))
-    kinds = [Kind() for _ in keys]
-    for number, rate, kv in zip(numbers, rates, kv_capacities, strict=True):
-        kind = kinds[number]
-        kind.members += 1
-        kind.pace += ((rate / overall if uneven else 1.0) - kind.pace) / kind.members
-        kind.kv_capacity = min(kind.kv_capacity or kv, kv)
-    return kinds or [Kind()], numbers
+    rates = [one.rate or mean for one in replicas]
+    classes = list(zip(_classes(rates), _classes([float(one.kv_capacity) for one in replicas]), strict=True))
+    keys = sorted(set(classes))
+    numbers = [keys.index(key) for key in classes]
+    alike = len({by_rate for by_rate, _ in classes}) == 1
+    kinds = [Kind() for _ in keys] or [Kind()]
+    for number, one, rate in zip(numbers, replicas, rates, strict=True):
+        _add(kinds[number], one, 1.0 if alike else rate * len(rates) / sum(rates))
+    return kinds, numbers
+
+
+def _add(kind: Kind, replica: Measured, pace: float) -> None:
+    kind.members += 1
+    kind.pace += (pace - kind.pace) / kind.members
+    kind.tail_s += ((replica.tail_s or kind.tail_s) - kind.tail_s) / kind.members
+    kind.kv_capacity = min(kind.kv_capacity or replica.kv_capacity, replica.kv_capacity)
 
 
 def _classes(values: Sequence[float]) -> list[int]:
@@ -51,6 +64,17 @@ def _classes(values: Sequence[float]) -> list[int]:
             first, number = value, number + 1
         numbers[value] = number
     return [numbers[value] for value in values]
+
+
+def shares(total: int, paces: Sequence[float]) -> list[int]:
+    """So many things, dealt out by speed; what cannot be divided goes to the first of those who lack most."""
+    whole = sum(paces)
+    exact = [total * pace / whole for pace in paces]
+    dealt = [int(share) for share in exact]
+    lacking = sorted(range(len(paces)), key=lambda i: (dealt[i] - exact[i], i))
+    for i in lacking[: total - sum(dealt)]:
+        dealt[i] += 1
+    return dealt
 
 
 def batch_sizes(kinds: Sequence[Kind], samples: float, most: Sequence[float]) -> list[float]:

@@ -20,7 +20,7 @@ def consider(context: Context) -> None:
     idle replicas take over a part of what others have."""
     ready = list(context.fleet.ready())
     startable = max(0, context.admits()) * context.config.workload.group_size + len(context.ledger.waiting)
-    moves = _relieve(context, ready) if len(context.fleet.kinds) > 1 else []
+    moves = _relieve(context, ready) if context.relieves else []
     if context.repacks:
         left = [one for one in ready if one.state == "ready"]
         moves += _hand_over(context, left, startable) if startable else _spread(context, left)
@@ -73,20 +73,29 @@ def _is_stuck(context: Context, replica: Replica) -> bool:
 
 def _spread(context: Context, ready: list[Replica]) -> list[repack.Move]:
     views = [_view(context, one) for one in ready]
-    return [move for move in repack.spread(views) if _gives_half(context, move)]
+    return [move for move in repack.spread(views) if _gives_part(context, move)]
 
 
-def _gives_half(context: Context, move: repack.Move) -> bool:
-    """Whether that is worth it; if so, it is ordered: of every other sample as many as the target has room for."""
+def _gives_part(context: Context, move: repack.Move) -> bool:
+    """Whether that is worth it; if so, it is ordered: as many of its part as the target has room for."""
     source, target = context.fleet.replicas[move.source], context.fleet.replicas[move.target]
-    samples = [context.ledger.samples[id] for id in list(source.assigned)[::2]]  # what tools have is not divided
+    samples = [context.ledger.samples[id] for id in _part(context, source, target)]
     prompts = [context.ledger.groups[one.group].prompt.tokens for one in samples]
     sizes = [one.grown(source.steps) + prompt for one, prompt in zip(samples, prompts, strict=True)]
     samples = samples[: _fitting(context, sizes, target)]
-    if len(source.assigned) < 2 or not samples or not updates.gains_by_spreading(context, source, len(samples)):
+    if len(source.assigned) < 2 or not samples or not updates.gains_by_spreading(context, source, target, len(samples)):
         return False
     _release(context, move, tuple([Assignment(one.id, one.attempt) for one in samples]))
     return True
+
+
+def _part(context: Context, source: Replica, target: Replica) -> list[TrajectoryId]:
+    """Every other sample, or by speed: to a faster replica the longer ones. What tools have is not divided."""
+    ids, here, there = list(source.assigned), context.fleet.pace(source), context.fleet.pace(target)
+    if here == there:
+        return ids[::2]
+    ids.sort(key=lambda id: work.expected_left(context, id), reverse=there > here)
+    return ids[: round(len(ids) * there / (here + there))]
 
 
 def _release(context: Context, move: repack.Move, samples: tuple[Assignment, ...]) -> None:
@@ -99,7 +108,7 @@ def _release(context: Context, move: repack.Move, samples: tuple[Assignment, ...
 def _view(context: Context, r: Replica) -> repack.View:
     limit = int(r.kv_capacity * context.config.repack.kv_threshold)
     load = (r.kv_load, r.kv_checked, limit, r.unfinished, r.waiting, r.batch, r.roofline)
-    return repack.View(r.id, r.version, *load)
+    return repack.View(r.id, r.version, *load, context.fleet.tail_s(r))
 
 
 def parked(context: Context, event: Parked) -> None:

@@ -129,7 +129,7 @@ class ControlPlane:
         else:
             self._give_work(context)
         work.fetch_prompts(context)
-        if context.repack_due and (context.repacks or len(context.fleet.kinds) > 1):
+        if context.repack_due and (context.repacks or context.relieves):
             moves.consider(context)
 
     def _give_work(self, context: Context) -> None:

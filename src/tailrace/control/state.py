@@ -14,7 +14,7 @@ from tailrace.control.relays import Relays
 from tailrace.control.schedules import traits
 from tailrace.control.storage import Stores
 from tailrace.control.training import Training
-from tailrace.protocol import Command
+from tailrace.protocol import Command, SetTimer
 from tailrace.types import ReplicaId, Version
 
 MUCH_DROPPED = 0.08  # of the groups
@@ -99,3 +99,12 @@ class Context:
     @property
     def repacks(self) -> bool:
         return self.traits.chooses and self.config.repack.enabled
+
+    @property
+    def relieves(self) -> bool:
+        """Faster replicas take over what slower ones would bring too late, whatever the schedule."""
+        return self.config.repack.enabled and len(self.fleet.kinds) > 1
+
+    def set_timer(self, timer: str, at: float) -> None:
+        self.state.timers[timer] = at
+        self.send(SetTimer(timer, at))

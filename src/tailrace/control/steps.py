@@ -158,6 +158,8 @@ def _measure(context: Context) -> None:
     workload = context.config.workload
     batch = workload.trajectories_per_step / max(1, context.fleet.live)
     context.fleet.measure(batch, batch * context.ledger.kv_per_sample(workload.max_completion_tokens))
+    if context.relieves and "repack" not in context.state.timers:
+        context.set_timer("repack", context.now + context.config.repack.every_s)
 
 
 def checkpointed(context: Context, event: Checkpointed) -> None:

@@ -129,16 +129,16 @@ def is_worth_moving(context: Context, replica: Replica) -> bool:
     return update_costs.drain_s(now) > costs.prefill_token * replica.kv_load
 
 
-def gains_by_spreading(context: Context, replica: Replica, count: int) -> bool:
+def gains_by_spreading(context: Context, replica: Replica, target: Replica, count: int) -> bool:
     """What two batches decode more than one, until they end, against what the moved samples do not while their KV is
     computed again."""
-    costs = context.fleet.speed.costs()
-    if costs is None:
+    costs, there = context.fleet.costs(replica), context.fleet.costs(target)
+    if costs is None or there is None:
         return False
     samples = in_flight(context, replica)
     mean = sum(one.context for one in samples) / len(samples)
     left = sum(one.left for one in samples) / len(samples)
     whole, rest = len(samples), len(samples) - count
-    gain = costs.rate(rest, rest * mean) + costs.rate(count, count * mean) - costs.rate(whole, whole * mean)
+    gain = costs.rate(rest, rest * mean) + there.rate(count, count * mean) - costs.rate(whole, whole * mean)
     step_s = costs.step_s(whole, whole * mean)
-    return gain * left * step_s > MOVE * costs.prefill_token * count * mean * count / step_s
+    return gain * left * step_s > MOVE * there.prefill_token * count * mean * count / step_s
