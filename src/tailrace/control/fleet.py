@@ -59,6 +59,9 @@ class Replica(msgspec.Struct):
     finished_at: float = -1.0  # when a sample last came to a good end
     failures: int = 0  # samples since then that came to a bad end
     failing_since: float = 0.0
+    price: float = 0.0  # dollars per hour
+    said_price: float = 0.0  # when it joined
+    resting: bool = False  # sent home, because cheaper ones are enough
     restarts: int = 0
     restart_at: float = 0.0
     reason: str = ""
@@ -109,6 +112,7 @@ class Fleet(msgspec.Struct):
     live: int = 0
     offered: Version = NONE  # newest version that all replicas were told to load (schedule `partial`)
     speed: Speed = msgspec.field(default_factory=Speed)
+    batch: float = 1.0  # samples of a replica when its speed was last looked at
     kinds: list[Kind] = msgspec.field(default_factory=lambda: [Kind()])  # of live replicas
 
     def join(self, now: float, event: ReplicaJoined) -> Replica:
@@ -122,7 +126,9 @@ class Fleet(msgspec.Struct):
         replica.incarnation = event.incarnation
         replica.version, replica.use_first = event.version, False
         replica.kv_capacity = event.kv_capacity
-        replica.roofline = event.roofline
+        replica.roofline, replica.resting = event.roofline, False
+        if event.price != replica.said_price:  # else one that was set since holds
+            replica.price = replica.said_price = event.price
         replica.work, replica.chosen_for = None, NONE
         replica.speed, replica.costs, replica.rate = Speed(), None, 0.0
         replica.kv_tokens = replica.pledged = replica.waiting = replica.kv_checked = 0
@@ -136,7 +142,10 @@ class Fleet(msgspec.Struct):
     def sort_out(self) -> None:
         """Who is of which kind: somebody has come or gone, or more is known of their speeds."""
         live = [one for one in self.replicas.values() if one.live]
-        measured = [Measured(one.rate, one.kv_capacity, one.costs.step_s(1, 0) if one.costs else 0.0) for one in live]
+        tails = [one.costs.step_s(1, 0) if one.costs else 0.0 for one in live]
+        measured = [
+            Measured(one.rate, one.kv_capacity, tail, not one.resting) for one, tail in zip(live, tails, strict=True)
+        ]
         self.kinds, numbers = kinds.sort_out(measured)
         for replica, number in zip(live, numbers, strict=True):
             replica.kind = number
@@ -151,12 +160,14 @@ class Fleet(msgspec.Struct):
             return max(1, len(self.hungry))
         return max(self.pace(replica), sum(self.pace(self.replicas[id]) for id in self.hungry))
 
-    def measure(self, batch: float, kv: float) -> None:
-        """How fast each is in a batch of this size, by what it has reported."""
-        usual = self.speed.costs()
+    def measure(self, samples: int, kv: float) -> None:
+        """How fast each is with its share of so many samples, or as many as fit into its KV, by what it has reported."""
+        usual, working = self.speed.costs(), max(1, sum(kind.members for kind in self.kinds))
+        fit = min(kind.kv_capacity for kind in self.kinds) / kv if kv else samples
+        self.batch = max(1.0, min(fit, samples / working))
         for replica in self.replicas.values():
             replica.costs = replica.speed.costs_near(usual) if usual is not None else None
-            replica.rate = replica.costs.rate(batch, kv) if replica.costs else 0.0
+            replica.rate = replica.costs.rate(self.batch, self.batch * kv) if replica.costs else 0.0
         self.sort_out()
 
     def fastest_first(self, replicas: Iterable[Replica]) -> list[Replica]:
@@ -190,13 +201,14 @@ class Fleet(msgspec.Struct):
         self.live -= 1
         self.hungry.pop(replica.id, None)
         self.moves.pop(replica.id, None)
-        replica.reason = reason
+        replica.reason, replica.resting, replica.kind = reason, False, 0
         replica.assigned, replica.scoring = {}, {}
         replica.enter("lost", now)
         self.sort_out()
 
     def ready(self) -> Iterator[Replica]:
-        return (replica for replica in self.replicas.values() if replica.state == "ready")
+        """Who can be given something."""
+        return (one for one in self.replicas.values() if one.state == "ready" and not one.resting)
 
 
 def roomiest(

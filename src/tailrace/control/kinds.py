@@ -22,7 +22,7 @@ class Kind(msgspec.Struct):
     pace: float = 1.0  # tokens per second of a replica, against the mean of the fleet
     tail_s: float = 0.0  # its decode step with a lone sample; 0: not known yet
     kv_capacity: int = 0  # the smallest
-    members: int = 0
+    members: int = 0  # that are asked to generate
 
 
 class Measured(NamedTuple):
@@ -31,6 +31,7 @@ class Measured(NamedTuple):
     rate: float  # tokens per second
     kv_capacity: int
     tail_s: float = 0.0
+    works: bool = True  # it is asked to generate
 
 
 def sort_out(replicas: Sequence[Measured]) -> tuple[list[Kind], list[int]]:
@@ -38,21 +39,19 @@ def sort_out(replicas: Sequence[Measured]) -> tuple[list[Kind], list[int]]:
     known = [one.rate for one in replicas if one.rate > 0.0]
     mean = sum(known) / len(known) if known else 1.0
     rates = [one.rate or mean for one in replicas]
+    working = [rate for one, rate in zip(replicas, rates, strict=True) if one.works] or rates
     classes = list(zip(_classes(rates), _classes([float(one.kv_capacity) for one in replicas]), strict=True))
     keys = sorted(set(classes))
     numbers = [keys.index(key) for key in classes]
     alike = len({by_rate for by_rate, _ in classes}) == 1
     kinds = [Kind() for _ in keys] or [Kind()]
-    for number, one, rate in zip(numbers, replicas, rates, strict=True):
-        _add(kinds[number], one, 1.0 if alike else rate * len(rates) / sum(rates))
+    for number, kind in enumerate(kinds if replicas else ()):
+        own = [i for i, other in enumerate(numbers) if other == number]
+        kind.pace = 1.0 if alike else sum(rates[i] for i in own) / len(own) * len(working) / sum(working)
+        kind.tail_s = sum(replicas[i].tail_s for i in own) / len(own)
+        kind.kv_capacity = min(replicas[i].kv_capacity for i in own)
+        kind.members = sum(replicas[i].works for i in own)
     return kinds, numbers
-
-
-def _add(kind: Kind, replica: Measured, pace: float) -> None:
-    kind.members += 1
-    kind.pace += (pace - kind.pace) / kind.members
-    kind.tail_s += ((replica.tail_s or kind.tail_s) - kind.tail_s) / kind.members
-    kind.kv_capacity = min(kind.kv_capacity or replica.kv_capacity, replica.kv_capacity)
 
 
 def _classes(values: Sequence[float]) -> list[int]:

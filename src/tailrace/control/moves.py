@@ -137,11 +137,11 @@ def _reassign(context: Context, ids: list[TrajectoryId], target: ReplicaId, sour
     """To the planned replica what fits there by now, and the others back where they came from: the next look will find
     another place for them."""
     replica = context.fleet.replicas.get(target)
-    if replica is None or replica.state != "ready" or not _may_go_on(context, ids, source, replica):
+    if replica is None or replica.state != "ready" or replica.resting or not _may_go_on(context, ids, source, replica):
         replica = source
     count = len(ids) if replica is source else _fitting(context, [work.kv_size(context, id) for id in ids], replica)
     for taker, taken in ((replica, ids[:count]), (source, ids[count:])):
-        if taken:
+        if taken and not taker.resting:  # else they wait for somebody else
             if taker.version != source.version:
                 context.ledger.mix(context.ledger.samples[id] for id in taken)
             work.generate(context, taker, taken)

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from tailrace.config.tree import Config
-from tailrace.control import moves, replicas, rounds, steps, stores, watch, weights, work
+from tailrace.control import activation, moves, replicas, rounds, steps, stores, watch, weights, work
 from tailrace.control.invariants import check_all
 from tailrace.control.state import Context, State
 from tailrace.protocol import (
@@ -34,6 +34,7 @@ from tailrace.protocol import (
     Parked,
     Progressed,
     PromptsAdded,
+    PriceChanged,
     PublishFailed,
     PullFailed,
     RelayJoined,
@@ -72,6 +73,7 @@ HANDLERS: dict[type[Event], Callable[[Context, Any], None]] = {
     HostLeft: watch.host_left,
     PromptsAdded: _prompts_added,
     ReplicaJoined: replicas.joined,
+    PriceChanged: activation.price_changed,
     ReplicaLost: replicas.lost,
     Progressed: replicas.progressed,
     ScoringStarted: replicas.scoring_started,
@@ -124,6 +126,8 @@ class ControlPlane:
             steps.train(context)
         if self.state.stopped:
             return
+        if context.fleet_changed:
+            activation.decide(context)
         if context.traits.rounds:
             rounds.advance(context)
         else:

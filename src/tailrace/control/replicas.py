@@ -34,6 +34,7 @@ def joined(context: Context, event: ReplicaJoined) -> None:
         weights.end_pull(context, known)
     replica = context.fleet.join(context.now, event)
     _reconcile(context, replica, event.held)
+    context.fleet_changed = True
     context.touch(replica)
     context.more_work = True
 
@@ -72,6 +73,7 @@ def lose(context: Context, replica: Replica, reason: str) -> None:
     for id in replica.holds():
         context.ledger.unassign(context.ledger.samples[id])
     context.fleet.lose(context.now, replica, reason)
+    context.fleet_changed = True
     health.plan_restart(context.config.health, context.now, replica)
     context.more_work = True
 

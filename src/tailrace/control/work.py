@@ -17,7 +17,7 @@ from tailrace.types import ReplicaId, TrajectoryId, Version
 
 def settle(context: Context, replica: Replica) -> None:
     """A replica pulls when there is something newer for it, else takes more work."""
-    if replica.state != "ready":
+    if replica.state != "ready" or replica.resting:
         return
     version = weights.wanted(context, replica)
     if version > replica.version and _renews(context, replica, version):

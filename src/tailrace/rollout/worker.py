@@ -104,9 +104,9 @@ class RolloutWorker:
         engine = self.runner.engine
         keys = [*self._fetching, *[episode.key for episode in self.runner.episodes.values()], *list(self._unstored)]
         held = tuple([Assignment(*key) for key in keys])
-        room = (engine.kv_capacity, engine.roofline)
+        room = (engine.kv_capacity, engine.roofline, held, self.config.rollout.price(self.spec.id))
         self.controller.report(
-            ReplicaJoined(self.spec.id, self.controller.incarnation, self.spec.host, engine.version, *room, held)
+            ReplicaJoined(self.spec.id, self.controller.incarnation, self.spec.host, engine.version, *room)
         )
 
     def _patience(self) -> float:

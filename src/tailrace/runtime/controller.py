@@ -34,6 +34,7 @@ from tailrace.logs import open_log, to_stream
 from tailrace.obs.live import WAITING_FOR
 from tailrace.protocol import (
     TRAINER,
+    Activate,
     Command,
     ControllerRestarted,
     Event,
@@ -152,6 +153,7 @@ class Controller:
         self._own_actions: dict[type[Command], Callable[[Any], None]] = {
             Explain: lambda _: None,  # it is in the journal, which is all it is for
             SkipPrompts: lambda _: None,  # likewise
+            Activate: lambda _: None,  # likewise
             GiveUp: self.components.give_up,
             Start: self.components.start,
             SetTimer: self._set_timer,
