@@ -161,7 +161,7 @@ class Fleet(msgspec.Struct):
         return max(self.pace(replica), sum(self.pace(self.replicas[id]) for id in self.hungry))
 
     def measure(self, samples: int, kv: float) -> None:
-        """How fast each is with its share of so many samples, or as many as fit into its KV, by what it has reported."""
+        """How fast each is, by what it has reported, with its share of so many samples, or as many as its KV holds."""
         usual, working = self.speed.costs(), max(1, sum(kind.members for kind in self.kinds))
         fit = min(kind.kv_capacity for kind in self.kinds) / kv if kv else samples
         self.batch = max(1.0, min(fit, samples / working))

@@ -51,7 +51,10 @@ def round_ends_s(context: Context, ready: list[Replica], source: Replica) -> flo
         return inf
     ledger, most = context.ledger, context.config.workload.max_completion_tokens
     faster = [one for one in ready if is_faster(context, one, source)]
-    longest = [max((ledger.expected_left(ledger.samples[id], one.steps, most) for id in one.assigned), default=0.0) for one in faster]
+    longest = [
+        max((ledger.expected_left(ledger.samples[id], one.steps, most) for id in one.assigned), default=0.0)
+        for one in faster
+    ]
     return max((_step_s(context, one) * left for one, left in zip(faster, longest, strict=True)), default=inf)
 
 

@@ -65,7 +65,9 @@ def spread(views: list[View]) -> list[Move]:
     moves: list[Move] = []
     for _, peers in sorted(_by_version(views).items()):
         idle = sorted((view for view in peers if not view.requests), key=lambda view: view.tail_s)
-        loaded = sorted((view for view in peers if view.requests > 1), key=lambda one: (-one.requests * one.tail_s, one.id))
+        loaded = sorted(
+            (view for view in peers if view.requests > 1), key=lambda one: (-one.requests * one.tail_s, one.id)
+        )
         moves += [Move(source.id, target.id) for source, target in zip(loaded, idle, strict=False)]
     return moves
 

@@ -61,9 +61,11 @@ from tailrace.runtime.grants import reconciliation
 from tailrace.runtime.lag import LoopLag
 from tailrace.runtime.local import Process
 from tailrace.runtime.orders import Orders
+from tailrace.runtime.prices import price_changes
 from tailrace.runtime.validation import LONGEST_REASON, Sender, Validation, shortened
 from tailrace.store.folder import PRIVATE, PRIVATE_FOLDER
 from tailrace.store.journal import RUN
+from tailrace.store.prices import PriceFile
 from tailrace.store.run import RunStore
 from tailrace.store.waiting import PAUSE_S, Locked, to_terminal
 from tailrace.trainer.pace import BYTES_PER_PARAMETER
@@ -149,6 +151,7 @@ class Controller:
         self._log: TextIO = sys.stderr
         self._told_of_datagrams = False  # that they do not get through
         self._failures = 0  # samples in a row that could not be judged
+        self._prices = PriceFile(store.folder)
         self._orders = Orders(self.components, store.trajectories, config.run.archive)
         self._own_actions: dict[type[Command], Callable[[Any], None]] = {
             Explain: lambda _: None,  # it is in the journal, which is all it is for
@@ -500,8 +503,16 @@ class Controller:
             self.components.look_for_missing()
             self._ask_for_frames()
             self._note_waiting()
+            self._look_at_prices()
             self.tell(self.plane.heartbeats(self.components.age_s))
         self.tell(TimerFired(timer))
+
+    def _look_at_prices(self) -> None:
+        try:
+            for event in price_changes(self._prices.changed(), self.state.fleet):
+                self.tell(event)
+        except (TailraceError, ValueError) as error:
+            self.report(str(error))
 
     # ---------------------------------------------------------------------------------------------------- signs of life
 
