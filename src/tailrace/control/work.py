@@ -82,9 +82,8 @@ def _open_groups(context: Context, replica: Replica, room: int, whole: int) -> l
     if room <= 0 or 2 * room < min(size, whole):
         return []
     admitted = context.admits(context.training.version - replica.version)
-    fair = ceil(
-        admitted * context.fleet.pace(replica) / context.fleet.hungry_pace(replica)
-    )  # where work is short, everybody gets some of it
+    # where work is short, everybody gets some of it
+    fair = ceil(admitted * context.fleet.pace(replica) / context.fleet.hungry_pace(replica))
     count = min(max(1, round(room / size)), fair, len(context.ledger.pool))
     samples = [id for group in filters.open_groups(context, count) for id in group.samples]
     return samples if whole >= size else samples[:room]
