@@ -78,9 +78,7 @@ def measure(options: argparse.Namespace) -> None:
 
 def table() -> None:
     rows: list[Row] = json.loads(RESULTS.read_text())
-    print(
-        "| schedule | rounds | fast, slow, equal, mixed: tokens/s | mixed over the sum | its step over equal | dropped |"
-    )
+    print("| schedule | rounds | fast, slow, equal, mixed: tokens/s | mixed / sum | its step / equal | dropped |")
     print("|---|--:|--:|--:|--:|--:|")
     for schedule in sorted({row["schedule"] for row in rows}):
         of = {fleet: [row for row in rows if (row["schedule"], row["fleet"]) == (schedule, fleet)] for fleet in FLEETS}
