@@ -45,7 +45,9 @@ def run(schedule: str, fleet: str, steps: int, folder: Path) -> Row:
     words = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
     command = [sys.executable, "-m", "tailrace", "train", str(SETTINGS), *words, "--run.folder", str(folder)]
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
-    subprocess.run([*command, "--run.name", name], check=True, capture_output=True, env=environment)
+    done = subprocess.run([*command, "--run.name", name], capture_output=True, text=True, check=False, env=environment)
+    if done.returncode:
+        raise SystemExit(f"{name} did not get through: {done.stderr.strip()[-1000:]}")
     report = summarise(folder / name)
     made = report.live.fold.steps
     first = steps // 3
