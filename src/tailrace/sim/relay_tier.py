@@ -44,7 +44,19 @@ class RelayTier:
             if version in target.versions or (coming and self.fleet.relays[coming[0]].life == coming[1]):
                 continue
             target.incoming[version] = (relay.id, relay.life)
+            seconds = self._crossing_s(relay, target, version, seconds)
             self.clock.after(seconds, self._received, relay, relay.life, target, target.life, version)
+
+    def _crossing_s(self, relay: SimRelay, target: SimRelay, version: Version, seconds: float) -> float:
+        """Until the target has all. A relay passes chunks on while they arrive, so over a link between sites only what
+        is slower there than on the way so far comes on top."""
+        before, transfer = relay.took_s.get(version, 0.0), self.costs.transfer
+        if relay.site != target.site:
+            link = self.costs.between(relay.site, target.site)
+            transfer = max(transfer, self.config.model.weight_bytes / link.bytes_per_s)
+            seconds = max(seconds, transfer - before) + link.latency_s
+        target.took_s[version] = max(before, transfer)
+        return seconds
 
     def _received(self, relay: SimRelay, sender: int, target: SimRelay, receiver: int, version: Version) -> None:
         """A transfer is complete, if both ends lived through it and could reach each other."""
@@ -63,6 +75,7 @@ class RelayTier:
         relay = self.fleet.relays[command.relay]
         if relay.incarnation == command.incarnation:
             relay.versions.pop(command.version, None)
+            relay.took_s.pop(command.version, None)
 
     def publish(self, command: Publish) -> None:
         """The trainer stalls while it pushes; the master forwards once it has all (it reshards first)."""

@@ -148,7 +148,7 @@ class Meter:
             step_s=seconds / max(1, end - start),
             trainer_idle=_share(1.0 - (after.trainer_s - before.trainer_s) / seconds),
             rollout_idle=_share(1.0 - busy / fleet_s),
-            kv_usage=_share((after.kv_seconds - before.kv_seconds) / fleet_s / self.costs.kv_capacity),
+            kv_usage=_share((after.kv_seconds - before.kv_seconds) / seconds / max(self._kv_capacity, 1.0)),
             staleness=staleness(counted.ages),
             trained=counted.ended["trained"],
             dropped=counted.ended["stale"],
@@ -168,6 +168,10 @@ class Meter:
             skipped=self.fold.skipped_prompts,
             filtered=counted.ended["filtered"] + counted.ended["stopped"],
         )
+
+    @property
+    def _kv_capacity(self) -> float:
+        return sum(replica.engine.capacity for replica in self.replicas)
 
     def _counted(self, start: int, end: int) -> _Counts:
         before, after = self.counts[start], self.counts[end]
