@@ -68,7 +68,7 @@ def test_settings_survive_being_written_down_and_read_again():
         ({"cluster.gpus": 8}, r"cluster.gpus is 8, but \[cluster.cards\] have 36"),
         ({"cluster.trainer_gpu": "B200"}, "of which there are none; write 'H20' or 'H800' or 'abroad'"),
         ({"split.colocated": True}, "do not take turns"),
-        ({"cluster.cards": {"H20": {"gpus": 0}}}, "cluster.cards.H20.gpus is 0; write a whole number"),
+        ({"cluster.cards": {"H20": {"gpus": -1}}}, "cluster.cards.H20.gpus is -1; write a whole number of 0 or more"),
         ({"cluster.cards": {"H20": {"gpus": 32, "tensor_parallel": 16}}}, "more than a host of 8"),
         ({"cluster.cards": {"H20": {"site": "b"}}}, "write cluster.cards.H20.gpus too"),
         ({"cluster.sites": {"b": {"gbit": 1}}}, "a site has gbytes_per_s and latency_ms"),

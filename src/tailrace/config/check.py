@@ -100,12 +100,12 @@ def _kinds_are_used(config: Config) -> Iterator[str]:
     trainer = config.trainer_kind
     if trainer is None:
         return
+    for kind in config.kinds:
+        yield from _replica_of_a_kind(config, f"cluster.cards.{kind.name}.tensor_parallel is {kind.ways}", kind)
     if config.trainer_gpus > trainer.gpus:
         yield f"split.trainer_gpus is {config.trainer_gpus} but there are {trainer.gpus} {trainer.name}; write fewer"
     elif not config.replicas:
         yield f"split.trainer_gpus = {config.trainer_gpus} leaves no replica's worth of GPUs; write fewer"
-    for kind in config.kinds:
-        yield from _replica_of_a_kind(config, f"cluster.cards.{kind.name}.tensor_parallel is {kind.ways}", kind)
 
 
 def _replica_of_a_kind(config: Config, given: str, kind: GpuKind) -> Iterator[str]:

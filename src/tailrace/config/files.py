@@ -72,7 +72,7 @@ def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
         inner = table
         for part in path:
             inner = inner.setdefault(part, {})
-        inner[name] = deepcopy(value) if isinstance(value, dict) else value  # more of a table may follow
+        inner[name] = deepcopy(value)  # more of a table may follow
     return table
 
 

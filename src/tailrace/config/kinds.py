@@ -59,7 +59,8 @@ def gpus_in(cards: Mapping[str, Any]) -> int:
 
 
 def _counted(cards: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    return {name: table for name, table in cards.items() if isinstance(table, dict) and _is_count(table.get("gpus"))}
+    tables = {name: cast("dict[str, Any]", table) for name, table in cards.items() if isinstance(table, dict)}
+    return {name: table for name, table in tables.items() if _is_count(table.get("gpus"), 1)}
 
 
 def _kind(name: str, table: Mapping[str, Any], per_host: int, ways: int) -> GpuKind:
@@ -85,7 +86,7 @@ def fleet_hosts(
         FleetHost(kind, replicas) for kind in ordered for replicas in kind.replicas_on_hosts(taken.get(kind.name, 0))
     ]
     alone = not found or found[0].kind.site != trainer.site
-    return tuple([*([FleetHost(trainer, 0)] if alone else []), *found])
+    return (*([FleetHost(trainer, 0)] if alone else []), *found)
 
 
 def _distance(kind: GpuKind, trainer: GpuKind, sites: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -109,8 +110,9 @@ def _bad_kind(where: str, table: Any) -> Iterator[str]:
         return  # as above
     values = cast("dict[str, Any]", table)
     for key in COUNTS:
-        if key in values and not _is_count(values[key]):
-            yield f"{where}.{key} is {values[key]!r}; write a whole number of 1 or more"
+        least = 0 if key == "gpus" else 1
+        if key in values and not _is_count(values[key], least):
+            yield f"{where}.{key} is {values[key]!r}; write a whole number of {least} or more"
     for key in NAMES:
         if not isinstance(values.get(key, ""), str):
             yield f"{where}.{key} is {values[key]!r}; write a name in quotes"
@@ -132,5 +134,5 @@ def _bad_link(where: str, table: Any) -> Iterator[str]:
             yield f"{where}.{key} is 0, over which nothing arrives; write a number above 0"
 
 
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+def _is_count(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least

@@ -248,7 +248,7 @@ def _fleet(config: Config) -> Iterator[Section]:
     yield "these settings", _settings_facts(config)
     yield "generation", _generation_facts(config)
     yield "training", _training_facts(config)
-    yield "weights", _weights_facts(config)
+    yield "weights", [*_weights_facts(config), *_provisioning_facts(config)]
     yield "schedules", [(kind, _verdict(config, kind)) for kind in SCHEDULES]
     warnings = [*assumptions(config), *_warnings(config)]
     if warnings:
@@ -356,6 +356,18 @@ def _weights_facts(config: Config) -> list[tuple[str, str]]:
         ),
         ("pull", f"{_seconds(costs.pull(remote=False))}: relay to replica, when it suits the replica"),
     ]
+
+
+def _provisioning_facts(config: Config) -> list[tuple[str, str]]:
+    """Whether the trainer has to wait for data that is fresh enough; only where both work side by side."""
+    from tailrace.sim.provisioning import advice_on, provision_of
+
+    if config.costs.measured or config.colocated or config.schedule.kind in ("sync", "one_step", "stream"):
+        return []
+    rule = provision_of(config)
+    needed = f"{rule.rate:,.0f} tokens/s where {rule.needed:,.0f} are needed"
+    holds = f"the trainer need not wait: staleness {rule.staleness} and {needed}"
+    return [("provisioning", next(advice_on(rule), holds))]
 
 
 def _seconds(value: float) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, cast
 
 from tailrace.config.errors import ConfigError
-from tailrace.config.kinds import OF_A_KIND
+from tailrace.config.kinds import OF_A_KIND, kinds_of
 from tailrace.config.spelling import near
 from tailrace.config.tree import Cluster
 
@@ -99,7 +99,7 @@ def rollout_card(cluster: Cluster) -> Gpu:
 
 
 def trainer_card(cluster: Cluster) -> Gpu:
-    first = next((name for name, table in cluster.cards.items() if "gpus" in table), cluster.gpu)
+    first = next((kind.name for kind in kinds_of(cluster.cards, 1, 1)), cluster.gpu)
     return find(cluster.trainer_gpu or first, cluster.cards)
 
 

@@ -63,7 +63,7 @@ def pools_of(config: Config) -> list[PoolCosts]:
     """The replicas of a config by kind of card; one pool where there is one kind."""
     if not config.kinds:
         return [PoolCosts(cost_model_of(config), config.replicas)]
-    counts = Counter({kind: 0 for kind in config.kinds})
+    counts = Counter(dict.fromkeys(config.kinds, 0))
     for host in config.fleet_hosts:
         counts[host.kind] += host.replicas
     return [PoolCosts(CostModel(config_of_kind(config, kind)), count) for kind, count in counts.items() if count]
