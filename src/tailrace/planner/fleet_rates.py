@@ -20,7 +20,7 @@ from tailrace.planner.placement import heads_divide, two_kinds
 from tailrace.planner.sizing import fewest_ranks, longest_sequence
 from tailrace.sim.cost_model import TRAINING_BYTES, CostModel, config_of_kind
 from tailrace.sim.gpus import find
-from tailrace.sim.provisioning import batch_of, group_s, sample_s, share_of, training_step_s
+from tailrace.sim.provisioning import batch_of, group_s, provision_of, sample_s, share_of, training_step_s
 from tailrace.sim.sizes import Sizes, sizes_of
 
 FEW_HOSTS = 8  # up to so many, a trainer may have any number of cards; a larger one has whole hosts
@@ -161,13 +161,14 @@ def _changed(config: Config, **sections: dict[str, Any]) -> Config:
 
 
 def config_of(config: Config, problem: FleetProblem, choice: FleetChoice) -> Config:
-    """The fleet that a choice means: every kind with the cards that it needs, maybe none."""
+    """The fleet that a choice means: every kind with the cards that it needs, maybe none. Weights are published as
+    seldom as the slowest link needs, where the staleness bound allows it."""
     cards = {name: dict(table) for name, table in config.cluster.cards.items()}
     for number, kind in enumerate(problem.kinds):
         shape = choice.shape_of(number)
         ways = {"tensor_parallel": shape[0].ways} if shape else {}
         cards[kind.name] |= {"gpus": _cards_for(kind, choice, number)} | ways
-    return with_values(
+    made = with_values(
         config,
         {
             "cluster.cards": cards,
@@ -176,6 +177,9 @@ def config_of(config: Config, problem: FleetProblem, choice: FleetChoice) -> Con
             "split.trainer_gpus": choice.trainer.gpus,
         },
     )
+    every = provision_of(made).least_publish_every
+    link_waits = config.schedule.publish_every < every <= config.schedule.max_staleness
+    return with_values(made, {"schedule.publish_every": every}) if link_waits else made
 
 
 def _generating(problem: FleetProblem, choice: FleetChoice) -> str:

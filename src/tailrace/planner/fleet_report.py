@@ -70,7 +70,10 @@ def fleet_settings(each: FleetCandidate) -> dict[str, Any]:
             settings[f"cluster.cards.{name}.gpus"] = table["gpus"]
         if name in generating:
             settings[f"cluster.cards.{name}.tensor_parallel"] = table["tensor_parallel"]
-    return settings | {"split.trainer_gpus": config.trainer_gpus}
+    return settings | {
+        "split.trainer_gpus": config.trainer_gpus,
+        "schedule.publish_every": config.schedule.publish_every,
+    }
 
 
 def describe_fleet(each: FleetCandidate) -> str:

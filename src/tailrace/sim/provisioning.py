@@ -12,6 +12,7 @@ import numpy as np
 from tailrace.config.tree import Config
 from tailrace.control.provisioning import Provisioning
 from tailrace.control.sampling import admission_limit
+from tailrace.control.schedules import traits
 from tailrace.sim.cost_model import CostModel
 from tailrace.sim.measured_costs import PoolCosts, cost_model_of, pools_of
 from tailrace.sim.sizes import Sizes, sizes_of
@@ -22,7 +23,8 @@ def provision_of(config: Config) -> Provisioning:
     sizes, costs, pools = sizes_of(config.workload, config.run.seed), cost_model_of(config), pools_of(config)
     work = float(np.sum(sizes.sequences)) * config.workload.trajectories_per_step / len(sizes.sequences)
     step_s, most = training_step_s(config, costs, sizes), share_of(config, config.replicas)
-    share = _least_share(pools, sizes, work / step_s, most)
+    fixed = config.schedule.max_inflight or config.schedule.kind == "partial"  # else no more than is needed (`pacing`)
+    share = most if fixed else _least_share(pools, sizes, work / step_s, most)
     return Provisioning(
         work=work,
         rate=_rate(pools, sizes, most),
@@ -31,6 +33,7 @@ def provision_of(config: Config) -> Provisioning:
         generate_s=max(group_s(pool.costs, sizes, batch_of(pool.costs, sizes, share)) for pool in pools),
         staleness=config.schedule.max_staleness,
         publish_every=config.schedule.publish_every,
+        picks=config.trainer.mini_batches if traits(config).streams else 1,
     )
 
 
@@ -99,10 +102,16 @@ def advice_on(rule: Provisioning) -> Iterator[str]:
             f"replicas generate {rule.rate:,.0f} tokens/s and the trainer could take {rule.work / rule.step_s:,.0f}, "
             "so it waits; give it fewer GPUs, or add replicas"
         )
+    elif not rule.link_keeps_up:
+        yield (
+            f"a version takes {rule.broadcast_s:,.0f} s until it is everywhere and a step {rule.step_s:,.0f} s, so "
+            f"versions queue up on the link; write schedule.publish_every = {rule.least_publish_every}"
+        )
     elif not rule.holds:
         every = "every step" if rule.publish_every == 1 else f"every {rule.publish_every} steps"
         later = rule.broadcast_s + rule.generate_s
         yield (
             f"weights are published {every} and their first groups are done {later:,.0f} s later, too late for "
-            f"schedule.max_staleness = {rule.staleness} and steps of {rule.step_s:,.0f} s, so the trainer waits; write schedule.max_staleness = {rule.least_staleness}"
+            f"schedule.max_staleness = {rule.staleness} and steps of {rule.step_s:,.0f} s, so the trainer "
+            f"waits; write schedule.max_staleness = {rule.least_staleness}"
         )

@@ -25,6 +25,7 @@ class RelayTier:
         relay, relays = self.config.relay, len(self.fleet.relays)
         self._hop_s = self.costs.hop(relays, relay.fan_out if relay.topology == "tree" else 1)
         self._first_s = 0.0 if self.config.colocated else self.costs.broadcast_start(relays)
+        self._free_at: dict[tuple[str, str], float] = {}  # links between sites
 
     def route(self, command: Route) -> None:
         relay = self.fleet.relays[command.relay]
@@ -49,12 +50,14 @@ class RelayTier:
 
     def _crossing_s(self, relay: SimRelay, target: SimRelay, version: Version, seconds: float) -> float:
         """Until the target has all. A relay passes chunks on while they arrive, so over a link between sites only what
-        is slower there than on the way so far comes on top."""
+        is slower there than on the way so far comes on top; and one version crosses after the other."""
         before, transfer = relay.took_s.get(version, 0.0), self.costs.transfer
         if relay.site != target.site:
             link = self.costs.between(relay.site, target.site)
             transfer = max(transfer, self.config.model.weight_bytes / link.bytes_per_s)
-            seconds = max(seconds, transfer - before) + link.latency_s
+            ends = max(self.clock.now - before, self._free_at.get((relay.site, target.site), 0.0)) + transfer
+            self._free_at[relay.site, target.site] = ends
+            seconds = max(seconds, ends - self.clock.now) + link.latency_s
         target.took_s[version] = max(before, transfer)
         return seconds
 
