@@ -4,16 +4,16 @@
    each: for most throughput with the cards that are there or within a budget, or for a throughput at the least price.
 2. The choice is placed (`placement_of`): trainer ranks on the first hosts of their kind, replicas on the others,
    versions from the fastest link to the slowest.
-3. The simulator judges the few best: the program's choice, the best with a trainer of each other kind, and the best
-   with a trainer one size smaller and larger. What it shows the stages to reach of their figures goes back into the
-   program, for `ROUNDS` rounds or until nothing new comes out.
+3. The simulator judges the few best: the program's choice, the best in which one kind generates alone, with a trainer
+   of each other kind, and with a trainer one size larger and smaller. What it shows the stages to reach of their
+   figures, for each kind of card, goes back into the program, for `ROUNDS` rounds or until nothing new comes out.
 
 The schedule and its bounds are the user's. The points tried depend on results alone, so a plan is the same anywhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from math import isfinite
 from typing import NamedTuple
@@ -22,26 +22,38 @@ import msgspec
 
 from tailrace.config import Config, ConfigError, with_values
 from tailrace.config.kinds import GpuKind
-from tailrace.planner.fleet_program import FleetChoice, FleetGoal, FleetProblem, TrainerOption, best_fleet
+from tailrace.planner.fleet_program import (
+    FleetChoice,
+    FleetGoal,
+    FleetProblem,
+    ReplicaOption,
+    TrainerOption,
+    best_fleet,
+)
 from tailrace.planner.fleet_rates import FleetFigures, StageScale, config_of, counted
 from tailrace.planner.search import AS_FAST, Evaluate, Progress, evaluator
+from tailrace.sim.bound import bound
 from tailrace.sim.cost_model import check_fit
 from tailrace.sim.result import Result
 
-ROUNDS = 4  # of program and simulator
+ROUNDS = 5  # of program and simulator
 SOLUTIONS = 4  # of the program until its replicas' batches fit their number
-JUDGED = 4  # candidates of the first round; later ones judge the program's choice alone
+JUDGED = 7  # candidates of a round
 STEPS = 5  # of a simulation, once it is steady
-HEARTBEAT_S = 5.0  # nothing fails here, and fewer events take less time
-WAITS = 0.03  # idle share from which on a trainer waits for data
-COMES_NEAR = 0.7  # of the best throughput or price: others are not worth a simulation
+BEATS, MOST_HEARTBEAT_S = 20, 30.0  # heartbeats of a step, and the time between two
+MOST_IDLE = 0.9  # of a trainer from which anything is learnt of its speed
+COMES_NEAR = 0.6  # of the best throughput or price: others are not worth a simulation
 
 
-TrainerFilter = Callable[[TrainerOption], bool]
+class Part(NamedTuple):
+    """Of the problem of phase 1: which trainers and replicas it has."""
+
+    trains: Callable[[TrainerOption], bool] = lambda option: True
+    generates: Callable[[ReplicaOption], bool] = lambda option: True
+    fresh: bool = True  # no site is too far
 
 
-def _any_trainer(option: TrainerOption) -> bool:
-    return True
+WHOLE = Part()
 
 
 class HostGroup(NamedTuple):
@@ -83,9 +95,8 @@ def plan_fleet(config: Config, goal: FleetGoal, progress: Progress | None = None
     fleet = counted(config)
     with evaluator(processes) as evaluate:
         search = FleetSearch(fleet, goal, evaluate, progress or (lambda done, total, text: None))
-        rounds = 0
-        while rounds < ROUNDS and search.judge():
-            rounds += 1
+        while search.rounds < ROUNDS and search.judge():
+            search.rounds += 1
         return search.conclude()
 
 
@@ -97,51 +108,70 @@ class FleetSearch:
         self.progress = progress
         self.figures = FleetFigures(config)
         self.scale = StageScale()
+        self.rounds = 0
         self.found: dict[Config, FleetCandidate] = {}
 
     # ------------------------------------------------------------------------------------------------------- phase one
 
-    def _solve(self, keep: TrainerFilter = _any_trainer, fresh: bool = True) -> FleetChoice | None:
-        """With those trainers. A replica's batch follows their number, so solve until that is what it was taken for."""
-        replicas, choice = self.config.replicas, None
+    def _solve(self, part: Part = WHOLE) -> FleetChoice | None:
+        """The best choice of a part of the problem. A replica's batch depends on how many there are, and few large ones
+        may do as well as many small ones: begin with several numbers."""
+        counts = {self.config.replicas, *[each.config.replicas for each in self.found.values()]}
+        settled = [choice for count in sorted(counts) if (choice := self._settled(count, part)) and choice.rate]
+        return min(settled, key=self._preference, default=None)
+
+    def _settled(self, replicas: int, part: Part) -> FleetChoice | None:
+        """Solve until there are as many replicas as their batch was taken for."""
+        choice = None
         for _ in range(SOLUTIONS):
-            choice = best_fleet(self._problem(replicas, keep, fresh), self.goal)
+            choice = best_fleet(self._problem(replicas, part), self.goal)
             wanted = sum(count for _, count in choice.replicas) if choice else replicas
             if wanted == replicas:
                 break
             replicas = wanted
-        return choice if choice and choice.rate else None
+        return choice
 
-    def _problem(self, replicas: int, keep: TrainerFilter = _any_trainer, fresh: bool = True) -> FleetProblem:
-        whole = self.figures.problem(replicas, self.scale, fresh)
-        kept = [number for number, option in enumerate(whole.trainers) if keep(option)]
+    def _preference(self, choice: FleetChoice) -> tuple[float, float]:
+        dollars = choice.dollars(self.figures.kinds)
+        return (dollars, -choice.rate) if self.goal.tokens_per_s else (-choice.rate, dollars)
+
+    def _problem(self, replicas: int, part: Part = WHOLE) -> FleetProblem:
+        whole = self.figures.problem(replicas, self.scale, part.fresh)
+        kept = [number for number, option in enumerate(whole.trainers) if part.trains(option)]
         far = frozenset((kept.index(trainer), kind) for trainer, kind in whole.too_far if trainer in set(kept))
-        return whole._replace(trainers=tuple([whole.trainers[number] for number in kept]), too_far=far)
+        return whole._replace(
+            trainers=tuple([whole.trainers[number] for number in kept]),
+            replicas=tuple([option for option in whole.replicas if part.generates(option)]),
+            too_far=far,
+        )
 
     def _choices(self) -> Iterator[FleetChoice]:
         best = self._solve()
         if best is None:
             raise ConfigError(self._refusal())
         yield best
-        regardless = self._solve(fresh=False)  # the simulator keeps the staleness bound
-        if regardless:
-            yield regardless
-        if self.found:
-            return
-        for beside in (*self._other_kinds(best), *self._other_sizes(best)):
-            other = self._solve(beside)
+        regardless = Part(fresh=False)  # the simulator keeps the staleness bound
+        parts = [regardless] if self.found else [regardless, *self._alone(best), *self._others(best)]
+        for part in parts:
+            other = self._solve(part)
             if other and self._comes_near(other, best):
                 yield other
 
-    def _other_kinds(self, best: FleetChoice) -> list[TrainerFilter]:
-        others = {option.kind for option in self.figures.trainers} - {best.trainer.kind}
-        return [lambda option, kind=kind: option.kind == kind for kind in sorted(others)]
+    def _alone(self, best: FleetChoice) -> list[Part]:
+        """Each kind as the only one that generates: what it really reaches shows there."""
+        kinds = sorted({shape.kind for shape in self.figures.shapes})
+        return [Part(generates=lambda option, kind=kind: option.kind == kind) for kind in kinds]
 
-    def _other_sizes(self, best: FleetChoice) -> list[TrainerFilter]:
+    def _others(self, best: FleetChoice) -> list[Part]:
+        """A trainer of another kind, or a size larger and smaller."""
         sizes = [option.gpus for option in self.figures.trainers if option.kind == best.trainer.kind]
         at = sizes.index(best.trainer.gpus)
-        beside = [sizes[index] for index in (at + 1, at - 1) if 0 <= index < len(sizes)]
-        return [lambda option, size=size: (option.kind, option.gpus) == (best.trainer.kind, size) for size in beside]
+        beside = [(best.trainer.kind, sizes[index]) for index in (at + 1, at - 1) if 0 <= index < len(sizes)]
+        kinds = sorted({option.kind for option in self.figures.trainers} - {best.trainer.kind})
+        return [
+            *[Part(trains=lambda option, kind=kind: option.kind == kind) for kind in kinds],
+            *[Part(trains=lambda option, one=one: (option.kind, option.gpus) == one) for one in beside],
+        ]
 
     def _comes_near(self, other: FleetChoice, best: FleetChoice) -> bool:
         kinds = self.figures.kinds
@@ -183,23 +213,23 @@ class FleetSearch:
                 dollars = new[made].dollars(self.figures.kinds)
                 self.found[made] = FleetCandidate(made, new[made], dollars, result)
             self.progress(done, total, "simulating the best fleets")
-        self._learn(next((self.found[made] for made in new if made in self.found), None))
+        self._learn([self.found[made] for made in new if made in self.found])
         return bool(new)
 
-    def _learn(self, judged: FleetCandidate | None) -> None:
-        """The stage that was the limit reached what was simulated; where a throughput is still missed, both did."""
-        if judged is None:
-            return
-        rate, choice, scale = judged.result.tokens_per_s, judged.choice, self.scale
-        again = scale != StageScale() and rate < AS_FAST * self.goal.tokens_per_s
-        if again:
-            less = rate / choice.rate
-            self.scale = StageScale(scale.training * less, scale.generating * less)
-        elif judged.result.trainer_idle > WAITS:
-            generated = sum(option.rate * count for option, count in choice.replicas)
-            self.scale = scale._replace(generating=scale.generating * min(1.0, rate / generated))
-        else:
-            self.scale = scale._replace(training=scale.training * rate / choice.trainer.rate)
+    def _learn(self, judged: Sequence[FleetCandidate]) -> None:
+        """What the stages reached of their figures, the program's own choice counting last."""
+        for each in reversed(judged):
+            shown = dict(self.figures.shown_by(each.choice, each.result))
+            self.scale = self.scale._replace(generating={**self.scale.generating, **shown})
+            busy = each.result.tokens_per_s / (1.0 - min(each.result.trainer_idle, MOST_IDLE))
+            self.scale = self.scale._replace(training=busy / self.figures.rate_of(each.choice.trainer))
+        if judged and self.rounds and judged[0].result.tokens_per_s < self._target:
+            missed = judged[0].result.tokens_per_s / self.goal.tokens_per_s
+            self.scale = self.scale._replace(spare=self.scale.spare * missed)
+
+    @property
+    def _target(self) -> float:
+        return AS_FAST * self.goal.tokens_per_s
 
     def conclude(self) -> FleetPlan:
         if not self.found:
@@ -219,13 +249,16 @@ class FleetSearch:
         """Cheapest of those that reach the throughput, or the fastest; of those within 1 % of it the cheapest."""
         rate, target = each.result.tokens_per_s, self.goal.tokens_per_s
         if target:
-            return (0.0, each.dollars, -rate) if rate >= AS_FAST * target else (1.0, -rate, each.dollars)
+            return (0.0, each.dollars, -rate) if rate >= self._target else (1.0, -rate, each.dollars)
         fastest = max(other.result.tokens_per_s for other in self.found.values())
         return (0.0, each.dollars, -rate) if rate >= AS_FAST * fastest else (1.0, -rate, each.dollars)
 
 
 def _quick(config: Config) -> Config:
-    made = with_values(config, {"run.steps": STEPS, "health.heartbeat_s": max(HEARTBEAT_S, config.health.heartbeat_s)})
+    """For the judge: few steps, and as few heartbeats as steps of this length need, since nothing fails here."""
+    step_s = bound(config).step_s
+    heartbeat_s = max(config.health.heartbeat_s, min(step_s / BEATS, MOST_HEARTBEAT_S))
+    made = with_values(config, {"run.steps": STEPS, "health.heartbeat_s": heartbeat_s})
     check_fit(made)
     return made
 

@@ -7,7 +7,9 @@ times.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from math import ceil
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import msgspec
@@ -21,16 +23,21 @@ from tailrace.planner.sizing import fewest_ranks, longest_sequence
 from tailrace.sim.cost_model import TRAINING_BYTES, CostModel, config_of_kind
 from tailrace.sim.gpus import find
 from tailrace.sim.provisioning import batch_of, group_s, provision_of, sample_s, share_of, training_step_s
+from tailrace.sim.result import Result
 from tailrace.sim.sizes import Sizes, sizes_of
 
 FEW_HOSTS = 8  # up to so many, a trainer may have any number of cards; a larger one has whole hosts
 
 
 class StageScale(NamedTuple):
-    """What simulations have shown each stage to reach of its figures."""
+    """What simulations have shown each stage to reach of its figures; generation by kind of card."""
 
     training: float = 1.0
-    generating: float = 1.0
+    generating: Mapping[int, float] = MappingProxyType({})
+    spare: float = 1.0  # of generation: below 1, more of it is planned, so that a trainer waits less
+
+    def of_kind(self, kind: int) -> float:
+        return self.spare * self.generating.get(kind, 1.0)
 
 
 class ReplicaCosts(NamedTuple):
@@ -80,13 +87,30 @@ class FleetFigures:
         """With so many replicas sharing what may be under way. `fresh`: no site is too far for the fastest pace of its
         trainer; in a fleet in which that has to wait, versions are made less often."""
         trainers = tuple([each._replace(rate=each.rate * scale.training) for each in self.trainers])
-        options = tuple([self._option(shape, replicas, scale.generating) for shape in self.shapes])
+        options = tuple([self._option(shape, replicas, scale.of_kind(shape.kind)) for shape in self.shapes])
         return FleetProblem(self.kinds, trainers, options, self.too_far if fresh else frozenset())
 
     def _option(self, shape: ReplicaCosts, replicas: int, scale: float) -> ReplicaOption:
         batch = batch_of(shape.costs, self.sizes, share_of(self.config, replicas))
         rate = scale * self.tokens / sample_s(shape.costs, self.sizes, batch)
         return ReplicaOption(shape.kind, shape.ways, rate)
+
+    def rate_of(self, trainer: TrainerOption) -> float:
+        """Without a scale."""
+        return next(each.rate for each in self.trainers if (each.kind, each.gpus) == (trainer.kind, trainer.gpus))
+
+    def shown_by(self, choice: FleetChoice, result: Result) -> Iterator[tuple[int, float]]:
+        """Kinds that generated in a simulation, and what they reached of the figures that they have without a scale.
+
+        Tokens of a replica while it was busy, less what was thrown away: more of them are decoded than are trained.
+        """
+        replicas = sum(count for _, count in choice.replicas)
+        per_completion = self.tokens / float(self.sizes.completions.mean())
+        useful = min(1.0, result.tokens_per_s / max(result.decoded_tokens_per_s * per_completion, 1e-9))
+        for shape in self.shapes:
+            decoded = result.decoded_by_kind.get(self.kinds[shape.kind].name, 0.0)
+            if decoded and (chosen := choice.shape_of(shape.kind)) and chosen[0].ways == shape.ways:
+                yield shape.kind, decoded * per_completion * useful / self._option(shape, replicas, 1.0).rate
 
     # --------------------------------------------------------------------------------------------------------- trainers
 
