@@ -1,6 +1,7 @@
 """Four replicas, two of them four times slower: what is made of them, for real with emulated engines.
 
     python benchmarks/mixed_speeds.py [--schedules adaptive trajectory] [--rounds 3] [--steps 18]
+    python benchmarks/mixed_speeds.py --simulate    # the same in virtual time, with another seed for every round
     python benchmarks/mixed_speeds.py --table       # what has been measured so far
 
 Four fleets take turns: four fast replicas, four slow ones, two of each (mixed), and four equal ones with the total rate
@@ -17,6 +18,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -24,7 +26,9 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 
+from tailrace.config.load import load  # noqa: E402
 from tailrace.obs.summary import summarise  # noqa: E402
+from tailrace.sim.simulation import Simulation  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "mixed_speeds.json"
 SETTINGS = ROOT / "examples" / "heavy_tail.toml"
@@ -39,10 +43,33 @@ WORKLOAD = {"workload.prompts_per_step": 64, "costs.train_token": 3e-6, "run.eva
 Row = dict[str, Any]
 
 
+def options_of(schedule: str, fleet: str, steps: int) -> list[str]:
+    settings = WORKLOAD | {"rollout.speeds": json.dumps(FLEETS[fleet]), "schedule.kind": schedule, "run.steps": steps}
+    return [word for key, value in settings.items() for word in (f"--{key}", str(value))]
+
+
+def simulate(schedule: str, fleet: str, steps: int, seed: int) -> Row:
+    words = [*options_of(schedule, fleet, steps), "--run.seed", str(seed)]
+    result = Simulation(load([SETTINGS], words)).run()
+    return {
+        "schedule": schedule,
+        "fleet": fleet,
+        "simulated": True,
+        "seed": seed,
+        "speeds": FLEETS[fleet],
+        "steps": steps,
+        "step_s": round(result.step_s, 3),
+        "tokens_per_s": round(result.tokens_per_s),
+        "trainer_idle": round(result.trainer_idle, 3),
+        "dropped": result.dropped,
+        "moved": result.moved,
+        "staleness_mean": round(result.staleness.mean, 2),
+    }
+
+
 def run(schedule: str, fleet: str, steps: int, folder: Path) -> Row:
     name = f"{schedule}-{fleet}-{len(list(folder.iterdir()))}"
-    settings = WORKLOAD | {"rollout.speeds": json.dumps(FLEETS[fleet]), "schedule.kind": schedule, "run.steps": steps}
-    words = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
+    words = options_of(schedule, fleet, steps)
     command = [sys.executable, "-m", "tailrace", "train", str(SETTINGS), *words, "--run.folder", str(folder)]
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
     done = subprocess.run([*command, "--run.name", name], capture_output=True, text=True, check=False, env=environment)
@@ -70,22 +97,25 @@ def run(schedule: str, fleet: str, steps: int, folder: Path) -> Row:
 def measure(options: argparse.Namespace) -> None:
     rows: list[Row] = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
     with tempfile.TemporaryDirectory() as folder:
-        for _ in range(options.rounds):
-            for schedule in options.schedules:
-                for fleet in FLEETS:
+        for number in range(options.rounds):
+            for schedule, fleet in product(options.schedules, FLEETS):
+                if options.simulate:
+                    rows.append(simulate(schedule, fleet, options.steps, number))
+                else:
                     rows.append(run(schedule, fleet, options.steps, Path(folder)))
-                    RESULTS.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")
-                    print(rows[-1], flush=True)
+                RESULTS.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")
+                print(rows[-1], flush=True)
 
 
 def table() -> None:
     rows: list[Row] = json.loads(RESULTS.read_text())
     print("| schedule | rounds | fast, slow, equal, mixed: tokens/s | mixed / sum | its step / equal | dropped |")
     print("|---|--:|--:|--:|--:|--:|")
-    for schedule in sorted({row["schedule"] for row in rows}):
-        of = {fleet: [row for row in rows if (row["schedule"], row["fleet"]) == (schedule, fleet)] for fleet in FLEETS}
+    for simulated, schedule in sorted({(row.get("simulated", False), row["schedule"]) for row in rows}):
+        these = [row for row in rows if (row.get("simulated", False), row["schedule"]) == (simulated, schedule)]
+        of = {fleet: [row for row in these if row["fleet"] == fleet] for fleet in FLEETS}
         if all(of.values()):
-            print(line(schedule, of))
+            print(line(f"{schedule}, simulated" if simulated else schedule, of))
 
 
 def line(schedule: str, of: dict[str, list[Row]]) -> str:
@@ -103,6 +133,7 @@ def main() -> None:
     parser.add_argument("--schedules", nargs="+", default=["adaptive", "trajectory"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=18)
+    parser.add_argument("--simulate", action="store_true")
     parser.add_argument("--table", action="store_true")
     options = parser.parse_args()
     if not options.table:

@@ -141,7 +141,8 @@ class Fleet:
         self.saved = 0
         self.over = False
         self.price = config.run.seed % 3  # of some replicas; in every third world all are free
-        self.work = dict.fromkeys(range(REPLICAS + 1), (0, 0.0))  # decode steps of each, and the seconds that they took
+        # decode steps of each replica, and the seconds that they took
+        self.work: dict[int, tuple[int, float]] = dict.fromkeys(range(REPLICAS + 1), (0, 0.0))
         self.hear(RunStarted(REPLICAS, RELAYS, 1))
         self.hear(HostJoined(GUEST, (REPLICAS,), store=True))
 

@@ -1,9 +1,11 @@
 """Replicas of different speed: who is of which kind, who gets how much, and what is taken from the slow."""
 
+from typing import Any
+
 import pytest
 
 from drive import Drive, config
-from tailrace.config.tree import Schedule
+from tailrace.config.tree import Schedule, ScheduleKind
 from tailrace.control.kinds import Kind, Measured, batch_sizes, shares, sort_out
 from tailrace.control.repack import Move, View, plan, spread
 from tailrace.protocol import EngineWork, Generate, LoadWeights, Parked, Progressed, Release, TimerFired, TrajectoryMeta
@@ -68,7 +70,7 @@ def work(drive, replica, seconds):
         drive.tell(Progressed(replica, 1, 40, 4, 0, done))
 
 
-def mixed(kind="trajectory", **schedule):
+def mixed(kind: ScheduleKind = "trajectory", **schedule: Any) -> Drive:
     """Replica 0 is four times as fast as replica 1, which is known since version 1 was made."""
     settings = {"max_inflight": 40, **schedule}
     drive = Drive(config(kind, prompts=4, size=4, schedule=Schedule(kind=kind, **settings))).join_all()
