@@ -178,6 +178,7 @@ def echo_row(case: Case, processes: int) -> dict[str, Any]:
         f"5090-{site}": far | {"site": site} for site in sites
     }
     settings = ECHO | settings | {"cluster.sites": {site: {"gbytes_per_s": link, "latency_ms": 100} for site in sites}}
+    settings |= {"cluster.trainer_gpu": "A100-80GB"}
     own = without(cards, *[name for name in cards if name.startswith("5090")])
     central = best(with_cards(Config(), own, settings), FleetGoal(budget=CENTRAL_BUDGET), processes)
     assert central
@@ -287,8 +288,10 @@ def run_ladder(processes: int) -> None:
 
 def run_scale(processes: int) -> None:
     goals = {"have": FleetGoal(), "budget": FleetGoal(budget=800.0), "throughput": FleetGoal(tokens_per_s=300_000.0)}
-    rows = [scale_row(name, goal, processes) for name, goal in goals.items()]
-    keep("scale", rows)
+    rows: list[dict[str, Any]] = []
+    for name, goal in goals.items():
+        rows.append(scale_row(name, goal, processes))
+        keep("scale", rows)
     table = Table("1,000 GPUs of four kinds", "seconds", "CPU s", "fleet")
     for row in rows:
         table.add_row(row["case"], f"{row['seconds']:.1f}", f"{row['cpu_s']:.1f}", row["fleet"])
