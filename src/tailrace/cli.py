@@ -106,9 +106,10 @@ def _simulate(arguments: argparse.Namespace) -> int:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    from tailrace.launch.plan import plan
+    from tailrace.launch.plan import PlanGoal, plan
 
-    return plan(arguments.files, arguments.settings, arguments.json)
+    goal = PlanGoal(arguments.budget, arguments.throughput)
+    return plan(arguments.files, arguments.settings, arguments.json, goal)
 
 
 def _train(arguments: argparse.Namespace) -> int:
@@ -229,6 +230,10 @@ def _add_simulating(add: Add) -> None:
 
     plan = _of_files(add("plan", _plan, "find the best split, schedule and settings for a fleet", SETTINGS))
     plan.add_argument("--json", action="store_true", help="one JSON object for programs")
+    budget = "the fastest fleet for so much an hour, of the cards in the settings"
+    plan.add_argument("--budget", type=_amount, metavar="DOLLARS", help=budget)
+    throughput = "the cheapest fleet that trains so many tokens per second"
+    plan.add_argument("--throughput", type=_amount, metavar="TOKENS_PER_S", help=throughput)
 
 
 def _add_training(add: Add) -> None:
@@ -421,6 +426,16 @@ def _counts(text: str) -> list[int]:
     if not names or not all(name.isdecimal() and int(name) > 0 for name in names):
         raise argparse.ArgumentTypeError(f"'{text}' is not a list of GPU counts; write --gpus 64,256,1024")
     return sorted({int(name) for name in names})
+
+
+def _amount(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1e15:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number above 0; write one such as 100")
+    return value
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tailrace.config.tree import Config
 from tailrace.protocol import Event, Progressed, Train
-from tailrace.sim.cost_model import CostModel
+from tailrace.sim.cost_model import CostModel, config_of_kind
 from tailrace.sim.engine import SimEngine, SimSequence
 from tailrace.types import HostId, RelayId, ReplicaId, TrajectoryId, Version
 
@@ -58,10 +58,12 @@ class SimReplica(SimProcess):
 
 
 class SimRelay(SimProcess):
-    def __init__(self, id: RelayId) -> None:
+    def __init__(self, id: RelayId, site: str = "") -> None:
         super().__init__(id)
         self.id = id
+        self.site = site
         self.versions: dict[Version, None] = {}
+        self.took_s: dict[Version, float] = {}  # how long it was at receiving a version
         self.incoming: dict[Version, tuple[RelayId, int]] = {}  # version -> who sends it (relay and its life)
         self.targets: tuple[RelayId, ...] = ()
         self.route_revision = -1
@@ -69,6 +71,7 @@ class SimRelay(SimProcess):
     def die(self, now: float) -> None:
         super().die(now)
         self.versions = {}
+        self.took_s = {}
         self.incoming = {}
         self.targets = ()
 
@@ -98,9 +101,14 @@ class SimFleet:
     """All modelled processes of a run."""
 
     def __init__(self, config: Config, costs: CostModel) -> None:
-        self.relays = [SimRelay(id) for id in range(config.hosts)]
-        engines = [SimEngine(costs, 0.0) for _ in range(config.replicas)]
-        self.replicas = [SimReplica(id, config.host_of(id), engine) for id, engine in enumerate(engines)]
+        hosts = config.fleet_hosts
+        sites = [host.kind.site for host in hosts] or [""] * config.hosts
+        self.relays = [SimRelay(id, site) for id, site in enumerate(sites)]
+        of_kind = {kind: CostModel(config_of_kind(config, kind)) for kind in config.kinds}
+        self.replicas = [
+            SimReplica(id, host, SimEngine(of_kind[hosts[host].kind] if hosts else costs, 0.0))
+            for id, host in enumerate(config.replica_hosts)
+        ]
         self.trainer = SimTrainer()
 
     def process(self, role: str, id: int) -> SimProcess:
