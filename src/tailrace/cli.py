@@ -139,6 +139,12 @@ def _worker(arguments: argparse.Namespace) -> int:
     return work(arguments.join, arguments.key, *room, arguments.settings, patience)
 
 
+def _price(arguments: argparse.Namespace) -> int:
+    from tailrace.launch.price import price_replica
+
+    return price_replica(arguments.journal, arguments.id, arguments.dollars)
+
+
 def _launch(arguments: argparse.Namespace) -> int:
     raise AssertionError(f"a placer runs itself, and {arguments.command} is none")
 
@@ -260,6 +266,10 @@ def _add_training(add: Add) -> None:
     worker.add_argument("--wait", type=_seconds, default=0.0, metavar="SECONDS", help=wait)
     stay = "when the run stops without being complete, wait for it again: it may be resumed"
     worker.add_argument("--stay", action="store_true", help=stay)
+
+    price = _of_a_run(add("price", _price, "set what an hour of a replica costs, while the run goes on"))
+    price.add_argument("id", metavar="ID", help="replica r3, or host h2 for all replicas there")
+    price.add_argument("dollars", type=_dollars, metavar="DOLLARS", help="0: it costs nothing")
 
     evaluate = _of_a_run(add("eval", _eval, "held-out accuracy of a version of a run"))
     evaluate.add_argument("--version", type=_version, metavar="N", help="0: the start; unset: the newest")
@@ -411,6 +421,16 @@ def _seconds(text: str) -> float:
     if not 0 <= seconds <= 1e7:
         raise argparse.ArgumentTypeError(f"'{text}' is not a number of seconds; write --wait 600")
     return seconds
+
+
+def _dollars(text: str) -> float:
+    try:
+        dollars = float(text)
+    except ValueError:
+        dollars = -1.0
+    if not 0 <= dollars <= 1e6:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a price; write dollars an hour, such as 0.4")
+    return dollars
 
 
 def _rounds(text: str) -> int:

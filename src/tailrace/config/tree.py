@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 else:
     SomeOrAuto = SomeProcesses | Literal["auto"]
 WITHOUT_CARDS = 2  # what "auto" means where no GPU is
+Speed = Annotated[float, Meta(ge=0.001, le=1000)]
 Streams = Annotated[int, Meta(ge=0, le=64)]
 PerHour = Annotated[float, Meta(ge=0, le=1e6)]
 Pause = Annotated[float, Meta(ge=0.01)]  # seconds between two of something that goes on for ever
@@ -395,9 +396,22 @@ class Rollout(Section):
     device: str = ""  # "cpu", "cuda"; empty: the GPU if there is one
     cards: tuple[Natural, ...] = ()  # numbers of the GPUs of this machine for replicas; empty: what the trainer leaves
     precision: Literal["", "float32", "bfloat16", "float16"] = ""  # empty: float32 on a CPU, bfloat16 on a GPU
+    # emulated, and simulation: how fast replicas are against what their costs say, dealt out in turn; empty: as fast
+    speeds: tuple[Speed, ...] = ()
+    # dollars per hour of one replica, dealt out in turn: the cheapest are asked to generate first; empty: all free
+    prices: tuple[Amount, ...] = ()
+
+    def speed(self, replica: int) -> float:
+        return self.speeds[replica % len(self.speeds)] if self.speeds else 1.0
+
+    def price(self, replica: int) -> float:
+        return self.prices[replica % len(self.prices)] if self.prices else 0.0
 
     def __hash__(self) -> int:  # as that of the task's settings
         return hash(msgspec.json.encode(self))
+
+
+OF_A_REPLICA = ("decode_step", "decode_sequence", "decode_kv_token", "prefill_token", "load")  # fields of [costs]
 
 
 class Costs(Section):
@@ -415,6 +429,11 @@ class Costs(Section):
     publish: Amount = 0.0
     load: Amount = 0.0
     kv_tokens: Natural = 0
+
+    def at_speed(self, speed: float) -> Costs:
+        """Of a replica that is so many times as fast; the trainer is as it is."""
+        times = {name: getattr(self, name) / speed for name in OF_A_REPLICA}
+        return self if speed == 1.0 else msgspec.structs.replace(self, **times)
 
     @property
     def measured(self) -> bool:

@@ -91,9 +91,12 @@ def _rollout_s(config: Config, pools: Sequence[PoolCosts], sizes: Sizes, kind: T
     """A step's tokens, at the batch at which a replica decodes most of them per second."""
     steps = kind.behind + 1.0 if kind.rounds else admission_limit(config) / config.workload.prompts_per_step
     samples = config.workload.trajectories_per_step
+    speeds = [config.rollout.speed(id) for id in range(max(1, config.replicas))]
+    mean = sum(speeds) / len(speeds)
     # of several kinds, one may have more than its even share
-    most = steps * samples / (pools[0].replicas or 1 if len(pools) == 1 else 1)
-    return samples / sum(pool.replicas / _per_sample_s(pool.costs, sizes, most) for pool in pools)
+    even = len(pools) == 1 and max(speeds) == min(speeds)
+    most = steps * samples / (pools[0].replicas or 1 if even else 1)
+    return samples / mean / sum(pool.replicas / _per_sample_s(pool.costs, sizes, most) for pool in pools)
 
 
 def _per_sample_s(costs: CostModel, sizes: Sizes, most: float) -> float:
@@ -122,4 +125,5 @@ def _alone_s(config: Config, pools: Sequence[PoolCosts], tokens: np.ndarray) -> 
     waits = (workload.turns.mean - 1) * workload.turns.latency_s + workload.reward_s
     prompt = workload.prompt_tokens
     reading = costs.decode_per_kv_token * (prompt + tokens / 2)
-    return waits + costs.prefill(prompt, 0) + tokens * (costs.decode_base(1) + reading)
+    fastest = max(config.rollout.speeds, default=1.0)
+    return waits + (costs.prefill(prompt, 0) + tokens * (costs.decode_base(1) + reading)) / fastest

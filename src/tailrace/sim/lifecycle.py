@@ -55,9 +55,8 @@ class Lifecycle:
             capacity, roofline = process.engine.costs.kv_capacity, process.engine.costs.roofline
             work = [*process.engine.held.values(), *process.scoring.values()]
             held = tuple([Assignment(one.trajectory, one.attempt) for one in work])
-            return ReplicaJoined(
-                process.id, process.incarnation, process.host, process.version, capacity, roofline, held
-            )
+            room = (capacity, roofline, held, process.price)
+            return ReplicaJoined(process.id, process.incarnation, process.host, process.version, *room)
         trainer = self.fleet.trainer
         return TrainerJoined(trainer.incarnation, trainer.step, trainer.mini_batch)
 

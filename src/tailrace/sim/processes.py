@@ -30,10 +30,13 @@ class SimProcess:
 
 
 class SimReplica(SimProcess):
-    def __init__(self, id: ReplicaId, host: HostId, engine: SimEngine) -> None:
+    def __init__(self, id: ReplicaId, host: HostId, engine: SimEngine, speed: float = 1.0, price: float = 0.0) -> None:
         super().__init__(host)
         self.id = id
         self.engine = engine
+        self.price = price  # dollars per hour
+        self._speed = speed  # against the costs of all
+        self.slow_down(1.0)
         self.version: Version = -1
         self.wake = 0  # number of the newest wake-up: older ones are void
         self.pull = 0  # number of the newest pull
@@ -42,6 +45,10 @@ class SimReplica(SimProcess):
         self.pulled_s = 0.0
         self.pulls = 0
         self.reported: Progressed | None = None  # its load, as last reported; None: say it again
+
+    def slow_down(self, factor: float) -> None:
+        """It takes so many times as long as usual."""
+        self.engine.slowdown = factor / self._speed
 
     def abandon_pull(self) -> None:
         """A pull that was under way is void."""
@@ -101,13 +108,14 @@ class SimFleet:
     """All modelled processes of a run."""
 
     def __init__(self, config: Config, costs: CostModel) -> None:
-        hosts = config.fleet_hosts
+        hosts, rollout = config.fleet_hosts, config.rollout
         sites = [host.kind.site for host in hosts] or [""] * config.hosts
         self.relays = [SimRelay(id, site) for id, site in enumerate(sites)]
         of_kind = {kind: CostModel(config_of_kind(config, kind)) for kind in config.kinds}
+        engines = [SimEngine(of_kind[hosts[host].kind] if hosts else costs, 0.0) for host in config.replica_hosts]
         self.replicas = [
-            SimReplica(id, host, SimEngine(of_kind[hosts[host].kind] if hosts else costs, 0.0))
-            for id, host in enumerate(config.replica_hosts)
+            SimReplica(id, host, engine, rollout.speed(id), rollout.price(id))
+            for id, (host, engine) in enumerate(zip(config.replica_hosts, engines, strict=True))
         ]
         self.trainer = SimTrainer()
 

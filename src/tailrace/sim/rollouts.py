@@ -228,12 +228,13 @@ class Rollouts:
         now = self.clock.now
         replica.pull += 1
         replica.pulling = True
-        seconds = replica.engine.costs.pull(remote=command.relay != replica.host) * replica.engine.slowdown
+        alone = replica.engine.costs.pull(remote=command.relay != replica.host)
+        seconds = alone * replica.engine.slowdown
         replica.pulled_s += seconds
         replica.pulls += 1
         self.mark(replica)
         if replica.engine.held:
-            replica.engine.stall(now, seconds)
+            replica.engine.stall(now, alone)
             self.wake(replica)
         self.clock.after(seconds, self._loaded, replica, replica.pull, command.version)
 

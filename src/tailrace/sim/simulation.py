@@ -21,6 +21,7 @@ from tailrace.config.tree import Config, Faults
 from tailrace.control.plane import ControlPlane
 from tailrace.errors import TailraceError
 from tailrace.protocol import (
+    Activate,
     Cancel,
     Command,
     Drop,
@@ -129,6 +130,7 @@ class Simulation:
             LoadWeights: rollouts.load_weights,
             Explain: lambda _: None,  # for the journal alone
             SkipPrompts: lambda _: None,  # likewise
+            Activate: lambda _: None,  # likewise
             Train: trainer.train,
             Publish: relay_tier.publish,
             Route: relay_tier.route,
