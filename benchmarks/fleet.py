@@ -3,6 +3,7 @@ a plan for 1,000 GPUs takes.
 
     python benchmarks/fleet.py hex      # each prints a table and writes benchmarks/results/fleet_PART.json
     python benchmarks/fleet.py echo
+    python benchmarks/fleet.py ladder   # what 60,000 tokens/s of examples/clusters/mixed_7b.toml cost with more kinds
     python benchmarks/fleet.py scale
 
 Their exact set-ups are not known to us. What is assumed, written down before the first run; nothing is fitted:
@@ -51,6 +52,7 @@ from tailrace.planner.fleet_report import describe_fleet
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
+MIXED = ROOT / "examples" / "clusters" / "mixed_7b.toml"
 AREAL = ROOT / "examples" / "clusters" / "areal_1_5b.toml"
 H800, H20, BUDGET = 2.5, 1.5, 80.0
 CENTRAL_BUDGET = 32.0
@@ -176,6 +178,7 @@ def echo_row(case: Case, processes: int) -> dict[str, Any]:
         f"5090-{site}": far | {"site": site} for site in sites
     }
     settings = ECHO | settings | {"cluster.sites": {site: {"gbytes_per_s": link, "latency_ms": 100} for site in sites}}
+    settings |= {"cluster.trainer_gpu": "A100-80GB"}
     own = without(cards, *[name for name in cards if name.startswith("5090")])
     central = best(with_cards(Config(), own, settings), FleetGoal(budget=CENTRAL_BUDGET), processes)
     assert central
@@ -225,6 +228,23 @@ def _cpu_s() -> float:
     return sum(each.ru_utime + each.ru_stime for each in used)
 
 
+# ----------------------------------------------------------------------------------------------------------- ladder
+
+
+def ladder_rows(processes: int) -> list[dict[str, Any]]:
+    """The cheapest fleet for one throughput: of one kind of card, of two, and with a site abroad."""
+    config, goal = load([MIXED]), FleetGoal(tokens_per_s=60_000.0)
+    cards = config.cluster.cards
+    fleets = {
+        "H800 at home": without(cards, "H20", "abroad"),
+        "and H20 at home": without(cards, "abroad"),
+        "and H20 abroad": cards,
+    }
+    return [
+        {"case": name, **(best(with_cards(config, kinds, {}), goal, processes) or {})} for name, kinds in fleets.items()
+    ]
+
+
 # ----------------------------------------------------------------------------------------------------------- results
 
 
@@ -257,10 +277,21 @@ def run_echo(processes: int) -> None:
     Console(width=160).print(table)
 
 
+def run_ladder(processes: int) -> None:
+    rows = ladder_rows(processes)
+    keep("ladder", rows)
+    table = Table("60,000 tokens/s", "$ an hour", "tokens/s", "fleet")
+    for row in rows:
+        table.add_row(row["case"], f"{row['dollars_per_hour']:.2f}", f"{row['tokens_per_s']:,.0f}", row["fleet"])
+    Console(width=160).print(table)
+
+
 def run_scale(processes: int) -> None:
     goals = {"have": FleetGoal(), "budget": FleetGoal(budget=800.0), "throughput": FleetGoal(tokens_per_s=300_000.0)}
-    rows = [scale_row(name, goal, processes) for name, goal in goals.items()]
-    keep("scale", rows)
+    rows: list[dict[str, Any]] = []
+    for name, goal in goals.items():
+        rows.append(scale_row(name, goal, processes))
+        keep("scale", rows)
     table = Table("1,000 GPUs of four kinds", "seconds", "CPU s", "fleet")
     for row in rows:
         table.add_row(row["case"], f"{row['seconds']:.1f}", f"{row['cpu_s']:.1f}", row["fleet"])
@@ -269,10 +300,11 @@ def run_scale(processes: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("part", choices=("hex", "echo", "scale"))
+    parser.add_argument("part", choices=("hex", "echo", "ladder", "scale"))
     parser.add_argument("--processes", type=int, default=2)
     arguments = parser.parse_args()
-    {"hex": run_hex, "echo": run_echo, "scale": run_scale}[arguments.part](arguments.processes)
+    parts = {"hex": run_hex, "echo": run_echo, "ladder": run_ladder, "scale": run_scale}
+    parts[arguments.part](arguments.processes)
 
 
 if __name__ == "__main__":

@@ -136,7 +136,7 @@ def _worker(arguments: argparse.Namespace) -> int:
     queue_output()
     room = (arguments.replicas, arguments.ranks, arguments.store)
     patience = Patience(arguments.wait, arguments.stay)
-    return work(arguments.join, arguments.key, *room, arguments.settings, patience)
+    return work(arguments.join, arguments.key, *room, arguments.settings, patience, arguments.site)
 
 
 def _price(arguments: argparse.Namespace) -> int:
@@ -262,6 +262,8 @@ def _add_training(add: Add) -> None:
     store = "keep the tokens that are generated here in this directory; unset: they go to the run's machine"
     worker.add_argument("--store", type=_path, metavar="DIR", help=store)
 
+    site = "where this machine is, if far away: weights cross the link to a site once, and are handed on there"
+    worker.add_argument("--site", type=_site, default="", metavar="NAME", help=site)
     wait = "for so long the run need not be there yet (0)"
     worker.add_argument("--wait", type=_seconds, default=0.0, metavar="SECONDS", help=wait)
     stay = "when the run stops without being complete, wait for it again: it may be resumed"
@@ -411,6 +413,12 @@ def _replicas(text: str) -> int | str:
 
 def _ranks(text: str) -> int:
     return _whole(text, 1024, "a number of ranks; write --ranks 2", least=0)
+
+
+def _site(text: str) -> str:
+    if not text or len(text) > 64 or not text.isprintable():
+        raise argparse.ArgumentTypeError(f"'{text}' is not the name of a site; write --site oslo")
+    return text
 
 
 def _seconds(text: str) -> float:

@@ -111,12 +111,14 @@ class RunStarted(Event):
 
 class HostJoined(Event):
     """Another machine is there, on which a relay and these replicas are to be started. Its number was never used.
-    `store`: a sample store too, which has the same number. `ranks`: it has room for so many ranks of the trainer."""
+    `store`: a sample store too, which has the same number. `ranks`: it has room for so many ranks of the trainer.
+    `site`: where it is, if it is far away; machines of one site are near each other."""
 
     host: HostId
     replicas: tuple[ReplicaId, ...]
     store: bool = False
     ranks: Natural = 0
+    site: str = ""
 
 
 class HostLeft(Event):

@@ -6,6 +6,7 @@ import pytest
 from test_kinds import fleet
 
 from tailrace.control.provisioning import Provisioning
+from tailrace.runtime.provisioning_watch import ProvisioningWatch
 from tailrace.sim.provisioning import advice_on, provision_of
 from tailrace.sim.simulation import Simulation
 
@@ -53,17 +54,19 @@ def test_a_fleet_that_cannot_keep_up_is_told_so_whatever_the_bound():
     assert "add replicas" in next(advice_on(slow))
 
 
-def test_the_simulated_trainer_waits_where_the_rule_says_so():
-    """A far site over two links: weights take 3 s, or a minute where a step takes 15 s."""
-    near, far = ({"b": {"gbytes_per_s": rate}} for rate in (1.0, 0.05))
+def far_fleet(link: float):
+    """A trainer at home, replicas abroad; with S = 4, weights may take little less than four steps of 15 s."""
     cards = {"H800": {"gpus": 1}, "abroad": {"gpu": "H20", "gpus": 8, "site": "b"}}
-    idle = {}
-    for name, sites in (("near", near), ("far", far)):
-        config = fleet(
-            cards,
-            **{"cluster.sites": sites, "split.trainer_gpus": 1, "schedule.max_staleness": 4, "run.steps": 8},
-        )
-        idle[name] = Simulation(config, until_steady=True).run().trainer_idle
-        assert provision_of(config).holds == (name == "near")
-        assert bool(list(advice_on(provision_of(config)))) == (name == "far")
-    assert idle["near"] < 0.05 < idle["far"]
+    sites = {"b": {"gbytes_per_s": link}}
+    return fleet(cards, **{"cluster.sites": sites, "split.trainer_gpus": 1, "run.steps": 10})
+
+
+@pytest.mark.parametrize(("link", "enough"), [(1.0, True), (0.05, False)])
+def test_the_simulated_trainer_waits_where_the_rule_says_so_and_its_controller_is_told_once(link, enough):
+    config, told = far_fleet(link), []
+    watch = ProvisioningWatch(config)
+    idle = Simulation(config, lambda *seen: told.append(watch.see(*seen))).run().trainer_idle
+    assert provision_of(config).holds == enough
+    assert (idle < 0.05) == enough
+    assert bool(list(advice_on(provision_of(config)))) != enough
+    assert [bool(sentence) for sentence in told].count(True) == (0 if enough else 1)

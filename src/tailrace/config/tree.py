@@ -305,6 +305,11 @@ class RelaySettings(Section):
     quota_gbytes: Amount = 0.0  # bytes of weights a host may hold; 0: keep_versions decides alone
     chunk_mbytes: Amount = 0.0  # 0: the size that minimises the broadcast time
     streams: Streams = 0  # connections over which a version goes from relay to relay; 0: more over long distances
+    # every Nth version goes whole from relay to relay, the others as differences from one that both have, where that is
+    # faster; 1: all whole
+    full_every: Count = 64
+    # TCP's congestion control to relays on other hosts, where the system has it and allows it; "": the system's own
+    congestion: str = "bbr"
     transport: Literal["tcp", "nixl"] = "tcp"  # nixl: between relays that have it, where it is faster than TCP
     # the trusted network of NIXL, which neither authenticates nor encrypts: the name of an interface, or a network in
     # which each relay's host has an address
@@ -429,6 +434,7 @@ class Costs(Section):
     publish: Amount = 0.0
     load: Amount = 0.0
     kv_tokens: Natural = 0
+    weight_mbytes: Amount = 0.0  # of a version that an emulated trainer publishes, where links matter; 0: next to none
 
     def at_speed(self, speed: float) -> Costs:
         """Of a replica that is so many times as fast; the trainer is as it is."""

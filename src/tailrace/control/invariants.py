@@ -148,12 +148,10 @@ def _relays_agree(config: Config, relays: Relays) -> None:
 
 
 def _reachable(config: Config, relays: Relays) -> list[int]:
-    if config.relay.topology == "tree":
-        return list(relays.order)
-    reached, at = [relays.master], relays.master
-    while at in relays.after and len(reached) <= relays.live:
-        at = relays.after[at]
-        reached.append(at)
+    reached = [relays.master]
+    for id in reached:  # which grows meanwhile
+        if len(reached) <= relays.live:
+            reached += relays.targets(config.relay, relays.relays[id])
     return reached
 
 

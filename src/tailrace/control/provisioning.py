@@ -15,13 +15,13 @@ more: by then the next published version, which is kappa steps newer, must have 
 and a version has to arrive before the next one is published, or versions queue up: `broadcast_s <= kappa * step_s`.
 
 A pure function of a few figures: the planner and `tailrace doctor` take them from the cost model
-(`sim/provisioning.py`); a check of a running fleet could take them from what control measures (`Training.pace_s`,
-`Relays.publish_s`). ECHO-2 has no third term, and `generate_s` only as a condition; `benchmarks/provisioning.py` holds
-both forms against the simulator.
+(`sim/provisioning.py`), a running controller from what it sees (`runtime/provisioning_watch.py`). ECHO-2 has no third
+term, and `generate_s` only as a condition; `benchmarks/provisioning.py` holds both forms against the simulator.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import ceil, inf
 from typing import NamedTuple
 
@@ -89,3 +89,25 @@ class Provisioning(NamedTuple):
         arrives = self.arrives_s / self.step_s
         by_window = ceil(self.publish_every * step_of_work + arrives - ROUNDING)
         return max(by_window, ceil(step_of_work / self.picks + arrives - ROUNDING) + self.publish_every - 1)
+
+
+def advice_on(rule: Provisioning, unit: str = "tokens") -> Iterator[str]:
+    """What to change where the trainer would have to wait; nothing: it would not."""
+    if not rule.keeps_up:
+        yield (
+            f"replicas generate {rule.rate:,.0f} {unit}/s and the trainer could take {rule.work / rule.step_s:,.0f}, "
+            "so it waits; give it fewer GPUs, or add replicas"
+        )
+    elif not rule.link_keeps_up:
+        yield (
+            f"a version takes {rule.broadcast_s:,.0f} s until it is everywhere and a step {rule.step_s:,.0f} s, so "
+            f"versions queue up on the link; write schedule.publish_every = {rule.least_publish_every}"
+        )
+    elif not rule.holds:
+        every = "every step" if rule.publish_every == 1 else f"every {rule.publish_every} steps"
+        later = rule.broadcast_s + rule.generate_s
+        yield (
+            f"weights are published {every} and their first groups are done {later:,.0f} s later, too late for "
+            f"schedule.max_staleness = {rule.staleness} and steps of {rule.step_s:,.0f} s, so the trainer "
+            f"waits; write schedule.max_staleness = {rule.least_staleness}"
+        )

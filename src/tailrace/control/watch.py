@@ -40,7 +40,8 @@ def run_started(context: Context, event: RunStarted) -> None:
 
 
 def host_joined(context: Context, event: HostJoined) -> None:
-    _start(context, "relay", event.host, context.relays.relays.setdefault(event.host, Relay(event.host)))
+    relay = context.relays.relays.setdefault(event.host, Relay(event.host, site=event.site))
+    _start(context, "relay", event.host, relay)
     if event.store:
         _start(context, "store", event.host, context.stores.stores.setdefault(event.host, Store(event.host)))
     for id in event.replicas:

@@ -309,7 +309,7 @@ def _notices(event: Event, commands: Sequence[Command]) -> Noticed:
             "info",
         )
     elif isinstance(event, HostJoined):
-        yield f"host {event.host} joined, for {_brought(event)}", "info"
+        yield f"host {event.host} joined{f' at {event.site}' if event.site else ''}, for {_brought(event)}", "info"
     elif isinstance(event, HostLeft):
         yield f"host {event.host} left: {event.reason}", "warning"
     elif isinstance(event, ReplicaJoined | TrainerJoined) and event.incarnation > 1:

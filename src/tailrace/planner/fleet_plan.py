@@ -219,7 +219,7 @@ class FleetSearch:
     def _learn(self, judged: Sequence[FleetCandidate]) -> None:
         """What the stages reached of their figures, the program's own choice counting last."""
         for each in reversed(judged):
-            shown = dict(self.figures.shown_by(each.choice, each.result))
+            shown = self.figures.shown_by(each.choice, each.result)
             self.scale = self.scale._replace(generating={**self.scale.generating, **shown})
             busy = each.result.tokens_per_s / (1.0 - min(each.result.trainer_idle, MOST_IDLE))
             self.scale = self.scale._replace(training=busy / self.figures.rate_of(each.choice.trainer))

@@ -29,6 +29,7 @@ from tailrace.config.kinds import GpuKind
 
 SOLVER_S = 20.0  # at most, for one solution
 EQUAL = 1e-6  # share of the throughput that counts as none
+PRESOLVE = False  # with it, HiGHS now and then prints to the standard output; these programs are small
 
 
 class KindSupply(NamedTuple):
@@ -172,7 +173,7 @@ class FleetSolver:
             integrality=self._row(y=1, z=1, x=1),
             bounds=optimize.Bounds(self._row(rate=least), upper),
             constraints=optimize.LinearConstraint(self.rows, below, above),
-            options={"time_limit": SOLVER_S, "mip_rel_gap": EQUAL},
+            options={"time_limit": SOLVER_S, "mip_rel_gap": EQUAL, "presolve": PRESOLVE},
         )
         return None if found.x is None else self._choice(found.x)
 

@@ -7,7 +7,7 @@ times.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from math import ceil
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -26,6 +26,7 @@ from tailrace.sim.provisioning import batch_of, group_s, provision_of, sample_s,
 from tailrace.sim.result import Result
 from tailrace.sim.sizes import Sizes, sizes_of
 
+WAITS = 0.03  # idle share from which on a trainer waits for data
 FEW_HOSTS = 8  # up to so many, a trainer may have any number of cards; a larger one has whole hosts
 
 
@@ -99,22 +100,34 @@ class FleetFigures:
         """Without a scale."""
         return next(each.rate for each in self.trainers if (each.kind, each.gpus) == (trainer.kind, trainer.gpus))
 
-    def shown_by(self, choice: FleetChoice, result: Result) -> Iterator[tuple[int, float]]:
+    def shown_by(self, choice: FleetChoice, result: Result) -> dict[int, float]:
         """Kinds that generated in a simulation, and what they reached of the figures that they have without a scale.
 
-        Tokens of a replica while it was busy, less what was thrown away: more of them are decoded than are trained.
+        Tokens of a replica while it was busy tell the kinds apart; where the trainer waited for them, all of them
+        together reached what was trained.
         """
-        replicas = sum(count for _, count in choice.replicas)
-        per_completion = self.tokens / float(self.sizes.completions.mean())
-        useful = min(1.0, result.tokens_per_s / max(result.decoded_tokens_per_s * per_completion, 1e-9))
+        replicas, per_completion = sum(count for _, count in choice.replicas), self._per_completion
+        shown: dict[int, float] = {}
+        reached = 0.0
         for shape in self.shapes:
-            decoded = result.decoded_by_kind.get(self.kinds[shape.kind].name, 0.0)
-            if decoded and (chosen := choice.shape_of(shape.kind)) and chosen[0].ways == shape.ways:
-                yield shape.kind, decoded * per_completion * useful / self._option(shape, replicas, 1.0).rate
+            chosen, decoded = choice.shape_of(shape.kind), result.decoded_by_kind.get(self.kinds[shape.kind].name, 0.0)
+            if chosen and decoded and chosen[0].ways == shape.ways:
+                rate = self._option(shape, replicas, 1.0).rate
+                shown[shape.kind] = decoded * per_completion / rate
+                reached += chosen[1] * decoded * per_completion
+        waited = result.trainer_idle > WAITS and reached > result.tokens_per_s
+        return {kind: scale * (result.tokens_per_s / reached if waited else 1.0) for kind, scale in shown.items()}
+
+    @property
+    def _per_completion(self) -> float:
+        """Trained tokens for each that is decoded."""
+        return self.tokens / float(self.sizes.completions.mean())
 
     # --------------------------------------------------------------------------------------------------------- trainers
 
     def _trainers(self, number: int, kind: GpuKind) -> list[TrainerOption]:
+        if self.config.cluster.trainer_gpu not in ("", kind.name):
+            return []  # the user has said who trains
         of_kind = _changed(self.config, cluster={"trainer_gpu": kind.name}, split={"trainer_gpus": kind.gpus})
         fewest = _fewest_cards(of_kind)
         sizes = [gpus for gpus in _trainer_sizes(kind, self.config.split.trainer_parallel) if gpus >= fewest > 0]

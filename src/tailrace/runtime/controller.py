@@ -62,6 +62,7 @@ from tailrace.runtime.grants import reconciliation
 from tailrace.runtime.lag import LoopLag
 from tailrace.runtime.local import Process
 from tailrace.runtime.orders import Orders
+from tailrace.runtime.provisioning_watch import ProvisioningWatch
 from tailrace.runtime.prices import price_changes
 from tailrace.runtime.validation import LONGEST_REASON, Sender, Validation, shortened
 from tailrace.store.folder import PRIVATE, PRIVATE_FOLDER
@@ -137,6 +138,7 @@ class Controller:
         self.error: RunError | None = None
         self._began = time.monotonic() - store.last_now
         self.backpressure = Backpressure()
+        self._provisioning = ProvisioningWatch(config)
         self.lag = LoopLag(self._sampled)
         self._arrived: deque[Callable[[], None]] = deque()  # what is to be taken in with the next transaction
         self._taken_in = asyncio.Event()  # there is nothing in it
@@ -331,6 +333,8 @@ class Controller:
             seq = self.store.record(now, event, commands)
             self._introduce_stores(event)
             self.observer.see(now, event, commands)
+            if advice := self._provisioning.see(now, event, commands):
+                self.note(advice)
             for command in commands:
                 self._own_actions.get(type(command), self._order)(command)
             if type(event) is Trained:

@@ -5,17 +5,19 @@ For the planner, `tailrace doctor` and `benchmarks/provisioning.py`; the rule it
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from tailrace.config.tree import Config
-from tailrace.control.provisioning import Provisioning
+from tailrace.control.provisioning import Provisioning, advice_on
 from tailrace.control.sampling import admission_limit
 from tailrace.control.schedules import traits
 from tailrace.sim.cost_model import CostModel
 from tailrace.sim.measured_costs import PoolCosts, cost_model_of, pools_of
 from tailrace.sim.sizes import Sizes, sizes_of
+
+__all__ = ["advice_on", "batch_of", "group_s", "provision_of", "sample_s", "share_of", "training_step_s"]
 
 
 def provision_of(config: Config) -> Provisioning:
@@ -93,25 +95,3 @@ def group_s(costs: CostModel, sizes: Sizes, batch: float) -> float:
 
 def _step_s(costs: CostModel, sizes: Sizes, batch: float) -> float:
     return costs.decode_base(max(1, round(batch))) + costs.decode_per_kv_token * batch * sizes.kv
-
-
-def advice_on(rule: Provisioning) -> Iterator[str]:
-    """What to change where the trainer would have to wait; nothing: it would not."""
-    if not rule.keeps_up:
-        yield (
-            f"replicas generate {rule.rate:,.0f} tokens/s and the trainer could take {rule.work / rule.step_s:,.0f}, "
-            "so it waits; give it fewer GPUs, or add replicas"
-        )
-    elif not rule.link_keeps_up:
-        yield (
-            f"a version takes {rule.broadcast_s:,.0f} s until it is everywhere and a step {rule.step_s:,.0f} s, so "
-            f"versions queue up on the link; write schedule.publish_every = {rule.least_publish_every}"
-        )
-    elif not rule.holds:
-        every = "every step" if rule.publish_every == 1 else f"every {rule.publish_every} steps"
-        later = rule.broadcast_s + rule.generate_s
-        yield (
-            f"weights are published {every} and their first groups are done {later:,.0f} s later, too late for "
-            f"schedule.max_staleness = {rule.staleness} and steps of {rule.step_s:,.0f} s, so the trainer "
-            f"waits; write schedule.max_staleness = {rule.least_staleness}"
-        )
