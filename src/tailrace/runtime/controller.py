@@ -61,8 +61,8 @@ from tailrace.runtime.grants import reconciliation
 from tailrace.runtime.lag import LoopLag
 from tailrace.runtime.local import Process
 from tailrace.runtime.orders import Orders
-from tailrace.runtime.provisioning_watch import ProvisioningWatch
 from tailrace.runtime.prices import price_changes
+from tailrace.runtime.provisioning_watch import ProvisioningWatch
 from tailrace.runtime.validation import LONGEST_REASON, Sender, Validation, shortened
 from tailrace.store.folder import PRIVATE, PRIVATE_FOLDER
 from tailrace.store.journal import RUN
