@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 from tailrace.config.errors import refuse
 from tailrace.config.fields import BadValueError, accept, fields, read
-from tailrace.config.tree import Config, Filters, Workload
+from tailrace.config.tree import HELD_OUT, Config, Filters, Workload
 
 Rule = Callable[[Config], Iterator[str]]
 
@@ -19,6 +19,7 @@ GIVE_A_MODEL = (
     "write model.path, a Hugging Face model directory to train; or, to simulate one, model.preset = 'qwen2.5-7b', "
     "model.hf_config or the model's own figures"
 )
+SET_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 DEVICE = re.compile(r"(cpu|cuda(:\d{1,3})?)?")
 SET_FOR_VLLM = {  # and the setting that is for it
     "model": "model.path",
@@ -242,6 +243,30 @@ def _restarts_back_off(config: Config) -> Iterator[str]:
     health = config.health
     if health.backoff_max_s < health.backoff_s:
         yield f"health.backoff_max_s is below health.backoff_s; write {health.backoff_s:g} or more"
+
+
+def _evaluations_are_of_published_versions(config: Config) -> Iterator[str]:
+    every, published = config.eval.every, config.schedule.publish_every
+    for key, steps in (("eval.every", every), ("run.steps", config.run.steps)):
+        if every and steps % published:
+            yield f"{key} is {steps}, and only every {published}th version is published; write a multiple of {published}"
+
+
+def _evaluation_is_used(config: Config) -> Iterator[str]:
+    settings = config.eval
+    for name in ("keep_best", "patience"):
+        if getattr(settings, name) and not settings.every:
+            yield f"eval.{name} is {getattr(settings, name)}, but nothing is evaluated while training; write eval.every"
+    if settings.temperature == 0 and settings.samples > 1:
+        yield (
+            f"eval.temperature is 0, so that all {settings.samples} samples of a prompt (eval.samples) are the same; "
+            "write eval.samples = 1, or a temperature"
+        )
+    for name, path in settings.sets.items():
+        if not isinstance(path, str) or not SET_NAME.fullmatch(name) or name == HELD_OUT:
+            yield f"eval.sets.{name} is {path!r}; write name = 'data.jsonl', with a name of letters, digits, - and _"
+    if settings.by and settings.by not in (HELD_OUT, *settings.sets):
+        yield f"eval.by is '{settings.by}', which is no set; there are {', '.join((HELD_OUT, *settings.sets))}"
 
 
 def _devices_have_names(config: Config) -> Iterator[str]:

@@ -18,7 +18,7 @@ from tailrace.types import ReplicaId, TrajectoryId
 def consider(context: Context) -> None:
     """Where more may start than replicas can take, empty some whose work fits elsewhere; where nothing may start, let
     idle replicas take over a part of what others have."""
-    ready = list(context.fleet.ready())
+    ready = [one for one in context.fleet.ready() if not one.evaluating]
     startable = max(0, context.admits()) * context.config.workload.group_size + len(context.ledger.waiting)
     moves = _hand_over(context, ready, startable) if startable else _spread(context, ready)
     context.state.repacks += 1 if moves else 0

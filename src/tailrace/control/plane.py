@@ -17,13 +17,14 @@ from typing import Any
 import msgspec
 
 from tailrace.config.tree import Config
-from tailrace.control import moves, replicas, rounds, steps, stores, watch, weights, work
+from tailrace.control import evaluation, moves, replicas, rounds, steps, stores, watch, weights, work
 from tailrace.control.invariants import check_all
 from tailrace.control.state import Context, State
 from tailrace.protocol import (
     Checkpointed,
     Command,
     ControllerRestarted,
+    EvalSetsOpened,
     Event,
     Finished,
     GenerationResumed,
@@ -71,6 +72,7 @@ HANDLERS: dict[type[Event], Callable[[Context, Any], None]] = {
     HostJoined: watch.host_joined,
     HostLeft: watch.host_left,
     PromptsAdded: _prompts_added,
+    EvalSetsOpened: evaluation.opened,
     ReplicaJoined: replicas.joined,
     ReplicaLost: replicas.lost,
     Progressed: replicas.progressed,
@@ -122,7 +124,9 @@ class ControlPlane:
         weights.publish(context)
         if not self.state.stopped:
             steps.train(context)
-        if self.state.stopped:
+        if not self.state.stopped and (reason := evaluation.advance(context)):
+            steps.stop(context, reason)
+        if self.state.stopped or self.state.evaluation.ending:
             return
         if context.traits.rounds:
             rounds.advance(context)

@@ -8,12 +8,14 @@ import tempfile
 from pathlib import Path
 
 from tailrace.config.errors import ConfigError
+from tailrace.config.tree import HELD_OUT
 from tailrace.envs import inputs
 from tailrace.launch.evaluation import measure
 from tailrace.launch.folder import CHECKPOINTS
 from tailrace.launch.limits import allow_files
 from tailrace.logs import output
 from tailrace.obs.progress import Progress
+from tailrace.scoring import EvalResult
 from tailrace.store.journal import Journal
 from tailrace.trainer.export import as_model_folder, write_model
 from tailrace.trainer.manifest import CheckpointError, check, found_in, step_of
@@ -31,15 +33,22 @@ def evaluate(run: Path, version: int | None) -> int:
     for change in inputs.changed(journal.meta, inputs.task_files(config)):
         log.info("note: %s since the run was begun", change)
     with Progress("held-out accuracy") as progress, as_model_folder(weights) as folder:
-        found = measure(config, folder, lambda done, total: progress(done, total, "prompts"))
+        found = measure(config, folder, lambda done, total: progress(done, total, "samples"))
     if not found.total:
         raise ConfigError("no rows are held out, so there is no accuracy to measure; write task.eval_rows above 0")
-    failed = f", {found.failed} without a verdict" if found.failed else ""
-    output(
-        f"{weights.name}: accuracy {found.accuracy:.3f} (share of rewards above {RIGHT_ABOVE:g}), mean reward "
-        f"{found.mean_reward:.3f}, on {found.total} held-out prompts{failed}"
-    )
+    for result in found.results:
+        output(f"{weights.name}: {_said(result)}")
     return 0
+
+
+def _said(result: EvalResult) -> str:
+    k, failed = result.samples, f", {result.failed} without a verdict" if result.failed else ""
+    passed = "".join([f", pass@{each} {share:.3f}" for each, share in result.passed.items() if each > 1])
+    name = "" if result.name == HELD_OUT else f"{result.name}: "
+    return (
+        f"{name}accuracy {result.accuracy:.3f} (avg@{k}: share of rewards above {RIGHT_ABOVE:g}){passed}, mean reward "
+        f"{result.mean_reward:.3f}, on {result.prompts} held-out prompts{failed}"
+    )
 
 
 def export(run: Path, version: int | None, out: Path) -> int:

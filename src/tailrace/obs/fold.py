@@ -486,6 +486,8 @@ class Fold:
         self._step = BatchTotals(mini_batches=0)
 
     def _forget(self, command: Forget) -> None:
+        if command.reason == "evaluated":
+            return
         self._remove(command.trajectories)
         if command.trajectories:  # its group may have gone before any sample of it was given to a replica
             self._note_started(max(command.trajectories) // self.group_size)

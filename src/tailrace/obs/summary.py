@@ -25,6 +25,7 @@ from tailrace.store.metrics import measurements
 from tailrace.types import RIGHT_ABOVE
 
 JSON, PICTURE = "summary.json", "summary.png"
+BEFORE, AFTER = "before", "after"  # training
 UNMEASURED = "- before, - after"
 
 
