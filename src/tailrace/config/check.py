@@ -404,4 +404,6 @@ RULES: tuple[Rule, ...] = (
     _turns_fit,
     _some_data_is_fresh_enough,
     _restarts_back_off,
+    _evaluations_are_of_published_versions,
+    _evaluation_is_used,
 )

@@ -20,6 +20,7 @@ from tailrace.config.tree import Config
 from tailrace.protocol import (
     Cancel,
     Command,
+    Evaluate,
     Event,
     Finished,
     Forget,
@@ -29,6 +30,7 @@ from tailrace.protocol import (
     HostLeft,
     JudgedTurn,
     Parked,
+    RecordEvaluation,
     Release,
     ReplicaJoined,
     ReplicaLost,
@@ -45,7 +47,7 @@ from tailrace.protocol import (
     WeightsLoaded,
 )
 from tailrace.protocol import Ending as GroupEnd
-from tailrace.types import GroupId, HostId, PromptId, ReplicaId, TrajectoryId, Version
+from tailrace.types import EVALUATION, GroupId, HostId, PromptId, ReplicaId, TrajectoryId, Version
 
 MiniBatchId = tuple[int, int]  # step and its mini-batch
 LARGEST_REWARD = 1e100  # a larger one counts as this in the means that are shown: their sums stay finite
@@ -72,11 +74,12 @@ class ReplicaRecord(msgspec.Struct):
     version: Version = -1
     assigned: dict[TrajectoryId, None] = {}  # all that it has
     scoring: int = 0  # of these: a judge has them
+    evaluating: dict[TrajectoryId, int] = {}  # samples of an evaluation that it has, and their attempts
 
     @property
     def generating(self) -> int:
         """Waiting ones included."""
-        return len(self.assigned) - self.scoring
+        return len(self.assigned) - self.scoring + len(self.evaluating)
 
 
 class BatchTotals(msgspec.Struct):
@@ -176,6 +179,7 @@ class Fold:
         self.steps: list[StepRecord] = []
         self.repacks = 0
         self.moved = 0
+        self.evaluations: list[RecordEvaluation] = []
         self.failures = 0  # attempts at samples that failed
         self.failed_samples = 0  # those whose last attempt did
         self.finished_tokens = 0  # of finished samples, prompts included
@@ -204,6 +208,8 @@ class Fold:
             Parked: self._parked,
             SkipPrompts: self._skip_prompts,
             Generate: self._generate,
+            Evaluate: self._evaluate,
+            RecordEvaluation: self.evaluations.append,
             Cancel: self._cancel,
             Train: self._train,
             Trained: self._trained,
@@ -275,6 +281,18 @@ class Fold:
             record.assigned[id] = None
             self._note_started(request.group)
 
+    def _evaluate(self, command: Evaluate) -> None:
+        self.replica(command.replica).evaluating |= {one.trajectory: one.attempt for one in command.requests}
+        self.changed.add(command.replica)
+
+    def _end_evaluated(self, replica: ReplicaId, trajectory: TrajectoryId, attempt: int) -> None:
+        """A sample of an evaluation; it is ignored unless the replica has it."""
+        held = self.replica(replica).evaluating
+        self.ignored = held.get(trajectory) != attempt
+        if not self.ignored:
+            del held[trajectory]
+            self.changed.add(replica)
+
     def _skip_prompts(self, command: SkipPrompts) -> None:
         self.skipped_prompts += len(command.prompts)
 
@@ -316,6 +334,9 @@ class Fold:
 
     def _finished(self, event: Finished) -> None:
         meta = event.meta
+        if meta.id >= EVALUATION:
+            self._end_evaluated(event.replica, meta.id, meta.attempt)
+            return
         sample = self.current(meta.id, meta.attempt)
         if sample is None:
             self.ignored = True
@@ -326,6 +347,9 @@ class Fold:
         self.finished_samples += 1
 
     def _sample_failed(self, event: SampleFailed) -> None:
+        if event.trajectory >= EVALUATION:
+            self._end_evaluated(event.replica, event.trajectory, event.attempt)
+            return
         sample = self.current(event.trajectory, event.attempt)
         if sample is None:
             self.ignored = True
@@ -344,6 +368,7 @@ class Fold:
 
     def _cancel(self, command: Cancel) -> None:
         for one in command.samples:
+            self.replica(command.replica).evaluating.pop(one.trajectory, None)
             sample = self.current(one.trajectory, one.attempt)
             if sample is not None:
                 self._release(one.trajectory, sample, "cancelled")
@@ -377,8 +402,10 @@ class Fold:
                 self._keep_only(id, ())
 
     def _keep_only(self, replica: ReplicaId, kept: set[TrajectoryId] | tuple[()]) -> None:
-        for id in [id for id in self.replica(replica).assigned if id not in kept]:
+        record = self.replica(replica)
+        for id in [id for id in record.assigned if id not in kept]:
             self._release(id, self.samples[id], "lost")
+        record.evaluating = {id: attempt for id, attempt in record.evaluating.items() if id in kept}
 
     def _weights_loaded(self, event: WeightsLoaded) -> None:
         record = self.replica(event.replica)

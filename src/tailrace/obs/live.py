@@ -29,6 +29,7 @@ from tailrace.protocol import (
     HostLeft,
     Parked,
     PullFailed,
+    RecordEvaluation,
     RelayLost,
     ReplicaJoined,
     ReplicaLost,
@@ -324,6 +325,8 @@ def _notices(event: Event, commands: Sequence[Command]) -> Noticed:
         if isinstance(command, GiveUp):
             name = "the trainer" if command.role == "trainer" else label(command.role, command.id)
             yield f"{name} lost: {command.reason}", "warning"
+        elif isinstance(command, RecordEvaluation):
+            yield f"v{command.version} evaluated: {'; '.join(map(str, command.results))}", "info"
     yield from _endings(commands)
 
 
