@@ -260,11 +260,12 @@ def _deal(context: Context) -> None:
 
 
 def _room(context: Context, replica: Replica) -> int:
-    """A replica takes no more than its even share at a time; beside training work, a part of its batch."""
-    live = max(1, context.fleet.live)
-    full = max(quota(context), ceil(context.config.workload.trajectories_per_step / live))
+    """A replica takes no more than its even share at a time, whoever else is there yet; beside training work, a part of
+    its batch."""
+    full = max(quota(context), ceil(context.config.workload.trajectories_per_step / max(1, context.fleet.live)))
     most = max(1, int(BESIDE * full)) if replica.unfinished else full
-    return min(most, ceil(context.evaluation.total / live)) - len(replica.evaluating)
+    others = sum(not one.given_up for one in context.fleet.replicas.values())
+    return min(most, ceil(context.evaluation.total / others)) - len(replica.evaluating)
 
 
 def _give(context: Context, replica: Replica, room: int) -> None:
