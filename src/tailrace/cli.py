@@ -178,6 +178,12 @@ def _page(arguments: argparse.Namespace) -> int:
     return serve_page(arguments.journal, arguments.listen, arguments.token_file, arguments.save)
 
 
+def _log(arguments: argparse.Namespace) -> int:
+    from tailrace.launch.log import log_run
+
+    return log_run(arguments.journal, arguments.to, arguments.follow, arguments.again)
+
+
 def _replay(arguments: argparse.Namespace) -> int:
     from tailrace.launch.replay import replay_run
 
@@ -299,6 +305,12 @@ def _add_looking(add: Add) -> None:
     token = "its content is asked for; needed where others can come; unset: TAILRACE_PAGE_TOKEN"
     page.add_argument("--token-file", type=_path, metavar="FILE", help=token)
     page.add_argument("--save", type=_path, metavar="FILE.html", help="write the page as one file that needs no server")
+
+    told = "tell a tracker of a run: jsonl, tensorboard, wandb or trackio"
+    logged = _of_a_run(add("log", _log, told))
+    logged.add_argument("--to", type=_names, required=True, metavar="A,B,...", help="which of them")
+    logged.add_argument("--follow", action="store_true", help="until the run is over, rather than up to now")
+    logged.add_argument("--again", action="store_true", help="from its beginning, as a new run of the tracker")
 
     compared = "run a journal through a fresh control plane and compare the commands"
     _of_a_run(add("replay", _replay, compared), RECORDED)

@@ -514,6 +514,14 @@ class Local(Section):
         return str(self.replicas) == AUTO
 
 
+class Log(Section):
+    """Trackers that are told of the run while it goes on, by a process of its own (`tailrace log`)."""
+
+    to: tuple[Literal["jsonl", "tensorboard", "wandb", "trackio"], ...] = ()
+    project: str = "tailrace"  # of wandb and trackio
+    samples: Natural = 4  # of every step, with prompt and completion as text; 0: none
+
+
 class Run(Section):
     """The run itself."""
 
@@ -548,6 +556,7 @@ class Config(Section):
     per_schedule: PerSchedule = PerSchedule()
     faults: Faults = Faults()
     local: Local = Local()
+    log: Log = Log()
     run: Run = Run()
 
     @property

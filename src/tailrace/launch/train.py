@@ -21,6 +21,7 @@ from tailrace.errors import TailraceError
 from tailrace.launch.cards import Dealt, record_cards
 from tailrace.launch.evaluation import measure
 from tailrace.launch.folder import CHECKPOINTS, begin_store, resume_store, take_over_store
+from tailrace.launch.log import Trackers
 from tailrace.launch.machines import invite, withdraw
 from tailrace.launch.supervisor import Supervisor
 from tailrace.launch.view import LiveView
@@ -33,6 +34,7 @@ from tailrace.runtime.components import RunHandle
 from tailrace.runtime.controller import INTERRUPTED, Controller, RunError
 from tailrace.runtime.local import read_records
 from tailrace.scoring import EvalSet
+from tailrace.sinks.packages import check_packages, notes
 from tailrace.store.database import has_log
 from tailrace.store.journal import Journal
 from tailrace.store.run import RunStore
@@ -68,6 +70,7 @@ def train(dealt: Dealt, folder: Path, resume: bool, supervisor: Supervisor, acce
     store = _opened(folder, config, resume, supervisor, accept)
     record_cards(store.meta, dealt.cards)
     supervisor.begin()
+    trackers = Trackers(folder, config)
     try:
         if _evaluates(config) and store.meta.get(f"accuracy_{BEFORE}") is None:
             _evaluate(store, config, None, BEFORE)
@@ -79,11 +82,13 @@ def train(dealt: Dealt, folder: Path, resume: bool, supervisor: Supervisor, acce
             _evaluate(store, config, _newest(folder), AFTER)
     except BaseException as error:
         _close(store, complete=False, failed=_fatal(error))
+        trackers.close()
         if isinstance(error, RunError):
             with suppress(OSError):  # the sentence that ended the run matters more
                 write_summary(folder)
         raise
     _close(store, complete)
+    trackers.close()
     if complete:
         return _complete(folder, reason)
     output(f"interrupted; the same command with --resume goes on from here ({folder})")
@@ -94,6 +99,8 @@ def _notes(dealt: Dealt, source: PromptSource) -> Iterator[str]:
     """What is refused here is refused before anything starts."""
     yield from dealt.notes
     yield check_vllm(dealt.config)
+    check_packages(dealt.config.log.to)
+    yield notes(dealt.config.log.to)
     yield from advice(dealt.config)
     yield steps_short(dealt.config, source)
 

@@ -47,6 +47,7 @@ from tailrace.protocol import (
     WeightsLoaded,
 )
 from tailrace.protocol import Ending as GroupEnd
+from tailrace.scoring import TRUNCATED
 from tailrace.types import EVALUATION, GroupId, HostId, PromptId, ReplicaId, TrajectoryId, Version
 
 MiniBatchId = tuple[int, int]  # step and its mini-batch
@@ -66,6 +67,31 @@ class SampleRecord(msgspec.Struct, gc=False):
     tokens: int = 0
     oldest: Version = 0
     reward: float | None = None
+    truncated: bool = False
+
+
+class CompletionLengths(msgspec.Struct, frozen=True):
+    """Of samples, without their prompts: sum, extremes, and how many had no room for more."""
+
+    samples: int = 0
+    tokens: int = 0
+    shortest: int = 0
+    longest: int = 0
+    truncated: int = 0
+
+    def __add__(self, other: CompletionLengths) -> CompletionLengths:
+        shortest = min([one.shortest for one in (self, other) if one.samples], default=0)
+        samples, tokens = self.samples + other.samples, self.tokens + other.tokens
+        longest, truncated = max(self.longest, other.longest), self.truncated + other.truncated
+        return CompletionLengths(samples, tokens, shortest, longest, truncated)
+
+    @property
+    def mean(self) -> float:
+        return self.tokens / max(1, self.samples)
+
+    @property
+    def truncated_share(self) -> float:
+        return self.truncated / max(1, self.samples)
 
 
 class ReplicaRecord(msgspec.Struct):
@@ -89,7 +115,9 @@ class BatchTotals(msgspec.Struct):
     tokens: int = 0  # prompts included
     ages: Counter[int] = msgspec.field(default_factory=Counter)  # samples by the staleness of their oldest token
     rewards: float = 0.0
+    squared_rewards: float = 0.0
     rewarded: int = 0
+    lengths: CompletionLengths = CompletionLengths()
     useful: int = 0  # groups whose rewards differ: the others have no advantage
     mini_batches: int = 1
 
@@ -98,6 +126,8 @@ class BatchTotals(msgspec.Struct):
         self.tokens += other.tokens
         self.ages += other.ages
         self.rewards += other.rewards
+        self.squared_rewards += other.squared_rewards
+        self.lengths += other.lengths
         self.rewarded += other.rewarded
         self.useful += other.useful
         self.mini_batches += other.mini_batches
@@ -109,6 +139,11 @@ class BatchTotals(msgspec.Struct):
     @property
     def reward(self) -> float | None:
         return self.rewards / self.rewarded if self.rewarded else None
+
+    @property
+    def reward_std(self) -> float:
+        mean = self.reward or 0.0
+        return max(0.0, self.squared_rewards / max(1, self.rewarded) - mean**2) ** 0.5
 
 
 class GroupCounts(msgspec.Struct, frozen=True):
@@ -159,6 +194,8 @@ class StepRecord(msgspec.Struct, frozen=True):
     reward: float | None
     staleness: Staleness
     useful: int = 0  # groups whose rewards differ
+    reward_std: float = 0.0
+    lengths: CompletionLengths = CompletionLengths()
 
 
 class Fold:
@@ -343,6 +380,7 @@ class Fold:
             return
         self._release(meta.id, sample, "finished")
         sample.tokens, sample.oldest, sample.reward = meta.tokens, meta.oldest, meta.reward
+        sample.truncated = meta.finish == TRUNCATED
         self.finished_tokens += sample.prompt_tokens + meta.tokens
         self.finished_samples += 1
 
@@ -442,8 +480,10 @@ class Fold:
         batch.tokens = sum([sample.prompt_tokens + sample.tokens for sample in known])
         batch.ages = Counter([command.step - sample.oldest for sample in known])
         rewards = [sample.reward for sample in known if sample.reward is not None]
-        batch.rewards = sum([max(-LARGEST_REWARD, min(LARGEST_REWARD, reward)) for reward in rewards])
+        bounded = [max(-LARGEST_REWARD, min(LARGEST_REWARD, reward)) for reward in rewards]
+        batch.rewards, batch.squared_rewards = sum(bounded), sum([reward * reward for reward in bounded])
         batch.rewarded = len(rewards)
+        batch.lengths = _lengths_of(known)
         batch.useful = sum([self._is_useful(one.trajectories) for one in command.groups])
         if not self.keep_trained:
             for group in command.groups:
@@ -509,7 +549,7 @@ class Fold:
         if not batch.groups or self._last_trained[0] != step:
             return  # it ended before; the trainer has repeated it
         figures = (batch.groups, batch.samples, batch.tokens, batch.reward, staleness(batch.ages), batch.useful)
-        self.steps.append(StepRecord(step, self._now, *figures))
+        self.steps.append(StepRecord(step, self._now, *figures, batch.reward_std, batch.lengths))
         self._step = BatchTotals(mini_batches=0)
 
     def _forget(self, command: Forget) -> None:
@@ -549,6 +589,12 @@ def _assigned(request: Request, replica: ReplicaId, version: Version, before: Sa
         tokens=tokens,
         oldest=oldest,
     )
+
+
+def _lengths_of(samples: Sequence[SampleRecord]) -> CompletionLengths:
+    tokens = [sample.tokens for sample in samples]
+    extremes = (min(tokens, default=0), max(tokens, default=0))
+    return CompletionLengths(len(tokens), sum(tokens), *extremes, sum([sample.truncated for sample in samples]))
 
 
 def staleness(ages: Counter[int]) -> Staleness:
