@@ -40,6 +40,8 @@ def log_run(run: Path, to: Sequence[str], follow: bool, again: bool) -> int:
     check_packages(names)
     if follow and len(names) > 1:
         raise UsageError("--follow feeds one tracker until the run is over; start the command once for each")
+    if follow:
+        _stay_beside()
     for name in names:
         try:
             rows = feed(to_path(str(run)), name, partial(open_sink, name), follow, again)
@@ -104,12 +106,12 @@ def _start(run: Path, name: SinkName) -> Tracker:
 
 
 def _spawn(command: list[str], stream: IO[bytes]) -> subprocess.Popen[bytes]:
-    prctl = ctypes.CDLL(None).prctl
+    """In a session of its own: Ctrl-C is for the run, and this one ends when that has."""
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream, start_new_session=True)
 
-    def beside_the_run() -> None:
-        """It ends with the controller; whoever resumes the run starts another."""
-        prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-        os.nice(POLITE)
-        os.setpgid(0, 0)  # Ctrl-C is for the run: this one ends when that has
 
-    return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream, preexec_fn=beside_the_run)
+def _stay_beside() -> None:
+    """It ends with the controller that started it, as whoever resumes the run starts another; and the run comes
+    first."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    os.nice(POLITE)
