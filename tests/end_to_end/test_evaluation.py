@@ -43,7 +43,9 @@ def given_for(run: Run) -> dict[int, int]:
 
 
 def tailrace(*words: str) -> str:
-    done = subprocess.run([sys.executable, "-m", "tailrace", *words], capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-m", "tailrace", *words], capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -90,7 +92,9 @@ def own_sets(folder: Path) -> str:
         (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (folder / "rewards.py").write_text("def judge(completion, answer):\n    return float(str(answer) in completion)\n")
     data = 'data = "train.jsonl"\neval_rows = 0\nreward = "rewards.py:judge"'
-    sets = '[eval]\nevery = 1\ntemperature = 0\nkeep_best = 2\n[eval.sets]\nsmall = "small.jsonl"\nother = "other.jsonl"\n'
+    sets = (
+        '[eval]\nevery = 1\ntemperature = 0\nkeep_best = 2\n[eval.sets]\nsmall = "small.jsonl"\nother = "other.jsonl"\n'
+    )
     return NATIVE.replace('name = "running_total"', data) + sets
 
 
@@ -103,7 +107,7 @@ def test_several_sets_greedily_and_the_best_checkpoints_stay(tmp_path):
     best = results[-1].best
     kept = {int(path.name.removeprefix("step-")) for path in (run.folder / "checkpoints").glob("step-*")}
     assert kept == {4, 5, *best}, "the newest two, from which it is resumed, and the best"
-    assert f"best  " in out and f"v{best[0]}" in out
+    assert any(line.startswith("best ") and f"v{best[0]}" in line for line in out.splitlines())
     accuracy = next(one.results[0].accuracy for one in results if one.version == best[0])
     again = tailrace("eval", str(run.folder), "--version", str(best[0]))
     assert f"small: accuracy {accuracy:.3f}" in again, "measured by itself, it comes to the same"

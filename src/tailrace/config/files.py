@@ -47,7 +47,11 @@ def anchored(key: str, value: Any, folder: Path) -> Any:
         return value  # what is no text is refused where values are judged
     if key == EXECUTABLE and "/" in value:
         return os.path.abspath(folder / Path(value).expanduser())
-    is_path = key.startswith(EVAL_SETS) or (key in PATH_KEYS and not value.startswith(PACKAGE)) or (key in CODE_KEYS and ".py:" in value)
+    is_path = (
+        key.startswith(EVAL_SETS)
+        or (key in PATH_KEYS and not value.startswith(PACKAGE))
+        or (key in CODE_KEYS and ".py:" in value)
+    )
     if is_path and "\0" in value:
         raise ConfigError(f"{key} is {value[:60]!r}, which is no path: it has a zero byte; write one without")
     return str((folder / Path(value).expanduser()).resolve()) if is_path else value

@@ -26,8 +26,6 @@ _DATA = "a JSONL or parquet file, or a saved dataset"
 _REWARD = "'file.py:function'"
 _ONCE = "every sample is trained once. trainer.mini_batches says how many updates a step has"
 _WITH_MODEL = "the tokenizer lies with the model, in model.path"
-_SHOWN = "figures are in run.db; tailrace page RUN shows them"
-_MEASURED = "accuracy is measured before and after, and by tailrace eval RUN"
 _BOTH_CLIPS = "and trainer.clip_high for the other side"
 _PASSES = "micro-batch token budget; affects memory, not results"
 _PARTIAL = "write schedule.kind = 'partial'"
@@ -230,9 +228,9 @@ FRAMEWORK_NAMES: dict[str, FrameworkName] = {
     "test_freq": FrameworkName("verl", "eval.every"),
     "eval_steps": FrameworkName("TRL", "eval.every"),
     "eval_interval": FrameworkName("SkyRL and slime", "eval.every"),
-    "report_to": FrameworkName("TRL", "", _SHOWN),
-    "logger": FrameworkName("verl and SkyRL", "", _SHOWN),
-    "use_wandb": FrameworkName("OpenRLHF and slime", "", _SHOWN),
+    "report_to": FrameworkName("TRL", "log.to"),
+    "logger": FrameworkName("verl and SkyRL", "log.to"),
+    "use_wandb": FrameworkName("OpenRLHF and slime", "log.to"),
     "project_name": FrameworkName("verl and SkyRL", "", "a run has a folder (run.folder) and a name (run.name)"),
     # prompts and rewards
     "train_files": FrameworkName("verl", "task.data", _DATA),

@@ -1,14 +1,14 @@
 """Evaluation while training: which version is evaluated, which replicas generate its samples, and what came of them.
 
-    evaluation:  due -> under way -> recorded        one at a time; a version that is due meanwhile waits, the newest alone
+    evaluation:  due -> under way -> recorded        one at a time; the newest version that is due meanwhile waits
     sample:      waiting -> given to a replica -> scored | failed (after its last attempt)
                  given -> waiting                    when its replica is lost: it is generated anew, from its prompt
 
-Every sample of an evaluation is generated under its version, and under no other: only replicas at that version are given
-any, and a replica that has some pulls nothing else until they have ended. Meanwhile it goes on with its other work.
-Replicas that are behind come through the version on their way to newer ones while there is something left to give, and
-relays keep it until the evaluation is over. A version that nobody can get any more, as after a restart of everything, is
-given up: the newest one is evaluated in its place, from the beginning.
+Every sample of an evaluation is generated under its version, and under no other: only replicas at that version are
+given any, and a replica that has some pulls nothing else until they have ended. Meanwhile it goes on with its other
+work. Replicas that are behind come through the version on their way to newer ones while there is something left to
+give, and relays keep it until the evaluation is over. A version that nobody can get any more, as after a restart of
+everything, is given up: the newest one is evaluated in its place, from the beginning.
 
 When the run is to end, its last version is evaluated before (`ending`): training work is put aside, and all replicas
 help.
@@ -18,8 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from math import ceil
-
-import msgspec
 
 from tailrace.config.tree import Config
 from tailrace.control import weights
@@ -54,7 +52,7 @@ def is_due(config: Config, version: Version) -> bool:
     return version > 0 and version % config.eval.every == 0
 
 
-# ---------------------------------------------------------------------------------------------------------- what happened
+# ------------------------------------------------------------------------------------------------------ what happened
 
 
 def opened(context: Context, event: EvalSetsOpened) -> None:
@@ -140,9 +138,7 @@ def _detach(context: Context, sample: EvalSample) -> Replica:
     return replica
 
 
-def _end_sample(
-    context: Context, sample: EvalSample, reward: float | None, tokens: int = 0, finish: str = ""
-) -> None:
+def _end_sample(context: Context, sample: EvalSample, reward: float | None, tokens: int = 0, finish: str = "") -> None:
     evaluation = context.evaluation
     del evaluation.samples[sample.id]
     score = evaluation.scores[sample.prompt]
@@ -181,12 +177,12 @@ def store_departed(context: Context, store: StoreId) -> None:
         context.evaluation.waiting[sample.id] = None
 
 
-# -------------------------------------------------------------------------------------------------------------- decisions
+# ---------------------------------------------------------------------------------------------------------- decisions
 
 
 def advance(context: Context) -> str:
-    """Begin what is due, give samples to replicas that can take some, record what is complete. Returns why the run is to
-    end now, if it is."""
+    """Begin what is due, give samples to replicas that can take some, record what is complete. Returns why the run is
+    to end now, if it is."""
     evaluation = context.evaluation
     if evaluation.version == NONE and evaluation.due != NONE:
         _begin(context, evaluation.due)

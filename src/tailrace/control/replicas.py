@@ -42,9 +42,7 @@ def _reconcile(context: Context, replica: Replica, held: tuple[Assignment, ...])
     """Compare what control believes a replica has with what it says it has; both sides forget the difference."""
     ledger = context.ledger
     evaluated = evaluation.keep_only(context, replica, held)
-    stray = [
-        one for one in held if one.trajectory not in evaluated and not _is_assigned(context, replica, one)
-    ]
+    stray = [one for one in held if one.trajectory not in evaluated and not _is_assigned(context, replica, one)]
     if stray:
         context.send(Cancel(replica.id, replica.incarnation, tuple(stray)))
     kept = {one.trajectory for one in held} - {one.trajectory for one in stray}

@@ -105,7 +105,9 @@ def version_stored(context: Context, event: VersionStored) -> None:
     if context.relays.stored(relay, event.version):
         if event.version == context.training.version:
             context.relays.publish_s += PUBLISHED * (context.now - context.training.made_at - context.relays.publish_s)
-        context.commands += context.relays.retire(context.config.relay, relay, context.config.model.weight_bytes, context.evaluation.kept)
+        context.commands += context.relays.retire(
+            context.config.relay, relay, context.config.model.weight_bytes, context.evaluation.kept
+        )
         _weights_changed(context, relay)
 
 

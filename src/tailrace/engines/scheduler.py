@@ -32,7 +32,19 @@ SEEN = 4096  # prefixes that are remembered, not kept
 class Sequence:
     """A submitted job while it waits or runs. `cached` tokens have their KV in `blocks`."""
 
-    __slots__ = ("blocks", "cached", "end", "failures", "far", "group", "id", "prompt", "stream", "temperature", "tokens")
+    __slots__ = (
+        "blocks",
+        "cached",
+        "end",
+        "failures",
+        "far",
+        "group",
+        "id",
+        "prompt",
+        "stream",
+        "temperature",
+        "tokens",
+    )
 
     def __init__(self, job: Job, end: int) -> None:
         self.id = job.id

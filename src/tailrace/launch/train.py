@@ -146,7 +146,9 @@ def _eval_sets(config: Config, source: PromptSource | None) -> tuple[EvalSet, ..
     if source is None:
         return None
     if config.eval.every and not source.eval_sets:
-        raise ConfigError("eval.every is set, but no rows are held out; write task.eval_data, or task.eval_rows above 0")
+        raise ConfigError(
+            "eval.every is set, but no rows are held out; write task.eval_data, or task.eval_rows above 0"
+        )
     return source.eval_sets if config.eval.every else ()
 
 

@@ -220,7 +220,10 @@ def _curves(summary: Summary) -> list[tuple[str, str]]:
             k, passed = result.samples, f" ({result.passed[result.samples]:.3f})" if result.samples > 1 else ""
             name = f"{result.name} avg@{k}" + (f" (pass@{k})" if k > 1 else "")
             found.setdefault(name, []).append(f"v{one.version} {result.accuracy:.3f}{passed}")
-    rows = [(name, ", ".join(each if len(each) <= SHOWN else [each[0], "...", *each[2 - SHOWN :]])) for name, each in found.items()]
+    rows = [
+        (name, ", ".join(each if len(each) <= SHOWN else [each[0], "...", *each[2 - SHOWN :]]))
+        for name, each in found.items()
+    ]
     return rows + ([("best", ", ".join([f"v{version}" for version in summary.best]))] if rows else [])
 
 

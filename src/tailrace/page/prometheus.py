@@ -1,7 +1,7 @@
 """The figures of a run in Prometheus' text format, made from what the page shows (`/data`).
 
-Everything is a gauge with the run's name as a label. What the trainer measured is `tailrace_train{name="entropy"}`, what
-evaluations came to `tailrace_eval{name="held_out/avg@4"}`.
+Everything is a gauge with the run's name as a label. What the trainer measured is `tailrace_train{name="entropy"}`,
+what evaluations came to `tailrace_eval{name="held_out/avg@4"}`.
 """
 
 from __future__ import annotations

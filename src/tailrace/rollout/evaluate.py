@@ -1,8 +1,8 @@
 """Held-out accuracy of a model, in a process of its own: `python -m tailrace.rollout.evaluate`, settings on stdin.
 
-Plays every held-out prompt `eval.samples` times with the run's own sampling (but `eval.temperature`), judges and limits,
-and prints one line of JSON whenever more of them are done; the last line has the result. A sample whose judge fails
-counts as wrong and is reported.
+Plays every held-out prompt `eval.samples` times with the run's own sampling (but `eval.temperature`), judges and
+limits, and prints one line of JSON whenever more of them are done; the last line has the result. A sample whose judge
+fails counts as wrong and is reported.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class JsonlSink:
         self._samples.close()
 
 
-def _opened(path: Path, size: int):  # noqa: ANN202
+def _opened(path: Path, size: int):
     path.touch(PRIVATE)
     file = path.open("r+b")
     file.truncate(size)

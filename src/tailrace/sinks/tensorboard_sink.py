@@ -34,7 +34,7 @@ class TensorBoardSink:
         self._writer.close()
 
 
-def _text(tag: str, text: str):  # noqa: ANN202
+def _text(tag: str, text: str):
     from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.compat.proto.tensor_pb2 import TensorProto
     from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto

@@ -178,7 +178,9 @@ def _known(run: Path, which: str, values: Values) -> list[KnownTrajectory]:
         with reading(path) as connection:
             if not has_table(connection, "trajectories"):
                 return []
-            return [KnownTrajectory(*row) for row in connection.execute(f"SELECT {KNOWN} FROM trajectories {which}", values)]
+            return [
+                KnownTrajectory(*row) for row in connection.execute(f"SELECT {KNOWN} FROM trajectories {which}", values)
+            ]
     except DAMAGE as error:
         raise JournalError(f"{path} is damaged: {reason(error)}") from error
 

@@ -88,11 +88,9 @@ def newest(folder: Path, at_most_step: int | None = None) -> Path | None:
     return None
 
 
-def prune(
-    folder: Path, keep: int, archive_every: int = 0, good: int = -1, spared: SparedSteps = NONE_SPARED
-) -> None:
-    """Delete all but the newest, those to be kept for good, those `spared` and the newest up to step `good`, and what an
-    interrupted save has left."""
+def prune(folder: Path, keep: int, archive_every: int = 0, good: int = -1, spared: SparedSteps = NONE_SPARED) -> None:
+    """Delete all but the newest, those to be kept for good, those `spared` and the newest up to step `good`, and what
+    an interrupted save has left."""
     found = found_in(folder)
     kept = [*found[-keep:], *[path for path in found if step_of(path) <= good][-1:]]
     kept += [path for path in found if spared.spares(step_of(path))]

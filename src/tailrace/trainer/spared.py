@@ -1,7 +1,7 @@
 """Which checkpoints are not pruned because of evaluations: the best ones, and those that may still become one.
 
-A checkpoint is written at every step that is evaluated, and its evaluation ends later. Until then, and while nothing has
-been heard of evaluations, as after a restart, it is kept.
+A checkpoint is written at every step that is evaluated, and its evaluation ends later. Until then, and while nothing
+has been heard of evaluations, as after a restart, it is kept.
 """
 
 from __future__ import annotations

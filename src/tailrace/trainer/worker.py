@@ -12,7 +12,16 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from tailrace.protocol import Checkpointed, KeepCheckpoints, Publish, PublishFailed, Train, Trained, TrainerJoined, TrainFailed
+from tailrace.protocol import (
+    Checkpointed,
+    KeepCheckpoints,
+    Publish,
+    PublishFailed,
+    Train,
+    Trained,
+    TrainerJoined,
+    TrainFailed,
+)
 from tailrace.samples.client import SampleClient, SampleStoreError
 from tailrace.samples.messages import SampleLength
 from tailrace.store.folder import refuse_moved
