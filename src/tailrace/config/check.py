@@ -249,7 +249,7 @@ def _evaluations_are_of_published_versions(config: Config) -> Iterator[str]:
     every, published = config.eval.every, config.schedule.publish_every
     for key, steps in (("eval.every", every), ("run.steps", config.run.steps)):
         if every and steps % published:
-            yield f"{key} is {steps}, and every {published}th version alone is published; write a multiple of {published}"
+            yield f"{key} is {steps}, but every {published}th version is published; write a multiple of {published}"
 
 
 def _evaluation_is_used(config: Config) -> Iterator[str]:

@@ -1,9 +1,9 @@
 """The process of one replica: takes work from the controller, plays it on its engine, streams what comes of it.
 
 Consumes `Generate`, `Evaluate`, `Release`, `Cancel` and `LoadWeights`; produces `ScoringStarted`, `GenerationResumed`,
-`Finished`, `SampleFailed`, `Parked`, `WeightsLoaded` or `PullFailed`. Prompts and prefixes come from the sample store, and tokens
-go there; what they say is reported to the controller only once it is durable. Waits only when there is nothing to
-generate or to judge, or when the store is behind.
+`Finished`, `SampleFailed`, `Parked`, `WeightsLoaded` or `PullFailed`. Prompts and prefixes come from the sample store,
+and tokens go there; what they say is reported to the controller only once it is durable. Waits only when there is
+nothing to generate or to judge, or when the store is behind.
 Weights for a GPU come there while generation goes on. So does generation while a controller is away: the next one is
 told what is in hand.
 """
