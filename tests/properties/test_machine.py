@@ -23,7 +23,7 @@ from tailrace.config.tree import (
     SCHEDULES,
     Config,
     Difficulty,
-    Evaluation,
+    EvalSettings,
     Faults,
     Filters,
     Groups,
@@ -108,7 +108,7 @@ def small(seed: int) -> Config:
 def evaluated(seed: int) -> Config:
     """The last of few steps is evaluated too."""
     config = small(seed)
-    evaluation = Evaluation(every=1 + seed % 2, samples=1 + seed // 2 % 2, keep_best=seed % 3)
+    evaluation = EvalSettings(every=1 + seed % 2, samples=1 + seed // 2 % 2, keep_best=seed % 3)
     run = msgspec.structs.replace(config.run, steps=2 + seed % 4)
     return msgspec.structs.replace(config, eval=evaluation, run=run)
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from drive import Drive, config, only
-from tailrace.config.tree import SCHEDULES, Config, Evaluation, Run
+from tailrace.config.tree import SCHEDULES, Config, EvalSettings, Run
 from tailrace.control.evaluation import is_due
 from tailrace.protocol import (
     Command,
@@ -30,7 +30,7 @@ from tailrace.types import EVALUATION
 
 
 def evaluated(kind: str = "trajectory", steps: int = 100, **settings: Any) -> Config:
-    return config(kind, eval=Evaluation(**{"every": 1, **settings}), run=Run(steps=steps))
+    return config(kind, eval=EvalSettings(**{"every": 1, **settings}), run=Run(steps=steps))
 
 
 class Evaluating(Drive):
@@ -75,7 +75,7 @@ def step(drive: Drive) -> None:
 def test_it_is_due_every_so_many_versions_and_before_and_after():
     settings = evaluated(steps=10, every=4)
     assert [version for version in range(11) if is_due(settings, version)] == [0, 4, 8, 10]
-    without = config(eval=Evaluation(every=4), run=Run(steps=10, evaluate=False))
+    without = config(eval=EvalSettings(every=4), run=Run(steps=10, evaluate=False))
     assert [version for version in range(11) if is_due(without, version)] == [4, 8]
 
 

@@ -203,7 +203,7 @@ class TaskSettings(Section):
 HELD_OUT = "held_out"  # the set of the task's own held-out rows
 
 
-class Evaluation(Section):
+class EvalSettings(Section):
     """Evaluation while training: replicas do it beside their work, all samples of one evaluation under one version."""
 
     every: Natural = 0  # steps between two evaluations; 0: only before and after (run.evaluate)
@@ -541,7 +541,7 @@ class Config(Section):
     split: GpuSplit = GpuSplit()
     workload: Workload = Workload()
     task: TaskSettings = TaskSettings()
-    eval: Evaluation = Evaluation()
+    eval: EvalSettings = EvalSettings()
     sampling: Sampling = Sampling()
     schedule: Schedule = Schedule()
     repack: Repack = Repack()
