@@ -1,7 +1,7 @@
 """What a tracker is told, and the contract that each of them keeps.
 
-A sink is opened, given steps in order, and closed. It may raise whatever it likes: the process that feeds it ends then,
-and the run does not notice. `position` is what it needs to go on from where it was closed, or killed.
+A sink is opened at a position, given rows in order, and closed. It may raise whatever it likes: the process that feeds
+it ends then, and the run does not notice. The position is what it needs to go on from where it was closed, or killed.
 """
 
 from __future__ import annotations

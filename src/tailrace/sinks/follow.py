@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 
@@ -24,6 +25,7 @@ from tailrace.store.journal import RUN, Journal
 
 FOLDER = "log"
 POLL_S = 1.0
+PATIENCE_S = 10.0  # with another process that feeds the same tracker
 FLUSH_ROWS = 200  # between two notes of the position, while there is much to read
 
 
@@ -122,10 +124,20 @@ def _settings(config: Config) -> dict[str, object]:
 
 @contextmanager
 def _alone(path: Path, name: str) -> Iterator[None]:
+    """The one of a controller that was replaced ends a moment after its successor's has begun."""
     path.touch(PRIVATE)
+    until = time.monotonic() + PATIENCE_S
     with path.open("r+b") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise SinkError(f"another process is telling {name} of this run; wait until it has ended") from None
+        while not _locked(file):
+            if time.monotonic() > until:
+                raise SinkError(f"another process is telling {name} of this run; wait until it has ended")
+            time.sleep(PATIENCE_S / 50)
         yield
+
+
+def _locked(file: BinaryIO) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

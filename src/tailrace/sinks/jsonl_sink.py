@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 
@@ -38,7 +39,7 @@ class JsonlSink:
         self._samples.close()
 
 
-def _opened(path: Path, size: int):
+def _opened(path: Path, size: int) -> BinaryIO:
     path.touch(PRIVATE)
     file = path.open("r+b")
     file.truncate(size)

@@ -6,6 +6,7 @@ What is not there, because its store is on another machine or its tokens were de
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 
 from tailrace.config.tree import Config
@@ -23,8 +24,13 @@ Decode = Callable[[Sequence[int]], str]
 class SampleTexts:
     def __init__(self, run: Path, config: Config) -> None:
         self._run = run
-        self._decode = decoder(config)
+        self._config = config
         self._readers: dict[StoreId, SampleReader | None] = {}
+
+    @cached_property
+    def _decode(self) -> Decode:
+        """With the first sample: a simulated run has none, and no tokenizer."""
+        return decoder(self._config)
 
     def read(self, step: int, ids: Sequence[TrajectoryId]) -> Iterator[SampleText]:
         for known in trajectories_among(self._run, ids):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 from tailrace.sinks.base import Logged, SampleText, TrackedRun
 
@@ -34,7 +35,7 @@ class TensorBoardSink:
         self._writer.close()
 
 
-def _text(tag: str, text: str):
+def _text(tag: str, text: str) -> Any:
     from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.compat.proto.tensor_pb2 import TensorProto
     from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
