@@ -9,6 +9,7 @@ import subprocess
 import sys
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -55,7 +56,7 @@ def tell(run: Path, name: str, **environment: str) -> str:
     return done.stdout
 
 
-def lines(file: Path) -> list[dict[str, object]]:
+def lines(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 

@@ -263,7 +263,7 @@ def _evaluation_is_used(config: Config) -> Iterator[str]:
             "write eval.samples = 1, or a temperature"
         )
     for name, path in settings.sets.items():
-        if not isinstance(path, str) or not SET_NAME.fullmatch(name) or name == HELD_OUT:
+        if not SET_NAME.fullmatch(name) or name == HELD_OUT:
             yield f"eval.sets.{name} is {path!r}; write name = 'data.jsonl', with a name of letters, digits, - and _"
     if settings.by and settings.by not in (HELD_OUT, *settings.sets):
         yield f"eval.by is '{settings.by}', which is no set; there are {', '.join((HELD_OUT, *settings.sets))}"

@@ -65,8 +65,9 @@ class Prompts:
 
     def eval_rows(self, start: int, count: int) -> list[Row]:
         """Those with the ids `start`, `start + 1`, ..."""
-        numbers = range(start - EVALUATION, start - EVALUATION + count)
-        return [self._rendered(EVALUATION + one, *reversed(self._named_eval_rows[one])) for one in numbers]
+        first = start - EVALUATION
+        named = self._named_eval_rows[first : first + count]
+        return [self._rendered(start + number, row, what) for number, (what, row) in enumerate(named)]
 
     def check(self, indices: range) -> None:
         """Render the first of these training rows, and the longest of them and of the held-out ones: what is too long,
