@@ -255,15 +255,16 @@ def _evaluations_are_of_published_versions(config: Config) -> Iterator[str]:
 def _evaluation_is_used(config: Config) -> Iterator[str]:
     settings = config.eval
     for name in ("keep_best", "patience"):
-        if getattr(settings, name) and not settings.every:
-            yield f"eval.{name} is {getattr(settings, name)}, but nothing is evaluated while training; write eval.every"
+        value = getattr(settings, name)
+        if value and not settings.every:
+            yield f"eval.{name} is {value}, but eval.every is 0, so nothing is evaluated by then; write 1 or more"
     if settings.temperature == 0 and settings.samples > 1:
         yield (
             f"eval.temperature is 0, so that all {settings.samples} samples of a prompt (eval.samples) are the same; "
             "write eval.samples = 1, or a temperature"
         )
     for name, path in settings.sets.items():
-        if not SET_NAME.fullmatch(name) or name == HELD_OUT:
+        if not isinstance(path, str) or not SET_NAME.fullmatch(name) or name == HELD_OUT:
             yield f"eval.sets.{name} is {path!r}; write name = 'data.jsonl', with a name of letters, digits, - and _"
     if settings.by and settings.by not in (HELD_OUT, *settings.sets):
         yield f"eval.by is '{settings.by}', which is no set; there are {', '.join((HELD_OUT, *settings.sets))}"

@@ -209,7 +209,7 @@ class EvalSettings(Section):
     every: Natural = 0  # steps between two evaluations; 0: only before and after (run.evaluate)
     samples: Annotated[int, Meta(ge=1, le=1024)] = 1  # of each prompt: the k of avg@k and pass@k
     temperature: Amount | None = None  # 0: greedy; unset: as in training
-    sets: dict[str, str] = {}  # more sets of held-out rows, as a table [eval.sets]: name = "data.jsonl"
+    sets: dict[str, Any] = {}  # more sets of held-out rows, as a table [eval.sets]: name = "data.jsonl"
     by: str = ""  # the set whose avg@k says which version is best; empty: the first
     keep_best: Natural = 0  # checkpoints of the best K versions are kept; 0: none
     patience: Natural = 0  # evaluations in a row without a new best until the run ends; 0: it does not end for that

@@ -45,9 +45,9 @@ def evaluate(run: Path, version: int | str | None) -> int:
 def _said(result: EvalResult) -> str:
     k, failed = result.samples, f", {result.failed} without a verdict" if result.failed else ""
     passed = "".join([f", pass@{each} {share:.3f}" for each, share in result.passed.items() if each > 1])
-    name = "" if result.name == HELD_OUT else f"{result.name}: "
+    name, avg = "" if result.name == HELD_OUT else f"{result.name}: ", f"avg@{k}: " if k > 1 else ""
     return (
-        f"{name}accuracy {result.accuracy:.3f} (avg@{k}: share of rewards above {RIGHT_ABOVE:g}){passed}, mean reward "
+        f"{name}accuracy {result.accuracy:.3f} ({avg}share of rewards above {RIGHT_ABOVE:g}){passed}, mean reward "
         f"{result.mean_reward:.3f}, on {result.prompts} held-out prompts{failed}"
     )
 
