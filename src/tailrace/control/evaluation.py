@@ -155,6 +155,14 @@ def lose(context: Context, replica: Replica) -> None:
     replica.evaluating = {}
 
 
+def parked(context: Context, replica: Replica, ids: Iterable[TrajectoryId]) -> None:
+    """It was told to hand back everything: others begin these anew."""
+    for id in [id for id in ids if id in replica.evaluating]:
+        _detach(context, context.evaluation.samples[id])
+        context.evaluation.waiting[id] = None
+        context.more_work = True
+
+
 def keep_only(context: Context, replica: Replica, held: Iterable[Assignment]) -> set[TrajectoryId]:
     """A replica has joined, and says what it still has. Returns what of that is still wanted."""
     evaluation = context.evaluation
@@ -235,7 +243,7 @@ def _publishable(context: Context) -> Version:
 def _is_within_reach(context: Context) -> bool:
     """Somebody has the version and can generate under it, or will come through it."""
     version, replicas = context.evaluation.version, context.fleet.replicas.values()
-    if any(one.version == version and one.state in ("ready", "releasing") for one in replicas):
+    if any(one.version == version and one.state in ("ready", "releasing") and not one.resting for one in replicas):
         return True
     if any(one.state == "pulling" and one.target == version for one in replicas):
         return True
@@ -247,7 +255,7 @@ def _deal(context: Context) -> None:
     evaluation = context.evaluation
     candidates = list(context.fleet.ready()) if context.more_work else list(context.touched.values())
     for replica in candidates:
-        if replica.state != "ready":
+        if replica.state != "ready" or replica.resting:
             continue
         if replica.version == evaluation.version and evaluation.left:
             _give(context, replica, _room(context, replica))
@@ -260,7 +268,7 @@ def _room(context: Context, replica: Replica) -> int:
     its batch."""
     full = max(quota(context), ceil(context.config.workload.trajectories_per_step / max(1, context.fleet.live)))
     most = max(1, int(BESIDE * full)) if replica.unfinished else full
-    others = sum(not one.given_up for one in context.fleet.replicas.values())
+    others = sum(not one.given_up and not one.resting for one in context.fleet.replicas.values())
     return min(most, ceil(context.evaluation.total / others)) - len(replica.evaluating)
 
 

@@ -17,8 +17,21 @@ from typing import Any
 import msgspec
 
 from tailrace.config.tree import Config
-from tailrace.control import evaluation, moves, replicas, rounds, steps, stores, watch, weights, work
+from tailrace.control import (
+    activation,
+    evaluation,
+    moves,
+    provisioned,
+    replicas,
+    rounds,
+    steps,
+    stores,
+    watch,
+    weights,
+    work,
+)
 from tailrace.control.invariants import check_all
+from tailrace.control.provisioning import Provisioning
 from tailrace.control.state import Context, State
 from tailrace.protocol import (
     Checkpointed,
@@ -33,6 +46,7 @@ from tailrace.protocol import (
     HostLeft,
     LinkFailed,
     Parked,
+    PriceChanged,
     Progressed,
     PromptsAdded,
     PublishFailed,
@@ -74,6 +88,7 @@ HANDLERS: dict[type[Event], Callable[[Context, Any], None]] = {
     PromptsAdded: _prompts_added,
     EvalSetsOpened: evaluation.opened,
     ReplicaJoined: replicas.joined,
+    PriceChanged: activation.price_changed,
     ReplicaLost: replicas.lost,
     Progressed: replicas.progressed,
     ScoringStarted: replicas.scoring_started,
@@ -128,12 +143,14 @@ class ControlPlane:
             steps.stop(context, reason)
         if self.state.stopped or self.state.evaluation.ending:
             return
+        if context.fleet_changed:
+            activation.decide(context)
         if context.traits.rounds:
             rounds.advance(context)
         else:
             self._give_work(context)
         work.fetch_prompts(context)
-        if context.repack_due and context.repacks:
+        if context.repack_due and (context.repacks or context.relieves):
             moves.consider(context)
 
     def _give_work(self, context: Context) -> None:
@@ -142,7 +159,7 @@ class ControlPlane:
                 work.assign_waiting(context)
             for id in context.fleet.hungry:
                 context.touch(context.fleet.replicas[id])
-        for replica in context.touched.values():
+        for replica in context.fleet.fastest_first(context.touched.values()):
             work.settle(context, replica)
 
     def heartbeats(self, age_s: Callable[[Role, int], float]) -> Heartbeats:
@@ -162,6 +179,10 @@ class ControlPlane:
             "filters/hard_base": self.state.history.hard_base,
             "filters/useful_share": self.state.history.useful_share,
         }
+
+    def provisioning(self) -> Provisioning | None:
+        """Whether the trainer would have to wait, by what has been measured."""
+        return provisioned.measured(self._context)
 
     def snapshot(self) -> bytes:
         return msgspec.msgpack.encode(self.state)

@@ -18,6 +18,7 @@ from tailrace.obs.charts import MEAN_OF, Curve, RunCharts, run_charts
 from tailrace.obs.ending import RunEnding, ending_of
 from tailrace.obs.fold import GroupCounts, Savings, Staleness, staleness
 from tailrace.obs.live import LiveRun
+from tailrace.obs.spending import Spent
 from tailrace.obs.tables import percent, print_table
 from tailrace.protocol import RecordEvaluation
 from tailrace.store.folder import PRIVATE
@@ -63,6 +64,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     savings: Savings
     evaluations: tuple[RecordEvaluation, ...] = ()  # while training, in their order
     best: tuple[Version, ...] = ()  # evaluated versions, best first: one, or as many as `eval.keep_best`
+    spent: Spent = Spent()
 
 
 class Report(NamedTuple):
@@ -185,6 +187,7 @@ def _summary(live: LiveRun, ended: RunEnding, accuracy: HeldOut, reward: HeldOut
         savings=fold.savings,
         evaluations=tuple(fold.evaluations),
         best=fold.evaluations[-1].best if fold.evaluations else (),
+        spent=live.spending.total(live.seconds),
     )
 
 
@@ -209,6 +212,7 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
     ]
     rows += _curves(summary)
     rows += [("saved", str(summary.savings))] if summary.savings else []
+    rows += [("spent", str(summary.spent))] if summary.spent else []
     return [row for row in rows if UNMEASURED not in row[1]]
 
 
