@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from tailrace import __version__
 from tailrace.errors import TailraceError, UsageError
-from tailrace.launch.arguments import RESUMING
+from tailrace.launch.arguments import BEST, RESUMING
 from tailrace.launch.arguments import path as _path
 from tailrace.launch.arguments import whole as _whole
 from tailrace.logs import LEVELS, drain_output, for_command, queue_output, set_level
@@ -156,8 +156,12 @@ def _eval(arguments: argparse.Namespace) -> int:
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    from tailrace.launch.models import export
+    from tailrace.launch.models import export, export_trajectories
 
+    if (arguments.out is None) == (arguments.trajectories is None):
+        raise UsageError("export writes a model (--out DIR) or samples (--trajectories FILE); name one of them")
+    if arguments.trajectories is not None:
+        return export_trajectories(arguments.journal, arguments.trajectories)
     return export(arguments.journal, arguments.version, arguments.out)
 
 
@@ -183,6 +187,12 @@ def _page(arguments: argparse.Namespace) -> int:
     from tailrace.launch.page import serve_page
 
     return serve_page(arguments.journal, arguments.listen, arguments.token_file, arguments.save)
+
+
+def _log(arguments: argparse.Namespace) -> int:
+    from tailrace.launch.log import log_run
+
+    return log_run(arguments.journal, arguments.to, arguments.follow, arguments.again)
 
 
 def _replay(arguments: argparse.Namespace) -> int:
@@ -274,11 +284,14 @@ def _add_training(add: Add) -> None:
     price.add_argument("dollars", type=_dollars, metavar="DOLLARS", help="0: it costs nothing")
 
     evaluate = _of_a_run(add("eval", _eval, "held-out accuracy of a version of a run"))
-    evaluate.add_argument("--version", type=_version, metavar="N", help="0: the start; unset: the newest")
+    which = "0: the start; best: of those evaluated while training; unset: the newest"
+    evaluate.add_argument("--version", type=_version, metavar="N", help=which)
 
     export = _of_a_run(add("export", _export, "a version of a run as a Hugging Face model directory"))
-    export.add_argument("--out", type=_path, required=True, metavar="DIR", help="a directory that does not exist yet")
-    export.add_argument("--version", type=_version, metavar="N", help="0: the start; unset: the newest")
+    export.add_argument("--out", type=_path, metavar="DIR", help="a directory that does not exist yet")
+    export.add_argument("--version", type=_version, metavar="N", help=which)
+    rows = "write all samples, with text, tokens and log-probs, into a parquet file instead"
+    export.add_argument("--trajectories", type=_path, metavar="FILE", help=rows)
 
     bench = add("bench", _bench, "run all schedules for real, side by side", SETTINGS)
     bench.add_argument("what", choices=["schedules"], help="what to compare")
@@ -316,6 +329,12 @@ def _add_looking(add: Add) -> None:
     token = "its content is asked for; needed where others can come; unset: TAILRACE_PAGE_TOKEN"
     page.add_argument("--token-file", type=_path, metavar="FILE", help=token)
     page.add_argument("--save", type=_path, metavar="FILE.html", help="write the page as one file that needs no server")
+
+    told = "tell a tracker of a run: jsonl, tensorboard, wandb or trackio"
+    logged = _of_a_run(add("log", _log, told))
+    logged.add_argument("--to", type=_names, required=True, metavar="A,B,...", help="which of them")
+    logged.add_argument("--follow", action="store_true", help="until the run is over, rather than up to now")
+    logged.add_argument("--again", action="store_true", help="from its beginning, as a new run of the tracker")
 
     compared = "run a journal through a fresh control plane and compare the commands"
     _of_a_run(add("replay", _replay, compared), RECORDED)
@@ -400,10 +419,12 @@ def _nearest_command(name: str, known: list[str]) -> str:
     return f"did you mean '{close}'?" if close else f"the commands are {', '.join(known)}"
 
 
-def _version(text: str) -> int:
+def _version(text: str) -> int | str:
     number = text.removeprefix("v")
+    if text == BEST:
+        return text
     if not number.isdecimal():
-        raise argparse.ArgumentTypeError(f"'{text}' is not a version; write --version 12")
+        raise argparse.ArgumentTypeError(f"'{text}' is not a version; write --version 12, or best")
     return int(number)
 
 

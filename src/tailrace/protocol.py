@@ -14,6 +14,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from tailrace.scoring import EvalResult, EvalSet
 from tailrace.types import (
     GroupId,
     HostId,
@@ -32,7 +33,7 @@ from tailrace.types import (
 UpdateChoice = Literal["take_along", "drain", "stay"]
 Role = Literal["replica", "relay", "trainer", "store"]
 # why a payload is not needed
-Ending = Literal["trained", "stale", "filtered", "stopped", "failed", "lost", "regenerate"]
+Ending = Literal["trained", "stale", "filtered", "stopped", "failed", "lost", "regenerate", "evaluated"]
 Price = Annotated[float, Meta(ge=0.0, le=1e6)]
 TRAINER = 0  # the trainer is one component, whatever its number of ranks
 SCORING_S = 0.25  # how long a judge has a turn before that is reported: quick rewards cost no event
@@ -134,6 +135,13 @@ class PromptsAdded(Event):
     start: Natural
     prompts: tuple[Prompt, ...]
     last: bool = False
+
+
+class EvalSetsOpened(Event):
+    """What there is to evaluate, told when a controller begins: sets in the order of their prompts, which are numbered
+    from `EVALUATION` on. None: nothing is evaluated while training."""
+
+    sets: tuple[EvalSet, ...] = ()
 
 
 class ReplicaJoined(Event):
@@ -378,6 +386,7 @@ AnyEvent = (
     | HostJoined
     | HostLeft
     | PromptsAdded
+    | EvalSetsOpened
     | ReplicaJoined
     | PriceChanged
     | ReplicaLost
@@ -436,6 +445,35 @@ class Generate(Command):
     replica: ReplicaId
     incarnation: Natural
     requests: tuple[Request, ...]
+
+
+class Evaluate(Command):
+    """Generate samples of an evaluation, all under `version`, which the replica has and keeps until they have ended ->
+    one Finished or SampleFailed per request."""
+
+    replica: ReplicaId
+    incarnation: Natural
+    version: Version
+    requests: tuple[Request, ...]
+
+
+class RecordEvaluation(Command):
+    """All samples of an evaluation have ended. `best`: the versions with the highest accuracy so far, best first. For
+    the journal, the metrics and the summary; no answer."""
+
+    version: Version
+    results: tuple[EvalResult, ...]
+    seconds: float
+    best: tuple[Version, ...] = ()
+
+
+class KeepCheckpoints(Command):
+    """To the trainer: do not prune the checkpoints of these versions, nor those that are to be evaluated and are newer
+    than `judged`. No answer."""
+
+    incarnation: Natural
+    versions: tuple[Version, ...]
+    judged: Version
 
 
 class Release(Command):
@@ -569,6 +607,9 @@ AnyCommand = (
     FetchPrompts
     | SkipPrompts
     | Generate
+    | Evaluate
+    | RecordEvaluation
+    | KeepCheckpoints
     | Release
     | Cancel
     | LoadWeights

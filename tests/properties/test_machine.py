@@ -10,6 +10,7 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -22,6 +23,7 @@ from tailrace.config.tree import (
     SCHEDULES,
     Config,
     Difficulty,
+    EvalSettings,
     Faults,
     Filters,
     Groups,
@@ -42,6 +44,8 @@ from tailrace.protocol import (
     Command,
     ControllerRestarted,
     EngineWork,
+    EvalSetsOpened,
+    Evaluate,
     Event,
     FetchPrompts,
     Finished,
@@ -84,6 +88,7 @@ from tailrace.protocol import (
     VersionStored,
     WeightsLoaded,
 )
+from tailrace.scoring import EvalSet
 from tailrace.sim.simulation import Simulation
 from tailrace.types import Prompt
 
@@ -100,6 +105,14 @@ def small(seed: int) -> Config:
     groups = msgspec.structs.replace(config.groups, filter=chosen)
     filters = Filters(target=draw.choice([0.0, 1.0]), rate=0.1, first_samples=draw.choice([0, 1, 3]), add_samples=1)
     return msgspec.structs.replace(config, workload=workload, groups=groups, filters=filters)
+
+
+def evaluated(seed: int) -> Config:
+    """The last of few steps is evaluated too."""
+    config = small(seed)
+    evaluation = EvalSettings(every=1 + seed % 2, samples=1 + seed // 2 % 2, keep_best=seed % 3)
+    run = msgspec.structs.replace(config.run, steps=2 + seed % 4)
+    return msgspec.structs.replace(config, eval=evaluation, run=run)
 
 
 def unfiltered(seed: int) -> Config:
@@ -145,6 +158,8 @@ class Fleet:
         self.work: dict[int, tuple[int, float]] = dict.fromkeys(range(REPLICAS + 1), (0, 0.0))
         self.hear(RunStarted(REPLICAS, RELAYS, 1))
         self.hear(HostJoined(GUEST, (REPLICAS,), store=True))
+        if config.eval.every:
+            self.hear(EvalSetsOpened((EvalSet("easy", 2), EvalSet("hard", 3))))
 
     def hear(self, event: Event) -> None:
         commands = self.plane.handle(self.now, event)
@@ -160,7 +175,7 @@ class Fleet:
                 answers.append(
                     PromptsAdded(start, tuple(Prompt(id, 10, id % ROWS) for id in range(start, start + count)))
                 )
-            case Generate():
+            case Generate() | Evaluate():
                 self.generate(command)
             case Release(replica=id, incarnation=incarnation, samples=samples):
                 if self.is_current("replica", id, incarnation):
@@ -189,7 +204,7 @@ class Fleet:
     def is_current(self, role: str, id: int, incarnation: int) -> bool:
         return self.incarnations.get((role, id)) == incarnation
 
-    def generate(self, command: Generate) -> None:
+    def generate(self, command: Generate | Evaluate) -> None:
         id = command.replica
         if not self.is_current("replica", id, command.incarnation):
             return
@@ -215,7 +230,7 @@ class Fleet:
             work = EngineWork(seconds, steps, steps * 2, steps * 100, steps)
             self.hear(Progressed(command.replica, command.incarnation, 60 * running, running, 0, work))
 
-    def judge(self, command: Generate, meta: TrajectoryMeta) -> None:
+    def judge(self, command: Generate | Evaluate, meta: TrajectoryMeta) -> None:
         """Some samples are with judges for long, once or after several turns. The reports may come in any order."""
         who, turns = (command.replica, command.incarnation), (meta.id + meta.attempt) % 4
         for turn in range(turns):
@@ -379,8 +394,8 @@ QUICK = settings(
 LONG = settings(QUICK, max_examples=5000)
 
 
-def keep_promises(seed: int, actions: list[tuple[int, int]]) -> Fleet:
-    fleet = Fleet(small(seed))
+def keep_promises(seed: int, actions: list[tuple[int, int]], made: Callable[[int], Config] = small) -> Fleet:
+    fleet = Fleet(made(seed))
     for choice, number in actions:
         if fleet.over:
             break
@@ -403,11 +418,17 @@ def test_no_order_duplication_or_loss_of_messages_breaks_an_invariant(seed, acti
     keep_promises(seed, actions)
 
 
+@given(st.integers(0, 200), ACTIONS)
+@settings(QUICK, max_examples=60)
+def test_nor_where_replicas_evaluate_as_well(seed, actions):
+    keep_promises(seed, actions, evaluated)
+
+
 @pytest.mark.soak
 @given(st.integers(0, 10**6), ACTIONS)
 @LONG
 def test_no_order_duplication_or_loss_of_messages_breaks_an_invariant_at_length(seed, actions):
-    keep_promises(seed, actions)
+    keep_promises(seed, actions, evaluated if seed % 2 else small)
 
 
 def test_the_little_world_really_trains():
@@ -420,6 +441,27 @@ def test_the_little_world_really_trains():
     assert sum(fleet.audit.sent_home for fleet in fleets) > 8
     counts = [(one.skipped, one.tally.stopped, one.tally.filtered) for one in ledgers]
     assert all(sum(each) > 5 for each in zip(*counts, strict=True))
+
+
+def test_the_little_world_really_evaluates():
+    fleets = [less_troubled(Fleet(evaluated(seed)), random.Random(seed)) for seed in range(24)]
+    ended = [fleet for fleet in fleets if fleet.over]
+    assert len(ended) > 12
+    for fleet in ended:
+        assert fleet.audit.recorded[-1].version == fleet.plane.config.run.steps, "the last version is evaluated too"
+    assert sum(len(fleet.audit.recorded) for fleet in ended) > 2 * len(ended)
+
+
+def less_troubled(fleet: Fleet, draw: random.Random) -> Fleet:
+    """Everybody is heard of in time, and few die."""
+    for _ in range(3000):
+        choice = draw.choice([*range(2, 10)] * 8 + [10, 10, 10, 11, 12])
+        if choice == 10:
+            fleet.hear(Heartbeats())
+        if not fleet.over:
+            fleet.act(choice, draw.randrange(10**6))
+    fleet.audit.finish(fleet.plane)
+    return fleet
 
 
 def troubled(seed: int) -> list[tuple[int, int]]:

@@ -156,6 +156,8 @@ def test_a_small_run_by_hand(tmp_path: Path) -> None:
             "left_out_samples": 0,
             "tokens": 0,
         },
+        "evaluations": [],
+        "best": [],
     }
     assert (run / "summary.png").read_bytes().startswith(b"\x89PNG")
     assert "held-out accuracy         0.400 before, - after (share of rewards above 0.5)" in table.getvalue()

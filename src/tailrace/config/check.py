@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from tailrace.config.errors import refuse
 from tailrace.config.fields import BadValueError, accept, fields, read
 from tailrace.config.kinds import GpuKind, bad_tables
-from tailrace.config.tree import Config, Filters, Workload
+from tailrace.config.tree import HELD_OUT, Config, Filters, Workload
 
 Rule = Callable[[Config], Iterator[str]]
 
@@ -20,6 +20,7 @@ GIVE_A_MODEL = (
     "write model.path, a Hugging Face model directory to train; or, to simulate one, model.preset = 'qwen2.5-7b', "
     "model.hf_config or the model's own figures"
 )
+SET_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 DEVICE = re.compile(r"(cpu|cuda(:\d{1,3})?)?")
 SET_FOR_VLLM = {  # and the setting that is for it
     "model": "model.path",
@@ -288,6 +289,31 @@ def _restarts_back_off(config: Config) -> Iterator[str]:
         yield f"health.backoff_max_s is below health.backoff_s; write {health.backoff_s:g} or more"
 
 
+def _evaluations_are_of_published_versions(config: Config) -> Iterator[str]:
+    every, published = config.eval.every, config.schedule.publish_every
+    for key, steps in (("eval.every", every), ("run.steps", config.run.steps)):
+        if every and steps % published:
+            yield f"{key} is {steps}, but every {published}th version is published; write a multiple of {published}"
+
+
+def _evaluation_is_used(config: Config) -> Iterator[str]:
+    settings = config.eval
+    for name in ("keep_best", "patience"):
+        value = getattr(settings, name)
+        if value and not settings.every:
+            yield f"eval.{name} is {value}, but eval.every is 0, so nothing is evaluated by then; write 1 or more"
+    if settings.temperature == 0 and settings.samples > 1:
+        yield (
+            f"eval.temperature is 0, so that all {settings.samples} samples of a prompt (eval.samples) are the same; "
+            "write eval.samples = 1, or a temperature"
+        )
+    for name, path in settings.sets.items():
+        if not isinstance(path, str) or not SET_NAME.fullmatch(name) or name == HELD_OUT:
+            yield f"eval.sets.{name} is {path!r}; write name = 'data.jsonl', with a name of letters, digits, - and _"
+    if settings.by and settings.by not in (HELD_OUT, *settings.sets):
+        yield f"eval.by is '{settings.by}', which is no set; there are {', '.join((HELD_OUT, *settings.sets))}"
+
+
 def _devices_have_names(config: Config) -> Iterator[str]:
     for setting, device in (("rollout.device", config.rollout.device), ("trainer.device", config.trainer.device)):
         if not DEVICE.fullmatch(device):
@@ -425,4 +451,6 @@ RULES: tuple[Rule, ...] = (
     _turns_fit,
     _some_data_is_fresh_enough,
     _restarts_back_off,
+    _evaluations_are_of_published_versions,
+    _evaluation_is_used,
 )

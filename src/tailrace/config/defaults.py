@@ -21,6 +21,7 @@ MEDIAN, SIGMA = 2000.0, 1.0  # of answers, where nothing is known of them
 OF_THE_CAP = 8  # a median is at most this part of the longest answer
 LONGEST_ANSWER = 16384
 VLLM_START_S = 900.0
+EVAL_EVERY = 10  # steps
 TAIL_SHARE, TAIL_ALPHA = 0.05, 1.5
 ZERO_IS_NONE = {f"workload.lengths.{name}" for name in ("median", "sigma", "tail_share", "tail_alpha")}
 CARDS = "cluster.cards"
@@ -197,6 +198,14 @@ def _replicas(settings: Settings) -> int | str:
     return AUTO if trains else _plain("local.replicas")
 
 
+def _eval_every(settings: Settings) -> int:
+    """Who wants the best versions wants to know which they are: in so many steps, and only of published versions."""
+    if not (settings["eval.keep_best"] or settings["eval.patience"]):
+        return _plain("eval.every")
+    published = settings["schedule.publish_every"]
+    return ceil(EVAL_EVERY / published) * published
+
+
 def _filter(settings: Settings) -> str:
     """Who sets filters wants them."""
     return "all" if any(key.startswith("filters.") for key in settings.given) else _plain("groups.filter")
@@ -219,6 +228,7 @@ FOLLOWING: dict[str, Callable[[Settings], Any]] = {
         _plain("workload.prompts_per_step"), settings["trainer.mini_batches"]
     ),
     "trainer.mini_batches": lambda settings: min(_plain("trainer.mini_batches"), settings["workload.prompts_per_step"]),
+    "eval.every": _eval_every,
     "groups.filter": _filter,
     "trainer.ranks": lambda settings: max(_plain("trainer.ranks"), settings["local.ranks"] or 0),
     "schedule.max_staleness": _max_staleness,

@@ -209,6 +209,24 @@ class TaskSettings(Section):
         return hash(msgspec.json.encode(self))
 
 
+HELD_OUT = "held_out"  # the set of the task's own held-out rows
+
+
+class EvalSettings(Section):
+    """Evaluation while training: replicas do it beside their work, all samples of one evaluation under one version."""
+
+    every: Natural = 0  # steps between two evaluations; 0: only before and after (run.evaluate)
+    samples: Annotated[int, Meta(ge=1, le=1024)] = 1  # of each prompt: the k of avg@k and pass@k
+    temperature: Amount | None = None  # 0: greedy; unset: as in training
+    sets: dict[str, Any] = {}  # more sets of held-out rows, as a table [eval.sets]: name = "data.jsonl"
+    by: str = ""  # the set whose avg@k says which version is best; empty: the first
+    keep_best: Natural = 0  # checkpoints of the best K versions are kept; 0: none
+    patience: Natural = 0  # evaluations in a row without a new best until the run ends; 0: it does not end for that
+
+    def __hash__(self) -> int:  # as that of the task's settings
+        return hash(msgspec.json.encode(self))
+
+
 class Sampling(Section):
     """How tokens are drawn. A token's random number depends on the seed, its trajectory, its position and how often
     that sample has failed."""
@@ -529,6 +547,14 @@ class Local(Section):
         return str(self.replicas) == AUTO
 
 
+class Log(Section):
+    """Trackers that are told of the run while it goes on, by a process of its own (`tailrace log`)."""
+
+    to: tuple[Literal["jsonl", "tensorboard", "wandb", "trackio"], ...] = ()
+    project: str = "tailrace"  # of wandb and trackio
+    samples: Natural = 4  # of every step, with prompt and completion as text; 0: none
+
+
 class Run(Section):
     """The run itself."""
 
@@ -548,6 +574,7 @@ class Config(Section):
     split: GpuSplit = GpuSplit()
     workload: Workload = Workload()
     task: TaskSettings = TaskSettings()
+    eval: EvalSettings = EvalSettings()
     sampling: Sampling = Sampling()
     schedule: Schedule = Schedule()
     repack: Repack = Repack()
@@ -562,6 +589,7 @@ class Config(Section):
     per_schedule: PerSchedule = PerSchedule()
     faults: Faults = Faults()
     local: Local = Local()
+    log: Log = Log()
     run: Run = Run()
 
     @property

@@ -56,6 +56,7 @@ class Replica(msgspec.Struct):
     batch: int = 0  # how many samples its present batch began with
     assigned: dict[TrajectoryId, None] = {}  # what it generates, or has waiting
     scoring: dict[TrajectoryId, bool] = {}  # what judges have there; True: for good, it will not be generated again
+    evaluating: dict[TrajectoryId, None] = {}  # samples of an evaluation: it keeps its version until they have ended
     finished_at: float = -1.0  # when a sample last came to a good end
     failures: int = 0  # samples since then that came to a bad end
     failing_since: float = 0.0

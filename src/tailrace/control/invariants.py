@@ -23,6 +23,7 @@ def check_all(config: Config, state: State) -> None:
     _the_cheapest_generate(state)
     _somebody_is_left(config, state)
     _stores_agree(state)
+    _evaluation_balances(state)
 
 
 def _groups_balance(ledger: Ledger) -> None:
@@ -153,6 +154,26 @@ def _reachable(config: Config, relays: Relays) -> list[int]:
         if len(reached) <= relays.live:
             reached += relays.targets(config.relay, relays.relays[id])
     return reached
+
+
+def _evaluation_balances(state: State) -> None:
+    evaluation, replicas = state.evaluation, state.fleet.replicas.values()
+    ended = sum(score.samples for score in evaluation.scores)
+    if evaluation.version != NONE:
+        assert evaluation.begun == ended + len(evaluation.samples), "samples given out == ended + under way"
+        assert evaluation.begun <= evaluation.total, "no more than there are"
+    else:
+        assert not evaluation.samples, "samples belong to an evaluation"
+    given = {id: replica.id for replica in replicas for id in replica.evaluating}
+    assert len(given) == sum(len(replica.evaluating) for replica in replicas), "no evaluation sample is on two replicas"
+    known = {one.id: one.replica for one in evaluation.samples.values()}
+    assert given == {id: replica for id, replica in known.items() if replica != NOWHERE}, "both books say who has what"
+    assert set(evaluation.waiting) == known.keys() - given.keys(), "who has no replica waits"
+    for replica in replicas:
+        if replica.evaluating:
+            assert replica.live, "the dead evaluate nothing"
+            assert replica.version == evaluation.version, "an evaluation sample is generated under its version"
+            assert replica.state != "pulling", "and under no other"
 
 
 def _stores_agree(state: State) -> None:

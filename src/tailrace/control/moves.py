@@ -6,7 +6,7 @@ from bisect import bisect_right
 from itertools import accumulate
 from math import ceil
 
-from tailrace.control import relief, repack, updates, weights, work
+from tailrace.control import evaluation, relief, repack, updates, weights, work
 from tailrace.control.fleet import Replica
 from tailrace.control.ledger import NOWHERE
 from tailrace.control.quota import quota
@@ -18,7 +18,7 @@ from tailrace.types import ReplicaId, TrajectoryId
 def consider(context: Context) -> None:
     """Where more may start than replicas can take, empty some whose work fits elsewhere; where nothing may start, let
     idle replicas take over a part of what others have."""
-    ready = list(context.fleet.ready())
+    ready = [one for one in context.fleet.ready() if not one.evaluating]
     startable = max(0, context.admits()) * context.config.workload.group_size + len(context.ledger.waiting)
     moves = _relieve(context, ready) if context.relieves else []
     if context.repacks:
@@ -118,6 +118,7 @@ def parked(context: Context, event: Parked) -> None:
     was_releasing = replica.state == "releasing"
     if was_releasing:
         replica.enter("ready", context.now)
+    evaluation.parked(context, replica, [meta.id for meta in event.samples])
     samples: list[TrajectoryId] = []
     for meta in event.samples:
         sample = context.ledger.current(meta.id, meta.attempt)

@@ -17,13 +17,14 @@ from typing import Any
 import msgspec
 
 from tailrace.config.tree import Config
-from tailrace.control import activation, moves, replicas, rounds, steps, stores, watch, weights, work
+from tailrace.control import activation, evaluation, moves, replicas, rounds, steps, stores, watch, weights, work
 from tailrace.control.invariants import check_all
 from tailrace.control.state import Context, State
 from tailrace.protocol import (
     Checkpointed,
     Command,
     ControllerRestarted,
+    EvalSetsOpened,
     Event,
     Finished,
     GenerationResumed,
@@ -72,6 +73,7 @@ HANDLERS: dict[type[Event], Callable[[Context, Any], None]] = {
     HostJoined: watch.host_joined,
     HostLeft: watch.host_left,
     PromptsAdded: _prompts_added,
+    EvalSetsOpened: evaluation.opened,
     ReplicaJoined: replicas.joined,
     PriceChanged: activation.price_changed,
     ReplicaLost: replicas.lost,
@@ -124,7 +126,9 @@ class ControlPlane:
         weights.publish(context)
         if not self.state.stopped:
             steps.train(context)
-        if self.state.stopped:
+        if not self.state.stopped and (reason := evaluation.advance(context)):
+            steps.stop(context, reason)
+        if self.state.stopped or self.state.evaluation.ending:
             return
         if context.fleet_changed:
             activation.decide(context)

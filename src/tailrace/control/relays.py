@@ -229,13 +229,15 @@ class Relays(msgspec.Struct):
         self._note_everywhere()
         return True
 
-    def retire(self, config: RelaySettings, relay: Relay, version_bytes: float) -> list[Command]:
-        """Free the oldest versions beyond the quota; never the newest, never one that is being read."""
+    def retire(
+        self, config: RelaySettings, relay: Relay, version_bytes: float, kept: tuple[Version, ...] = ()
+    ) -> list[Command]:
+        """Free the oldest versions beyond the quota; never the newest, never one that is being read or to be kept."""
         keep = config.keep_versions
         if config.quota_gbytes:
             keep = max(1, min(keep, int(config.quota_gbytes * 1e9 / max(version_bytes, 1.0))))
         surplus = relay.versions[: max(0, len(relay.versions) - keep)]
-        freed = [version for version in surplus if not relay.readers.get(version)]
+        freed = [version for version in surplus if not relay.readers.get(version) and version not in kept]
         for version in freed:
             relay.versions.remove(version)
             self._forget_holder(version)

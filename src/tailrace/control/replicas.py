@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tailrace.control import groups, health, steps, weights
+from tailrace.control import evaluation, groups, health, steps, weights
 from tailrace.control.fleet import Replica
 from tailrace.control.ledger import Sample
 from tailrace.control.speed import OWN_MEMORY
@@ -24,6 +24,7 @@ from tailrace.protocol import (
     ScoringStarted,
     WeightsLoaded,
 )
+from tailrace.types import EVALUATION
 
 
 def joined(context: Context, event: ReplicaJoined) -> None:
@@ -42,7 +43,8 @@ def joined(context: Context, event: ReplicaJoined) -> None:
 def _reconcile(context: Context, replica: Replica, held: tuple[Assignment, ...]) -> None:
     """Compare what control believes a replica has with what it says it has; both sides forget the difference."""
     ledger = context.ledger
-    stray = [one for one in held if not _is_assigned(context, replica, one)]
+    evaluated = evaluation.keep_only(context, replica, held)
+    stray = [one for one in held if one.trajectory not in evaluated and not _is_assigned(context, replica, one)]
     if stray:
         context.send(Cancel(replica.id, replica.incarnation, tuple(stray)))
     kept = {one.trajectory for one in held} - {one.trajectory for one in stray}
@@ -70,6 +72,7 @@ def lost(context: Context, event: ReplicaLost) -> None:
 def lose(context: Context, replica: Replica, reason: str) -> None:
     """Its samples wait for another replica; it is started again after a pause."""
     weights.end_pull(context, replica)
+    evaluation.lose(context, replica)
     for id in replica.holds():
         context.ledger.unassign(context.ledger.samples[id])
     context.fleet.lose(context.now, replica, reason)
@@ -117,6 +120,9 @@ def _turns(context: Context, event: ScoringStarted | GenerationResumed) -> Itera
 
 
 def finished(context: Context, event: Finished) -> None:
+    if event.meta.id >= EVALUATION:
+        evaluation.finished(context, event)
+        return
     sample = context.ledger.current(event.meta.id, event.meta.attempt)
     if sample is not None:
         replica = _detach(context, sample)
@@ -128,6 +134,9 @@ def finished(context: Context, event: Finished) -> None:
 
 
 def sample_failed(context: Context, event: SampleFailed) -> None:
+    if event.trajectory >= EVALUATION:
+        evaluation.sample_failed(context, event)
+        return
     sample = context.ledger.current(event.trajectory, event.attempt)
     if sample is not None:
         replica = _detach(context, sample)

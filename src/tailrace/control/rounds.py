@@ -48,8 +48,8 @@ def _fleet_is_at(context: Context, version: Version) -> bool:
     target = context.relays.newest_everywhere
     if target < version or context.state.pulling or not context.fleet.live:
         return False
-    outdated = [replica for replica in context.fleet.ready() if replica.version < target]
-    ordered = [weights.pull(context, replica, target) for replica in outdated]
+    outdated = [one for one in context.fleet.ready() if one.version < target and not one.evaluating]
+    ordered = [weights.pull(context, one, weights.on_the_way(context, one, target)) for one in outdated]
     if any(ordered):
         return False
     return all(replica.version >= version for replica in context.fleet.ready())
@@ -75,5 +75,5 @@ def _spread_waiting(context: Context) -> None:
 def _bring_up(context: Context, version: Version) -> None:
     """A replica that joined in the middle of a round pulls at once, so that it can help."""
     for replica in list(context.fleet.ready()):
-        if replica.version < version:
+        if replica.version < version and not replica.evaluating:
             weights.pull(context, replica, context.relays.newest_everywhere)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from math import inf
 
 from tailrace.config.tree import Config
-from tailrace.control import groups, health, replicas, steps, stores, weights
+from tailrace.control import evaluation, groups, health, replicas, steps, stores, weights
 from tailrace.control.fleet import Replica
 from tailrace.control.relays import Relay
 from tailrace.control.state import Context, State
@@ -217,6 +217,7 @@ def controller_restarted(context: Context, _: ControllerRestarted) -> None:
         context.send(Stop(context.state.stopped))
         return
     context.state.stopped, context.state.failed = "", False
+    evaluation.restarted(context)
     for replica in context.fleet.replicas.values():
         if replica.state == "quarantined":  # what was wrong with it may have been mended
             replica.enter("lost", context.now)

@@ -105,7 +105,9 @@ def version_stored(context: Context, event: VersionStored) -> None:
     if context.relays.stored(relay, event.version):
         if event.version == context.training.version:
             context.relays.publish_s += PUBLISHED * (context.now - context.training.made_at - context.relays.publish_s)
-        context.commands += context.relays.retire(context.config.relay, relay, context.config.model.weight_bytes)
+        context.commands += context.relays.retire(
+            context.config.relay, relay, context.config.model.weight_bytes, context.evaluation.kept
+        )
         _weights_changed(context, relay)
 
 
@@ -121,7 +123,18 @@ def _weights_changed(context: Context, relay: Relay) -> None:
 
 def wanted(context: Context, replica: Replica) -> Version:
     """The version that a replica should generate under, seen from where it stands."""
-    return context.relays.newest_everywhere if context.traits.interrupts else context.relays.newest_for(replica.host)
+    newest = context.relays.newest_everywhere if context.traits.interrupts else context.relays.newest_for(replica.host)
+    return on_the_way(context, replica, newest)
+
+
+def on_the_way(context: Context, replica: Replica, version: Version) -> Version:
+    """The version that is evaluated, if it is older than this one and this replica can still help with it."""
+    evaluation = context.evaluation
+    wanted = replica.version < evaluation.version < version
+    if wanted and evaluation.left:
+        helps = context.relays.source_for(replica.host, evaluation.version) is not None
+        return evaluation.version if helps else version
+    return version
 
 
 def pull(context: Context, replica: Replica, version: Version) -> bool:

@@ -20,7 +20,7 @@ def settle(context: Context, replica: Replica) -> None:
     if replica.state != "ready" or replica.resting:
         return
     version = weights.wanted(context, replica)
-    if version > replica.version and _renews(context, replica, version):
+    if version > replica.version and not replica.evaluating and _renews(context, replica, version):
         return
     if replica.version != NONE:
         _feed(context, replica)

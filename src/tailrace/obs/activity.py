@@ -19,6 +19,7 @@ from tailrace.obs.fold import Fold
 from tailrace.protocol import (
     Command,
     ControllerRestarted,
+    Evaluate,
     Event,
     Generate,
     GiveUp,
@@ -163,7 +164,7 @@ class Activity:
             changed.add(command.replica)
         elif isinstance(command, Train):
             self._work_given(self.trainer, changed)
-        elif isinstance(command, Generate):
+        elif isinstance(command, Generate | Evaluate):
             self.first_sample_at = now if self.first_sample_at is None else self.first_sample_at
             self._work_given(self._replica(command.replica, now), changed)
         elif isinstance(command, GiveUp | Start):

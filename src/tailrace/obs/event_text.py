@@ -23,6 +23,7 @@ from tailrace.protocol import (
     Command,
     ControllerRestarted,
     Drop,
+    Evaluate,
     Event,
     Explain,
     Finished,
@@ -32,6 +33,7 @@ from tailrace.protocol import (
     GiveUp,
     HostJoined,
     HostLeft,
+    KeepCheckpoints,
     LinkFailed,
     LoadWeights,
     Parked,
@@ -41,6 +43,7 @@ from tailrace.protocol import (
     Publish,
     PublishFailed,
     PullFailed,
+    RecordEvaluation,
     RelayJoined,
     RelayLost,
     Release,
@@ -59,7 +62,7 @@ from tailrace.protocol import (
     VersionStored,
     WeightsLoaded,
 )
-from tailrace.types import GroupId, HostId, ReplicaId, TrajectoryId, Version, label
+from tailrace.types import EVALUATION, GroupId, HostId, ReplicaId, TrajectoryId, Version, label
 
 Subject = tuple[str, int]
 Sentences = Iterator[tuple[Subject, str]]
@@ -111,6 +114,9 @@ class EventText:
             Checkpointed: self._checkpointed,
             ControllerRestarted: self._controller_restarted,
             Generate: self._generate,
+            Evaluate: self._evaluate,
+            RecordEvaluation: self._record_evaluation,
+            KeepCheckpoints: self._keep_checkpoints,
             Release: self._release,
             Cancel: self._cancel,
             LoadWeights: self._load_weights,
@@ -200,8 +206,36 @@ class EventText:
             yield ("trajectory", one.trajectory), f"answered; continues with turn {one.turn + 1}"
         yield from _about_several(event.replica, "answered; generating again", [one.trajectory for one in turns])
 
+    def _evaluate(self, command: Evaluate) -> Sentences:
+        ids = {one.trajectory for one in command.requests}
+        what = f"{counted(len(ids), 'sample')} of its evaluation"
+        yield ("replica", command.replica), f"given {what}, v{command.version}"
+        yield ("version", command.version), f"{what} given to r{command.replica}"
+        for one in command.requests:
+            given = f"given to r{command.replica} (attempt {one.attempt}), to evaluate v{command.version}"
+            yield ("trajectory", one.trajectory), f"t{one.trajectory} {given} on p{one.prompt}"
+
+    def _record_evaluation(self, command: RecordEvaluation) -> Sentences:
+        for result in command.results:
+            yield ("version", command.version), f"evaluated in {command.seconds:,.1f} s: {result}"
+
+    def _keep_checkpoints(self, command: KeepCheckpoints) -> Sentences:
+        for version in command.versions:
+            yield ("version", version), "one of the best: its checkpoint is kept"
+
+    def _evaluated(self, event: Finished) -> Sentences:
+        meta = event.meta
+        if self.fold.replica(event.replica).evaluating.get(meta.id) != meta.attempt:
+            yield from _ignored(meta.id, meta.attempt, event.replica, "finished")
+            return
+        reward = f", reward {meta.reward:g}" if meta.reward is not None else ""
+        yield ("trajectory", meta.id), f"finished: {_extent(meta)}, {meta.finish}{reward}"
+
     def _finished(self, event: Finished) -> Sentences:
         meta = event.meta
+        if meta.id >= EVALUATION:
+            yield from self._evaluated(event)
+            return
         sample = self.fold.current(meta.id, meta.attempt)
         if sample is None:
             yield from _ignored(meta.id, meta.attempt, event.replica, "finished")

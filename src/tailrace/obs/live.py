@@ -31,6 +31,7 @@ from tailrace.protocol import (
     HostLeft,
     Parked,
     PullFailed,
+    RecordEvaluation,
     RelayLost,
     ReplicaJoined,
     ReplicaLost,
@@ -104,6 +105,7 @@ class RunView(msgspec.Struct, frozen=True, kw_only=True):
     eta_s: float | None
     notices: tuple[Notice, ...]
     measured: Mapping[str, float]  # the trainer's newest figures, each from the last mini-batch that has it
+    evaluated: Mapping[str, float]  # the figures of the newest evaluation while training
     mini_batches: int  # whose figures the trainer has reported
     without_advantage: int  # of these: all advantages were zero
     stopped: str  # why the run is over
@@ -264,10 +266,15 @@ class LiveRun:
             eta_s=self._eta(seconds),
             notices=tuple(self.notices),
             measured=self.measured,
+            evaluated=self._evaluated(),
             mini_batches=self._mini_batches,
             without_advantage=self._without_advantage,
             stopped=self.stopped,
         )
+
+    def _evaluated(self) -> dict[str, float]:
+        newest = self.fold.evaluations[-1:]
+        return {name: value for one in newest for result in one.results for name, value in result.metrics.items()}
 
     def _replica_view(self, id: ReplicaId, lane: ReplicaLane, now: float) -> ReplicaView:
         kv = lane.kv_tokens / lane.kv_capacity if lane.kv_capacity else 0.0
@@ -330,6 +337,8 @@ def _notices(event: Event, commands: Sequence[Command]) -> Noticed:
         elif isinstance(command, GiveUp):
             name = "the trainer" if command.role == "trainer" else label(command.role, command.id)
             yield f"{name} lost: {command.reason}", "warning"
+        elif isinstance(command, RecordEvaluation):
+            yield f"v{command.version} evaluated: {'; '.join(map(str, command.results))}", "info"
     yield from _endings(commands)
 
 

@@ -14,6 +14,7 @@ from tailrace.engines.base import Engine
 from tailrace.engines.emulated import EmulatedEngine
 from tailrace.envs.base import Answer, Scored, Turn
 from tailrace.rollout.runner import Key, Language, Runner
+from tailrace.scoring import EvalSet
 from tailrace.types import ReplicaId, Row
 
 if TYPE_CHECKING:
@@ -47,8 +48,10 @@ def _engine(config: Config, memory: float, with_weights: bool) -> Engine:
     return build_engine(config, config.run.seed, memory)
 
 
-def held_out_rows(config: Config) -> list[Row]:
-    return _prompts(config).held_out()
+def held_out_rows(config: Config) -> tuple[tuple[EvalSet, ...], list[Row]]:
+    """The sets of held-out rows, and all of their rows in order."""
+    prompts = _prompts(config)
+    return prompts.eval_sets, prompts.held_out()
 
 
 def with_all_stops(config: Config) -> Config:

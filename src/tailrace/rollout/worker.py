@@ -1,9 +1,9 @@
 """The process of one replica: takes work from the controller, plays it on its engine, streams what comes of it.
 
-Consumes `Generate`, `Release`, `Cancel` and `LoadWeights`; produces `ScoringStarted`, `GenerationResumed`, `Finished`,
-`SampleFailed`, `Parked`, `WeightsLoaded` or `PullFailed`. Prompts and prefixes come from the sample store, and tokens
-go there; what they say is reported to the controller only once it is durable. Waits only when there is nothing to
-generate or to judge, or when the store is behind.
+Consumes `Generate`, `Evaluate`, `Release`, `Cancel` and `LoadWeights`; produces `ScoringStarted`, `GenerationResumed`,
+`Finished`, `SampleFailed`, `Parked`, `WeightsLoaded` or `PullFailed`. Prompts and prefixes come from the sample store,
+and tokens go there; what they say is reported to the controller only once it is durable. Waits only when there is
+nothing to generate or to judge, or when the store is behind.
 Weights for a GPU come there while generation goes on. So does generation while a controller is away: the next one is
 told what is in hand.
 """
@@ -20,6 +20,7 @@ from tailrace.protocol import (
     Assignment,
     Cancel,
     EngineWork,
+    Evaluate,
     Finished,
     Generate,
     GenerationResumed,
@@ -41,7 +42,7 @@ from tailrace.rollout.runner import Key, Outcome
 from tailrace.samples.client import Receipts, SampleClient
 from tailrace.samples.messages import AssignmentLost
 from tailrace.samples.uploads import Growth
-from tailrace.types import Version, label
+from tailrace.types import EVALUATION, Version, label
 from tailrace.weights.fetch import RelayReaders
 from tailrace.weights.pull import Puller
 from tailrace.weights.region import MappedVersion, SharedMemoryError
@@ -78,6 +79,7 @@ class RolloutWorker:
         self.load_s = 0.0
         self._actions: dict[type, Callable[[Any], None]] = {
             Generate: self._generate,
+            Evaluate: self._generate,
             Release: self._release,
             Cancel: self._cancel,
             LoadWeights: self._load_weights,
@@ -135,7 +137,10 @@ class RolloutWorker:
                 self._refused(key, found.reason)
             elif request is not None:
                 prefix = found.prefix if request.resume else ()
-                self.runner.add(Episode(request, found.row, prefix, self.runner.engine.version))
+                self.runner.add(Episode(request, found.row, prefix, self.runner.engine.version, self._temperature(key)))
+
+    def _temperature(self, key: Key) -> float | None:
+        return self.config.eval.temperature if key[0] >= EVALUATION else None
 
     def _refused(self, key: Key, reason: str) -> None:
         """Somebody else has it by now, and control ignores this; or else it has to be generated again."""
@@ -156,7 +161,7 @@ class RolloutWorker:
 
     # ------------------------------------------------------------------------------------------------------- orders
 
-    def _generate(self, command: Generate) -> None:
+    def _generate(self, command: Generate | Evaluate) -> None:
         for request in command.requests:
             self._fetching[request.trajectory, request.attempt] = request
             self.samples.fetch(request.trajectory, request.attempt, request.store)

@@ -32,16 +32,19 @@ from tailrace.control.state import State
 from tailrace.errors import TailraceError
 from tailrace.logs import open_log, to_stream
 from tailrace.obs.live import WAITING_FOR
+from tailrace.obs.summary import AFTER, BEFORE
 from tailrace.protocol import (
     TRAINER,
     Activate,
     Command,
     ControllerRestarted,
+    EvalSetsOpened,
     Event,
     Explain,
     Finished,
     GiveUp,
     HostLeft,
+    RecordEvaluation,
     RelayJoined,
     ReplicaJoined,
     RunStarted,
@@ -64,6 +67,7 @@ from tailrace.runtime.orders import Orders
 from tailrace.runtime.prices import price_changes
 from tailrace.runtime.provisioning_watch import ProvisioningWatch
 from tailrace.runtime.validation import LONGEST_REASON, Sender, Validation, shortened
+from tailrace.scoring import EvalSet
 from tailrace.store.folder import PRIVATE, PRIVATE_FOLDER
 from tailrace.store.journal import RUN
 from tailrace.store.prices import PriceFile
@@ -97,6 +101,7 @@ TURN_S = 0.01  # between the beginnings of two transactions, and for the events 
 ACKNOWLEDGE_S = 0.5  # how often components are told what is committed
 LATE_BEATS = 1.5  # heartbeats without a datagram until frames are asked for
 LOOP_LAG, LAG_EVERY = "controller/loop_lag_p99_s", 100  # samples between two figures: ten seconds
+EVAL = "eval"  # who measured: the replicas together
 INTERRUPTED = "interrupted"
 STUCK_S = 10.0  # at one thing; then the controller writes to its log where it is
 
@@ -123,11 +128,20 @@ class PendingEvent(NamedTuple):
 
 
 class Controller:
-    def __init__(self, store: RunStore, config: Config, handle: RunHandle, observer: Observer) -> None:
+    def __init__(
+        self,
+        store: RunStore,
+        config: Config,
+        handle: RunHandle,
+        observer: Observer,
+        eval_sets: tuple[EvalSet, ...] | None = None,
+    ) -> None:
+        """`eval_sets`: what is evaluated while training; None: what is known of that stays as it is."""
         self.store = store
         self.config = config
         self.handle = handle
         self.observer = observer
+        self._eval_sets = eval_sets
         if handle.left is None:
             store.hear_anew()
         self.server = self._server(store.heard)
@@ -158,6 +172,7 @@ class Controller:
         self._own_actions: dict[type[Command], Callable[[Any], None]] = {
             Explain: lambda _: None,  # it is in the journal, which is all it is for
             SkipPrompts: lambda _: None,  # likewise
+            RecordEvaluation: self._record_evaluation,
             Activate: lambda _: None,  # likewise
             GiveUp: self.components.give_up,
             Start: self.components.start,
@@ -214,9 +229,11 @@ class Controller:
 
     @property
     def _beginning(self) -> list[Event]:
+        sets = self.state.evaluation.sets if self._eval_sets is None else self._eval_sets
+        evaluation = [EvalSetsOpened(sets)] if sets != self.state.evaluation.sets else []
         if self.resumed:
-            return [ControllerRestarted(), *self.components.missing(self.handle.left)]
-        return [RunStarted(self.config.local.replicas, self.config.local.relays, stores=1)]
+            return [ControllerRestarted(), *self.components.missing(self.handle.left), *evaluation]
+        return [RunStarted(self.config.local.replicas, self.config.local.relays, stores=1), *evaluation]
 
     def interrupt(self) -> None:
         """Stop as soon as what is under way is written down; the run can be resumed. The second time: at once."""
@@ -547,6 +564,15 @@ class Controller:
         self.server.liveness.loop_turns(self.server.reads)
         if self.lag.samples % LAG_EVERY == 0:
             self._arrived.append(partial(self._measure, -1, "controller", {LOOP_LAG: self.lag.p99_s}))
+
+    def _record_evaluation(self, command: RecordEvaluation) -> None:
+        """As metrics of that version; and the first set's, as what the run says of itself before and after."""
+        for result in command.results:
+            self._measure(command.version, EVAL, result.metrics)
+        if self.state.stopped or not command.version:
+            when = AFTER if self.state.stopped else BEFORE
+            self.store.meta.set(f"accuracy_{when}", str(command.results[0].accuracy))
+            self.store.meta.set(f"reward_{when}", str(command.results[0].mean_reward))
 
     def _stop(self, command: Stop) -> None:
         if command.failed:

@@ -173,7 +173,7 @@ class Validation:
 
     def _not_stored(self, meta: TrajectoryMeta, receipt: Receipt | None) -> str:
         """What a replica says of a sample counts only as far as the sample's store has made it durable."""
-        sample = self._state().ledger.current(meta.id, meta.attempt)
+        sample = self._state().assigned(meta.id, meta.attempt)
         if sample is None:
             return ""
         store = f"store {sample.store}"
@@ -213,7 +213,7 @@ class Validation:
         return wrong or next(filter(None, (self._bad_meta(sender, meta) for meta in event.samples)), "")
 
     def _bad_meta(self, sender: Sender, meta: TrajectoryMeta) -> str:
-        sample = self._state().ledger.current(meta.id, meta.attempt)
+        sample = self._state().assigned(meta.id, meta.attempt)
         if sample is None:
             return ""
         made = self._state().training.version
@@ -226,7 +226,7 @@ class Validation:
         return self._not_given(sender, meta.id, meta.attempt)
 
     def _not_given(self, sender: Sender, trajectory: TrajectoryId, attempt: int) -> str:
-        sample = self._state().ledger.current(trajectory, attempt)
+        sample = self._state().assigned(trajectory, attempt)
         foreign = sample is not None and sample.replica != sender.id
         return f"t{trajectory}, which it was not given" if foreign else ""
 

@@ -10,6 +10,7 @@ from tailrace.config.tree import Config
 from tailrace.protocol import (
     SCORING_S,
     Cancel,
+    Evaluate,
     Finished,
     Forget,
     Generate,
@@ -55,7 +56,7 @@ class Rollouts:
         replica.reported = None
         return replica
 
-    def generate(self, command: Generate) -> None:
+    def generate(self, command: Generate | Evaluate) -> None:
         replica = self._reached(command.replica, command.incarnation)
         if replica is None:
             return
@@ -85,7 +86,7 @@ class Rollouts:
 
     def forget(self, command: Forget) -> None:
         forgotten = [self.stored.pop(id) for id in command.trajectories if id in self.stored]
-        if command.reason != "trained":
+        if command.reason not in ("trained", "evaluated"):
             self.meter.discarded += sum([one.tokens for one in forgotten])
 
     # ------------------------------------------------------------------------------------------------------ colocated

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from tailrace.config.tree import Config, Faults
+from tailrace.config.tree import HELD_OUT, Config, Faults
 from tailrace.control.plane import ControlPlane
 from tailrace.errors import TailraceError
 from tailrace.protocol import (
@@ -25,15 +25,19 @@ from tailrace.protocol import (
     Cancel,
     Command,
     Drop,
+    EvalSetsOpened,
+    Evaluate,
     Explain,
     FetchPrompts,
     Forget,
     Generate,
     GiveUp,
+    KeepCheckpoints,
     LoadWeights,
     Progressed,
     PromptsAdded,
     Publish,
+    RecordEvaluation,
     Release,
     Route,
     RunStarted,
@@ -43,6 +47,7 @@ from tailrace.protocol import (
     Stop,
     Train,
 )
+from tailrace.scoring import EvalSet
 from tailrace.sim.clock import VirtualClock
 from tailrace.sim.controller import Observer, SimController
 from tailrace.sim.cpu_sharing import CpuSharing
@@ -125,11 +130,14 @@ class Simulation:
         self._actions: dict[type[Command], Callable[[Any], None]] = {
             FetchPrompts: self._fetch_prompts,
             Generate: rollouts.generate,
+            Evaluate: rollouts.generate,
             Release: rollouts.release,
             Cancel: rollouts.cancel,
             LoadWeights: rollouts.load_weights,
             Explain: lambda _: None,  # for the journal alone
             SkipPrompts: lambda _: None,  # likewise
+            RecordEvaluation: lambda _: None,
+            KeepCheckpoints: lambda _: None,  # nothing is on disk
             Activate: lambda _: None,  # likewise
             Train: trainer.train,
             Publish: relay_tier.publish,
@@ -158,6 +166,8 @@ class Simulation:
     def run(self, progress: Callable[[int], None] | None = None) -> Result:
         """Simulate until all steps are trained, or FleetLostError; `progress` is told the number of finished steps."""
         self._network.send(None, RunStarted(len(self.fleet.replicas), len(self.fleet.relays)))
+        if self.config.eval.every and self.config.task.eval_rows:
+            self._network.send(None, EvalSetsOpened((EvalSet(HELD_OUT, self.config.task.eval_rows),)))
         self.clock.after(self.config.health.heartbeat_s, self._heartbeats)
         self.faults.begin()
         self._drain()
