@@ -10,8 +10,11 @@ from tailrace.config.tree import Config
 from tailrace.control.plane import ControlPlane
 from tailrace.control.sampling import mini_batch_sizes
 from tailrace.protocol import (
+    Activate,
+    Cancel,
     Command,
     Dismiss,
+    Evaluate,
     Event,
     Finished,
     Forget,
@@ -21,9 +24,11 @@ from tailrace.protocol import (
     HandedIn,
     HostJoined,
     HostLeft,
+    LoadWeights,
     Parked,
     PromptsAdded,
     Publish,
+    RecordEvaluation,
     ReplicaJoined,
     ReplicaLost,
     SampleFailed,
@@ -56,11 +61,18 @@ class Audit:
         self.forgotten: set[int] = set()
         self.skipped: set[int] = set()  # prompts
         self.lost: set[int] = set()  # payloads that went with their store; the sample may be generated anew
+        self.at_home: set[tuple[int, int]] = set()  # replicas that were sent there, with their incarnations
+        self.sent_home = 0
         self.published = -1
         self.trained_until = (-1, -1)
         self.progress_at = 0.0
+        self.evaluated: dict[int, Evaluate] = {}  # the order that each sample of an evaluation was last given with
+        self.evaluations: dict[tuple[int, int], int] = {}  # version that a sample was given out for, under an attempt
+        self.verdicts: dict[int, set[int]] = {}  # samples that have ended, by the version that they are wholly of
+        self.recorded: list[RecordEvaluation] = []
 
     def listen(self, now: float, event: Event, commands: list[Command]) -> None:
+        self._hear_evaluation(event)
         if isinstance(event, PromptsAdded) and event.start == len(self.received):
             self.received.update({prompt.id: None for prompt in event.prompts})
         elif isinstance(event, Finished):
@@ -101,6 +113,46 @@ class Audit:
                 self._leaves(meta.id)
                 self.made_by[meta.id] = event.replica
 
+    def _hear_evaluation(self, event: Event) -> None:
+        """Whoever is lost, or joins anew, may have lost what it had: its order is not taken as one that still holds."""
+        if isinstance(event, Finished):
+            meta = event.meta
+            version = self.evaluations.get((meta.id, meta.attempt))
+            if version is not None and meta.oldest == meta.newest == version:
+                self.verdicts.setdefault(version, set()).add(meta.id)
+                self.evaluated.pop(meta.id, None)
+        elif isinstance(event, SampleFailed):
+            self.evaluated.pop(event.trajectory, None)
+        elif isinstance(event, ReplicaLost | ReplicaJoined):
+            self._evaluates_nothing(event.replica)
+        elif isinstance(event, HostLeft):
+            for replica in self.guests.get(event.host, ()):
+                self._evaluates_nothing(replica)
+
+    def _evaluates_nothing(self, replica: int) -> None:
+        self.evaluated = {id: order for id, order in self.evaluated.items() if order.replica != replica}
+
+    def _order_evaluation(self, command: Command) -> None:
+        if isinstance(command, Evaluate):
+            assert all(one.trajectory not in self.forgotten for one in command.requests), "what has ended has ended"
+            assert not any(one.resume for one in command.requests), "a sample of an evaluation begins with its prompt"
+            self.evaluated |= {one.trajectory: command for one in command.requests}
+            self.evaluations |= {(one.trajectory, one.attempt): command.version for one in command.requests}
+        elif isinstance(command, Cancel):
+            for one in command.samples:
+                self.evaluated.pop(one.trajectory, None)
+        elif isinstance(command, GiveUp) and command.role == "replica":
+            self._evaluates_nothing(command.id)
+        elif isinstance(command, LoadWeights):
+            busy = [id for id, order in self.evaluated.items() if order.replica == command.replica]
+            assert not busy, "a replica keeps its version while it has samples of an evaluation"
+        elif isinstance(command, RecordEvaluation):
+            versions = [one.version for one in self.recorded]
+            assert command.version > max(versions, default=-1), "a version is evaluated once, and later ones later"
+            self.recorded.append(command)
+            judged = sum(one.prompts * one.samples - one.failed for one in command.results)
+            assert judged <= len(self.verdicts.get(command.version, ())), "every verdict is of that version"
+
     def _leaves(self, trajectory: int) -> None:
         self.place.pop(trajectory, None)
         self.judged.discard(trajectory)
@@ -116,6 +168,9 @@ class Audit:
                 self.judged.add(one.trajectory)
 
     def _order(self, command: Command) -> None:
+        self._order_evaluation(command)
+        if isinstance(command, Generate | LoadWeights):
+            assert (command.replica, command.incarnation) not in self.at_home, "who was sent home gets nothing"
         if isinstance(command, Generate):
             for request in command.requests:
                 assert request.prompt not in self.skipped, "what is skipped is not generated"
@@ -137,6 +192,11 @@ class Audit:
             self.excluded |= self.strangers.get(command.worker, set())
             for replica in self.excluded:
                 self._empties(replica)
+        elif isinstance(command, Activate):
+            who = (command.replica, command.incarnation)
+            assert command.active == (who in self.at_home), "who is called back was sent home"
+            self.sent_home += not command.active
+            self.at_home ^= {who}
         elif isinstance(command, Train):
             self._train(command)
         elif isinstance(command, GiveUp) and command.role == "replica":

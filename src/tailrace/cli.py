@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from tailrace import __version__
 from tailrace.errors import TailraceError, UsageError
-from tailrace.launch.arguments import RESUMING
+from tailrace.launch.arguments import BEST, RESUMING
 from tailrace.launch.arguments import path as _path
 from tailrace.launch.arguments import whole as _whole
 from tailrace.logs import LEVELS, drain_output, for_command, queue_output, set_level
@@ -106,9 +106,10 @@ def _simulate(arguments: argparse.Namespace) -> int:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    from tailrace.launch.plan import plan
+    from tailrace.launch.plan import PlanGoal, plan
 
-    return plan(arguments.files, arguments.settings, arguments.json)
+    goal = PlanGoal(arguments.budget, arguments.throughput)
+    return plan(arguments.files, arguments.settings, arguments.json, goal)
 
 
 def _train(arguments: argparse.Namespace) -> int:
@@ -135,7 +136,13 @@ def _worker(arguments: argparse.Namespace) -> int:
     queue_output()
     room = (arguments.replicas, arguments.ranks, arguments.store)
     patience = Patience(arguments.wait, arguments.stay)
-    return work(arguments.join, arguments.key, *room, arguments.settings, patience)
+    return work(arguments.join, arguments.key, *room, arguments.settings, patience, arguments.site)
+
+
+def _price(arguments: argparse.Namespace) -> int:
+    from tailrace.launch.price import price_replica
+
+    return price_replica(arguments.journal, arguments.id, arguments.dollars)
 
 
 def _workers(arguments: argparse.Namespace) -> int:
@@ -155,8 +162,12 @@ def _eval(arguments: argparse.Namespace) -> int:
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    from tailrace.launch.models import export
+    from tailrace.launch.models import export, export_trajectories
 
+    if (arguments.out is None) == (arguments.trajectories is None):
+        raise UsageError("export writes a model (--out DIR) or samples (--trajectories FILE); name one of them")
+    if arguments.trajectories is not None:
+        return export_trajectories(arguments.journal, arguments.trajectories)
     return export(arguments.journal, arguments.version, arguments.out)
 
 
@@ -182,6 +193,12 @@ def _page(arguments: argparse.Namespace) -> int:
     from tailrace.launch.page import serve_page
 
     return serve_page(arguments.journal, arguments.listen, arguments.token_file, arguments.save)
+
+
+def _log(arguments: argparse.Namespace) -> int:
+    from tailrace.launch.log import log_run
+
+    return log_run(arguments.journal, arguments.to, arguments.follow, arguments.again)
 
 
 def _replay(arguments: argparse.Namespace) -> int:
@@ -235,6 +252,10 @@ def _add_simulating(add: Add) -> None:
 
     plan = _of_files(add("plan", _plan, "find the best split, schedule and settings for a fleet", SETTINGS))
     plan.add_argument("--json", action="store_true", help="one JSON object for programs")
+    budget = "the fastest fleet for so much an hour, of the cards in the settings"
+    plan.add_argument("--budget", type=_amount, metavar="DOLLARS", help=budget)
+    throughput = "the cheapest fleet that trains so many tokens per second"
+    plan.add_argument("--throughput", type=_amount, metavar="TOKENS_PER_S", help=throughput)
 
 
 def _add_training(add: Add) -> None:
@@ -257,6 +278,8 @@ def _add_training(add: Add) -> None:
     store = "keep the tokens that are generated here in this directory; unset: they go to the run's machine"
     worker.add_argument("--store", type=_path, metavar="DIR", help=store)
 
+    site = "where this machine is, if far away: weights cross the link to a site once, and are handed on there"
+    worker.add_argument("--site", type=_site, default="", metavar="NAME", help=site)
     wait = "for so long the run need not be there yet (0)"
     worker.add_argument("--wait", type=_seconds, default=0.0, metavar="SECONDS", help=wait)
     stay = "when the run stops without being complete, wait for it again: it may be resumed"
@@ -268,12 +291,19 @@ def _add_training(add: Add) -> None:
     either.add_argument("--revoke", metavar="NAME", help="withdraw it; a run that goes on drops what it made")
     strangers.add_argument("--reason", default="", metavar="TEXT", help="why it is withdrawn, for the journal")
 
+    price = _of_a_run(add("price", _price, "set what an hour of a replica costs, while the run goes on"))
+    price.add_argument("id", metavar="ID", help="replica r3, or host h2 for all replicas there")
+    price.add_argument("dollars", type=_dollars, metavar="DOLLARS", help="0: it costs nothing")
+
     evaluate = _of_a_run(add("eval", _eval, "held-out accuracy of a version of a run"))
-    evaluate.add_argument("--version", type=_version, metavar="N", help="0: the start; unset: the newest")
+    which = "0: the start; best: of those evaluated while training; unset: the newest"
+    evaluate.add_argument("--version", type=_version, metavar="N", help=which)
 
     export = _of_a_run(add("export", _export, "a version of a run as a Hugging Face model directory"))
-    export.add_argument("--out", type=_path, required=True, metavar="DIR", help="a directory that does not exist yet")
-    export.add_argument("--version", type=_version, metavar="N", help="0: the start; unset: the newest")
+    export.add_argument("--out", type=_path, metavar="DIR", help="a directory that does not exist yet")
+    export.add_argument("--version", type=_version, metavar="N", help=which)
+    rows = "write all samples, with text, tokens and log-probs, into a parquet file instead"
+    export.add_argument("--trajectories", type=_path, metavar="FILE", help=rows)
 
     bench = add("bench", _bench, "run all schedules for real, side by side", SETTINGS)
     bench.add_argument("what", choices=["schedules"], help="what to compare")
@@ -311,6 +341,12 @@ def _add_looking(add: Add) -> None:
     token = "its content is asked for; needed where others can come; unset: TAILRACE_PAGE_TOKEN"
     page.add_argument("--token-file", type=_path, metavar="FILE", help=token)
     page.add_argument("--save", type=_path, metavar="FILE.html", help="write the page as one file that needs no server")
+
+    told = "tell a tracker of a run: jsonl, tensorboard, wandb or trackio"
+    logged = _of_a_run(add("log", _log, told))
+    logged.add_argument("--to", type=_names, required=True, metavar="A,B,...", help="which of them")
+    logged.add_argument("--follow", action="store_true", help="until the run is over, rather than up to now")
+    logged.add_argument("--again", action="store_true", help="from its beginning, as a new run of the tracker")
 
     compared = "run a journal through a fresh control plane and compare the commands"
     _of_a_run(add("replay", _replay, compared), RECORDED)
@@ -395,10 +431,12 @@ def _nearest_command(name: str, known: list[str]) -> str:
     return f"did you mean '{close}'?" if close else f"the commands are {', '.join(known)}"
 
 
-def _version(text: str) -> int:
+def _version(text: str) -> int | str:
     number = text.removeprefix("v")
+    if text == BEST:
+        return text
     if not number.isdecimal():
-        raise argparse.ArgumentTypeError(f"'{text}' is not a version; write --version 12")
+        raise argparse.ArgumentTypeError(f"'{text}' is not a version; write --version 12, or best")
     return int(number)
 
 
@@ -410,6 +448,12 @@ def _ranks(text: str) -> int:
     return _whole(text, 1024, "a number of ranks; write --ranks 2", least=0)
 
 
+def _site(text: str) -> str:
+    if not text or len(text) > 64 or not text.isprintable():
+        raise argparse.ArgumentTypeError(f"'{text}' is not the name of a site; write --site oslo")
+    return text
+
+
 def _seconds(text: str) -> float:
     try:
         seconds = float(text)
@@ -418,6 +462,16 @@ def _seconds(text: str) -> float:
     if not 0 <= seconds <= 1e7:
         raise argparse.ArgumentTypeError(f"'{text}' is not a number of seconds; write --wait 600")
     return seconds
+
+
+def _dollars(text: str) -> float:
+    try:
+        dollars = float(text)
+    except ValueError:
+        dollars = -1.0
+    if not 0 <= dollars <= 1e6:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a price; write dollars an hour, such as 0.4")
+    return dollars
 
 
 def _rounds(text: str) -> int:
@@ -433,6 +487,16 @@ def _counts(text: str) -> list[int]:
     if not names or not all(name.isdecimal() and int(name) > 0 for name in names):
         raise argparse.ArgumentTypeError(f"'{text}' is not a list of GPU counts; write --gpus 64,256,1024")
     return sorted({int(name) for name in names})
+
+
+def _amount(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1e15:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number above 0; write one such as 100")
+    return value
 
 
 if __name__ == "__main__":

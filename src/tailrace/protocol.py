@@ -14,6 +14,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from tailrace.scoring import EvalResult, EvalSet
 from tailrace.types import (
     GroupId,
     HostId,
@@ -32,7 +33,8 @@ from tailrace.types import (
 UpdateChoice = Literal["take_along", "drain", "stay"]
 Role = Literal["replica", "relay", "trainer", "store"]
 # why a payload is not needed
-Ending = Literal["trained", "stale", "filtered", "stopped", "failed", "lost", "regenerate"]
+Ending = Literal["trained", "stale", "filtered", "stopped", "failed", "lost", "regenerate", "evaluated"]
+Price = Annotated[float, Meta(ge=0.0, le=1e6)]
 TRAINER = 0  # the trainer is one component, whatever its number of ranks
 Check = Literal["", "turn", "draws"]  # of what a stranger handed in: that its turn ends; and every token, scored again
 SCORING_S = 0.25  # how long a judge has a turn before that is reported: quick rewards cost no event
@@ -114,13 +116,14 @@ class RunStarted(Event):
 class HostJoined(Event):
     """Another machine is there, on which a relay and these replicas are to be started. Its number was never used.
     `store`: a sample store too, which has the same number. `ranks`: it has room for so many ranks of the trainer.
-    `worker`: it is a stranger's, who has the key of this name; `salt`, which no stranger knows, decides which of its
-    samples are scored again."""
+    `site`: where it is, if it is far away; machines of one site are near each other. `worker`: it is a stranger's, who
+    has the key of this name; `salt`, which no stranger knows, decides which of its samples are scored again."""
 
     host: HostId
     replicas: tuple[ReplicaId, ...]
     store: bool = False
     ranks: Natural = 0
+    site: str = ""
     worker: str = ""
     salt: Natural = 0
 
@@ -154,6 +157,13 @@ class PromptsAdded(Event):
     last: bool = False
 
 
+class EvalSetsOpened(Event):
+    """What there is to evaluate, told when a controller begins: sets in the order of their prompts, which are numbered
+    from `EVALUATION` on. None: nothing is evaluated while training."""
+
+    sets: tuple[EvalSet, ...] = ()
+
+
 class ReplicaJoined(Event):
     """A replica is there, for the first time or again. `held`: the work it still has, if it outlived the controller."""
 
@@ -164,6 +174,14 @@ class ReplicaJoined(Event):
     kv_capacity: Positive  # tokens
     roofline: Positive  # largest batch whose decode step is still flat
     held: tuple[Assignment, ...] = ()
+    price: Price = 0.0  # that it says it has, in dollars per hour
+
+
+class PriceChanged(Event):
+    """An hour of each of these replicas costs so many dollars from now on."""
+
+    replicas: tuple[ReplicaId, ...]
+    price: Price
 
 
 class ReplicaLost(Event):
@@ -407,7 +425,9 @@ AnyEvent = (
     | WorkerRevoked
     | WorkerRefused
     | PromptsAdded
+    | EvalSetsOpened
     | ReplicaJoined
+    | PriceChanged
     | ReplicaLost
     | Progressed
     | ScoringStarted
@@ -468,6 +488,35 @@ class Generate(Command):
     requests: tuple[Request, ...]
 
 
+class Evaluate(Command):
+    """Generate samples of an evaluation, all under `version`, which the replica has and keeps until they have ended ->
+    one Finished or SampleFailed per request."""
+
+    replica: ReplicaId
+    incarnation: Natural
+    version: Version
+    requests: tuple[Request, ...]
+
+
+class RecordEvaluation(Command):
+    """All samples of an evaluation have ended. `best`: the versions with the highest accuracy so far, best first. For
+    the journal, the metrics and the summary; no answer."""
+
+    version: Version
+    results: tuple[EvalResult, ...]
+    seconds: float
+    best: tuple[Version, ...] = ()
+
+
+class KeepCheckpoints(Command):
+    """To the trainer: do not prune the checkpoints of these versions, nor those that are to be evaluated and are newer
+    than `judged`. No answer."""
+
+    incarnation: Natural
+    versions: tuple[Version, ...]
+    judged: Version
+
+
 class Release(Command):
     """Stop these, or everything, and hand it back -> Parked. What a judge has for good stays: nothing of it will be
     generated."""
@@ -505,6 +554,18 @@ class Explain(Command):
     recompute_s: float | None  # take_along: the KV is computed again under the new weights
     drain_s: float | None  # drain: it gets nothing more until the best moment to take the rest along, or the end
     stay_s: float | None  # stay: new samples start under the old weights
+
+
+class Activate(Command):
+    """A replica is asked to generate, or (not `active`) sent home, because cheaper ones are enough for the trainer: it
+    finishes what it has, and gets neither work nor weights until it is called back. For the journal; no answer."""
+
+    replica: ReplicaId
+    incarnation: Natural
+    active: bool
+    cost: float  # dollars for a million useful tokens of this replica; 0: not known, or free
+    needed: float  # useful tokens per second, so that the trainer does not wait; 0: not known yet
+    there: float  # useful tokens per second of all that are to generate
 
 
 class Train(Command):
@@ -605,10 +666,14 @@ AnyCommand = (
     FetchPrompts
     | SkipPrompts
     | Generate
+    | Evaluate
+    | RecordEvaluation
+    | KeepCheckpoints
     | Release
     | Cancel
     | LoadWeights
     | Explain
+    | Activate
     | Train
     | Publish
     | Route

@@ -34,6 +34,10 @@ TOKEN_BYTES = 4  # of a token id (int32), and of a log-prob (float32); both litt
 # What msgspec raises for bytes that nobody of ours wrote. Nesting is bounded by Python's own limit, about 1,000 levels.
 MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
+# Prompts, groups and samples of evaluations are numbered from here on: they are no index of the training sequence, and
+# have random numbers of their own.
+EVALUATION = 1 << 40
+
 RIGHT_ABOVE = 0.5  # an answer with a reward above this counts as right, where an accuracy is asked for
 
 KINDS = {

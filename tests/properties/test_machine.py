@@ -10,6 +10,7 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -22,6 +23,7 @@ from tailrace.config.tree import (
     SCHEDULES,
     Config,
     Difficulty,
+    EvalSettings,
     Faults,
     Filters,
     Groups,
@@ -35,12 +37,15 @@ from tailrace.config.tree import (
     Workload,
 )
 from tailrace.control.plane import ControlPlane
+from tailrace.control.speed import FEWEST
 from tailrace.protocol import (
     Assignment,
     Checkpointed,
     Command,
     ControllerRestarted,
     EngineWork,
+    EvalSetsOpened,
+    Evaluate,
     Event,
     FetchPrompts,
     Finished,
@@ -54,6 +59,7 @@ from tailrace.protocol import (
     LinkFailed,
     LoadWeights,
     Parked,
+    PriceChanged,
     Progressed,
     PromptsAdded,
     Publish,
@@ -82,6 +88,7 @@ from tailrace.protocol import (
     VersionStored,
     WeightsLoaded,
 )
+from tailrace.scoring import EvalSet
 from tailrace.sim.simulation import Simulation
 from tailrace.types import Prompt
 
@@ -100,6 +107,14 @@ def small(seed: int) -> Config:
     return msgspec.structs.replace(config, workload=workload, groups=groups, filters=filters)
 
 
+def evaluated(seed: int) -> Config:
+    """The last of few steps is evaluated too."""
+    config = small(seed)
+    evaluation = EvalSettings(every=1 + seed % 2, samples=1 + seed // 2 % 2, keep_best=seed % 3)
+    run = msgspec.structs.replace(config.run, steps=2 + seed % 4)
+    return msgspec.structs.replace(config, eval=evaluation, run=run)
+
+
 def unfiltered(seed: int) -> Config:
     draw = random.Random(seed)
     return Config(
@@ -116,7 +131,7 @@ def unfiltered(seed: int) -> Config:
         groups=Groups(deadline_s=draw.choice([20.0, 1e9]), min_survivors=1, max_failures=2),
         health=Health(max_restarts=50, backoff_s=0.5, backoff_max_s=2.0, pull_deadline_s=10.0),
         trainer=Trainer(mini_batches=draw.choice([1, 2]), checkpoint_every=2),
-        run=Run(steps=50),
+        run=Run(steps=50, seed=seed),
     )
 
 
@@ -140,8 +155,13 @@ class Fleet:
         self.position = (0, 0)
         self.saved = 0
         self.over = False
+        self.price = config.run.seed % 3  # of some replicas; in every third world all are free
+        # decode steps of each replica, and the seconds that they took
+        self.work: dict[int, tuple[int, float]] = dict.fromkeys(range(REPLICAS + 1), (0, 0.0))
         self.hear(RunStarted(REPLICAS, RELAYS, 1))
         self.hear(self.guest)
+        if config.eval.every:
+            self.hear(EvalSetsOpened((EvalSet("easy", 2), EvalSet("hard", 3))))
 
     def hear(self, event: Event) -> None:
         commands = self.plane.handle(self.now, event)
@@ -157,7 +177,7 @@ class Fleet:
                 answers.append(
                     PromptsAdded(start, tuple(Prompt(id, 10, id % ROWS) for id in range(start, start + count)))
                 )
-            case Generate():
+            case Generate() | Evaluate():
                 self.generate(command)
             case Release(replica=id, incarnation=incarnation, samples=samples):
                 if self.is_current("replica", id, incarnation):
@@ -186,7 +206,7 @@ class Fleet:
     def is_current(self, role: str, id: int, incarnation: int) -> bool:
         return self.incarnations.get((role, id)) == incarnation
 
-    def generate(self, command: Generate) -> None:
+    def generate(self, command: Generate | Evaluate) -> None:
         id = command.replica
         if not self.is_current("replica", id, command.incarnation):
             return
@@ -202,8 +222,17 @@ class Fleet:
                 self.answers.append(SampleFailed(id, request.trajectory, request.attempt, "the tool hung"))
             else:
                 self.answers.append(Finished(id, meta))
+        self.progress(command, len(self.held[id]))
 
-    def judge(self, command: Generate, meta: TrajectoryMeta) -> None:
+    def progress(self, command: Generate, running: int) -> None:
+        """Every second replica is four times as slow as the others."""
+        for _ in range(FEWEST):
+            steps, seconds = self.work[command.replica]
+            steps, seconds = self.work[command.replica] = steps + 10, seconds + (0.4 if command.replica % 2 else 0.1)
+            work = EngineWork(seconds, steps, steps * 2, steps * 100, steps)
+            self.hear(Progressed(command.replica, command.incarnation, 60 * running, running, 0, work))
+
+    def judge(self, command: Generate | Evaluate, meta: TrajectoryMeta) -> None:
         """Some samples are with judges for long, once or after several turns. The reports may come in any order."""
         who, turns = (command.replica, command.incarnation), (meta.id + meta.attempt) % 4
         for turn in range(turns):
@@ -250,7 +279,14 @@ class Fleet:
             held = tuple(Assignment(meta.id, meta.attempt) for meta in self.held[id].values())
             self.answers.append(
                 ReplicaJoined(
-                    id, incarnation, GUEST if id == REPLICAS else id % RELAYS, self.versions[id], 1000, 8, held
+                    id,
+                    incarnation,
+                    GUEST if id == REPLICAS else id % RELAYS,
+                    self.versions[id],
+                    1000 * (1 + id % 2),
+                    8,
+                    held,
+                    id * self.price,
                 )
             )
         elif role == "relay":
@@ -270,6 +306,8 @@ class Fleet:
                 self.hear(event)
         elif choice == 10:
             self.now += number % 5
+            if number % 3:
+                self.hear(Heartbeats())
             self.hear(TimerFired("health" if number % 2 else "repack"))
         elif choice == 11:
             self.hear(self.death(number))
@@ -322,6 +360,7 @@ def nonsense(draw: random.Random) -> Event:
     makers = [
         lambda: ScoringStarted(n(), n(), turns()),
         lambda: GenerationResumed(n(), n(), turns()),
+        lambda: PriceChanged(tuple(n() for _ in range(n(3))), float(max(0, n()))),
         lambda: PromptsAdded(n(8), ()),
         lambda: ReplicaLost(n(), n(), "?"),
         lambda: Progressed(n(), n(), draw.randint(0, 2000), n(9), n(9), work()),
@@ -357,8 +396,8 @@ QUICK = settings(
 LONG = settings(QUICK, max_examples=5000)
 
 
-def keep_promises(seed: int, actions: list[tuple[int, int]]) -> Fleet:
-    fleet = Fleet(small(seed))
+def keep_promises(seed: int, actions: list[tuple[int, int]], made: Callable[[int], Config] = small) -> Fleet:
+    fleet = Fleet(made(seed))
     for choice, number in actions:
         if fleet.over:
             break
@@ -381,20 +420,50 @@ def test_no_order_duplication_or_loss_of_messages_breaks_an_invariant(seed, acti
     keep_promises(seed, actions)
 
 
+@given(st.integers(0, 200), ACTIONS)
+@settings(QUICK, max_examples=60)
+def test_nor_where_replicas_evaluate_as_well(seed, actions):
+    keep_promises(seed, actions, evaluated)
+
+
 @pytest.mark.soak
 @given(st.integers(0, 10**6), ACTIONS)
 @LONG
 def test_no_order_duplication_or_loss_of_messages_breaks_an_invariant_at_length(seed, actions):
-    keep_promises(seed, actions)
+    keep_promises(seed, actions, evaluated if seed % 2 else small)
 
 
 def test_the_little_world_really_trains():
     """Else the tests above would say little."""
-    states = [keep_promises(seed, troubled(seed)).plane.state for seed in range(24)]
+    fleets = [keep_promises(seed, troubled(seed)) for seed in range(24)]
+    states = [fleet.plane.state for fleet in fleets]
     assert sum(state.training.version > 2 for state in states) > 8
     ledgers = [state.ledger for state in states]
+    assert sum(len(state.fleet.kinds) > 1 for state in states) > 8
+    assert sum(fleet.audit.sent_home for fleet in fleets) > 8
     counts = [(one.skipped, one.tally.stopped, one.tally.filtered) for one in ledgers]
     assert all(sum(each) > 5 for each in zip(*counts, strict=True))
+
+
+def test_the_little_world_really_evaluates():
+    fleets = [less_troubled(Fleet(evaluated(seed)), random.Random(seed)) for seed in range(24)]
+    ended = [fleet for fleet in fleets if fleet.over]
+    assert len(ended) > 12
+    for fleet in ended:
+        assert fleet.audit.recorded[-1].version == fleet.plane.config.run.steps, "the last version is evaluated too"
+    assert sum(len(fleet.audit.recorded) for fleet in ended) > 2 * len(ended)
+
+
+def less_troubled(fleet: Fleet, draw: random.Random) -> Fleet:
+    """Everybody is heard of in time, and few die."""
+    for _ in range(3000):
+        choice = draw.choice([*range(2, 10)] * 8 + [10, 10, 10, 11, 12])
+        if choice == 10:
+            fleet.hear(Heartbeats())
+        if not fleet.over:
+            fleet.act(choice, draw.randrange(10**6))
+    fleet.audit.finish(fleet.plane)
+    return fleet
 
 
 def troubled(seed: int) -> list[tuple[int, int]]:

@@ -4,24 +4,29 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from drive import Drive, config, only, routes
-from tailrace.config.tree import Groups, Local, RelaySettings, Schedule, Strangers
+from tailrace.config.tree import EvalSettings, Groups, Local, RelaySettings, Run, Schedule, Strangers
 from tailrace.control.plane import ControlPlane
 from tailrace.protocol import (
+    Activate,
     Cancel,
     CheckFailed,
     Command,
     Dismiss,
     Drop,
     EngineWork,
+    EvalSetsOpened,
+    Evaluate,
     Finished,
     Forget,
     HandedIn,
     HostJoined,
     HostLeft,
     LoadWeights,
+    PriceChanged,
     Progressed,
     RelayJoined,
     RelayLost,
@@ -37,6 +42,7 @@ from tailrace.protocol import (
     WorkerRefused,
     WorkerRevoked,
 )
+from tailrace.scoring import EvalSet
 
 CHECKER, OURS, THEIRS, HOST = 0, 1, 7, 3
 
@@ -276,10 +282,57 @@ def test_a_relay_of_ours_that_dies_leaves_the_strangers_to_another():
 
 def test_what_a_stranger_says_of_itself_does_not_change_what_others_are_given():
     drive = fleet()
-    before = (drive.plane.state.fleet.kv_capacity, drive.plane.state.fleet.speed)
+    theirs = drive.plane.state.fleet
+    before = msgspec.msgpack.encode((theirs.kinds, theirs.speed))
     drive.tell(ReplicaJoined(THEIRS, 2, HOST, 0, 1, 1))
-    drive.tell(Progressed(THEIRS, 2, 0, 0, 0, EngineWork(1e9, 1, 1, 1, 1)))
-    assert (drive.plane.state.fleet.kv_capacity, drive.plane.state.fleet.speed) == before
+    for count in range(1, 9):
+        drive.tell(Progressed(THEIRS, 2, 0, 0, 0, EngineWork(1e9 * count, count, count, count, count)))
+    theirs.sort_out()
+    assert msgspec.msgpack.encode((theirs.kinds, theirs.speed)) == before
+    assert theirs.kinds[0].members == 2, "it is one of those who generate, and the checker is not"
+
+
+def test_a_fast_stranger_sends_nobody_home_and_is_not_sent_home():
+    drive = fleet()
+    for replica, seconds in ((OURS, 4.0), (THEIRS, 0.001)):
+        drive.tell(PriceChanged((replica,), 1.0))
+        for count in range(1, 9):
+            work = EngineWork(seconds * count, 10 * count, 40 * count, 0, 0)
+            drive.tell(Progressed(replica, 1, 40, 4, 0, work))
+    drive.finish_all(OURS)
+    drive.train(after=10.0)
+    replicas = drive.plane.state.fleet.replicas
+    assert replicas[THEIRS].rate > 0.0, "what it says is known"
+    assert not drive.orders(Activate)
+
+
+@pytest.mark.parametrize("ending", [False, True])
+def test_neither_strangers_nor_checkers_evaluate(ending: bool):
+    drive = fleet(eval=EvalSettings(every=1), run=Run(steps=1 if ending else 100))
+    drive.tell(EvalSetsOpened((EvalSet("held_out", 40),)))
+    drive.finish_all(OURS)
+    drive.train()
+    drive.store_everywhere(1)
+    for replica in (OURS, THEIRS):
+        if drive.plane.state.fleet.replicas[replica].state == "pulling":
+            drive.load(replica)
+    assert {one.replica for one in drive.orders(Evaluate)} == {OURS}
+    if ending:
+        assert drive.plane.state.evaluation.ending
+        began = [one for one in drive.plane.state.ledger.samples.values() if one.replica == THEIRS]
+        assert not began, "and what a stranger had is put aside"
+
+
+def test_what_a_stranger_says_of_its_place_makes_its_relay_no_relay_of_a_site():
+    drive = fleet()
+    drive.tell(HostJoined(4, (), site="oslo"))
+    drive.tell(RelayJoined(4, 1))
+    drive.tell(HostJoined(5, (), site="oslo", worker="bob", salt=5))
+    assert routes(drive.tell(RelayJoined(5, 1))) == {0: (4, HOST, 5), 5: ()}, "it is fed from home"
+    relays = drive.plane.state.relays
+    assert relays.sites == {"oslo": [4]}
+    drive.tell(RelayLost(4, 1, "gone"))
+    assert relays.newest_for(4) == 0, "from the master, not from a stranger"
 
 
 def test_a_snapshot_with_strangers_gives_the_same_control_back():

@@ -15,6 +15,8 @@ from tailrace.config.tree import Config, Run, TaskSettings, Workload
 from tailrace.envs.base import Row, Scored, Turn
 from tailrace.envs.prompts import Prompts, order
 from tailrace.envs.rendering import Rendering
+from tailrace.scoring import EvalSet
+from tailrace.types import EVALUATION
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] | trim }}<|im_end|>\n{% endfor %}"
@@ -128,8 +130,11 @@ def test_epochs_and_seeds_have_orders_of_their_own() -> None:
 
 
 def test_held_out_rows_have_ids_that_are_no_places() -> None:
-    rows = prompts().held_out()
-    assert [(row.id, row.prompt) for row in rows] == [(-1, "row 5"), (-2, "row 6")]
+    source = prompts()
+    rows = source.held_out()
+    assert [(row.id, row.prompt) for row in rows] == [(EVALUATION, "row 5"), (EVALUATION + 1, "row 6")]
+    assert source.eval_rows(EVALUATION + 1, 1) == rows[1:]
+    assert source.eval_sets == (EvalSet("held_out", 2),)
 
 
 def test_a_prompt_goes_through_the_chat_template() -> None:

@@ -16,8 +16,9 @@ from tailrace.launch import models
 from tailrace.protocol import JudgedTurn, Request
 from tailrace.rollout.build import CoinJudge
 from tailrace.rollout.episode import Episode
-from tailrace.rollout.evaluate import Evaluated, _summed_up
-from tailrace.rollout.runner import Key, Language, Outcome, Runner
+from tailrace.rollout.evaluate import Evaluated
+from tailrace.rollout.runner import Key, Language, Runner
+from tailrace.scoring import EvalResult, PromptScore, summed_up
 from tailrace.types import Row, Segment, id_bytes
 
 END = 99
@@ -358,17 +359,20 @@ def test_growth_is_handed_out_once_in_runs_of_one_origin():
 
 def test_an_evaluation_has_the_mean_reward_beside_the_share_of_right_answers():
     """For rewards that are not 0 or 1 the share alone says little."""
-    ended = [Outcome(Episode(Request(id, 1, id, 5, 3), ROW, (), 0), reward) for id, reward in enumerate(REWARDS)]
-    found = _summed_up(ended, 9)
-    assert (found.done, found.total, found.failed) == (5, 9, 1)
+    scores = [PromptScore() for _ in REWARDS]
+    for score, reward in zip(scores, REWARDS, strict=True):
+        score.add(reward, tokens=3)
+    found = summed_up("held_out", scores, 1)
+    assert (found.prompts, found.failed, found.mean_tokens) == (5, 1, 3.0)
     assert found.accuracy == 2 / 5  # 0.5 itself is not above it, and who has no verdict is not right
     assert found.mean_reward == pytest.approx((0.5 + 0.6 + 3.0 - 1.0) / 4)
 
 
 def test_what_an_accuracy_is_stands_beside_it(tmp_path, monkeypatch, capsys):
+    found = EvalResult("held_out", 9, 1, 0.25, {1: 0.25}, -1.5, 10.0, 0.0, 2)
     monkeypatch.setattr(models, "Journal", lambda _: SimpleNamespace(config=Config(), meta={}))
     monkeypatch.setattr(models, "weights_of", lambda *_: tmp_path / "step-00000003")
-    monkeypatch.setattr(models, "measure", lambda *_: Evaluated(9, 9, 0.25, -1.5, 10.0, 2))
+    monkeypatch.setattr(models, "measure", lambda *_: Evaluated(9, 9, (found,)))
     assert models.evaluate(tmp_path, None) == 0
     said = "accuracy 0.250 (share of rewards above 0.5), mean reward -1.500, on 9 held-out prompts, 2 without a verdict"
     assert capsys.readouterr().out == f"step-00000003: {said}\n"

@@ -148,6 +148,7 @@ def test_a_small_run_by_hand(tmp_path: Path) -> None:
             "lost": 0,
             "in_flight": 0,
         },
+        "spent": {"dollars": 0.0, "dollars_of_all": 0.0, "sent_home": 0},
         "savings": {
             "skipped_prompts": 0,
             "stopped_groups": 0,
@@ -156,6 +157,8 @@ def test_a_small_run_by_hand(tmp_path: Path) -> None:
             "tokens": 0,
         },
         "strangers": {},
+        "evaluations": [],
+        "best": [],
     }
     assert (run / "summary.png").read_bytes().startswith(b"\x89PNG")
     assert "held-out accuracy         0.400 before, - after (share of rewards above 0.5)" in table.getvalue()

@@ -24,6 +24,7 @@ from tailrace.protocol import (
     Parked,
     Progressed,
     RelayJoined,
+    ReplicaJoined,
     SampleFailed,
     ScoringStarted,
     VersionStored,
@@ -34,7 +35,7 @@ from tailrace.runtime.allowance import BURST
 from tailrace.runtime.worker_keys import WorkerKeys
 from tailrace.store.journal import Journal
 from tailrace.wire.connection import Connection
-from tailrace.wire.keys import JOIN_KEY, JoinKey, host_key, site_token, worker_of
+from tailrace.wire.keys import JOIN_KEY, JoinKey, host_key, stranger_token, worker_of
 from tailrace.wire.messages import (
     Collapsed,
     Dismissed,
@@ -122,7 +123,7 @@ def test_a_strangers_token_proves_its_own_names_and_no_others(tmp_path: Path):
         assert await opens(STRANGER, host_key(token, STRANGER))
         for name in ("host-5/1", "host-5/1@bob", "replica-0/1", "replica-2/1@alice", "relay-0/1", "store-0/1"):
             assert not await opens(name, host_key(token, name)), name
-            assert not await opens(name, host_key(site_token(KEYS.token, "alice"), name)), name
+            assert not await opens(name, host_key(stranger_token(KEYS.token, "alice"), name)), name
         made.revoke("alice", "")
         assert not await opens(STRANGER, host_key(token, STRANGER))
         assert not await opens("replica-2/1@alice", KEYS.of("replica-2/1@alice")), "nor its components"
@@ -216,6 +217,7 @@ LIES: dict[str, Any] = {
     "in another's name": lambda p: HandedIn(1, (given(p),)),
     "without a receipt": lambda p: HandedIn(REPLICA, (given(p),)),
     "figures": lambda p: Measured(0, {"engine/steps": 1.0}),
+    "a price": lambda p: ReplicaJoined(REPLICA, 2, p.controller.state.fleet.replicas[REPLICA].host, 0, 9, 9, price=0.1),
     "garbage": lambda p: b"\xc1",
 }
 RELAY_LIES: dict[str, Any] = {

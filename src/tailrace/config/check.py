@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from tailrace.config.errors import refuse
 from tailrace.config.fields import BadValueError, accept, fields, read
-from tailrace.config.tree import Config, Filters, Workload
+from tailrace.config.kinds import GpuKind, bad_tables
+from tailrace.config.tree import HELD_OUT, Config, Filters, Workload
 
 Rule = Callable[[Config], Iterator[str]]
 
@@ -19,6 +20,7 @@ GIVE_A_MODEL = (
     "write model.path, a Hugging Face model directory to train; or, to simulate one, model.preset = 'qwen2.5-7b', "
     "model.hf_config or the model's own figures"
 )
+SET_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 DEVICE = re.compile(r"(cpu|cuda(:\d{1,3})?)?")
 SET_FOR_VLLM = {  # and the setting that is for it
     "model": "model.path",
@@ -51,6 +53,7 @@ def _bad_values(config: Config) -> Iterator[str]:
             accept(key, read(config, key))
         except BadValueError as error:
             yield str(error)
+    yield from bad_tables(config.cluster.cards, config.cluster.sites)
 
 
 def _model_is_complete(config: Config) -> Iterator[str]:
@@ -74,8 +77,48 @@ def _model_heads_fit(config: Config) -> Iterator[str]:
         yield "model.bytes_per_weight and model.bytes_per_kv are above 0; write 2 for bfloat16 or 1 for fp8"
 
 
+def _kinds_make_a_fleet(config: Config) -> Iterator[str]:
+    cluster, kinds = config.cluster, config.kinds
+    if not kinds:
+        return
+    named, counted = {kind.name for kind in kinds}, sum(kind.gpus for kind in kinds)
+    if cluster.trainer_gpu and cluster.trainer_gpu not in named:
+        yield f"cluster.trainer_gpu is '{cluster.trainer_gpu}', of which there are none; write {_one_of(named)}"
+    if cluster.gpu not in named:
+        yield f"cluster.gpu is '{cluster.gpu}', but [cluster.cards] say which kinds there are; leave it out"
+    if cluster.gpus != counted:
+        yield f"cluster.gpus is {cluster.gpus}, but [cluster.cards] have {counted} GPUs; leave it out"
+    if config.split.colocated:
+        yield "split.colocated is true, but kinds of card do not take turns at training and generating; leave it out"
+
+
+def _one_of(names: Iterable[str]) -> str:
+    return " or ".join(f"'{name}'" for name in sorted(names))
+
+
+def _kinds_are_used(config: Config) -> Iterator[str]:
+    """Each by the trainer or by whole replicas."""
+    trainer = config.trainer_kind
+    if trainer is None:
+        return
+    for kind in config.kinds:
+        yield from _replica_of_a_kind(config, f"cluster.cards.{kind.name}.tensor_parallel is {kind.ways}", kind)
+    if config.trainer_gpus > trainer.gpus:
+        yield f"split.trainer_gpus is {config.trainer_gpus} but there are {trainer.gpus} {trainer.name}; write fewer"
+    elif not config.replicas:
+        yield f"split.trainer_gpus = {config.trainer_gpus} leaves no replica's worth of GPUs; write fewer"
+
+
+def _replica_of_a_kind(config: Config, given: str, kind: GpuKind) -> Iterator[str]:
+    if kind.ways > kind.gpus_per_host:
+        yield f"{given}, more than a host of {kind.gpus_per_host} GPUs; write {kind.gpus_per_host} or less"
+    if config.model.heads and config.model.heads % kind.ways:
+        choices = ", ".join(map(str, _divisors(config.model.heads)))
+        yield f"{given}, which does not divide the model's heads; write one of {choices}"
+
+
 def _gpus_are_split(config: Config) -> Iterator[str]:
-    if config.colocated:
+    if config.colocated or config.kinds:
         return
     gpus, trainer = config.cluster.gpus, config.trainer_gpus
     setting = "split.trainer_gpus" if config.split.trainer_gpus else "split.trainer_share"
@@ -89,6 +132,8 @@ def _gpus_are_split(config: Config) -> Iterator[str]:
 
 def _replica_fits(config: Config) -> Iterator[str]:
     ways, per_host = config.split.tensor_parallel, config.cluster.gpus_per_host
+    if config.kinds:
+        return
     if 0 < config.rollout_gpus < ways:
         yield (
             f"split.tensor_parallel is {ways} but only {config.rollout_gpus} GPUs generate, so no replica fits; "
@@ -261,6 +306,31 @@ def _strangers_can_be_checked(config: Config) -> Iterator[str]:
         yield f"strangers are checked under max_staleness + 1 versions; write relay.quota_gbytes = {needed:.2g} or more"
 
 
+def _evaluations_are_of_published_versions(config: Config) -> Iterator[str]:
+    every, published = config.eval.every, config.schedule.publish_every
+    for key, steps in (("eval.every", every), ("run.steps", config.run.steps)):
+        if every and steps % published:
+            yield f"{key} is {steps}, but every {published}th version is published; write a multiple of {published}"
+
+
+def _evaluation_is_used(config: Config) -> Iterator[str]:
+    settings = config.eval
+    for name in ("keep_best", "patience"):
+        value = getattr(settings, name)
+        if value and not settings.every:
+            yield f"eval.{name} is {value}, but eval.every is 0, so nothing is evaluated by then; write 1 or more"
+    if settings.temperature == 0 and settings.samples > 1:
+        yield (
+            f"eval.temperature is 0, so that all {settings.samples} samples of a prompt (eval.samples) are the same; "
+            "write eval.samples = 1, or a temperature"
+        )
+    for name, path in settings.sets.items():
+        if not isinstance(path, str) or not SET_NAME.fullmatch(name) or name == HELD_OUT:
+            yield f"eval.sets.{name} is {path!r}; write name = 'data.jsonl', with a name of letters, digits, - and _"
+    if settings.by and settings.by not in (HELD_OUT, *settings.sets):
+        yield f"eval.by is '{settings.by}', which is no set; there are {', '.join((HELD_OUT, *settings.sets))}"
+
+
 def _devices_have_names(config: Config) -> Iterator[str]:
     for setting, device in (("rollout.device", config.rollout.device), ("trainer.device", config.trainer.device)):
         if not DEVICE.fullmatch(device):
@@ -386,6 +456,8 @@ RULES: tuple[Rule, ...] = (
     _vllm_has_a_python,
     _model_is_complete,
     _model_heads_fit,
+    _kinds_make_a_fleet,
+    _kinds_are_used,
     _gpus_are_split,
     _replica_fits,
     _trainer_divides,
@@ -397,4 +469,6 @@ RULES: tuple[Rule, ...] = (
     _some_data_is_fresh_enough,
     _restarts_back_off,
     _strangers_can_be_checked,
+    _evaluations_are_of_published_versions,
+    _evaluation_is_used,
 )

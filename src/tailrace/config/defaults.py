@@ -13,14 +13,18 @@ from math import ceil
 from typing import Any
 
 from tailrace.config.fields import UNSET, fields, read
+from tailrace.config.files import nested
+from tailrace.config.kinds import gpus_in, kinds_of
 from tailrace.config.tree import AUTO, Config, Lengths
 
 MEDIAN, SIGMA = 2000.0, 1.0  # of answers, where nothing is known of them
 OF_THE_CAP = 8  # a median is at most this part of the longest answer
 LONGEST_ANSWER = 16384
 VLLM_START_S = 900.0
+EVAL_EVERY = 10  # steps
 TAIL_SHARE, TAIL_ALPHA = 0.05, 1.5
 ZERO_IS_NONE = {f"workload.lengths.{name}" for name in ("median", "sigma", "tail_share", "tail_alpha")}
+CARDS = "cluster.cards"
 FLEET = ("cluster.gpus", "cluster.gpus_per_host", "split.colocated")
 LOCATIONS = tuple(f"workload.lengths.{name}" for name in ("median", "mean", "p99"))
 
@@ -57,8 +61,9 @@ def follow(given: Mapping[str, Any], context: int) -> dict[str, Any]:
 
 
 def fleet_of(config: Config) -> dict[str, Any]:
-    """The machines that are there, whatever is tried on them."""
-    return {key: UNSET if (value := read(config, key)) is None else value for key in FLEET}
+    """The machines that are there, whatever is tried on them; of several kinds, their tables say how many."""
+    keys = [key for key in FLEET if key != "cluster.gpus" or not config.kinds]
+    return {key: UNSET if (value := read(config, key)) is None else value for key in keys}
 
 
 def following_fleet(config: Config) -> dict[str, Any]:
@@ -152,10 +157,27 @@ def _gpus_per_host(settings: Settings) -> int:
 
 def _gpus(settings: Settings) -> int:
     """Whole hosts for the trainer and one replica."""
+    if counted := gpus_in(_cards(settings)):
+        return counted
     trainer = max(settings["split.trainer_gpus"], settings["split.trainer_parallel"])
     needed, host = trainer + settings["split.tensor_parallel"], settings["cluster.gpus_per_host"]
     usual = _plain("cluster.gpus")
     return usual if needed <= usual else ceil(needed / host) * host
+
+
+def _cards(settings: Settings) -> dict[str, Any]:
+    """The tables [cluster.cards.NAME], given as a whole or value by value."""
+    values = {key: value for key, value in settings.given.items() if key == CARDS or key.startswith(f"{CARDS}.")}
+    return nested(values).get("cluster", {}).get("cards", {})
+
+
+def _gpu(settings: Settings) -> str:
+    """Of several kinds: one that generates, so the first that does not train."""
+    names = [kind.name for kind in kinds_of(_cards(settings), 1, 1)]
+    if not names:
+        return _plain("cluster.gpu")
+    trainer = settings["cluster.trainer_gpu"] or names[0]
+    return next((name for name in names if name != trainer), names[0])
 
 
 def _colocated(settings: Settings) -> bool | None:
@@ -174,6 +196,14 @@ def _replicas(settings: Settings) -> int | str:
     """Every card of the machine, where a model is really trained on it."""
     trains = settings["model.path"] and settings["rollout.engine"] != "emulated" and not settings.measured
     return AUTO if trains else _plain("local.replicas")
+
+
+def _eval_every(settings: Settings) -> int:
+    """Who wants the best versions wants to know which they are: in so many steps, and only of published versions."""
+    if not (settings["eval.keep_best"] or settings["eval.patience"]):
+        return _plain("eval.every")
+    published = settings["schedule.publish_every"]
+    return ceil(EVAL_EVERY / published) * published
 
 
 def _filter(settings: Settings) -> str:
@@ -198,6 +228,7 @@ FOLLOWING: dict[str, Callable[[Settings], Any]] = {
         _plain("workload.prompts_per_step"), settings["trainer.mini_batches"]
     ),
     "trainer.mini_batches": lambda settings: min(_plain("trainer.mini_batches"), settings["workload.prompts_per_step"]),
+    "eval.every": _eval_every,
     "groups.filter": _filter,
     "trainer.ranks": lambda settings: max(_plain("trainer.ranks"), settings["local.ranks"] or 0),
     "schedule.max_staleness": _max_staleness,
@@ -210,6 +241,7 @@ FOLLOWING: dict[str, Callable[[Settings], Any]] = {
     "split.trainer_parallel": lambda settings: (
         settings["split.trainer_tensor_parallel"] * settings["split.trainer_pipeline_parallel"]
     ),
+    "cluster.gpu": _gpu,
     "cluster.gpus_per_host": _gpus_per_host,
     "cluster.gpus": _gpus,
     "split.colocated": _colocated,

@@ -151,6 +151,12 @@ def is_list_of_numbers(key: str) -> bool:
     return isinstance(kind, VarTupleType) and isinstance(kind.item_type, IntType)
 
 
+def is_list_of_words(key: str) -> bool:
+    """Of a few that are known."""
+    kind = fields()[key].kind
+    return isinstance(kind, VarTupleType) and isinstance(kind.item_type, LiteralType)
+
+
 def is_number(key: str) -> bool:
     return isinstance(fields()[key].kind, IntType | FloatType)
 
@@ -188,6 +194,8 @@ def _wanted(field: Field) -> str:
             return "true or false"
         case VarTupleType(IntType()):
             return "a list of whole numbers of 0 or more, such as [0, 1]"
+        case VarTupleType(LiteralType(words)):
+            return f"a list of {', '.join([repr(word) for word in words])}"
         case VarTupleType():
             return "a list of texts in quotes"
         case DictType():

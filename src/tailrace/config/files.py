@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import tomllib
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from difflib import get_close_matches
 from itertools import count
 from pathlib import Path
@@ -23,6 +24,7 @@ DEEPEST = 16  # tables in tables; our settings go three deep, and a task's own o
 MOST_DOTS = 2000  # in a line: the time and memory that TOML takes for a dotted key grow with its square
 
 PATH_KEYS = ("model.hf_config", "model.path", "workload.lengths.file", "task.data", "task.eval_data")
+EVAL_SETS = "eval.sets."  # and a name
 CODE_KEYS = ("task.reward", "task.name")  # an import path, or "file.py:name"
 EXECUTABLE = "rollout.python"  # not resolved: where the link lies is what makes it that environment's Python
 PACKAGE = "package:"  # a model that an installed package carries, not a path
@@ -46,7 +48,11 @@ def anchored(key: str, value: Any, folder: Path) -> Any:
         return value  # what is no text is refused where values are judged
     if key == EXECUTABLE and "/" in value:
         return os.path.abspath(folder / Path(value).expanduser())
-    is_path = (key in PATH_KEYS and not value.startswith(PACKAGE)) or (key in CODE_KEYS and ".py:" in value)
+    is_path = (
+        key.startswith(EVAL_SETS)
+        or (key in PATH_KEYS and not value.startswith(PACKAGE))
+        or (key in CODE_KEYS and ".py:" in value)
+    )
     if is_path and "\0" in value:
         raise ConfigError(f"{key} is {value[:60]!r}, which is no path: it has a zero byte; write one without")
     return str((folder / Path(value).expanduser()).resolve()) if is_path else value
@@ -71,7 +77,7 @@ def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
         inner = table
         for part in path:
             inner = inner.setdefault(part, {})
-        inner[name] = value
+        inner[name] = deepcopy(value)  # more of a table may follow
     return table
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tailrace.config.errors import ConfigError
-from tailrace.config.fields import fields, is_bool, is_list, is_list_of_numbers, is_number, open_table
+from tailrace.config.fields import fields, is_bool, is_list, is_list_of_numbers, is_list_of_words, is_number, open_table
 from tailrace.config.files import Given, TomlError, anchored, read_toml
 
 
@@ -48,6 +48,8 @@ def _value(key: str, text: str | None) -> Any:
         return {"true": True, "false": False}.get(text.lower(), text)
     if known and is_list_of_numbers(key):
         return _numbers(text)
+    if known and is_list_of_words(key) and not text.startswith("["):
+        return [word.strip() for word in text.split(",") if word.strip()]
     if known and is_list(key):
         return _list(text)
     if open_table(key):

@@ -26,8 +26,6 @@ _DATA = "a JSONL or parquet file, or a saved dataset"
 _REWARD = "'file.py:function'"
 _ONCE = "every sample is trained once. trainer.mini_batches says how many updates a step has"
 _WITH_MODEL = "the tokenizer lies with the model, in model.path"
-_SHOWN = "figures are in run.db; tailrace page RUN shows them"
-_MEASURED = "accuracy is measured before and after, and by tailrace eval RUN"
 _BOTH_CLIPS = "and trainer.clip_high for the other side"
 _PASSES = "micro-batch token budget; affects memory, not results"
 _PARTIAL = "write schedule.kind = 'partial'"
@@ -227,12 +225,12 @@ FRAMEWORK_NAMES: dict[str, FrameworkName] = {
     "default_local_dir": FrameworkName("verl", "run.folder"),
     "resume_mode": FrameworkName("verl", "", "the option --resume goes on with a run"),
     "resume_from_checkpoint": FrameworkName("TRL", "", "the option --resume goes on with a run"),
-    "test_freq": FrameworkName("verl", "", _MEASURED),
-    "eval_steps": FrameworkName("TRL", "", _MEASURED),
-    "eval_interval": FrameworkName("SkyRL and slime", "", _MEASURED),
-    "report_to": FrameworkName("TRL", "", _SHOWN),
-    "logger": FrameworkName("verl and SkyRL", "", _SHOWN),
-    "use_wandb": FrameworkName("OpenRLHF and slime", "", _SHOWN),
+    "test_freq": FrameworkName("verl", "eval.every"),
+    "eval_steps": FrameworkName("TRL", "eval.every"),
+    "eval_interval": FrameworkName("SkyRL and slime", "eval.every"),
+    "report_to": FrameworkName("TRL", "log.to"),
+    "logger": FrameworkName("verl and SkyRL", "log.to"),
+    "use_wandb": FrameworkName("OpenRLHF and slime", "log.to"),
     "project_name": FrameworkName("verl and SkyRL", "", "a run has a folder (run.folder) and a name (run.name)"),
     # prompts and rewards
     "train_files": FrameworkName("verl", "task.data", _DATA),

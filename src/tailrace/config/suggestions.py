@@ -34,7 +34,7 @@ def unknown(key: str, dashes: str = "") -> str:
 
 def nearest(key: str) -> str | None:
     """Our key that this one is for certain: without its section, its last word in another section, or a typo."""
-    for found in (_without_section(key), _in_another_section(key)):
+    for found in (_of_training(_without_section(key)), _of_training(_in_another_section(key))):
         if len(found) == 1:
             return found[0]
     section, dot, word = key.rpartition(".")
@@ -61,6 +61,11 @@ def _without_section(key: str) -> list[str]:
 
 def _in_another_section(key: str) -> list[str]:
     return [each for each in fields() if leaf(each) == leaf(key) and _is_telling(leaf(key))]
+
+
+def _of_training(keys: list[str]) -> list[str]:
+    """Some settings are there for evaluations too; without a section, those of training are meant."""
+    return [key for key in keys if not key.startswith("eval.")] if len(keys) > 1 else keys
 
 
 def _is_telling(word: str) -> bool:

@@ -20,9 +20,11 @@ def check_all(config: Config, state: State) -> None:
     _history_agrees(config, state.ledger, state.training)
     _relays_agree(config, state.relays)
     _replicas_agree(state)
+    _the_cheapest_generate(state)
     _somebody_is_left(config, state)
     _stores_agree(state)
     _strangers_are_apart(config, state)
+    _evaluation_balances(state)
 
 
 def _groups_balance(ledger: Ledger) -> None:
@@ -118,6 +120,19 @@ def _replicas_agree(state: State) -> None:
     assert set(state.fleet.moves) == releasing, "who hands back its work has somewhere to send it"
 
 
+def _the_cheapest_generate(state: State) -> None:
+    """Whoever is sent home has a price, gets nothing, and leaves somebody at work."""
+    live = [one for one in state.fleet.replicas.values() if one.live]
+    own = [one for one in live if one.own and one.state != "away"]
+    resting = [one for one in state.fleet.replicas.values() if one.resting]
+    assert all(one.live and one.own for one in resting), "only the living are sent home, neither strangers nor checkers"
+    assert not any(one.resting and one.id in state.fleet.hungry for one in live), "nothing is kept for who is at home"
+    assert state.stopped or not own or not all(one.resting for one in own), "somebody generates"
+    working = sum(one.works for one in live)
+    assert sum(kind.members for kind in state.fleet.kinds) == working, "kinds count whoever generates"
+    assert all(one.kind < len(state.fleet.kinds) for one in live), "every replica is of a kind"
+
+
 def _somebody_is_left(config: Config, state: State) -> None:
     """But for replicas that only other machines bring: others may come."""
     replicas = state.fleet.replicas if config.local.replicas else {}
@@ -140,13 +155,32 @@ def _relays_agree(config: Config, relays: Relays) -> None:
 
 
 def _reachable(config: Config, relays: Relays) -> list[int]:
-    if config.relay.topology == "tree":
-        return list(relays.order)
-    reached, at = [relays.master], relays.master
-    while at in relays.after and len(reached) <= relays.live:
-        at = relays.after[at]
-        reached.append(at)
+    reached = [relays.master]
+    for id in reached:  # which grows meanwhile
+        if len(reached) <= relays.live:
+            reached += relays.targets(config.relay, relays.relays[id])
     return reached
+
+
+def _evaluation_balances(state: State) -> None:
+    evaluation, replicas = state.evaluation, state.fleet.replicas.values()
+    ended = sum(score.samples for score in evaluation.scores)
+    if evaluation.version != NONE:
+        assert evaluation.begun == ended + len(evaluation.samples), "samples given out == ended + under way"
+        assert evaluation.begun <= evaluation.total, "no more than there are"
+    else:
+        assert not evaluation.samples, "samples belong to an evaluation"
+    given = {id: replica.id for replica in replicas for id in replica.evaluating}
+    assert len(given) == sum(len(replica.evaluating) for replica in replicas), "no evaluation sample is on two replicas"
+    known = {one.id: one.replica for one in evaluation.samples.values()}
+    assert given == {id: replica for id, replica in known.items() if replica != NOWHERE}, "both books say who has what"
+    assert set(evaluation.waiting) == known.keys() - given.keys(), "who has no replica waits"
+    for replica in replicas:
+        if replica.evaluating:
+            assert replica.own, "neither strangers nor checkers evaluate"
+            assert replica.live, "the dead evaluate nothing"
+            assert replica.version == evaluation.version, "an evaluation sample is generated under its version"
+            assert replica.state != "pulling", "and under no other"
 
 
 def _stores_agree(state: State) -> None:

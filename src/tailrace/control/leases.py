@@ -12,7 +12,7 @@ meanwhile, or elsewhere, is refused as any late report is.
 
 from __future__ import annotations
 
-from tailrace.control import groups, weights
+from tailrace.control import evaluation, groups, weights
 from tailrace.control.fleet import Replica
 from tailrace.control.relays import Relay
 from tailrace.control.state import Context
@@ -29,7 +29,9 @@ def keeps(context: Context, replica: Replica, reason: str) -> bool:
     if not replica.leased or context.now >= until:
         return False
     weights.end_pull(context, replica)
+    evaluation.lose(context, replica)  # nobody waits for an evaluation that long
     context.fleet.cut_off(context.now, replica, until, reason)
+    context.fleet_changed = True
     context.send(CutOff("replica", replica.id, replica.incarnation, until, reason))
     return True
 
@@ -61,9 +63,8 @@ def take_back_overdue(context: Context) -> None:
         late = [id for id, due in replica.due.items() if due <= context.now]
         samples = [context.ledger.samples[id] for id in late]
         groups.cancel(context, samples)
-        for sample in samples:
-            context.ledger.void(sample)
-            context.ledger.unassign(sample)
+        for id in late:
+            context.ledger.take_back(id, anew=True)
 
 
 def _until(context: Context, component: Replica | Relay) -> float:

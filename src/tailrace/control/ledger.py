@@ -236,6 +236,13 @@ class Ledger(msgspec.Struct):
         sample.replica = NOWHERE
         (self.handed_in if sample.check else self.waiting)[sample.id] = None
 
+    def take_back(self, id: TrajectoryId, anew: bool) -> None:
+        """Others go on from what is stored of it; or begin anew, where a stranger had it and nobody has checked it."""
+        sample = self.samples[id]
+        if anew:
+            self.void(sample)
+        self.unassign(sample)
+
     def hand_in(self, sample: Sample, meta: TrajectoryMeta, check: Check) -> None:
         """A stranger has generated a turn of it."""
         self.keep_prefix(sample, meta)

@@ -17,7 +17,19 @@ from typing import Any
 import msgspec
 
 from tailrace.config.tree import Config
-from tailrace.control import checks, moves, replicas, rounds, steps, stores, watch, weights, work
+from tailrace.control import (
+    activation,
+    checks,
+    evaluation,
+    moves,
+    replicas,
+    rounds,
+    steps,
+    stores,
+    watch,
+    weights,
+    work,
+)
 from tailrace.control.invariants import check_all
 from tailrace.control.state import Context, State
 from tailrace.protocol import (
@@ -25,6 +37,7 @@ from tailrace.protocol import (
     Checkpointed,
     Command,
     ControllerRestarted,
+    EvalSetsOpened,
     Event,
     Finished,
     GenerationResumed,
@@ -34,6 +47,7 @@ from tailrace.protocol import (
     HostLeft,
     LinkFailed,
     Parked,
+    PriceChanged,
     Progressed,
     PromptsAdded,
     PublishFailed,
@@ -77,7 +91,9 @@ HANDLERS: dict[type[Event], Callable[[Context, Any], None]] = {
     WorkerRevoked: checks.revoked,
     WorkerRefused: checks.refused,
     PromptsAdded: _prompts_added,
+    EvalSetsOpened: evaluation.opened,
     ReplicaJoined: replicas.joined,
+    PriceChanged: activation.price_changed,
     ReplicaLost: replicas.lost,
     Progressed: replicas.progressed,
     ScoringStarted: replicas.scoring_started,
@@ -130,14 +146,18 @@ class ControlPlane:
         weights.publish(context)
         if not self.state.stopped:
             steps.train(context)
-        if self.state.stopped:
+        if not self.state.stopped and (reason := evaluation.advance(context)):
+            steps.stop(context, reason)
+        if self.state.stopped or self.state.evaluation.ending:
             return
+        if context.fleet_changed:
+            activation.decide(context)
         if context.traits.rounds:
             rounds.advance(context)
         else:
             self._give_work(context)
         work.fetch_prompts(context)
-        if context.repack_due and context.repacks:
+        if context.repack_due and (context.repacks or context.relieves):
             moves.consider(context)
 
     def _give_work(self, context: Context) -> None:
@@ -148,7 +168,7 @@ class ControlPlane:
                 checks.touch_checkers(context)
             for id in context.fleet.hungry:
                 context.touch(context.fleet.replicas[id])
-        for replica in context.touched.values():
+        for replica in context.fleet.fastest_first(context.touched.values()):
             work.settle(context, replica)
 
     def heartbeats(self, age_s: Callable[[Role, int], float]) -> Heartbeats:

@@ -5,12 +5,16 @@ chunk while it receives it, so a broadcast takes little longer than one transfer
 is sent only when a neighbour changes, which is a constant number of commands for any loss or arrival, and relays that
 have a version do not receive it again.
 
+Relays far away belong to a site. The master feeds the first relay of each site, and that one feeds a chain of the
+others: so a version crosses the link to a site once, and a slow link holds up nobody elsewhere.
+
 Owned by the plane. The methods return the commands that their change asks for.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 import msgspec
 
@@ -27,6 +31,7 @@ class Relay(msgspec.Struct):
     departed: bool = False  # with its host
     leased: bool = False  # of a machine that joined: cut off, it is not replaced before `health.lease_s`
     foreign: bool = False  # a stranger's: it gets versions for itself, and nobody gets any from it
+    site: str = ""  # where it is, if far away
     last_seen: float = 0.0
     versions: list[Version] = []  # ascending
     position: int = NONE  # in `Relays.order`
@@ -47,12 +52,14 @@ class Relay(msgspec.Struct):
 
 
 class Relays(msgspec.Struct):
-    """A tree is `order`, read as a heap, with the master first; a chain is `after` and `before`."""
+    """A tree is `order`, read as a heap, with the master first; a chain is `after` and `before`. `sites` have a chain
+    each. The master is at home, unless nobody else is there."""
 
     relays: dict[RelayId, Relay] = {}
     order: list[RelayId] = []
     after: dict[RelayId, RelayId] = {}  # chain: its successor
     before: dict[RelayId, RelayId] = {}  # chain: its predecessor
+    sites: dict[str, list[RelayId]] = {}  # live relays, in the order of the chain
     holders: dict[Version, int] = {}  # how many live relays hold a version
     live: int = 0
     revision: int = 0
@@ -76,13 +83,13 @@ class Relays(msgspec.Struct):
         relay.quarantined = False
         relay.unreached = 0
         if relay.foreign:
-            return [*self._feed(config, [relay.id]), self._route(relay, ())]
+            return [*self._feed(config, [relay.id]), self._route(config, relay)]
         self.live += 1
         for version in relay.versions:
             self.holders[version] = self.holders.get(version, 0) + 1
         self._note_everywhere()
         waiting = [id for id, feeder in self.feeders.items() if feeder == NONE]
-        return self._attach(config, relay) + self._feed(config, waiting)
+        return self._with_heads(config, lambda: self._attach(config, relay)) + self._feed(config, waiting)
 
     def current(self, id: RelayId, incarnation: int) -> Relay | None:
         relay = self.relays.get(id)
@@ -97,71 +104,114 @@ class Relays(msgspec.Struct):
         for version in relay.versions:
             self._forget_holder(version)
         relay.versions = []
-        commands = self._splice(relay) if config.topology == "chain" else self._replace_in_tree(config, relay)
+        commands = self._with_heads(config, lambda: self._detach(config, relay))
         self._note_everywhere()
         return commands + self._feed(config, [id for id, feeder in self.feeders.items() if feeder == relay.id])
 
     # ------------------------------------------------------------------------------------------------ foreign relays
 
     def _feed(self, config: RelaySettings, foreign: list[RelayId]) -> list[Command]:
-        """Each of these gets versions from one of ours, as a leaf: from the one that serves the fewest of them."""
-        ours = [one for one in self.relays.values() if one.live and not one.foreign]
+        """Each of these gets versions from one of ours, as a leaf: from the one that serves the fewest of them, and is
+        not far away itself."""
+        live = [one for one in self.relays.values() if one.live and not one.foreign]
+        ours = [one.id for one in live if not one.site] or [one.id for one in live]
         for id in foreign:
             fed = Counter(self.feeders.values())
-            self.feeders[id] = min([one.id for one in ours], key=lambda one: (fed[one], one), default=NONE)
+            self.feeders[id] = min(ours, key=lambda one: (fed[one], one), default=NONE)
         feeders = {self.feeders[id] for id in foreign} - {NONE}
-        return [self._route(self.relays[id], self._targets(config, self.relays[id])) for id in sorted(feeders)]
+        return [self._route(config, self.relays[id]) for id in sorted(feeders)]
 
     def _starve(self, config: RelaySettings, relay: Relay) -> list[Command]:
         """One of them is gone."""
         relay.versions = []
         feeder = self.relays.get(self.feeders.pop(relay.id, NONE))
-        return [self._route(feeder, self._targets(config, feeder))] if feeder is not None and feeder.live else []
-
-    def _targets(self, config: RelaySettings, relay: Relay) -> tuple[RelayId, ...]:
-        """Those of ours that it forwards to."""
-        if config.topology == "tree":
-            return self._children(config, relay.position)
-        return (self.after[relay.id],) if relay.id in self.after else ()
+        return [self._route(config, feeder)] if feeder is not None and feeder.live else []
 
     # ---------------------------------------------------------------------------------------------------- routes
 
     def feeds(self, config: RelaySettings, relay: Relay, target: RelayId) -> bool:
         """Whether this is one of those it forwards to."""
-        if target in self.feeders:
-            return self.feeders[target] == relay.id
-        if config.topology == "chain":
-            return self.after.get(relay.id, NONE) == target
-        return target in self._children(config, relay.position)
+        return target in self.targets(config, relay) or self.feeders.get(target, NONE) == relay.id
+
+    def targets(self, config: RelaySettings, relay: Relay) -> tuple[RelayId, ...]:
+        """Those of ours in its own site, and from the master the first ones of the others. A foreign one has none."""
+        if relay.foreign:
+            return ()
+        if relay.site:
+            chain = self.sites[relay.site]
+            own = tuple(chain[chain.index(relay.id) + 1 :][:1])
+        elif config.topology == "chain":
+            own = (self.after[relay.id],) if relay.id in self.after else ()
+        else:
+            own = self._children(config, relay.position)
+        return own + tuple([chain[0] for chain in self.sites.values() if relay.id == self.master != chain[0]])
 
     def is_last(self, config: RelaySettings, relay: Relay) -> bool:
-        return relay.foreign or relay.id == (self.tail if config.topology == "chain" else self.order[-1])
+        if relay.foreign:
+            return True
+        if relay.site:
+            return relay.id == self.sites[relay.site][-1]
+        return relay.id == (self.tail if config.topology == "chain" else self.order[-1])
 
     def move_to_end(self, config: RelaySettings, relay: Relay) -> list[Command]:
         """Somebody else feeds it from now on. Nobody is told twice."""
-        commands = self._splice(relay) if config.topology == "chain" else self._replace_in_tree(config, relay)
-        commands += self._attach(config, relay)
-        return list({command.relay: command for command in commands if isinstance(command, Route)}.values())
+        return self._with_heads(config, lambda: self._detach(config, relay) + self._attach(config, relay))
 
-    def _attach(self, config: RelaySettings, relay: Relay) -> list[Command]:
-        """A new member goes to the end, where only one other relay has to know of it."""
+    def _with_heads(self, config: RelaySettings, change: Callable[[], list[RelayId]]) -> list[Command]:
+        """The routes that a change asks for; with new ones of the masters, if they feed other sites than before."""
+        previous, heads = self.master, self._heads()
+        changed = change()
+        self._elect()
+        if self.sites and (self.master, self._heads()) != (previous, heads):
+            changed += [previous, self.master]
+        live = [self.relays[id] for id in dict.fromkeys(changed) if id != NONE and self.relays[id].live]
+        return [self._route(config, relay) for relay in live]
+
+    def _heads(self) -> list[RelayId]:
+        return [chain[0] for chain in self.sites.values()]
+
+    def _elect(self) -> None:
+        """While nobody is at home, the trainer pushes to the first relay elsewhere."""
+        if self.master == NONE and self.sites:
+            self.master = self._heads()[0]
+
+    def _attach(self, config: RelaySettings, relay: Relay) -> list[RelayId]:
+        """A new member goes to the end, where only one other relay has to know of it. Returns who has a new route."""
+        if relay.site:
+            chain = self.sites.setdefault(relay.site, [])
+            chain.append(relay.id)
+            return chain[-2:]
         if config.topology == "tree":
             relay.position = len(self.order)
             self.order.append(relay.id)
             self.master = self.order[0]
-            changed = (
-                [relay.id] if relay.position == 0 else [self.order[(relay.position - 1) // config.fan_out], relay.id]
-            )
-            return self._tree_routes(config, changed)
+            parent = self.order[(relay.position - 1) // config.fan_out]
+            return [relay.id] if relay.position == 0 else [parent, relay.id]
         previous, self.tail = self.tail, relay.id
         if previous == NONE:
             self.master = relay.id
-            return [self._route(relay, ())]
+            return [relay.id]
         self.after[previous] = relay.id
         self.before[relay.id] = previous
-        return [self._route(self.relays[previous], (relay.id,)), self._route(relay, ())]
+        return [previous, relay.id]
 
-    def _splice(self, relay: Relay) -> list[Command]:
+    def _detach(self, config: RelaySettings, relay: Relay) -> list[RelayId]:
+        """Returns who has a new route."""
+        if relay.site:
+            return self._leave_site(relay)
+        return self._splice(relay) if config.topology == "chain" else self._replace_in_tree(config, relay)
+
+    def _leave_site(self, relay: Relay) -> list[RelayId]:
+        chain = self.sites[relay.site]
+        place = chain.index(relay.id)
+        chain.remove(relay.id)
+        if not chain:
+            del self.sites[relay.site]
+        if self.master == relay.id:
+            self.master = NONE
+        return chain[place - 1 : place] if place else []
+
+    def _splice(self, relay: Relay) -> list[RelayId]:
         """Chain: its predecessor forwards to its successor from now on."""
         previous, following = self.before.pop(relay.id, NONE), self.after.pop(relay.id, NONE)
         if following != NONE:
@@ -176,11 +226,9 @@ class Relays(msgspec.Struct):
             self.master = following
         if self.tail == relay.id:
             self.tail = previous
-        if previous == NONE:
-            return []
-        return [self._route(self.relays[previous], () if following == NONE else (following,))]
+        return [] if previous == NONE else [previous]
 
-    def _replace_in_tree(self, config: RelaySettings, relay: Relay) -> list[Command]:
+    def _replace_in_tree(self, config: RelaySettings, relay: Relay) -> list[RelayId]:
         """Tree: the last leaf takes the free position, so that at most three relays learn something new."""
         hole, relay.position = relay.position, NONE
         last = self.order.pop()
@@ -190,19 +238,16 @@ class Relays(msgspec.Struct):
             self.relays[last].position = hole
             changed += [last] if hole == 0 else [self.order[(hole - 1) // config.fan_out], last]
         self.master = self.order[0] if self.order else NONE
-        return self._tree_routes(config, list(dict.fromkeys(changed)))
-
-    def _tree_routes(self, config: RelaySettings, changed: list[RelayId]) -> list[Command]:
-        return [self._route(self.relays[id], self._children(config, self.relays[id].position)) for id in changed]
+        return changed
 
     def _children(self, config: RelaySettings, index: int) -> tuple[RelayId, ...]:
         first = index * config.fan_out + 1
         return tuple(self.order[first : first + config.fan_out])
 
-    def _route(self, relay: Relay, targets: tuple[RelayId, ...]) -> Command:
+    def _route(self, config: RelaySettings, relay: Relay) -> Command:
         self.revision += 1
         foreign = [id for id, feeder in self.feeders.items() if feeder == relay.id]
-        return Route(relay.id, relay.incarnation, self.revision, (*targets, *foreign))
+        return Route(relay.id, relay.incarnation, self.revision, (*self.targets(config, relay), *foreign))
 
     # -------------------------------------------------------------------------------------------------- versions
 
@@ -218,14 +263,21 @@ class Relays(msgspec.Struct):
             self._note_everywhere()
         return True
 
-    def retire(self, config: RelaySettings, relay: Relay, version_bytes: float, least: int = 0) -> list[Command]:
-        """Free the oldest versions beyond the quota; never the newest, never one that is being read, and never one of
-        the `least` newest."""
+    def retire(
+        self,
+        config: RelaySettings,
+        relay: Relay,
+        version_bytes: float,
+        kept: tuple[Version, ...] = (),
+        least: int = 0,
+    ) -> list[Command]:
+        """Free the oldest versions beyond the quota; never the newest, never one that is being read or to be kept, and
+        never one of the `least` newest."""
         keep = config.keep_versions
         if config.quota_gbytes:
             keep = max(1, min(keep, int(config.quota_gbytes * 1e9 / max(version_bytes, 1.0))))
         surplus = relay.versions[: max(0, len(relay.versions) - max(keep, least))]
-        freed = [version for version in surplus if not relay.readers.get(version)]
+        freed = [version for version in surplus if not relay.readers.get(version) and version not in kept]
         for version in freed:
             relay.versions.remove(version)
             if not relay.foreign:
@@ -233,18 +285,21 @@ class Relays(msgspec.Struct):
         return [Drop(relay.id, relay.incarnation, version) for version in freed]
 
     def source_for(self, host: RelayId, version: Version) -> Relay | None:
-        """Where a replica on `host` gets a version: from its own relay, or from the master while that one is gone."""
-        own = self.relays.get(host)
-        if own is not None and (own.live or own.foreign):
-            return own if version in own.versions else None
-        master = self.relays.get(self.master)
-        return master if master is not None and version in master.versions else None
+        """Where a replica on `host` gets a version."""
+        source = self._serving(host)
+        return source if source is not None and version in source.versions else None
 
     def newest_for(self, host: RelayId) -> Version:
+        source = self._serving(host)
+        return source.newest if source is not None else NONE
+
+    def _serving(self, host: RelayId) -> Relay | None:
+        """Its own relay; while that one is gone the first of its site, or the master. A stranger has no other."""
         own = self.relays.get(host)
         if own is not None and (own.live or own.foreign):
-            return own.newest
-        return self.relays[self.master].newest if self.master != NONE else NONE
+            return own
+        near = self.sites.get(own.site, []) if own is not None else []
+        return self.relays.get(near[0] if near else self.master)
 
     def begin_read(self, relay: Relay, version: Version) -> None:
         relay.readers[version] = relay.readers.get(version, 0) + 1

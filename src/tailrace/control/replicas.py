@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tailrace.control import groups, health, steps, weights
+from tailrace.control import evaluation, groups, health, steps, weights
 from tailrace.control.fleet import Replica
 from tailrace.control.ledger import Sample
+from tailrace.control.speed import OWN_MEMORY
 from tailrace.control.state import Context
 from tailrace.protocol import (
     Assignment,
@@ -23,7 +24,7 @@ from tailrace.protocol import (
     ScoringStarted,
     WeightsLoaded,
 )
-from tailrace.types import TrajectoryId
+from tailrace.types import EVALUATION
 
 
 def joined(context: Context, event: ReplicaJoined) -> None:
@@ -34,28 +35,22 @@ def joined(context: Context, event: ReplicaJoined) -> None:
         weights.end_pull(context, known)
     replica = context.fleet.join(context.now, event)
     _reconcile(context, replica, event.held)
+    context.fleet_changed = True
     context.touch(replica)
     context.more_work = True
 
 
 def _reconcile(context: Context, replica: Replica, held: tuple[Assignment, ...]) -> None:
     """Compare what control believes a replica has with what it says it has; both sides forget the difference."""
-    stray = [one for one in held if not _is_assigned(context, replica, one)]
+    evaluated = evaluation.keep_only(context, replica, held)
+    stray = [one for one in held if one.trajectory not in evaluated and not _is_assigned(context, replica, one)]
     if stray:
         context.send(Cancel(replica.id, replica.incarnation, tuple(stray)))
     kept = {one.trajectory for one in held} - {one.trajectory for one in stray}
     missing = [id for id in replica.holds() if id not in kept]
     for id in missing:
         replica.drop(id)
-        _take_back(context, replica, id)
-
-
-def _take_back(context: Context, replica: Replica, id: TrajectoryId) -> None:
-    """Others go on from what is stored of it; but not from what a stranger has generated and nobody has checked."""
-    sample = context.ledger.samples[id]
-    if replica.worker:
-        context.ledger.void(sample)
-    context.ledger.unassign(sample)
+        context.ledger.take_back(id, anew=bool(replica.worker))
 
 
 def _is_assigned(context: Context, replica: Replica, one: Assignment) -> bool:
@@ -76,9 +71,11 @@ def lost(context: Context, event: ReplicaLost) -> None:
 def lose(context: Context, replica: Replica, reason: str) -> None:
     """Its samples wait for another replica; it is started again after a pause."""
     weights.end_pull(context, replica)
+    evaluation.lose(context, replica)
     for id in replica.holds():
-        _take_back(context, replica, id)
+        context.ledger.take_back(id, anew=bool(replica.worker))
     context.fleet.lose(context.now, replica, reason)
+    context.fleet_changed = True
     health.plan_restart(context.config.health, context.now, replica)
     context.more_work = True
 
@@ -92,6 +89,7 @@ def progressed(context: Context, event: Progressed) -> None:
         if event.work is not None and not replica.worker:
             context.fleet.speed.note(replica.work, event.work)
         if event.work is not None:
+            replica.speed.note(replica.work, event.work, OWN_MEMORY)
             replica.work = event.work
 
 
@@ -122,6 +120,9 @@ def _turns(context: Context, event: ScoringStarted | GenerationResumed) -> Itera
 
 
 def finished(context: Context, event: Finished) -> None:
+    if event.meta.id >= EVALUATION:
+        evaluation.finished(context, event)
+        return
     sample = context.ledger.current(event.meta.id, event.meta.attempt)
     if sample is not None:
         replica = _detach(context, sample)
@@ -134,6 +135,9 @@ def finished(context: Context, event: Finished) -> None:
 
 
 def sample_failed(context: Context, event: SampleFailed) -> None:
+    if event.trajectory >= EVALUATION:
+        evaluation.sample_failed(context, event)
+        return
     sample = context.ledger.current(event.trajectory, event.attempt)
     if sample is not None:
         replica = _maker(context, sample, _detach(context, sample))

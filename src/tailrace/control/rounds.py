@@ -10,6 +10,7 @@ as well.
 from __future__ import annotations
 
 from tailrace.control import filters, weights, work
+from tailrace.control.kinds import shares
 from tailrace.control.state import Context
 from tailrace.types import Version
 
@@ -47,15 +48,15 @@ def _fleet_is_at(context: Context, version: Version) -> bool:
     target = context.relays.newest_everywhere
     if target < version or context.state.pulling or not context.fleet.live:
         return False
-    outdated = [replica for replica in context.fleet.ready() if replica.version < target]
-    ordered = [weights.pull(context, replica, target) for replica in outdated]
+    outdated = [one for one in context.fleet.ready() if one.version < target and not one.evaluating]
+    ordered = [weights.pull(context, one, weights.on_the_way(context, one, target)) for one in outdated]
     if any(ordered):
         return False
     return all(replica.version >= version for replica in context.fleet.ready())
 
 
 def _spread_waiting(context: Context) -> None:
-    """Share all waiting samples evenly between the replicas that are at the round's version."""
+    """Share all waiting samples between the replicas that are at the round's version, by their speed."""
     waiting = list(context.ledger.waiting)
     if not waiting:
         return
@@ -64,8 +65,7 @@ def _spread_waiting(context: Context) -> None:
     ready = [replica for replica in context.fleet.ready() if replica.version >= version]
     total = len(waiting) + sum(len(replica.assigned) for replica in ready)
     start = 0
-    for index, replica in enumerate(ready):
-        share = total // len(ready) + (1 if index < total % len(ready) else 0)
+    for replica, share in zip(ready, shares(total, [context.fleet.pace(one) for one in ready]), strict=True):
         given = waiting[start : start + max(0, share - len(replica.assigned))]
         start += len(given)
         if given:
@@ -75,5 +75,5 @@ def _spread_waiting(context: Context) -> None:
 def _bring_up(context: Context, version: Version) -> None:
     """A replica that joined in the middle of a round pulls at once, so that it can help."""
     for replica in list(context.fleet.ready()):
-        if replica.version < version:
+        if replica.version < version and not replica.evaluating:
             weights.pull(context, replica, context.relays.newest_everywhere)

@@ -8,15 +8,17 @@ from tailrace.config.tree import Config
 from tailrace.control import sampling
 from tailrace.control.fleet import Fleet, Replica
 from tailrace.control.histories import PromptHistory
-from tailrace.control.ledger import NONE, Ledger
+from tailrace.control.ledger import NONE, NOWHERE, Ledger, Sample
+from tailrace.control.margin import Margin
 from tailrace.control.pacing import Pacing
 from tailrace.control.relays import Relays
 from tailrace.control.schedules import traits
 from tailrace.control.storage import Stores
 from tailrace.control.strangers import Workers
 from tailrace.control.training import Training
-from tailrace.protocol import Command
-from tailrace.types import ReplicaId, Version
+from tailrace.protocol import Command, SetTimer
+from tailrace.scoring import EvalSet, PromptScore
+from tailrace.types import EVALUATION, GroupId, ReplicaId, StoreId, TrajectoryId, Version
 
 MUCH_DROPPED = 0.08  # of the groups
 
@@ -29,6 +31,68 @@ class Round(msgspec.Struct):
     to_open: int = 0  # groups of this round that are not open yet
 
 
+class EvalSample(msgspec.Struct, gc=False):
+    """One sample of an evaluation, from when it is first given to a replica until it has ended."""
+
+    id: TrajectoryId
+    group: GroupId  # the number of the first sample of its prompt
+    prompt: int  # counted over all sets
+    replica: ReplicaId = NOWHERE
+    store: StoreId = 0
+    attempt: int = 0
+    failures: int = 0
+
+
+class RankedVersion(msgspec.Struct, gc=False):
+    """An evaluated version, by the accuracy that decides."""
+
+    score: float
+    version: Version
+
+
+class Evaluation(msgspec.Struct):
+    """What is evaluated while training, and how far that is."""
+
+    sets: tuple[EvalSet, ...] = ()
+    version: Version = NONE  # under evaluation
+    due: Version = NONE  # to be evaluated next
+    judged: Version = NONE  # evaluated last
+    began_at: float = 0.0
+    first: TrajectoryId = EVALUATION  # the number of this evaluation's first sample
+    each: int = 1  # samples of a prompt
+    begun: int = 0  # samples of it that were ever given to a replica
+    samples: dict[TrajectoryId, EvalSample] = {}  # of these: have not ended
+    waiting: dict[TrajectoryId, None] = {}  # of these: have no replica
+    scores: list[PromptScore] = []  # by prompt
+    best: list[RankedVersion] = []  # best first
+    without_gain: int = 0  # evaluations in a row that were no better than the best
+    ending: str = ""  # why the run ends once this is over
+
+    def current(self, id: TrajectoryId, attempt: int) -> EvalSample | None:
+        """The sample, if a replica has it under this very assignment; None for anything late or doubled."""
+        sample = self.samples.get(id)
+        return sample if sample is not None and sample.attempt == attempt and sample.replica != NOWHERE else None
+
+    @property
+    def total(self) -> int:
+        """Samples of the present evaluation."""
+        return len(self.scores) * self.each
+
+    @property
+    def left(self) -> bool:
+        """There are samples that nobody has."""
+        return self.version != NONE and (bool(self.waiting) or self.begun < self.total)
+
+    @property
+    def complete(self) -> bool:
+        return self.begun == self.total and not self.samples
+
+    @property
+    def kept(self) -> tuple[Version, ...]:
+        """Versions that relays must not free."""
+        return (self.version, self.due)
+
+
 class State(msgspec.Struct):
     """A snapshot is this, encoded."""
 
@@ -38,9 +102,11 @@ class State(msgspec.Struct):
     training: Training = msgspec.field(default_factory=Training)
     stores: Stores = msgspec.field(default_factory=Stores)
     pacing: Pacing = msgspec.field(default_factory=Pacing)
+    margin: Margin = msgspec.field(default_factory=Margin)
     history: PromptHistory = msgspec.field(default_factory=PromptHistory)
     strangers: Workers = msgspec.field(default_factory=Workers)
     round: Round = msgspec.field(default_factory=Round)
+    evaluation: Evaluation = msgspec.field(default_factory=Evaluation)
     pulling: int = 0  # replicas that are loading weights
     pushing: Version = NONE  # version on its way from the trainer to the master
     fetching: bool = False
@@ -50,6 +116,11 @@ class State(msgspec.Struct):
     failed: bool = False  # it is over because it could not go on; whoever resumes it has mended the cause
     repacks: int = 0
     moved: int = 0
+
+    def assigned(self, id: TrajectoryId, attempt: int) -> Sample | EvalSample | None:
+        """The sample, of training or of an evaluation, if a replica has it under this very assignment."""
+        book = self.evaluation if id >= EVALUATION else self.ledger
+        return book.current(id, attempt)
 
 
 class Context:
@@ -68,6 +139,7 @@ class Context:
         self.relays = state.relays
         self.training = state.training
         self.stores = state.stores
+        self.evaluation = state.evaluation
         self.state = state
         self.clear(0.0)
 
@@ -77,6 +149,7 @@ class Context:
         self.touched: dict[ReplicaId, Replica] = {}  # may pull or take work now
         self.more_work = False  # there may be work for replicas that found none before
         self.repack_due = False
+        self.fleet_changed = False  # there may be others to ask to generate
 
     def send(self, command: Command) -> None:
         self.commands.append(command)
@@ -101,3 +174,12 @@ class Context:
     @property
     def repacks(self) -> bool:
         return self.traits.chooses and self.config.repack.enabled
+
+    @property
+    def relieves(self) -> bool:
+        """Faster replicas take over what slower ones would bring too late, whatever the schedule."""
+        return self.config.repack.enabled and len(self.fleet.kinds) > 1
+
+    def set_timer(self, timer: str, at: float) -> None:
+        self.state.timers[timer] = at
+        self.send(SetTimer(timer, at))

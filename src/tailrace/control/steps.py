@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import inf
 
-from tailrace.control import filters, groups, health, sampling, stores
+from tailrace.control import activation, evaluation, filters, groups, health, sampling, stores
 from tailrace.control.ledger import NONE
 from tailrace.control.state import Context
 from tailrace.control.training import PickedGroup
@@ -15,12 +15,12 @@ def train(context: Context) -> None:
     """Give the trainer its next mini-batch: one that it must repeat, or a newly picked one. What was lost of one that
     it must repeat is picked anew."""
     training = context.training
-    if not training.live or training.busy:
+    if not training.live or training.busy or (context.evaluation.ending and training.step == training.version):
         return
     stores.remove_lost(context)
     wanted = context.mini_batch_sizes[training.mini_batch] - len(training.picked)
     if not wanted:
-        context.send(training.order(len(context.mini_batch_sizes)))
+        context.send(training.order(context.now, len(context.mini_batch_sizes)))
         return
     left = context.config.workload.prompts_per_step - training.taken if training.step == training.version else wanted
     if len(context.ledger.ready) >= (wanted if context.traits.streams else left):
@@ -36,7 +36,7 @@ def _ran_out(context: Context) -> None:
     training, prompts = context.training, context.config.workload.prompts_per_step
     left = len(context.ledger.ready) + training.taken
     partly = f", {training.taken} of them trained for a step that is not complete" if training.taken else ""
-    stop(
+    _end(
         context,
         f"the prompts ran out after {_counted(training.version, 'step')}: {_counted(left, 'group')} left over, too few "
         f"for one more of {prompts}{partly}",
@@ -58,7 +58,7 @@ def _train_on_picked(context: Context, wanted: int, left: int) -> None:
         taken = tuple([ledger.take(group, filters.left_out(context, group)) for group in picked.groups])
         training.add(taken, {group.id: PickedGroup(group.prompt, group.samples) for group in picked.groups})
         context.state.pacing.picked(len(ledger.ready))
-        context.send(training.order(len(context.mini_batch_sizes)))
+        context.send(training.order(context.now, len(context.mini_batch_sizes)))
 
 
 def joined(context: Context, event: TrainerJoined) -> None:
@@ -78,6 +78,7 @@ def joined(context: Context, event: TrainerJoined) -> None:
     elif not context.state.stopped:
         training.join(context.now, event.incarnation, event.step, event.mini_batch)
         context.state.pushing = NONE
+        evaluation.tell_trainer(context)
 
 
 def _catch_up(context: Context, event: TrainerJoined) -> bool:
@@ -139,17 +140,35 @@ def _mini_batch_trained(context: Context) -> None:
 
 
 def _version_made(context: Context) -> None:
+    evaluation.made(context, context.training.version)
     if context.training.version >= context.config.run.steps:
-        stop(context, "all steps are done")
+        _end(context, "all steps are done")
         return
     sizes = context.mini_batch_sizes
     most = sampling.admission_limit(context.config)
     context.state.pacing.step_made(context.training.version, most, context.config.workload.prompts_per_step, max(sizes))
     context.state.history.tune(context.config.filters)
+    _measure(context)
+    activation.step_made(context)
     groups.drop_doomed(context)
     context.state.pacing.note_dropped(context.ledger.tally.dropped_stale, context.config.workload.prompts_per_step)
     context.more_work = True
     context.repack_due = True
+
+
+def _end(context: Context, reason: str, failed: bool = False) -> None:
+    """Now, or once the last version is evaluated."""
+    if failed or not evaluation.ends_after(context, reason):
+        stop(context, reason, failed)
+
+
+def _measure(context: Context) -> None:
+    """How fast replicas are, each with its share of a step."""
+    workload = context.config.workload
+    kv = context.ledger.kv_per_sample(workload.max_completion_tokens)
+    context.fleet.measure(workload.trajectories_per_step, kv)
+    if context.relieves and "repack" not in context.state.timers:
+        context.set_timer("repack", context.now + context.config.repack.every_s)
 
 
 def checkpointed(context: Context, event: Checkpointed) -> None:

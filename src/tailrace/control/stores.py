@@ -7,7 +7,7 @@ restart keeps the groups that are still there; the others are replaced by newly 
 
 from __future__ import annotations
 
-from tailrace.control import groups, health
+from tailrace.control import evaluation, groups, health
 from tailrace.control.ledger import NONE, Sample
 from tailrace.control.state import Context
 from tailrace.control.storage import FIRST, Store
@@ -44,6 +44,7 @@ def lose(context: Context, store: Store, reason: str) -> None:
 def depart(context: Context, store: Store) -> None:
     """It does not come back. What it had of samples that are not picked for training yet is generated anew."""
     store.live, store.departed = False, True
+    evaluation.store_departed(context, store.id)
     samples, opened = context.ledger.samples.values(), context.ledger.groups
     begun = [one for one in samples if one.store == store.id and one.oldest != NONE and one.state != "failed"]
     generate_anew(context, [one for one in begun if opened[one.group].state != "training"])

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from math import inf
 
 from tailrace.config.tree import Config
-from tailrace.control import groups, health, leases, replicas, steps, stores, weights
+from tailrace.control import evaluation, groups, health, leases, replicas, steps, stores, weights
 from tailrace.control.fleet import Replica
 from tailrace.control.relays import Relay
 from tailrace.control.state import Context, State
@@ -23,7 +23,6 @@ from tailrace.protocol import (
     Late,
     Role,
     RunStarted,
-    SetTimer,
     Start,
     Stop,
     TimerFired,
@@ -49,7 +48,8 @@ def host_joined(context: Context, event: HostJoined) -> None:
         if worker.excluded:
             context.send(Dismiss(worker.name, worker.excluded))
             return
-    relay = context.relays.relays.setdefault(event.host, Relay(event.host))
+    site = "" if event.worker else event.site  # what a stranger says of its place makes it nobody's neighbour
+    relay = context.relays.relays.setdefault(event.host, Relay(event.host, site=site))
     relay.foreign, relay.leased = bool(event.worker), True
     _start(context, "relay", event.host, relay)
     if event.store:
@@ -83,14 +83,14 @@ def host_left(context: Context, event: HostLeft) -> None:
 
 def _set_timers(context: Context) -> None:
     _look_again(context)
-    if context.repacks:
-        _set_timer(context, "repack", context.now + context.config.repack.every_s)
+    if context.repacks or context.relieves:
+        context.set_timer("repack", context.now + context.config.repack.every_s)
 
 
 def _look_again(context: Context) -> None:
     records = [record for _, _, record in _all_components(context.state) if record.live]
     living = [record for record in records if getattr(record, "state", "") != "away"]
-    _set_timer(context, "health", health.next_look(context.config.health, context.now, living))
+    context.set_timer("health", health.next_look(context.config.health, context.now, living))
 
 
 def _all_components(state: State) -> Iterator[tuple[Role, int, Replica | Relay | Store | Training]]:
@@ -103,17 +103,12 @@ def _all_components(state: State) -> Iterator[tuple[Role, int, Replica | Relay |
     yield "trainer", TRAINER, state.training
 
 
-def _set_timer(context: Context, timer: str, at: float) -> None:
-    context.state.timers[timer] = at
-    context.send(SetTimer(timer, at))
-
-
 def timer_fired(context: Context, event: TimerFired) -> None:
     if context.now < context.state.timers.get(event.timer, inf):
         return  # one that was set before the controller was restarted, or a second copy
     if event.timer == "repack":
         context.repack_due = True
-        _set_timer(context, "repack", context.now + context.config.repack.every_s)
+        context.set_timer("repack", context.now + context.config.repack.every_s)
     elif event.timer == "health":
         _find_lost(context)
         leases.take_back_overdue(context)
@@ -237,6 +232,7 @@ def controller_restarted(context: Context, _: ControllerRestarted) -> None:
         context.send(Stop(context.state.stopped))
         return
     context.state.stopped, context.state.failed = "", False
+    evaluation.restarted(context)
     for replica in context.fleet.replicas.values():
         if replica.state == "quarantined":  # what was wrong with it may have been mended
             replica.enter("lost", context.now)

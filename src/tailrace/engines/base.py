@@ -30,6 +30,7 @@ class Job(Struct):
     prompt_tokens: int  # the first so many are the prompt, which the group's samples share
     max_tokens: int  # most tokens to sample now
     failures: int = 0  # of this sample: each gives it other random numbers
+    temperature: float | None = None  # 0: greedy; None: the run's (`[sampling]`)
 
     @property
     def length(self) -> int:

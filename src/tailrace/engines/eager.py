@@ -10,6 +10,7 @@ from array import array
 from collections.abc import Iterable
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -67,8 +68,20 @@ class EagerExecutor:
         logits = self.logits(chunks, kept)
         if not ready:
             return NOTHING_DRAWN
-        streams, positions = [s.stream for s in ready], [len(s.tokens) for s in ready]
-        return Drawn(ready, [1] * len(ready), *sample(logits, self._seed, streams, positions, self._sampling))
+        return Drawn(ready, [1] * len(ready), *self._sample(logits, ready))
+
+    def _sample(
+        self, logits: torch.Tensor, sequences: list[scheduler.Sequence]
+    ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        """Those of one temperature together."""
+        tokens, logprobs = np.empty(len(sequences), np.int32), np.empty(len(sequences), np.float32)
+        for temperature, rows in by_temperature(sequences).items():
+            some = [sequences[row] for row in rows]
+            places = ([s.stream for s in some], [len(s.tokens) for s in some])
+            chosen = logits if len(rows) == len(sequences) else logits[rows]
+            drawn = sample(chosen, self._seed, *places, sampling_at(self._sampling, temperature))
+            tokens[rows], logprobs[rows] = drawn
+        return tokens, logprobs
 
     def logits(self, chunks: list[scheduler.Chunk], kept: torch.Tensor) -> torch.Tensor:
         """Of some of the chunks' tokens, those at the indices `kept` of the row that they make."""
@@ -84,6 +97,18 @@ class EagerExecutor:
             input_ids=tokens[None], position_ids=positions[None], use_cache=False, logits_to_keep=kept, paged=batch
         )
         return found.logits[0]
+
+
+def by_temperature(sequences: Iterable[scheduler.Sequence]) -> dict[float | None, list[int]]:
+    """The places of those that are drawn alike. All are, but beside an evaluation with a temperature of its own."""
+    rows: dict[float | None, list[int]] = {}
+    for row, sequence in enumerate(sequences):
+        rows.setdefault(sequence.temperature, []).append(row)
+    return rows
+
+
+def sampling_at(sampling: Sampling, temperature: float | None) -> Sampling:
+    return sampling if temperature is None else msgspec.structs.replace(sampling, temperature=temperature)
 
 
 def planned_tokens(chunks: Iterable[scheduler.Chunk]) -> NDArray[np.int64]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tailrace.config.tree import Sampling
 from tailrace.engines import scheduler
-from tailrace.engines.eager import NOTHING_DRAWN, Drawn, planned_tokens
+from tailrace.engines.eager import NOTHING_DRAWN, Drawn, by_temperature, planned_tokens, sampling_at
 from tailrace.engines.fused import DecodeAttention, PrefillAttention, Stored
 from tailrace.engines.kv import KVCache
 from tailrace.engines.llama_decoder import LlamaDecoder
@@ -85,6 +85,7 @@ class GraphExecutor:
     ) -> None:
         self._decoder, self._cache = decoder, cache
         self._seed, self._sampling = seed, sampling
+        self._drawing = sampling  # at the temperature of what is being drawn
         self._device = device
         self._longest = longest
         self._rotations = decoder.rotations(longest)
@@ -95,7 +96,7 @@ class GraphExecutor:
         self._logprobs = torch.zeros(STEPS, most, dtype=torch.float32, device=device)
         self._prefill_stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._buckets = buckets(most)
-        self._graphs: dict[tuple[int, int], Callable[[], None]] = {}
+        self._graphs: dict[tuple[int, int, float], Callable[[], None]] = {}
         self._capture = Capture(device)
         self._processors = torch.cuda.get_device_properties(device).multi_processor_count if self._prefill_stream else 1
 
@@ -107,6 +108,13 @@ class GraphExecutor:
 
     @torch.inference_mode()
     def run(self, plan: scheduler.BatchPlan) -> Drawn:
+        """What is drawn at one temperature together: a graph has one."""
+        kinds = by_temperature([chunk.sequence for chunk in plan.chunks])
+        drawn = [self._run_at(plan._replace(chunks=[plan.chunks[i] for i in rows]), t) for t, rows in kinds.items()]
+        return reduce(_joined, drawn)
+
+    def _run_at(self, plan: scheduler.BatchPlan, temperature: float | None) -> Drawn:
+        self._drawing = sampling_at(self._sampling, temperature)
         decoding = [chunk.sequence for chunk in plan.chunks if chunk.length == 1 and chunk.samples]
         prefilling = [chunk for chunk in plan.chunks if not (chunk.length == 1 and chunk.samples)]
         ready = torch.cuda.current_stream().record_event() if self._prefill_stream else None
@@ -130,10 +138,11 @@ class GraphExecutor:
         return steps
 
     def _graph(self, rows: int, splits: int) -> Callable[[], None]:
-        if (rows, splits) not in self._graphs:
+        key = (rows, splits, self._drawing.temperature)
+        if key not in self._graphs:
             self._rows.rest()  # capturing runs a step, which must change nothing
-            self._graphs[rows, splits] = self._capture(partial(self._decode_step, rows, splits))
-        return self._graphs[rows, splits]
+            self._graphs[key] = self._capture(partial(self._decode_step, rows, splits))
+        return self._graphs[key]
 
     def _splits(self, rows: int, longest: int) -> int:
         """Over how many programs a row's attention is spread: more for longer rows, in few and coarse steps."""
@@ -169,7 +178,7 @@ class GraphExecutor:
         return Stored(self._cache, self._rotations, positions, slots, table)
 
     def _draw(self, hidden: Tensor, ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        logits, sampling = self._decoder.logits(hidden), self._sampling
+        logits, sampling = self._decoder.logits(hidden), self._drawing
         temperature = sampling.temperature
         if temperature and (sampling.top_k > 0 or sampling.top_p < 1):
             logits, temperature = allowed_scores(logits.float(), sampling, may_look=False), 1.0

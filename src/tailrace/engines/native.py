@@ -245,7 +245,7 @@ class NativeEngine:
 
 
 def _job_so_far(s: scheduler.Sequence) -> Job:
-    return Job(s.id, s.group, s.tokens.tobytes(), s.prompt, s.end - len(s.tokens), s.failures)
+    return Job(s.id, s.group, s.tokens.tobytes(), s.prompt, s.end - len(s.tokens), s.failures, s.temperature)
 
 
 def _first_of_each(drawn: Drawn, counts: list[int]) -> tuple[NDArray[np.int32], NDArray[np.float32]]:

@@ -32,12 +32,25 @@ SEEN = 4096  # prefixes that are remembered, not kept
 class Sequence:
     """A submitted job while it waits or runs. `cached` tokens have their KV in `blocks`."""
 
-    __slots__ = ("blocks", "cached", "end", "failures", "far", "group", "id", "prompt", "stream", "tokens")
+    __slots__ = (
+        "blocks",
+        "cached",
+        "end",
+        "failures",
+        "far",
+        "group",
+        "id",
+        "prompt",
+        "stream",
+        "temperature",
+        "tokens",
+    )
 
     def __init__(self, job: Job, end: int) -> None:
         self.id = job.id
         self.group = job.group
         self.failures, self.stream = job.failures, job.stream
+        self.temperature = job.temperature
         self.tokens = array("i", job.tokens)
         self.prompt = job.prompt_tokens
         self.end = end  # as long as it may become

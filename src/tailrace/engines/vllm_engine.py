@@ -164,7 +164,8 @@ class VllmEngine:
             self._number += 1
             self._generating[self._number] = sequence
             room = sequence.limit - len(sequence.tokens)
-            requests.append(words.PromptRequest(self._number, sequence.tokens.tobytes(), room))
+            tokens, temperature = sequence.tokens.tobytes(), sequence.job.temperature
+            requests.append(words.PromptRequest(self._number, tokens, room, temperature))
         if requests:
             self.process.send(words.Submit(requests))
 

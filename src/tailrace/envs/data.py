@@ -13,7 +13,8 @@ from typing import Any, NamedTuple, cast
 import msgspec
 
 from tailrace.config.errors import ConfigError
-from tailrace.config.tree import TaskSettings
+from tailrace.config.tree import Config, TaskSettings
+from tailrace.envs.rewards import needs_answer
 from tailrace.types import MALFORMED
 
 HELD_OUT = 256  # rows, where nobody says how many
@@ -45,6 +46,14 @@ def read_split(task: TaskSettings, answers: bool) -> Split:
         )
     cut = len(rows) - held_out
     return Split(rows[:cut], rows[cut:])
+
+
+def eval_rows(config: Config) -> dict[str, list[Columns]]:
+    """The rows of `[eval.sets]`, by name."""
+    if config.eval.sets and config.task.name and ":" not in config.task.name:
+        raise ConfigError(f"eval.sets is for data of your own; the task '{config.task.name}' holds out rows itself")
+    answers = not config.task.name and needs_answer(config.task.reward)
+    return {name: read_rows(Path(path), answers) for name, path in config.eval.sets.items()}
 
 
 def read_rows(path: Path, answers: bool = False) -> list[Columns]:

@@ -65,7 +65,7 @@ def task_files(config: Config) -> Iterator[Path]:
     from tailrace.envs.tasks import folders
 
     task = config.task
-    for data in filter(None, (task.data, task.eval_data)):
+    for data in filter(None, (task.data, task.eval_data, *config.eval.sets.values())):
         yield from files_of(Path(data))
     for setting, code in (("task.reward", task.reward), ("task.name", task.name)):
         if ":" in code:

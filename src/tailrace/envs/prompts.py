@@ -7,16 +7,18 @@ the run's seed and its index alone. Every epoch shows every training row exactly
 from __future__ import annotations
 
 import random
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from tailrace.config.errors import ConfigError
-from tailrace.config.tree import Config
+from tailrace.config.tree import HELD_OUT, Config
 from tailrace.envs.base import Row, Task
+from tailrace.envs.data import eval_rows
 from tailrace.envs.rendering import Rendering
-from tailrace.types import id_bytes
+from tailrace.scoring import EvalSet
+from tailrace.types import EVALUATION, id_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -36,10 +38,36 @@ class Prompts:
         """The rows at indices `start`, `start + 1`, ..."""
         return [self._row(index) for index in range(start, start + count)]
 
+    @cached_property
+    def eval_sets(self) -> tuple[EvalSet, ...]:
+        """What is never trained on: the task's held-out rows, if it has some, and those of `[eval.sets]`."""
+        return tuple([EvalSet(name, len(rows)) for name, rows in self._eval_rows.items()])
+
+    @cached_property
+    def _eval_rows(self) -> dict[str, list[dict[str, Any]]]:
+        held_out = self.task.held_out()
+        own = {HELD_OUT: held_out} if held_out else {}
+        return own | eval_rows(self.config)
+
+    @cached_property
+    def _named_eval_rows(self) -> list[tuple[str, dict[str, Any]]]:
+        """All of them in the order of their numbers, each with what to call it in an error."""
+        named = {name: f"eval.sets.{name}, row" if name != HELD_OUT else "held-out row" for name in self._eval_rows}
+        return [
+            (f"{named[name]} {number}", row)
+            for name, rows in self._eval_rows.items()
+            for number, row in enumerate(rows, start=1)
+        ]
+
     def held_out(self) -> list[Row]:
-        """Rows that are never trained on; their ids are below 0, so that they are no index of the sequence."""
-        rows = self.task.held_out()
-        return [self._rendered(-1 - number, row, f"held-out row {number + 1}") for number, row in enumerate(rows)]
+        """The rows of all sets; their ids are no index of the sequence."""
+        return self.eval_rows(EVALUATION, len(self._named_eval_rows))
+
+    def eval_rows(self, start: int, count: int) -> list[Row]:
+        """Those with the ids `start`, `start + 1`, ..."""
+        first = start - EVALUATION
+        named = self._named_eval_rows[first : first + count]
+        return [self._rendered(start + number, row, what) for number, (what, row) in enumerate(named)]
 
     def check(self, indices: range) -> None:
         """Render the first of these training rows, and the longest of them and of the held-out ones: what is too long,
@@ -47,9 +75,8 @@ class Prompts:
         lengths = [len(str(self.task.row(index).get("prompt"))) for index in indices]
         for number in {0, *_longest(lengths)}:
             _check_travels(self._training_row(indices[number], index=indices[number]))
-        held_out = self.task.held_out()
-        for number in _longest([len(str(row.get("prompt"))) for row in held_out]):
-            _check_travels(self._rendered(-1 - number, held_out[number], f"held-out row {number + 1}"))
+        for number in _longest([len(str(row.get("prompt"))) for _, row in self._named_eval_rows]):
+            _check_travels(self.eval_rows(EVALUATION + number, 1)[0])
 
     def number(self, index: int) -> int:
         """Which row of the data the sequence shows at an index."""

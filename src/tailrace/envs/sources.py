@@ -7,9 +7,10 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Protocol
 
 from tailrace.config.errors import ConfigError
-from tailrace.config.tree import Config
+from tailrace.config.tree import HELD_OUT, Config
 from tailrace.envs.inputs import Pins, pinned, refuse_changed
-from tailrace.types import TOKEN_BYTES, Row
+from tailrace.scoring import EvalSet
+from tailrace.types import EVALUATION, TOKEN_BYTES, Row
 
 if TYPE_CHECKING:
     from tailrace.envs.prompts import Prompts
@@ -21,7 +22,14 @@ class PromptSource(Protocol):
     @property
     def total(self) -> int | None: ...
 
-    def rows(self, start: int, count: int) -> list[Row]: ...
+    @property
+    def eval_sets(self) -> tuple[EvalSet, ...]:
+        """What is only evaluated, never trained on."""
+        ...
+
+    def rows(self, start: int, count: int) -> list[Row]:
+        """Of the sequence; from `EVALUATION` on, those of the evaluation's sets."""
+        ...
 
     def number(self, index: int) -> int:
         """Which row of the data is shown at an index: the same number at every visit; -1: none comes twice."""
@@ -79,8 +87,12 @@ class Limited:
         self._prompts = prompts
         self.total = epochs * len(prompts.task) if epochs else None
 
+    @property
+    def eval_sets(self) -> tuple[EvalSet, ...]:
+        return self._prompts.eval_sets
+
     def rows(self, start: int, count: int) -> list[Row]:
-        return self._prompts.rows(start, count)
+        return (self._prompts.eval_rows if start >= EVALUATION else self._prompts.rows)(start, count)
 
     def number(self, index: int) -> int:
         return self._prompts.number(index)
@@ -103,6 +115,10 @@ class Later:
     def total(self) -> int | None:
         return self._source.total
 
+    @property
+    def eval_sets(self) -> tuple[EvalSet, ...]:
+        return self._source.eval_sets
+
     def rows(self, start: int, count: int) -> list[Row]:
         return self._source.rows(start, count)
 
@@ -111,12 +127,13 @@ class Later:
 
 
 class Blanks:
-    """Prompts without words, as long as the workload says."""
+    """Prompts without words, as long as the workload says; `task.eval_rows` of them only evaluated."""
 
     def __init__(self, config: Config) -> None:
         self.total: int | None = None
         self._tokens = bytes(TOKEN_BYTES * max(1, config.workload.prompt_tokens))
         self._rows = config.workload.difficulty.rows
+        self.eval_sets = (EvalSet(HELD_OUT, config.task.eval_rows),) if config.task.eval_rows else ()
 
     def rows(self, start: int, count: int) -> list[Row]:
         return [Row(index, self._tokens, "") for index in range(start, start + count)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+BEST = "best"  # in place of a version
 RESUMING = {
     "--resume": "go on exactly where the run of this name stopped",
     "--auto-resume": "go on with the run of this name if it was begun, else begin it: for a job that is started again",

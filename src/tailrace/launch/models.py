@@ -8,12 +8,15 @@ import tempfile
 from pathlib import Path
 
 from tailrace.config.errors import ConfigError
+from tailrace.config.tree import HELD_OUT
 from tailrace.envs import inputs
 from tailrace.launch.evaluation import measure
 from tailrace.launch.folder import CHECKPOINTS
 from tailrace.launch.limits import allow_files
 from tailrace.logs import output
 from tailrace.obs.progress import Progress
+from tailrace.protocol import RecordEvaluation
+from tailrace.scoring import EvalResult
 from tailrace.store.journal import Journal
 from tailrace.trainer.export import as_model_folder, write_model
 from tailrace.trainer.manifest import CheckpointError, check, found_in, step_of
@@ -22,7 +25,7 @@ from tailrace.types import RIGHT_ABOVE
 log = logging.getLogger(__name__)
 
 
-def evaluate(run: Path, version: int | None) -> int:
+def evaluate(run: Path, version: int | str | None) -> int:
     """Print the held-out accuracy of a version: the newest, unless one is named."""
     allow_files()
     journal = Journal(run)
@@ -31,18 +34,43 @@ def evaluate(run: Path, version: int | None) -> int:
     for change in inputs.changed(journal.meta, inputs.task_files(config)):
         log.info("note: %s since the run was begun", change)
     with Progress("held-out accuracy") as progress, as_model_folder(weights) as folder:
-        found = measure(config, folder, lambda done, total: progress(done, total, "prompts"))
+        found = measure(config, folder, lambda done, total: progress(done, total, "samples"))
     if not found.total:
         raise ConfigError("no rows are held out, so there is no accuracy to measure; write task.eval_rows above 0")
-    failed = f", {found.failed} without a verdict" if found.failed else ""
-    output(
-        f"{weights.name}: accuracy {found.accuracy:.3f} (share of rewards above {RIGHT_ABOVE:g}), mean reward "
-        f"{found.mean_reward:.3f}, on {found.total} held-out prompts{failed}"
-    )
+    for result in found.results:
+        output(f"{weights.name}: {_said(result)}")
     return 0
 
 
-def export(run: Path, version: int | None, out: Path) -> int:
+def _said(result: EvalResult) -> str:
+    k, failed = result.samples, f", {result.failed} without a verdict" if result.failed else ""
+    passed = "".join([f", pass@{each} {share:.3f}" for each, share in result.passed.items() if each > 1])
+    name, avg = "" if result.name == HELD_OUT else f"{result.name}: ", f"avg@{k}: " if k > 1 else ""
+    return (
+        f"{name}accuracy {result.accuracy:.3f} ({avg}share of rewards above {RIGHT_ABOVE:g}){passed}, mean reward "
+        f"{result.mean_reward:.3f}, on {result.prompts} held-out prompts{failed}"
+    )
+
+
+def export_trajectories(run: Path, out: Path) -> int:
+    """All samples of a run, as one parquet file."""
+    from tailrace.sinks.parquet import write_trajectories
+
+    if out.exists():
+        raise ConfigError(f"{out} exists; name a new file")
+    draft = out.with_name(f".{out.name}.new")
+    try:
+        count = write_trajectories(run, draft)
+        draft.rename(out)
+    except OSError as error:
+        raise ConfigError(f"{out} cannot be written ({error.strerror}); name another file") from None
+    finally:
+        draft.unlink(missing_ok=True)
+    output(f"{count:,} samples of {run} are in {out}")
+    return 0
+
+
+def export(run: Path, version: int | str | None, out: Path) -> int:
     """Copy a version into a directory that transformers loads."""
     weights = weights_of(Journal(run), version)
     out = Path(os.path.abspath(out))
@@ -60,9 +88,19 @@ def export(run: Path, version: int | None, out: Path) -> int:
     return 0
 
 
-def weights_of(journal: Journal, version: int | None) -> Path:
+def _best(journal: Journal) -> int:
+    """The version with the highest accuracy among those that were evaluated while training."""
+    commands = [one for entry in journal.entries() for one in entry.commands]
+    recorded = [one for one in commands if isinstance(one, RecordEvaluation)]
+    if not recorded:
+        raise ConfigError("nothing was evaluated while training, so no version is known to be the best (eval.every)")
+    return recorded[-1].best[0]
+
+
+def weights_of(journal: Journal, version: int | str | None) -> Path:
     """The directory of a version; 0 is what the run started from."""
     run = journal.path.parent
+    version = _best(journal) if isinstance(version, str) else version
     saved = {step_of(path): path for path in found_in(run / CHECKPOINTS)}
     if version is None and saved:
         version = max(saved)
@@ -77,7 +115,7 @@ def weights_of(journal: Journal, version: int | None) -> Path:
         known = ", ".join(f"v{each}" for each in (0, *saved))
         raise ConfigError(
             f"{run} has no weights of v{version}; it has {known} "
-            "(trainer.archive_every = N keeps every Nth checkpoint permanently)"
+            "(eval.keep_best = K keeps the best, trainer.archive_every = N every Nth checkpoint permanently)"
         )
     try:
         check(saved[version])

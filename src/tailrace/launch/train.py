@@ -14,12 +14,14 @@ from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from pathlib import Path
 
+from tailrace.config.errors import ConfigError
 from tailrace.config.tree import Config
 from tailrace.envs.sources import PromptSource, open_source, steps_short
 from tailrace.errors import TailraceError
 from tailrace.launch.cards import Dealt, record_cards
 from tailrace.launch.evaluation import measure
 from tailrace.launch.folder import CHECKPOINTS, begin_store, resume_store, take_over_store
+from tailrace.launch.log import Trackers
 from tailrace.launch.machines import invite, withdraw
 from tailrace.launch.supervisor import Supervisor
 from tailrace.launch.view import LiveView
@@ -27,10 +29,12 @@ from tailrace.launch.vllm_python import check_vllm
 from tailrace.logs import output
 from tailrace.model.advice import advice
 from tailrace.obs.progress import Progress
-from tailrace.obs.summary import write_summary
+from tailrace.obs.summary import AFTER, BEFORE, write_summary
 from tailrace.runtime.components import RunHandle
 from tailrace.runtime.controller import INTERRUPTED, Controller, RunError
 from tailrace.runtime.local import read_records
+from tailrace.scoring import EvalSet
+from tailrace.sinks.packages import check_packages, notes
 from tailrace.store.database import has_log
 from tailrace.store.journal import Journal
 from tailrace.store.run import RunStore
@@ -42,7 +46,6 @@ from tailrace.wire.keys import Keyring
 
 log = logging.getLogger(__name__)
 
-BEFORE, AFTER = "before", "after"
 DIVERGED = (
     "the loss or gradient of the last updates was not finite; the newest checkpoint is from before them, "
     "later ones are called diverged-...; try again with a lower trainer.learning_rate"
@@ -60,28 +63,32 @@ def train(dealt: Dealt, folder: Path, resume: bool, supervisor: Supervisor, acce
     for note in () if source is None else _notes(dealt, source):
         if note:
             log.warning("%s", note)
+    eval_sets = _eval_sets(config, source)
     clear_abandoned()
     keys = Keyring(supervisor.secret, supervisor.token)
     handle = RunHandle(keys, supervisor.lifeline, read_records(folder) if supervisor.begun else None, dealt.deal)
     store = _opened(folder, config, resume, supervisor, accept)
     record_cards(store.meta, dealt.cards)
     supervisor.begin()
+    trackers = Trackers(folder, config)
     try:
         if _evaluates(config) and store.meta.get(f"accuracy_{BEFORE}") is None:
             _evaluate(store, config, None, BEFORE)
             store.commit()
-        reason, complete = asyncio.run(_drive(store, config, handle, supervisor))
+        reason, complete = asyncio.run(_drive(store, config, handle, supervisor, eval_sets))
         clear_abandoned()  # of relays that were killed and did not come back before the end
         store.run_folder.refuse_moved()
         if complete and _evaluates(config):
             _evaluate(store, config, _newest(folder), AFTER)
     except BaseException as error:
         _close(store, complete=False, failed=_fatal(error))
+        trackers.close()
         if isinstance(error, RunError):
             with suppress(OSError):  # the sentence that ended the run matters more
                 write_summary(folder)
         raise
     _close(store, complete)
+    trackers.close()
     if complete:
         return _complete(folder, reason)
     output(f"interrupted; the same command with --resume goes on from here ({folder})")
@@ -92,6 +99,8 @@ def _notes(dealt: Dealt, source: PromptSource) -> Iterator[str]:
     """What is refused here is refused before anything starts."""
     yield from dealt.notes
     yield check_vllm(dealt.config)
+    check_packages(dealt.config.log.to)
+    yield notes(dealt.config.log.to)
     yield from advice(dealt.config)
     yield steps_short(dealt.config, source)
 
@@ -125,18 +134,32 @@ def _complete(folder: Path, reason: str) -> bool:
 
 
 def _evaluates(config: Config) -> bool:
+    """Before and after, in a process of its own. Where replicas evaluate while training, they do these too."""
+    if config.eval.every:
+        return False
     has_rows = bool(config.task.name or config.task.eval_data or config.task.eval_rows != 0)
     return config.run.evaluate and config.rollout.engine != "emulated" and has_rows
+
+
+def _eval_sets(config: Config, source: PromptSource | None) -> tuple[EvalSet, ...] | None:
+    """What replicas evaluate while training; None: a controller has taken over, and it is known."""
+    if source is None:
+        return None
+    if config.eval.every and not source.eval_sets:
+        raise ConfigError(
+            "eval.every is set, but no rows are held out; write task.eval_data, or task.eval_rows above 0"
+        )
+    return source.eval_sets if config.eval.every else ()
 
 
 def _evaluate(store: RunStore, config: Config, weights: Path | None, when: str) -> None:
     """Note what the held-out prompts come to; on disk with the next commit."""
     as_folder = as_model_folder(weights) if weights is not None else nullcontext()
     with Progress(f"accuracy {when} training") as progress, as_folder as folder:
-        found = measure(config, folder, lambda done, total: progress(done, total, "prompts"))
-    if found.total:
-        store.meta.set(f"accuracy_{when}", str(found.accuracy))
-        store.meta.set(f"reward_{when}", str(found.mean_reward))
+        found = measure(config, folder, lambda done, total: progress(done, total, "samples"))
+    if found.results:
+        store.meta.set(f"accuracy_{when}", str(found.results[0].accuracy))
+        store.meta.set(f"reward_{when}", str(found.results[0].mean_reward))
 
 
 def _newest(folder: Path) -> Path | None:
@@ -145,9 +168,15 @@ def _newest(folder: Path) -> Path | None:
     return newest(folder / CHECKPOINTS)
 
 
-async def _drive(store: RunStore, config: Config, handle: RunHandle, supervisor: Supervisor) -> tuple[str, bool]:
+async def _drive(
+    store: RunStore,
+    config: Config,
+    handle: RunHandle,
+    supervisor: Supervisor,
+    eval_sets: tuple[EvalSet, ...] | None,
+) -> tuple[str, bool]:
     view = LiveView(store, config)
-    controller = Controller(store, config, handle, view)
+    controller = Controller(store, config, handle, view, eval_sets)
     invitation = invite(controller, store.run_folder)
     if invitation and handle.left is None:
         log.info("%s", invitation)

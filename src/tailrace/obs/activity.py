@@ -20,6 +20,7 @@ from tailrace.protocol import (
     Command,
     ControllerRestarted,
     CutOff,
+    Evaluate,
     Event,
     Generate,
     GiveUp,
@@ -164,7 +165,7 @@ class Activity:
             changed.add(command.replica)
         elif isinstance(command, Train):
             self._work_given(self.trainer, changed)
-        elif isinstance(command, Generate):
+        elif isinstance(command, Generate | Evaluate):
             self.first_sample_at = now if self.first_sample_at is None else self.first_sample_at
             self._work_given(self._replica(command.replica, now), changed)
         elif isinstance(command, GiveUp | CutOff | Start):

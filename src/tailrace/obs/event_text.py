@@ -17,6 +17,7 @@ import msgspec
 
 from tailrace.obs.fold import Fold, SampleRecord
 from tailrace.protocol import (
+    Activate,
     Cancel,
     CheckFailed,
     Checkpointed,
@@ -25,6 +26,7 @@ from tailrace.protocol import (
     CutOff,
     Dismiss,
     Drop,
+    Evaluate,
     Event,
     Explain,
     Finished,
@@ -35,14 +37,17 @@ from tailrace.protocol import (
     HandedIn,
     HostJoined,
     HostLeft,
+    KeepCheckpoints,
     LinkFailed,
     LoadWeights,
     Parked,
+    PriceChanged,
     Progressed,
     PromptsAdded,
     Publish,
     PublishFailed,
     PullFailed,
+    RecordEvaluation,
     RelayJoined,
     RelayLost,
     Release,
@@ -63,7 +68,7 @@ from tailrace.protocol import (
     WorkerRefused,
     WorkerRevoked,
 )
-from tailrace.types import GroupId, HostId, ReplicaId, TrajectoryId, Version, label
+from tailrace.types import EVALUATION, GroupId, HostId, ReplicaId, TrajectoryId, Version, label
 
 Subject = tuple[str, int]
 Sentences = Iterator[tuple[Subject, str]]
@@ -121,10 +126,15 @@ class EventText:
             Checkpointed: self._checkpointed,
             ControllerRestarted: self._controller_restarted,
             Generate: self._generate,
+            Evaluate: self._evaluate,
+            RecordEvaluation: self._record_evaluation,
+            KeepCheckpoints: self._keep_checkpoints,
             Release: self._release,
             Cancel: self._cancel,
             LoadWeights: self._load_weights,
             Explain: self._explain,
+            Activate: self._activate,
+            PriceChanged: self._price_changed,
             Train: self._train,
             Publish: self._publish,
             Route: self._route,
@@ -212,8 +222,36 @@ class EventText:
             yield ("trajectory", one.trajectory), f"answered; continues with turn {one.turn + 1}"
         yield from _about_several(event.replica, "answered; generating again", [one.trajectory for one in turns])
 
+    def _evaluate(self, command: Evaluate) -> Sentences:
+        ids = {one.trajectory for one in command.requests}
+        what = f"{counted(len(ids), 'sample')} of its evaluation"
+        yield ("replica", command.replica), f"given {what}, v{command.version}"
+        yield ("version", command.version), f"{what} given to r{command.replica}"
+        for one in command.requests:
+            given = f"given to r{command.replica} (attempt {one.attempt}), to evaluate v{command.version}"
+            yield ("trajectory", one.trajectory), f"t{one.trajectory} {given} on p{one.prompt}"
+
+    def _record_evaluation(self, command: RecordEvaluation) -> Sentences:
+        for result in command.results:
+            yield ("version", command.version), f"evaluated in {command.seconds:,.1f} s: {result}"
+
+    def _keep_checkpoints(self, command: KeepCheckpoints) -> Sentences:
+        for version in command.versions:
+            yield ("version", version), "one of the best: its checkpoint is kept"
+
+    def _evaluated(self, event: Finished) -> Sentences:
+        meta = event.meta
+        if self.fold.replica(event.replica).evaluating.get(meta.id) != meta.attempt:
+            yield from _ignored(meta.id, meta.attempt, event.replica, "finished")
+            return
+        reward = f", reward {meta.reward:g}" if meta.reward is not None else ""
+        yield ("trajectory", meta.id), f"finished: {_extent(meta)}, {meta.finish}{reward}"
+
     def _finished(self, event: Finished) -> Sentences:
         meta = event.meta
+        if meta.id >= EVALUATION:
+            yield from self._evaluated(event)
+            return
         sample = self.fold.current(meta.id, meta.attempt)
         if sample is None:
             yield from _ignored(meta.id, meta.attempt, event.replica, "finished")
@@ -241,6 +279,17 @@ class EventText:
 
     def _explain(self, command: Explain) -> Sentences:
         yield ("replica", command.replica), f"{UPDATES[command.choice](command)}: {_costs_of_update(command)}"
+
+    def _activate(self, command: Activate) -> Sentences:
+        takes = f"the trainer takes {command.needed:,.0f} useful tokens/s" if command.needed else "all are needed"
+        cost = f"a million useful tokens cost {command.cost:,.3g} dollars here" if command.cost else "it is free"
+        what = "called back" if command.active else "sent home"
+        there = f"{command.there:,.0f} of those who generate"
+        yield ("replica", command.replica), f"{what}: {cost}, {takes}, and gets {there}"
+
+    def _price_changed(self, event: PriceChanged) -> Sentences:
+        for replica in event.replicas:
+            yield ("replica", replica), f"costs {event.price:g} dollars an hour from now on"
 
     def _parked(self, event: Parked) -> Sentences:
         yield ("replica", event.replica), f"released {counted(len(event.samples), 'trajectory')}"
@@ -360,6 +409,7 @@ class EventText:
         held = f", still holding {counted(len(event.held), 'trajectory')}" if event.held else ""
         at = f"with v{event.version}" if event.version >= 0 else "without weights"
         room = f"room for {event.kv_capacity:,} tokens of KV"
+        room += f", {event.price:g} dollars an hour" if event.price else ""
         yield ("replica", event.replica), f"r{event.replica} joined{again} on host {event.host} {at}, {room}{held}"
 
     def _replica_lost(self, event: ReplicaLost) -> Sentences:

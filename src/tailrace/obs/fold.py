@@ -21,6 +21,7 @@ from tailrace.protocol import (
     Cancel,
     Command,
     Dismiss,
+    Evaluate,
     Event,
     Finished,
     Forget,
@@ -32,6 +33,7 @@ from tailrace.protocol import (
     HostLeft,
     JudgedTurn,
     Parked,
+    RecordEvaluation,
     Release,
     ReplicaJoined,
     ReplicaLost,
@@ -48,7 +50,8 @@ from tailrace.protocol import (
     WeightsLoaded,
 )
 from tailrace.protocol import Ending as GroupEnd
-from tailrace.types import GroupId, HostId, PromptId, ReplicaId, TrajectoryId, Version
+from tailrace.scoring import TRUNCATED
+from tailrace.types import EVALUATION, GroupId, HostId, PromptId, ReplicaId, TrajectoryId, Version
 
 MiniBatchId = tuple[int, int]  # step and its mini-batch
 LARGEST_REWARD = 1e100  # a larger one counts as this in the means that are shown: their sums stay finite
@@ -67,6 +70,31 @@ class SampleRecord(msgspec.Struct, gc=False):
     tokens: int = 0
     oldest: Version = 0
     reward: float | None = None
+    truncated: bool = False
+
+
+class CompletionLengths(msgspec.Struct, frozen=True):
+    """Of samples, without their prompts: sum, extremes, and how many had no room for more."""
+
+    samples: int = 0
+    tokens: int = 0
+    shortest: int = 0
+    longest: int = 0
+    truncated: int = 0
+
+    def __add__(self, other: CompletionLengths) -> CompletionLengths:
+        shortest = min([one.shortest for one in (self, other) if one.samples], default=0)
+        samples, tokens = self.samples + other.samples, self.tokens + other.tokens
+        longest, truncated = max(self.longest, other.longest), self.truncated + other.truncated
+        return CompletionLengths(samples, tokens, shortest, longest, truncated)
+
+    @property
+    def mean(self) -> float:
+        return self.tokens / max(1, self.samples)
+
+    @property
+    def truncated_share(self) -> float:
+        return self.truncated / max(1, self.samples)
 
 
 class ReplicaRecord(msgspec.Struct):
@@ -75,11 +103,12 @@ class ReplicaRecord(msgspec.Struct):
     version: Version = -1
     assigned: dict[TrajectoryId, None] = {}  # all that it has
     scoring: int = 0  # of these: a judge has them
+    evaluating: dict[TrajectoryId, int] = {}  # samples of an evaluation that it has, and their attempts
 
     @property
     def generating(self) -> int:
         """Waiting ones included."""
-        return len(self.assigned) - self.scoring
+        return len(self.assigned) - self.scoring + len(self.evaluating)
 
 
 class StrangerRecord(msgspec.Struct):
@@ -102,7 +131,9 @@ class BatchTotals(msgspec.Struct):
     tokens: int = 0  # prompts included
     ages: Counter[int] = msgspec.field(default_factory=Counter)  # samples by the staleness of their oldest token
     rewards: float = 0.0
+    squared_rewards: float = 0.0
     rewarded: int = 0
+    lengths: CompletionLengths = CompletionLengths()
     useful: int = 0  # groups whose rewards differ: the others have no advantage
     mini_batches: int = 1
 
@@ -111,6 +142,8 @@ class BatchTotals(msgspec.Struct):
         self.tokens += other.tokens
         self.ages += other.ages
         self.rewards += other.rewards
+        self.squared_rewards += other.squared_rewards
+        self.lengths += other.lengths
         self.rewarded += other.rewarded
         self.useful += other.useful
         self.mini_batches += other.mini_batches
@@ -122,6 +155,11 @@ class BatchTotals(msgspec.Struct):
     @property
     def reward(self) -> float | None:
         return self.rewards / self.rewarded if self.rewarded else None
+
+    @property
+    def reward_std(self) -> float:
+        mean = self.reward or 0.0
+        return max(0.0, self.squared_rewards / max(1, self.rewarded) - mean**2) ** 0.5
 
 
 class GroupCounts(msgspec.Struct, frozen=True):
@@ -172,6 +210,8 @@ class StepRecord(msgspec.Struct, frozen=True):
     reward: float | None
     staleness: Staleness
     useful: int = 0  # groups whose rewards differ
+    reward_std: float = 0.0
+    lengths: CompletionLengths = CompletionLengths()
 
 
 class Fold:
@@ -192,6 +232,7 @@ class Fold:
         self.steps: list[StepRecord] = []
         self.repacks = 0
         self.moved = 0
+        self.evaluations: list[RecordEvaluation] = []
         self.failures = 0  # attempts at samples that failed
         self.failed_samples = 0  # those whose last attempt did
         self.finished_tokens = 0  # of finished samples, prompts included
@@ -224,6 +265,8 @@ class Fold:
             Parked: self._parked,
             SkipPrompts: self._skip_prompts,
             Generate: self._generate,
+            Evaluate: self._evaluate,
+            RecordEvaluation: self.evaluations.append,
             Cancel: self._cancel,
             Train: self._train,
             Trained: self._trained,
@@ -297,6 +340,18 @@ class Fold:
             if request.check == "draws" and before is not None and before.state == "handed_in":
                 self._stranger_with(before.replica).scored += 1
 
+    def _evaluate(self, command: Evaluate) -> None:
+        self.replica(command.replica).evaluating |= {one.trajectory: one.attempt for one in command.requests}
+        self.changed.add(command.replica)
+
+    def _end_evaluated(self, replica: ReplicaId, trajectory: TrajectoryId, attempt: int) -> None:
+        """A sample of an evaluation; it is ignored unless the replica has it."""
+        held = self.replica(replica).evaluating
+        self.ignored = held.get(trajectory) != attempt
+        if not self.ignored:
+            del held[trajectory]
+            self.changed.add(replica)
+
     def _skip_prompts(self, command: SkipPrompts) -> None:
         self.skipped_prompts += len(command.prompts)
 
@@ -338,16 +393,23 @@ class Fold:
 
     def _finished(self, event: Finished) -> None:
         meta = event.meta
+        if meta.id >= EVALUATION:
+            self._end_evaluated(event.replica, meta.id, meta.attempt)
+            return
         sample = self.current(meta.id, meta.attempt)
         if sample is None:
             self.ignored = True
             return
         self._release(meta.id, sample, "finished")
         sample.tokens, sample.oldest, sample.reward = meta.tokens, meta.oldest, meta.reward
+        sample.truncated = meta.finish == TRUNCATED
         self.finished_tokens += sample.prompt_tokens + meta.tokens
         self.finished_samples += 1
 
     def _sample_failed(self, event: SampleFailed) -> None:
+        if event.trajectory >= EVALUATION:
+            self._end_evaluated(event.replica, event.trajectory, event.attempt)
+            return
         sample = self.current(event.trajectory, event.attempt)
         if sample is None:
             self.ignored = True
@@ -378,6 +440,7 @@ class Fold:
 
     def _cancel(self, command: Cancel) -> None:
         for one in command.samples:
+            self.replica(command.replica).evaluating.pop(one.trajectory, None)
             sample = self.current(one.trajectory, one.attempt)
             if sample is not None:
                 self._release(one.trajectory, sample, "cancelled")
@@ -421,8 +484,10 @@ class Fold:
                 self._keep_only(id, ())
 
     def _keep_only(self, replica: ReplicaId, kept: set[TrajectoryId] | tuple[()]) -> None:
-        for id in [id for id in self.replica(replica).assigned if id not in kept]:
+        record = self.replica(replica)
+        for id in [id for id in record.assigned if id not in kept]:
             self._release(id, self.samples[id], "lost")
+        record.evaluating = {id: attempt for id, attempt in record.evaluating.items() if id in kept}
 
     def _weights_loaded(self, event: WeightsLoaded) -> None:
         record = self.replica(event.replica)
@@ -459,8 +524,10 @@ class Fold:
         batch.tokens = sum([sample.prompt_tokens + sample.tokens for sample in known])
         batch.ages = Counter([command.step - sample.oldest for sample in known])
         rewards = [sample.reward for sample in known if sample.reward is not None]
-        batch.rewards = sum([max(-LARGEST_REWARD, min(LARGEST_REWARD, reward)) for reward in rewards])
+        bounded = [max(-LARGEST_REWARD, min(LARGEST_REWARD, reward)) for reward in rewards]
+        batch.rewards, batch.squared_rewards = sum(bounded), sum([reward * reward for reward in bounded])
         batch.rewarded = len(rewards)
+        batch.lengths = _lengths_of(known)
         batch.useful = sum([self._is_useful(one.trajectories) for one in command.groups])
         if not self.keep_trained:
             for group in command.groups:
@@ -526,10 +593,12 @@ class Fold:
         if not batch.groups or self._last_trained[0] != step:
             return  # it ended before; the trainer has repeated it
         figures = (batch.groups, batch.samples, batch.tokens, batch.reward, staleness(batch.ages), batch.useful)
-        self.steps.append(StepRecord(step, self._now, *figures))
+        self.steps.append(StepRecord(step, self._now, *figures, batch.reward_std, batch.lengths))
         self._step = BatchTotals(mini_batches=0)
 
     def _forget(self, command: Forget) -> None:
+        if command.reason == "evaluated":
+            return
         self._remove(command.trajectories)
         if command.trajectories:  # its group may have gone before any sample of it was given to a replica
             self._note_started(max(command.trajectories) // self.group_size)
@@ -564,6 +633,12 @@ def _assigned(request: Request, replica: ReplicaId, version: Version, before: Sa
         tokens=tokens,
         oldest=oldest,
     )
+
+
+def _lengths_of(samples: Sequence[SampleRecord]) -> CompletionLengths:
+    tokens = [sample.tokens for sample in samples]
+    extremes = (min(tokens, default=0), max(tokens, default=0))
+    return CompletionLengths(len(tokens), sum(tokens), *extremes, sum([sample.truncated for sample in samples]))
 
 
 def staleness(ages: Counter[int]) -> Staleness:

@@ -18,7 +18,9 @@ from tailrace.config.tree import Config
 from tailrace.obs.activity import Activity, ReplicaLane
 from tailrace.obs.ending import LastStop
 from tailrace.obs.fold import Fold, GroupCounts, Savings, Staleness, staleness
+from tailrace.obs.spending import Spending
 from tailrace.protocol import (
+    Activate,
     Command,
     ControllerRestarted,
     CutOff,
@@ -31,6 +33,7 @@ from tailrace.protocol import (
     HostLeft,
     Parked,
     PullFailed,
+    RecordEvaluation,
     RelayLost,
     ReplicaJoined,
     ReplicaLost,
@@ -104,6 +107,7 @@ class RunView(msgspec.Struct, frozen=True, kw_only=True):
     eta_s: float | None
     notices: tuple[Notice, ...]
     measured: Mapping[str, float]  # the trainer's newest figures, each from the last mini-batch that has it
+    evaluated: Mapping[str, float]  # the figures of the newest evaluation while training
     mini_batches: int  # whose figures the trainer has reported
     without_advantage: int  # of these: all advantages were zero
     stopped: str  # why the run is over
@@ -120,6 +124,7 @@ class LiveRun:
         self.name = name or config.run.name or "run"
         self.fold = Fold(config, keep_trained)
         self.activity = Activity(self.fold, timeline)
+        self.spending = Spending()
         self.notices: deque[Notice] = deque(maxlen=NOTICES)
         self.noticed: Counter[Level] = Counter()  # ever, so that a reader knows which are new
         self.measured: dict[str, float] = {}
@@ -140,6 +145,7 @@ class LiveRun:
         fold, starting = self.fold, self.activity.first_sample_at is None
         fold.see(self.seconds, event, commands)
         self.activity.see(self.seconds, event, commands)
+        self.spending.see(self.seconds, event, commands)
         if isinstance(event, SampleFailed) and not fold.ignored and _is_power_of_ten(fold.failures):
             so_far = f"{_count(fold.failures, 'attempt')} at samples failed so far"
             self._notice(f"{so_far}; t{event.trajectory}: {event.reason}", "warning")
@@ -262,10 +268,15 @@ class LiveRun:
             eta_s=self._eta(seconds),
             notices=tuple(self.notices),
             measured=self.measured,
+            evaluated=self._evaluated(),
             mini_batches=self._mini_batches,
             without_advantage=self._without_advantage,
             stopped=self.stopped,
         )
+
+    def _evaluated(self) -> dict[str, float]:
+        newest = self.fold.evaluations[-1:]
+        return {name: value for one in newest for result in one.results for name, value in result.metrics.items()}
 
     def _replica_view(self, id: ReplicaId, lane: ReplicaLane, now: float) -> ReplicaView:
         kv = lane.kv_tokens / lane.kv_capacity if lane.kv_capacity else 0.0
@@ -308,7 +319,8 @@ def _notices(event: Event, commands: Sequence[Command]) -> Noticed:
         )
     elif isinstance(event, HostJoined):
         whose = f" of the stranger {event.worker}" if event.worker else ""
-        yield f"host {event.host}{whose} joined, for {_brought(event)}", "info"
+        where = f" at {event.site}" if event.site else ""
+        yield f"host {event.host}{whose} joined{where}, for {_brought(event)}", "info"
     elif isinstance(event, HostLeft):
         yield f"host {event.host} left: {event.reason}", "warning"
     elif isinstance(event, ReplicaJoined | TrainerJoined) and event.incarnation > 1:
@@ -324,13 +336,17 @@ def _notices(event: Event, commands: Sequence[Command]) -> Noticed:
     elif isinstance(event, Parked):
         yield from _moves(event, commands)
     for command in commands:
-        if isinstance(command, GiveUp):
+        if isinstance(command, Activate):
+            yield f"r{command.replica} is {'called back' if command.active else 'sent home'}", "info"
+        elif isinstance(command, GiveUp):
             name = "the trainer" if command.role == "trainer" else label(command.role, command.id)
             yield f"{name} lost: {command.reason}", "warning"
         elif isinstance(command, Dismiss):
             yield f"the worker {command.worker} is quarantined: {command.reason}", "warning"
         elif isinstance(command, CutOff):
             yield f"{label(command.role, command.id)} is cut off: {command.reason}", "warning"
+        elif isinstance(command, RecordEvaluation):
+            yield f"v{command.version} evaluated: {'; '.join(map(str, command.results))}", "info"
     yield from _endings(commands)
 
 

@@ -18,13 +18,17 @@ from tailrace.obs.charts import MEAN_OF, Curve, RunCharts, run_charts
 from tailrace.obs.ending import RunEnding, ending_of
 from tailrace.obs.fold import GroupCounts, Savings, Staleness, StrangerRecord, staleness
 from tailrace.obs.live import LiveRun
+from tailrace.obs.spending import Spent
 from tailrace.obs.tables import percent, print_table
+from tailrace.protocol import RecordEvaluation
 from tailrace.store.folder import PRIVATE
 from tailrace.store.journal import Journal
 from tailrace.store.metrics import measurements
-from tailrace.types import RIGHT_ABOVE
+from tailrace.types import RIGHT_ABOVE, Version
 
 JSON, PICTURE = "summary.json", "summary.png"
+BEFORE, AFTER = "before", "after"  # training
+SHOWN = 8  # evaluated versions in a line
 UNMEASURED = "- before, - after"
 
 
@@ -59,6 +63,9 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     ledger: GroupCounts
     savings: Savings
     strangers: dict[str, StrangerRecord]
+    evaluations: tuple[RecordEvaluation, ...] = ()  # while training, in their order
+    best: tuple[Version, ...] = ()  # evaluated versions, best first: one, or as many as `eval.keep_best`
+    spent: Spent = Spent()
 
 
 class Report(NamedTuple):
@@ -180,6 +187,9 @@ def _summary(live: LiveRun, ended: RunEnding, accuracy: HeldOut, reward: HeldOut
         ledger=groups,
         savings=fold.savings,
         strangers=fold.strangers,
+        evaluations=tuple(fold.evaluations),
+        best=fold.evaluations[-1].best if fold.evaluations else (),
+        spent=live.spending.total(live.seconds),
     )
 
 
@@ -202,9 +212,26 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
         ("failed samples", f"{summary.failed_samples:,}; {summary.failed_attempts:,} attempts failed in all"),
         ("groups", f"{ledger.started:,} started = {ends} + {ledger.in_flight:,} in flight"),
     ]
+    rows += _curves(summary)
     rows += [("saved", str(summary.savings))] if summary.savings else []
     rows += [(f"stranger {name}", str(one)) for name, one in summary.strangers.items()]
+    rows += [("spent", str(summary.spent))] if summary.spent else []
     return [row for row in rows if UNMEASURED not in row[1]]
+
+
+def _curves(summary: Summary) -> list[tuple[str, str]]:
+    """Of every set, the accuracy of each evaluated version; of many versions the first and the last ones."""
+    found: dict[str, list[str]] = {}
+    for one in summary.evaluations:
+        for result in one.results:
+            k, passed = result.samples, f" ({result.passed[result.samples]:.3f})" if result.samples > 1 else ""
+            name = f"{result.name} avg@{k}" + (f" (pass@{k})" if k > 1 else "")
+            found.setdefault(name, []).append(f"v{one.version} {result.accuracy:.3f}{passed}")
+    rows = [
+        (name, ", ".join(each if len(each) <= SHOWN else [each[0], "...", *each[2 - SHOWN :]]))
+        for name, each in found.items()
+    ]
+    return rows + ([("best", ", ".join([f"v{version}" for version in summary.best]))] if rows else [])
 
 
 def _before_and_after(figure: HeldOut) -> str:

@@ -2,6 +2,7 @@
 
     /             the page                 with a token: authenticated clients only; others see the form
     /data         all figures, JSON        the same
+    /metrics      for Prometheus           the same
     /login        the form, and where it goes (POST)
     /page.css  /charts.js  /page.js  /icon.svg
 
@@ -18,6 +19,7 @@ from tailrace.obs import html
 from tailrace.page.access import AccessControl
 from tailrace.page.follow import PageContent
 from tailrace.page.http import Header, PageRequest, PageResponse, text_response
+from tailrace.page.prometheus import CONTENT_TYPE, exposition
 
 ASSETS = Path(__file__).parent / "assets"
 CONTENT_SECURITY_POLICY = (
@@ -51,6 +53,7 @@ class PageApp:
         self._table: dict[str, dict[str, Handler]] = {
             "/": _read_only(self._private(_file("page.html", HTML), self._show_form)),
             "/data": _read_only(self._private(self._data, self._refuse)),
+            "/metrics": _read_only(self._private(self._metrics, self._refuse)),
             "/login": {**_read_only(lambda _: self._form_page(200)), "POST": self._log_in},
             "/page.css": _read_only(_file("page.css", CSS)),
             "/charts.js": _read_only(_file("charts.js", SCRIPT)),
@@ -81,6 +84,9 @@ class PageApp:
         if latest.tag and request.header("if-none-match") == latest.tag:
             return PageResponse(304, headers=(tag,))
         return PageResponse(200, latest.content, "application/json", (tag,))
+
+    def _metrics(self, request: PageRequest) -> PageResponse:
+        return PageResponse(200, exposition(self._latest().content), CONTENT_TYPE)
 
     def _private(self, handler: Handler, otherwise: Handler) -> Handler:
         """For authenticated clients only."""

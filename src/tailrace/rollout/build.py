@@ -14,19 +14,20 @@ from tailrace.engines.base import Engine
 from tailrace.engines.emulated import EmulatedEngine
 from tailrace.envs.base import Answer, Scored, Turn
 from tailrace.rollout.runner import Key, Language, Runner
-from tailrace.types import Row
+from tailrace.scoring import EvalSet
+from tailrace.types import ReplicaId, Row
 
 if TYPE_CHECKING:
     from tailrace.envs.prompts import Prompts
 
 
-def build_runner(config: Config, memory: float = 0.0, with_weights: bool = False) -> Runner:
+def build_runner(config: Config, memory: float = 0.0, with_weights: bool = False, replica: ReplicaId = 0) -> Runner:
     """A runner whose weights come as a version; `with_weights`: it begins with those of `model.path`. `memory`: its
-    share of a GPU; 0: not dealt."""
+    share of a GPU; 0: not dealt. `replica`: whose it is."""
     limit = config.workload.max_completion_tokens
     if config.rollout.engine == "emulated":
         judge = CoinJudge(config.run.seed, config.workload.reward_s)
-        return Runner(EmulatedEngine(config, config.run.seed), judge, MUTE, limit)
+        return Runner(_emulated(config, replica), judge, MUTE, limit)
     from tailrace.envs.judges import Judges
 
     config = with_all_stops(config)
@@ -34,6 +35,11 @@ def build_runner(config: Config, memory: float = 0.0, with_weights: bool = False
     judges.start()  # beside the engine, which takes longer
     engine = _engine(config, memory, with_weights)
     return Runner(engine, judges, _language(config, _prompts(config)), limit)
+
+
+def _emulated(config: Config, replica: ReplicaId) -> Engine:
+    own = msgspec.structs.replace(config, costs=config.costs.at_speed(config.rollout.speed(replica)))
+    return EmulatedEngine(own, config.run.seed)
 
 
 def _engine(config: Config, memory: float, with_weights: bool) -> Engine:
@@ -46,8 +52,10 @@ def _engine(config: Config, memory: float, with_weights: bool) -> Engine:
     return build_engine(config, config.run.seed, memory)
 
 
-def held_out_rows(config: Config) -> list[Row]:
-    return _prompts(config).held_out()
+def held_out_rows(config: Config) -> tuple[tuple[EvalSet, ...], list[Row]]:
+    """The sets of held-out rows, and all of their rows in order."""
+    prompts = _prompts(config)
+    return prompts.eval_sets, prompts.held_out()
 
 
 def with_all_stops(config: Config) -> Config:
@@ -81,12 +89,12 @@ def _language(config: Config, prompts: Prompts) -> Language:
     )
 
 
-def build_stranger(config: Config, memory: float = 0.0) -> Runner:
+def build_stranger(config: Config, memory: float = 0.0, replica: ReplicaId = 0) -> Runner:
     """A runner on a machine that is not trusted: it generates a turn and hands it in. It has no judges, no data and no
     answers: rewards are computed where the run is."""
     limit = config.workload.max_completion_tokens
     if config.rollout.engine == "emulated":
-        return Runner(EmulatedEngine(config, config.run.seed), Unjudged(), MUTE, limit)
+        return Runner(_emulated(config, replica), Unjudged(), MUTE, limit)
     return Runner(_engine(with_all_stops(config), memory, False), Unjudged(), MUTE, limit)
 
 

@@ -34,8 +34,16 @@ class TokenRun(NamedTuple):
 class Episode:
     """All tokens are in one growing buffer; the origins of those after the prompt are runs in it."""
 
-    def __init__(self, request: Request, row: Row, prefix: Sequence[Segment], version: Version) -> None:
+    def __init__(
+        self,
+        request: Request,
+        row: Row,
+        prefix: Sequence[Segment],
+        version: Version,
+        temperature: float | None = None,
+    ) -> None:
         self.request = request
+        self._temperature = temperature  # of an evaluation that has one of its own
         self.row = row
         self.tokens = bytearray(row.tokens)  # int32
         self._logprobs = bytearray()  # float32, of the sampled tokens that `take_growth` has not handed out
@@ -65,7 +73,15 @@ class Episode:
         """The next turn, for an engine, which copies the tokens when it is submitted."""
         request = self.request
         room = max_completion_tokens - self.completion_tokens
-        return Job(request.trajectory, request.group, self.tokens, self.row.length, room, request.failures)
+        return Job(
+            request.trajectory,
+            request.group,
+            self.tokens,
+            self.row.length,
+            room,
+            request.failures,
+            self._temperature,
+        )
 
     def sampled(self, version: Version, tokens: bytes, logprobs: bytes) -> None:
         if not tokens:

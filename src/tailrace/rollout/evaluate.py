@@ -1,7 +1,8 @@
 """Held-out accuracy of a model, in a process of its own: `python -m tailrace.rollout.evaluate`, settings on stdin.
 
-Plays every held-out prompt once with the run's own sampling, judges and limits, and prints one line of JSON whenever
-more of them are done; the last line has the result. A sample whose judge fails counts as wrong and is reported.
+Plays every held-out prompt `eval.samples` times with the run's own sampling (but `eval.temperature`), judges and
+limits, and prints one line of JSON whenever more of them are done; the last line has the result. A sample whose judge
+fails counts as wrong and is reported.
 """
 
 from __future__ import annotations
@@ -18,22 +19,19 @@ from tailrace.errors import TailraceError
 from tailrace.logs import for_component, output
 from tailrace.protocol import Request
 from tailrace.rollout.episode import Episode
-from tailrace.rollout.runner import Outcome, Runner
-from tailrace.types import RIGHT_ABOVE, Struct
+from tailrace.rollout.runner import Runner
+from tailrace.scoring import EvalResult, EvalSet, PromptScore, summed_up
+from tailrace.types import EVALUATION, Row, Struct
 
 PR_SET_PDEATHSIG = 1
-FIRST_TRAJECTORY = 1 << 40  # held-out samples have random numbers of their own, far from those of training
 
 
 class Evaluated(Struct):
-    """How far an evaluation is, or what came of it."""
+    """How far an evaluation is, in samples, or what came of it: a result for each set."""
 
     done: int
     total: int
-    accuracy: float = 0.0  # share of rewards above `RIGHT_ABOVE`; a sample without a verdict counts as wrong
-    mean_reward: float = 0.0  # of those with a verdict
-    mean_tokens: float = 0.0
-    failed: int = 0
+    results: tuple[EvalResult, ...] = ()
     error: str = ""
 
 
@@ -59,36 +57,46 @@ def evaluate(config: Config) -> Iterator[Evaluated]:
     """Yield an `Evaluated` now and then, and the final one last."""
     from tailrace.rollout.build import build_runner, held_out_rows
 
-    rows = held_out_rows(config)
+    sets, rows = held_out_rows(config)
     if not rows:
         yield Evaluated(0, 0)
         return
     runner = build_runner(config, with_weights=True)
-    for number, row in enumerate(rows):
-        request = Request(FIRST_TRAJECTORY + number, 1, number, row.id, row.length)
-        runner.add(Episode(request, row, (), 0))
+    for episode in _episodes(config, rows):
+        runner.add(episode)
     try:
-        yield from _play(runner, len(rows))
+        yield from _play(runner, sets, config.eval.samples)
     finally:
         runner.close()
 
 
-def _play(runner: Runner, total: int) -> Iterator[Evaluated]:
-    outcomes: list[Outcome] = []
+def _episodes(config: Config, rows: list[Row]) -> Iterator[Episode]:
+    """The samples of a prompt are a group; their numbers give them random numbers far from those of training."""
+    for number, row in enumerate(rows):
+        for nth in range(config.eval.samples):
+            trajectory = EVALUATION + number * config.eval.samples + nth
+            request = Request(trajectory, 1, EVALUATION + number, row.id, row.length)
+            yield Episode(request, row, (), 0, config.eval.temperature)
+
+
+def _play(runner: Runner, sets: tuple[EvalSet, ...], samples: int) -> Iterator[Evaluated]:
+    scores = [PromptScore() for one in sets for _ in range(one.prompts)]
     while runner.episodes:
         ended = runner.step()
-        outcomes += ended
+        for episode, reward, _ in ended:
+            score = scores[(episode.request.trajectory - EVALUATION) // samples]
+            score.add(reward, episode.completion_tokens, episode.finish)
         if ended:
-            yield _summed_up(outcomes, total)
+            yield _so_far(sets, scores, samples)
 
 
-def _summed_up(outcomes: list[Outcome], total: int) -> Evaluated:
-    rewards = [outcome.reward for outcome in outcomes if outcome.reward is not None]
-    right = sum(reward > RIGHT_ABOVE for reward in rewards)
-    tokens = sum(outcome.episode.completion_tokens for outcome in outcomes)
-    count = len(outcomes)
-    mean = sum(rewards) / max(1, len(rewards))
-    return Evaluated(count, total, right / count, mean, tokens / count, count - len(rewards))
+def _so_far(sets: tuple[EvalSet, ...], scores: list[PromptScore], samples: int) -> Evaluated:
+    results: list[EvalResult] = []
+    start = 0
+    for one in sets:
+        results.append(summed_up(one.name, scores[start : start + one.prompts], samples))
+        start += one.prompts
+    return Evaluated(sum(score.samples for score in scores), len(scores) * samples, tuple(results))
 
 
 def _print(progress: Evaluated) -> None:

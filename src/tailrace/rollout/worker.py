@@ -1,9 +1,9 @@
 """The process of one replica: takes work from the controller, plays it on its engine, streams what comes of it.
 
-Consumes `Generate`, `Release`, `Cancel` and `LoadWeights`; produces `ScoringStarted`, `GenerationResumed`, `Finished`,
-`SampleFailed`, `Parked`, `WeightsLoaded` or `PullFailed`. Prompts and prefixes come from the sample store, and tokens
-go there; what they say is reported to the controller only once it is durable. Waits only when there is nothing to
-generate or to judge, or when the store is behind.
+Consumes `Generate`, `Evaluate`, `Release`, `Cancel` and `LoadWeights`; produces `ScoringStarted`, `GenerationResumed`,
+`Finished`, `SampleFailed`, `Parked`, `WeightsLoaded` or `PullFailed`. Prompts and prefixes come from the sample store,
+and tokens go there; what they say is reported to the controller only once it is durable. Waits only when there is
+nothing to generate or to judge, or when the store is behind.
 Weights for a GPU come there while generation goes on. So does generation while a controller is away: the next one is
 told what is in hand.
 """
@@ -21,6 +21,7 @@ from tailrace.protocol import (
     Cancel,
     CheckFailed,
     EngineWork,
+    Evaluate,
     Finished,
     Generate,
     GenerationResumed,
@@ -45,7 +46,7 @@ from tailrace.rollout.runner import Key, Outcome
 from tailrace.samples.client import Receipts, SampleClient
 from tailrace.samples.messages import AssignmentLost, Fetched
 from tailrace.samples.uploads import Growth
-from tailrace.types import Version, label
+from tailrace.types import EVALUATION, Version, label
 from tailrace.weights.fetch import RelayReaders
 from tailrace.weights.pull import Puller
 from tailrace.weights.region import MappedVersion, SharedMemoryError
@@ -65,7 +66,7 @@ class RolloutWorker:
         self.spec = spec
         self.config = spec.config
         build = build_stranger if spec.worker else build_runner
-        self.runner = build(spec.config, spec.memory)
+        self.runner = build(spec.config, spec.memory, replica=spec.id)
         self.stats = EngineStats(0, 0, 0)
         self.samples = SampleClient(spec.name)
         self.controller = ControlClient(spec, self._report_stats, self.samples.find)
@@ -83,6 +84,7 @@ class RolloutWorker:
         self.load_s = 0.0
         self._actions: dict[type, Callable[[Any], None]] = {
             Generate: self._generate,
+            Evaluate: self._generate,
             Release: self._release,
             Cancel: self._cancel,
             LoadWeights: self._load_weights,
@@ -109,9 +111,10 @@ class RolloutWorker:
         engine = self.runner.engine
         keys = [*self._fetching, *[episode.key for episode in self.runner.episodes.values()], *list(self._unstored)]
         held = tuple([Assignment(*key) for key in keys])
-        room = (engine.kv_capacity, engine.roofline)
+        price = 0.0 if self.spec.worker else self.config.rollout.price(self.spec.id)
+        room = (engine.kv_capacity, engine.roofline, held, price)
         self.controller.report(
-            ReplicaJoined(self.spec.id, self.controller.incarnation, self.spec.host, engine.version, *room, held)
+            ReplicaJoined(self.spec.id, self.controller.incarnation, self.spec.host, engine.version, *room)
         )
 
     def _patience(self) -> float:
@@ -140,7 +143,10 @@ class RolloutWorker:
                 self._refused(key, found.reason)
             elif request is not None and not self._fails_its_check(request, found):
                 prefix = found.prefix if request.resume else ()
-                self.runner.add(Episode(request, found.row, prefix, self.runner.engine.version))
+                self.runner.add(Episode(request, found.row, prefix, self.runner.engine.version, self._temperature(key)))
+
+    def _temperature(self, key: Key) -> float | None:
+        return self.config.eval.temperature if key[0] >= EVALUATION else None
 
     def _fails_its_check(self, request: Request, found: Fetched) -> bool:
         """A stranger has generated it; then it is looked at before it is judged here."""
@@ -174,7 +180,7 @@ class RolloutWorker:
 
     # ------------------------------------------------------------------------------------------------------- orders
 
-    def _generate(self, command: Generate) -> None:
+    def _generate(self, command: Generate | Evaluate) -> None:
         for request in command.requests:
             self._fetching[request.trajectory, request.attempt] = request
             self.samples.fetch(request.trajectory, request.attempt, request.store)

@@ -142,7 +142,8 @@ class HostAdmission:
         record = HostRecord(name, 1 + max(hosts), replicas, offer.store, offer.ranks, offer.interfaces)
         host = self._hosts.add(record)
         salt = secrets.randbits(48) if host.worker else 0
-        self._control.tell(HostJoined(host.id, replicas, offer.store, offer.ranks, host.worker, salt))
+        room = (offer.store, offer.ranks, offer.site)
+        self._control.tell(HostJoined(host.id, replicas, *room, host.worker, salt))
         self._components.host_joined()
         return host
 

@@ -51,7 +51,7 @@ from tailrace.runtime.store_directory import StoreDirectory
 from tailrace.store.folder import RunFolder
 from tailrace.types import RelayId
 from tailrace.watchdog import ask_for_stacks, is_stopped, look_at
-from tailrace.wire.keys import HOST, JOIN_KEY, JoinKey, Keyring, site_token
+from tailrace.wire.keys import HOST, JOIN_KEY, JoinKey, Keyring, stranger_token
 from tailrace.wire.messages import (
     LOOPBACK,
     ComponentSpec,
@@ -196,7 +196,7 @@ class Components:
             id=id,
             incarnation=incarnation,
             endpoint=self.server.endpoint,
-            token=site_token(token, worker) if worker else token,
+            token=stranger_token(token, worker) if worker else token,
             folder=str(self._folder.path),
             folder_id=self._folder.identity,
             config=self.config,

@@ -32,17 +32,21 @@ from tailrace.control.state import State
 from tailrace.errors import TailraceError
 from tailrace.logs import open_log, to_stream
 from tailrace.obs.live import WAITING_FOR
+from tailrace.obs.summary import AFTER, BEFORE
 from tailrace.protocol import (
     TRAINER,
+    Activate,
     Command,
     ControllerRestarted,
     CutOff,
     Dismiss,
+    EvalSetsOpened,
     Event,
     Explain,
     Finished,
     GiveUp,
     HostLeft,
+    RecordEvaluation,
     RelayJoined,
     ReplicaJoined,
     RunStarted,
@@ -64,10 +68,14 @@ from tailrace.runtime.grants import reconciliation
 from tailrace.runtime.lag import LoopLag
 from tailrace.runtime.local import Process
 from tailrace.runtime.orders import Orders
+from tailrace.runtime.prices import price_changes
+from tailrace.runtime.provisioning_watch import ProvisioningWatch
 from tailrace.runtime.validation import LONGEST_REASON, Sender, Validation, shortened
 from tailrace.runtime.worker_keys import WorkerKeys
+from tailrace.scoring import EvalSet
 from tailrace.store.folder import PRIVATE, PRIVATE_FOLDER
 from tailrace.store.journal import RUN
+from tailrace.store.prices import PriceFile
 from tailrace.store.run import RunStore
 from tailrace.store.waiting import PAUSE_S, Locked, to_terminal
 from tailrace.trainer.pace import BYTES_PER_PARAMETER
@@ -99,6 +107,7 @@ TURN_S = 0.01  # between the beginnings of two transactions, and for the events 
 ACKNOWLEDGE_S = 0.5  # how often components are told what is committed
 LATE_BEATS = 1.5  # heartbeats without a datagram until frames are asked for
 LOOP_LAG, LAG_EVERY = "controller/loop_lag_p99_s", 100  # samples between two figures: ten seconds
+EVAL = "eval"  # who measured: the replicas together
 INTERRUPTED = "interrupted"
 STUCK_S = 10.0  # at one thing; then the controller writes to its log where it is
 
@@ -125,11 +134,20 @@ class PendingEvent(NamedTuple):
 
 
 class Controller:
-    def __init__(self, store: RunStore, config: Config, handle: RunHandle, observer: Observer) -> None:
+    def __init__(
+        self,
+        store: RunStore,
+        config: Config,
+        handle: RunHandle,
+        observer: Observer,
+        eval_sets: tuple[EvalSet, ...] | None = None,
+    ) -> None:
+        """`eval_sets`: what is evaluated while training; None: what is known of that stays as it is."""
         self.store = store
         self.config = config
         self.handle = handle
         self.observer = observer
+        self._eval_sets = eval_sets
         if handle.left is None:
             store.hear_anew()
         self._worker_keys = WorkerKeys(store.folder)
@@ -141,6 +159,7 @@ class Controller:
         self.error: RunError | None = None
         self._began = time.monotonic() - store.last_now
         self.backpressure = Backpressure()
+        self._provisioning = ProvisioningWatch(config)
         self.lag = LoopLag(self._sampled)
         self._arrived: deque[Callable[[], None]] = deque()  # what is to be taken in with the next transaction
         self._taken_in = asyncio.Event()  # there is nothing in it
@@ -156,10 +175,13 @@ class Controller:
         self._log: TextIO = sys.stderr
         self._told_of_datagrams = False  # that they do not get through
         self._failures = 0  # samples in a row that could not be judged
+        self._prices = PriceFile(store.folder)
         self._orders = Orders(self.components, store.trajectories, config.run.archive)
         self._own_actions: dict[type[Command], Callable[[Any], None]] = {
             Explain: lambda _: None,  # it is in the journal, which is all it is for
             SkipPrompts: lambda _: None,  # likewise
+            RecordEvaluation: self._record_evaluation,
+            Activate: lambda _: None,  # likewise
             GiveUp: self.components.give_up,
             CutOff: self.components.cut_off,
             Dismiss: self._dismiss,
@@ -231,9 +253,11 @@ class Controller:
 
     @property
     def _beginning(self) -> list[Event]:
+        sets = self.state.evaluation.sets if self._eval_sets is None else self._eval_sets
+        evaluation = [EvalSetsOpened(sets)] if sets != self.state.evaluation.sets else []
         if self.resumed:
-            return [ControllerRestarted(), *self.components.missing(self.handle.left)]
-        return [RunStarted(self.config.local.replicas, self.config.local.relays, stores=1)]
+            return [ControllerRestarted(), *self.components.missing(self.handle.left), *evaluation]
+        return [RunStarted(self.config.local.replicas, self.config.local.relays, stores=1), *evaluation]
 
     def interrupt(self) -> None:
         """Stop as soon as what is under way is written down; the run can be resumed. The second time: at once."""
@@ -348,6 +372,8 @@ class Controller:
             seq = self.store.record(now, event, commands)
             self._introduce_stores(event)
             self.observer.see(now, event, commands)
+            if advice := self._provisioning.see(now, event, commands):
+                self.note(advice)
             for command in commands:
                 self._own_actions.get(type(command), self._order)(command)
             if type(event) is Trained:
@@ -535,8 +561,16 @@ class Controller:
             self._find_revoked()
             self._ask_for_frames()
             self._note_waiting()
+            self._look_at_prices()
             self.tell(self.plane.heartbeats(self.components.age_s))
         self.tell(TimerFired(timer))
+
+    def _look_at_prices(self) -> None:
+        try:
+            for event in price_changes(self._prices.changed(), self.state.fleet):
+                self.tell(event)
+        except (TailraceError, ValueError) as error:
+            self.report(str(error))
 
     # ---------------------------------------------------------------------------------------------------- signs of life
 
@@ -567,6 +601,15 @@ class Controller:
         self.server.liveness.loop_turns(self.server.reads)
         if self.lag.samples % LAG_EVERY == 0:
             self._arrived.append(partial(self._measure, -1, "controller", {LOOP_LAG: self.lag.p99_s}))
+
+    def _record_evaluation(self, command: RecordEvaluation) -> None:
+        """As metrics of that version; and the first set's, as what the run says of itself before and after."""
+        for result in command.results:
+            self._measure(command.version, EVAL, result.metrics)
+        if self.state.stopped or not command.version:
+            when = AFTER if self.state.stopped else BEFORE
+            self.store.meta.set(f"accuracy_{when}", str(command.results[0].accuracy))
+            self.store.meta.set(f"reward_{when}", str(command.results[0].mean_reward))
 
     def _stop(self, command: Stop) -> None:
         if command.failed:

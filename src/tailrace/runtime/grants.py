@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from tailrace.control.ledger import NONE, Ledger, Sample
-from tailrace.control.state import State
+from tailrace.control.ledger import NONE, NOWHERE, Ledger, Sample
+from tailrace.control.state import Evaluation, State
 from tailrace.control.storage import FIRST
 from tailrace.control.training import Training
-from tailrace.protocol import Generate, Request
+from tailrace.protocol import Evaluate, Generate, Request
 from tailrace.store.trajectories import TrajectoryTable
-from tailrace.types import PromptId, ReplicaId, StoreId, TrajectoryId
+from tailrace.types import EVALUATION, PromptId, ReplicaId, StoreId, TrajectoryId
 from tailrace.wire.messages import Assigned, Grant, Reconcile
 
 
-def granted(ledger: Ledger, command: Generate, store: StoreId) -> Assigned:
+def granted(ledger: Ledger, command: Generate | Evaluate, store: StoreId) -> Assigned:
     """To this store. A sample may have moved on since; what counts is what was ordered."""
     return Assigned(tuple([_ordered(ledger, command.replica, one) for one in command.requests if one.store == store]))
 
@@ -27,6 +27,7 @@ def reconciliation(state: State, table: TrajectoryTable, store: StoreId) -> Reco
     """All that this store has to know after it was away: who writes what, and what may still be read."""
     mine = [sample for sample in state.ledger.samples.values() if sample.store == store and sample.oldest != NONE]
     grants = [_grant(state.ledger, sample) for sample in mine if sample.state in ("running", "scoring")]
+    grants += _of_evaluation(state.evaluation, store)
     done = {sample.id for sample in mine if sample.state == "done"}
     keep = tuple(sorted(done | _picked(state.training, store)))
     prefixes = tuple([sample.id for sample in mine if sample.state in ("waiting", "handed_in")])
@@ -45,6 +46,14 @@ def _picked(training: Training, store: StoreId) -> set[TrajectoryId]:
     """What the trainer may have to repeat."""
     groups = [group for past in training.past.values() for mini_batch in past.mini_batches for group in mini_batch]
     return {id for group in groups for id, where in group.located() if where == store}
+
+
+def _of_evaluation(evaluation: Evaluation, store: StoreId) -> list[Grant]:
+    """Its samples are always begun from their prompts."""
+    mine = [one for one in evaluation.samples.values() if one.store == store and one.replica != NOWHERE]
+    return [
+        Grant(one.replica, one.id, one.attempt, one.group, EVALUATION + one.prompt, began=one.attempt) for one in mine
+    ]
 
 
 def _grant(ledger: Ledger, sample: Sample) -> Grant:

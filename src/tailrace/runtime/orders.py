@@ -10,9 +10,11 @@ from tailrace.protocol import (
     TRAINER,
     Command,
     Drop,
+    Evaluate,
     FetchPrompts,
     Forget,
     Generate,
+    KeepCheckpoints,
     LoadWeights,
     Publish,
     Route,
@@ -35,8 +37,10 @@ class Orders:
         self._ways: dict[type[Command], Callable[[State, Any], None]] = {
             Drop: lambda _, command: self._send("relay", command.relay, Ordered(command)),
             FetchPrompts: lambda _, command: self._send("store", FIRST_STORE, Ordered(command)),
+            Evaluate: self._generate,
             Forget: self._forget,
             Generate: self._generate,
+            KeepCheckpoints: lambda _, command: self._send("trainer", TRAINER, Ordered(command)),
             LoadWeights: self._load_weights,
             Publish: self._publish,
             Route: self._route,
@@ -49,7 +53,7 @@ class Orders:
     def _to_replica(self, _: State, command: Any) -> None:
         self._send("replica", command.replica, Ordered(command))
 
-    def _generate(self, state: State, command: Generate) -> None:
+    def _generate(self, state: State, command: Generate | Evaluate) -> None:
         """The stores first: a replica has to find its prompts and prefixes there, and may write there."""
         self._trajectories.assign(command.requests)
         for store in {request.store for request in command.requests}:

@@ -202,7 +202,7 @@ class Validation:
 
     def _not_stored(self, meta: TrajectoryMeta, receipt: Receipt | None) -> str:
         """What a replica says of a sample counts only as far as the sample's store has made it durable."""
-        sample = self._state().ledger.current(meta.id, meta.attempt)
+        sample = self._state().assigned(meta.id, meta.attempt)
         if sample is None:
             return ""
         store = f"store {sample.store}"
@@ -221,6 +221,8 @@ class Validation:
         made = self._state().training.version
         if event.host != sender.host:
             return f"it joins on host {event.host}, and was started on {sender.host}"
+        if sender.worker and event.price:
+            return f"it joins at {event.price:g} dollars an hour, which is not for a stranger to say"
         return f"it joins with version {event.version}, and {made} is the newest" if event.version > made else ""
 
     def _judged(self, sender: Sender, event: ScoringStarted | GenerationResumed) -> str:
@@ -257,7 +259,7 @@ class Validation:
         return f"t{meta.id} of versions {meta.oldest} to {meta.newest}, where it was given version {sample.newest}"
 
     def _bad_meta(self, sender: Sender, meta: TrajectoryMeta) -> str:
-        sample = self._state().ledger.current(meta.id, meta.attempt)
+        sample = self._state().assigned(meta.id, meta.attempt)
         if sample is None:
             return ""
         made = self._state().training.version
@@ -270,7 +272,7 @@ class Validation:
         return self._not_given(sender, meta.id, meta.attempt)
 
     def _not_given(self, sender: Sender, trajectory: TrajectoryId, attempt: int) -> str:
-        sample = self._state().ledger.current(trajectory, attempt)
+        sample = self._state().assigned(trajectory, attempt)
         foreign = sample is not None and sample.replica != sender.id
         return f"t{trajectory}, which it was not given" if foreign else ""
 

@@ -10,6 +10,7 @@ from tailrace.config.tree import Config
 from tailrace.protocol import (
     SCORING_S,
     Cancel,
+    Evaluate,
     Finished,
     Forget,
     Generate,
@@ -25,7 +26,6 @@ from tailrace.protocol import (
     WeightsLoaded,
 )
 from tailrace.sim.clock import VirtualClock
-from tailrace.sim.cost_model import CostModel
 from tailrace.sim.engine import SimSequence
 from tailrace.sim.network import Network
 from tailrace.sim.processes import SimFleet, SimReplica
@@ -38,7 +38,6 @@ from tailrace.types import TrajectoryId, Version
 class Rollouts:
     config: Config
     clock: VirtualClock
-    costs: CostModel
     fleet: SimFleet
     network: Network
     meter: Meter
@@ -57,7 +56,7 @@ class Rollouts:
         replica.reported = None
         return replica
 
-    def generate(self, command: Generate) -> None:
+    def generate(self, command: Generate | Evaluate) -> None:
         replica = self._reached(command.replica, command.incarnation)
         if replica is None:
             return
@@ -87,7 +86,7 @@ class Rollouts:
 
     def forget(self, command: Forget) -> None:
         forgotten = [self.stored.pop(id) for id in command.trajectories if id in self.stored]
-        if command.reason != "trained":
+        if command.reason not in ("trained", "evaluated"):
             self.meter.discarded += sum([one.tokens for one in forgotten])
 
     # ------------------------------------------------------------------------------------------------------ colocated
@@ -230,12 +229,13 @@ class Rollouts:
         now = self.clock.now
         replica.pull += 1
         replica.pulling = True
-        seconds = self.costs.pull(remote=command.relay != replica.host) * replica.engine.slowdown
+        alone = replica.engine.costs.pull(remote=command.relay != replica.host)
+        seconds = alone * replica.engine.slowdown
         replica.pulled_s += seconds
         replica.pulls += 1
         self.mark(replica)
         if replica.engine.held:
-            replica.engine.stall(now, seconds)
+            replica.engine.stall(now, alone)
             self.wake(replica)
         self.clock.after(seconds, self._loaded, replica, replica.pull, command.version)
 

@@ -17,24 +17,29 @@ from typing import Any
 
 import msgspec
 
-from tailrace.config.tree import Config, Faults
+from tailrace.config.tree import HELD_OUT, Config, Faults
 from tailrace.control.plane import ControlPlane
 from tailrace.errors import TailraceError
 from tailrace.protocol import (
+    Activate,
     Cancel,
     Command,
     CutOff,
     Dismiss,
     Drop,
+    EvalSetsOpened,
+    Evaluate,
     Explain,
     FetchPrompts,
     Forget,
     Generate,
     GiveUp,
+    KeepCheckpoints,
     LoadWeights,
     Progressed,
     PromptsAdded,
     Publish,
+    RecordEvaluation,
     Release,
     Route,
     RunStarted,
@@ -44,6 +49,7 @@ from tailrace.protocol import (
     Stop,
     Train,
 )
+from tailrace.scoring import EvalSet
 from tailrace.sim.clock import VirtualClock
 from tailrace.sim.controller import Observer, SimController
 from tailrace.sim.cpu_sharing import CpuSharing
@@ -105,7 +111,7 @@ class Simulation:
         self.fleet = fleet = SimFleet(config, costs)
         self.meter = meter = Meter(config, costs, fleet.replicas, fleet.trainer, timeline)
         self._network = network = Network(config.faults, clock, random)
-        lifecycle = Lifecycle(config.faults, clock, costs, fleet, network, meter)
+        lifecycle = Lifecycle(config.faults, clock, fleet, network, meter)
         observers = [meter.fold.see, *([observer] if observer else [])]
         self._controller = SimController(
             _longer(config) if self._until_steady else config,
@@ -116,7 +122,7 @@ class Simulation:
             lifecycle.reconnect_all,
             fleet.heard_at,
         )
-        rollouts = Rollouts(config, clock, costs, fleet, network, meter, self._trained_steps)
+        rollouts = Rollouts(config, clock, fleet, network, meter, self._trained_steps)
         trainer = TrainerLoop(config, clock, costs, fleet, network, rollouts, meter)
         relay_tier = RelayTier(config, clock, costs, fleet, network)
         self.faults = FaultInjector(
@@ -126,11 +132,15 @@ class Simulation:
         self._actions: dict[type[Command], Callable[[Any], None]] = {
             FetchPrompts: self._fetch_prompts,
             Generate: rollouts.generate,
+            Evaluate: rollouts.generate,
             Release: rollouts.release,
             Cancel: rollouts.cancel,
             LoadWeights: rollouts.load_weights,
             Explain: lambda _: None,  # for the journal alone
             SkipPrompts: lambda _: None,  # likewise
+            RecordEvaluation: lambda _: None,
+            KeepCheckpoints: lambda _: None,  # nothing is on disk
+            Activate: lambda _: None,  # likewise
             Train: trainer.train,
             Publish: relay_tier.publish,
             Route: relay_tier.route,
@@ -160,6 +170,8 @@ class Simulation:
     def run(self, progress: Callable[[int], None] | None = None) -> Result:
         """Simulate until all steps are trained, or FleetLostError; `progress` is told the number of finished steps."""
         self._network.send(None, RunStarted(len(self.fleet.replicas), len(self.fleet.relays)))
+        if self.config.eval.every and self.config.task.eval_rows:
+            self._network.send(None, EvalSetsOpened((EvalSet(HELD_OUT, self.config.task.eval_rows),)))
         self.clock.after(self.config.health.heartbeat_s, self._heartbeats)
         self.faults.begin()
         self._drain()

@@ -159,13 +159,28 @@ def known_trajectories(run: Path, kind: str, number: int) -> list[KnownTrajector
     """What a run knows of a trajectory, or of all of a group or prompt; nothing where there is no such table."""
     if kind not in COLUMN_OF:
         return []
+    return _known(run, f"WHERE {COLUMN_OF[kind]} = ? ORDER BY id", (number,))
+
+
+def trajectories_among(run: Path, ids: Sequence[TrajectoryId]) -> list[KnownTrajectory]:
+    """What a run knows of these, in the order of their numbers."""
+    return _known(run, f"WHERE id {AMONG} ORDER BY id", (_list(ids),))
+
+
+def trajectories_after(run: Path, id: TrajectoryId, most: int) -> list[KnownTrajectory]:
+    """The next so many after this one."""
+    return _known(run, "WHERE id > ? ORDER BY id LIMIT ?", (id, most))
+
+
+def _known(run: Path, which: str, values: Values) -> list[KnownTrajectory]:
     path = file_of(run)
     try:
         with reading(path) as connection:
             if not has_table(connection, "trajectories"):
                 return []
-            query = f"SELECT {KNOWN} FROM trajectories WHERE {COLUMN_OF[kind]} = ? ORDER BY id"
-            return [KnownTrajectory(*row) for row in connection.execute(query, (number,))]
+            return [
+                KnownTrajectory(*row) for row in connection.execute(f"SELECT {KNOWN} FROM trajectories {which}", values)
+            ]
     except DAMAGE as error:
         raise JournalError(f"{path} is damaged: {reason(error)}") from error
 

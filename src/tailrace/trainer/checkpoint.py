@@ -47,6 +47,7 @@ from tailrace.trainer.policies import local
 from tailrace.trainer.saved_tensors import Key, Pieces, SavedPiece, SavedTensors, file_of, joined, write_tensors
 from tailrace.trainer.sealed import sealed
 from tailrace.trainer.shards import held_rows, owned_rows
+from tailrace.trainer.spared import NONE_SPARED, SparedSteps
 from tailrace.trainer.step import Learner
 
 log = logging.getLogger(__name__)
@@ -87,11 +88,12 @@ def newest(folder: Path, at_most_step: int | None = None) -> Path | None:
     return None
 
 
-def prune(folder: Path, keep: int, archive_every: int = 0, good: int = -1) -> None:
-    """Delete all but the newest, those to be kept for good and the newest up to step `good`, and what an interrupted
-    save has left."""
+def prune(folder: Path, keep: int, archive_every: int = 0, good: int = -1, spared: SparedSteps = NONE_SPARED) -> None:
+    """Delete all but the newest, those to be kept for good, those `spared` and the newest up to step `good`, and what
+    an interrupted save has left."""
     found = found_in(folder)
     kept = [*found[-keep:], *[path for path in found if step_of(path) <= good][-1:]]
+    kept += [path for path in found if spared.spares(step_of(path))]
     old = [path for path in found if path not in kept and (not archive_every or step_of(path) % archive_every)]
     for path in [*old, *folder.glob(f".{PREFIX}*")]:
         shutil.rmtree(path, ignore_errors=True)

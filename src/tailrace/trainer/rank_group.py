@@ -20,6 +20,7 @@ from tailrace.samples.client import SampleClient
 from tailrace.trainer.emulated import EmulatedLearner
 from tailrace.trainer.pace import BYTES_PER_PARAMETER
 from tailrace.trainer.reader import SampleInfo, StoreReader
+from tailrace.trainer.spared import NONE_SPARED, SparedSteps
 from tailrace.types import RelayId, Struct, Version
 from tailrace.wire.messages import ComponentSpec, StoreAddresses
 
@@ -50,8 +51,8 @@ class RankGroup(Protocol):
         """Train on one mini-batch, of which each rank reads its share from the sample stores."""
         ...
 
-    def save(self, checkpoints: Path, step: int, good: Version) -> None:
-        """Write a checkpoint, and delete old ones, but not the newest up to version `good`."""
+    def save(self, checkpoints: Path, step: int, good: Version, spared: SparedSteps = NONE_SPARED) -> None:
+        """Write a checkpoint, and delete old ones, but not the newest up to version `good`, nor those `spared`."""
         ...
 
     def snapshot(self, version: Version) -> float:
@@ -284,7 +285,7 @@ class EmulatedRankGroup(_Group[EmulatedLearner]):
     def restore(self, checkpoints: Path, at_most: int) -> int:
         return min(self.learner.restore(checkpoints), at_most)
 
-    def save(self, checkpoints: Path, step: int, good: Version) -> None:
+    def save(self, checkpoints: Path, step: int, good: Version, spared: SparedSteps = NONE_SPARED) -> None:
         self.learner.save(checkpoints)
 
     def snapshot(self, version: Version) -> float:
@@ -332,12 +333,12 @@ class NativeRankGroup(_Group["Learner"]):
         checkpoint.restore(self.learner, found)
         return self.learner.step
 
-    def save(self, checkpoints: Path, step: int, good: Version) -> None:
+    def save(self, checkpoints: Path, step: int, good: Version, spared: SparedSteps = NONE_SPARED) -> None:
         from tailrace.trainer import checkpoint
 
         self._tell(SaveCommand(str(checkpoints)))
         checkpoint.save(checkpoints, self.learner)
-        checkpoint.prune(checkpoints, self.settings.keep_checkpoints, self.settings.archive_every, good)
+        checkpoint.prune(checkpoints, self.settings.keep_checkpoints, self.settings.archive_every, good, spared)
 
     def snapshot(self, version: Version) -> float:
         from tailrace.weights.snapshot import new_content_id

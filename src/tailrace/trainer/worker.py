@@ -12,7 +12,16 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from tailrace.protocol import Checkpointed, Publish, PublishFailed, Train, Trained, TrainerJoined, TrainFailed
+from tailrace.protocol import (
+    Checkpointed,
+    KeepCheckpoints,
+    Publish,
+    PublishFailed,
+    Train,
+    Trained,
+    TrainerJoined,
+    TrainFailed,
+)
 from tailrace.samples.client import SampleClient, SampleStoreError
 from tailrace.samples.messages import SampleLength
 from tailrace.store.folder import refuse_moved
@@ -21,6 +30,7 @@ from tailrace.trainer.manifest import CheckpointError
 from tailrace.trainer.pace import CheckpointPace
 from tailrace.trainer.rank_group import PublishRoute, RankGroup, build_rank_group
 from tailrace.trainer.reader import SampleInfo
+from tailrace.trainer.spared import SparedSteps
 from tailrace.types import StoreId, TrajectoryId, Version
 from tailrace.wire.client import ControlClient
 from tailrace.wire.messages import (
@@ -75,6 +85,7 @@ class TrainerWorker:
         self.saved: Version = self.step
         every, publish_every = spec.config.trainer.checkpoint_every, spec.config.schedule.publish_every
         self.pace = CheckpointPace(every, publish_every, rank_group.checkpoint_bytes, time.monotonic())
+        self.spared = SparedSteps(spec.config.eval.every if spec.config.eval.keep_best else 0)
         self.mini_batch = 0
         self.samples = SampleClient(spec.name)
         self.divergence = Divergence()
@@ -116,6 +127,8 @@ class TrainerWorker:
                 self._train(message, command)
             case Ordered(Publish() as command):
                 self._publish(message, command)
+            case Ordered(KeepCheckpoints() as command):
+                self.spared = self.spared.judge(command.versions, command.judged)
             case other:
                 raise AssertionError(f"not for a trainer: {other}")
         return True
@@ -152,8 +165,12 @@ class TrainerWorker:
             self._snapshot()
         self.controller.report(Trained(self.controller.incarnation, command.step, command.mini_batch))
         self.pace.trained(len(samples), tokens)
-        if command.last and not measured.get("skipped") and self.pace.is_due(self.step, time.monotonic()):
+        if command.last and not measured.get("skipped") and self._is_to_be_saved():
             self._save()
+
+    def _is_to_be_saved(self) -> bool:
+        """Also what may turn out to be one of the best."""
+        return self.spared.is_candidate(self.step) or self.pace.is_due(self.step, time.monotonic())
 
     def _describe(self, command: Train, order: Ordered) -> tuple[SampleInfo, ...]:
         """All that the plan of a mini-batch needs: lengths from the stores, the rest from the controller."""
@@ -203,7 +220,7 @@ class TrainerWorker:
     def _save(self) -> None:
         self._refuse_moved()
         began = time.monotonic()
-        self.rank_group.save(self.checkpoints, self.step, self.divergence.good)
+        self.rank_group.save(self.checkpoints, self.step, self.divergence.good, self.spared)
         self.saved = self.step
         ended = time.monotonic()
         self.pace.saved(ended, ended - began)

@@ -27,9 +27,9 @@ def worker_of(name: str) -> str:
     return name.partition("@")[2]
 
 
-def site_token(token: str, worker: str) -> str:
+def stranger_token(token: str, worker: str) -> str:
     """By which our relays and a stranger's know each other. It opens no other door."""
-    return hmac.digest(token.encode(), b"site " + worker.encode(), "sha256").hex()
+    return hmac.digest(token.encode(), b"stranger " + worker.encode(), "sha256").hex()
 
 
 class Keyring(NamedTuple):

@@ -39,6 +39,7 @@ class PromptRequest(msgspec.Struct, frozen=True, array_like=True):
     number: int
     tokens: bytes  # int32
     max_tokens: int
+    temperature: float | None = None  # None: as all are sampled
 
 
 class Submit(EngineMessage, frozen=True):

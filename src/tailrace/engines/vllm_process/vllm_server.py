@@ -205,7 +205,8 @@ class EngineServer:
         from vllm.inputs import tokens_input
 
         prompt = tokens_input(array("i", request.tokens).tolist(), cache_salt=f"weights {self._loads}")
-        parameters = sampling_parameters(self._sampling, request.max_tokens)
+        own = {} if request.temperature is None else {"temperature": request.temperature}
+        parameters = sampling_parameters(self._sampling | own, request.max_tokens)
         return self._engine.generate(prompt, parameters, str(request.number))
 
     def _take(self, number: int, completion: Any) -> int:
