@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from tailrace import __version__
 from tailrace.errors import TailraceError, UsageError
-from tailrace.launch.arguments import RESUMING
+from tailrace.launch.arguments import RESUMING, add_samples
 from tailrace.launch.arguments import path as _path
 from tailrace.launch.arguments import whole as _whole
 from tailrace.logs import LEVELS, drain_output, for_command, queue_output, set_level
@@ -172,6 +172,13 @@ def _story(arguments: argparse.Namespace) -> int:
     return print_story(arguments.journal, arguments.id)
 
 
+def _samples(arguments: argparse.Namespace) -> int:
+    from tailrace.launch.samples import ListOptions, print_samples
+
+    options = ListOptions(vars(arguments), arguments.json, arguments.prompts)
+    return print_samples(arguments.journal, arguments.id, options)
+
+
 def _page(arguments: argparse.Namespace) -> int:
     from tailrace.launch.page import serve_page
 
@@ -292,6 +299,8 @@ def _add_looking(add: Add) -> None:
     )
     ids = "trajectory t17, group g3, replica r0, relay h0, version v5 or prompt p3"
     story.add_argument("id", metavar="ID", help=ids)
+
+    add_samples(_of_a_run(add("samples", _samples, "read the samples of a run: all, by filter, or one in full")))
 
     shown = "show a run in the browser, while it goes on or afterwards, until Ctrl-C"
     page = _of_a_run(add("page", _page, shown), RECORDED)

@@ -191,11 +191,13 @@ class GenerationResumed(Event):
     samples: tuple[JudgedTurn, ...]
 
 
-class Finished(Event):
-    """A sample is generated and scored; its payload is in its sample store."""
+class Finished(Event, omit_defaults=True):
+    """A sample is generated and scored; its payload is in its sample store. `parts`: what its reward is made of, for
+    people; control does not look at it."""
 
     replica: ReplicaId
     meta: TrajectoryMeta
+    parts: dict[str, float] = {}
 
 
 class SampleFailed(Event):

@@ -27,9 +27,10 @@ class Turn(Struct):
 
 
 class Scored(Struct, tag=True):
-    """The episode is over."""
+    """The episode is over. `parts`: what the reward is made of, by name, for whoever reads the sample."""
 
     reward: float
+    parts: dict[str, float] = {}
 
 
 class Observed(Struct, tag=True):
