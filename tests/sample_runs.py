@@ -29,7 +29,7 @@ class Written(NamedTuple):
     turns: Sequence[str]
     reward: float | None = 0.0
     version: int = 0
-    parts: dict[str, float] = {}
+    parts: dict[str, float] | None = None
     reason: str = ""
 
 
@@ -66,7 +66,7 @@ class WrittenRun:
             meta = self._meta(one, request)
             self.store.trajectories.fail(request.trajectory, 1, one.reason) if one.reason else self._finish(meta, one)
             self._record(
-                SampleFailed(0, request.trajectory, 1, one.reason) if one.reason else Finished(0, meta, one.parts)
+                SampleFailed(0, request.trajectory, 1, one.reason) if one.reason else Finished(0, meta, one.parts or {})
             )
         self.file.commit()
 
@@ -89,7 +89,7 @@ class WrittenRun:
 
     def _finish(self, meta: TrajectoryMeta, one: Written) -> None:
         self.store.trajectories.finish(meta)
-        self.store.trajectories.explain(meta.id, one.parts)
+        self.store.trajectories.explain(meta.id, one.parts or {})
 
     def _record(self, event: object) -> None:
         self._now += 0.25

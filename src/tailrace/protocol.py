@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from msgspec import Meta
+from msgspec import Meta, field
 
 from tailrace.types import (
     GroupId,
@@ -197,7 +197,7 @@ class Finished(Event, omit_defaults=True):
 
     replica: ReplicaId
     meta: TrajectoryMeta
-    parts: dict[str, float] = {}
+    parts: dict[str, float] = field(default_factory=dict)
 
 
 class SampleFailed(Event):

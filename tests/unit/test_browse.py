@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,8 @@ from sample_runs import Written, written_run
 from tailrace.browse.console import plain
 from tailrace.browse.decoding import BROKEN, TokenDecoder, decoder_of
 from tailrace.browse.index import SearchIndex, build, state_of
-from tailrace.browse.listing import INDEX, BrowseError, SampleFilter, find_samples
+from tailrace.browse.index_file import INDEX, BrowseError
+from tailrace.browse.listing import SampleFilter, find_samples
 from tailrace.browse.prompts import PromptFilter, prompt_rates
 from tailrace.browse.sample import view_samples
 from tailrace.store.journal import Journal
@@ -25,7 +25,7 @@ HOSTILE = "<script>alert(1)</script>\x1b[2J\x1b]0;owned\x07\u202e\r gone"
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Iterator[Path]:
+def run(tmp_path: Path) -> Path:
     with written_run(tmp_path / "run") as written:
         written.ask("what is six times seven", "name a river", rows=[7, 9])
         written.answer(
@@ -37,7 +37,7 @@ def run(tmp_path: Path) -> Iterator[Path]:
         written.ask("what is six times seven", rows=[7])
         written.answer(Written(2, ["forty two"], 1.0, version=3), Written(2, ["42"], 1.0, version=3))
         written.begin(Written(2, ["still thinki"], version=3))
-    yield tmp_path / "run"
+    return tmp_path / "run"
 
 
 def command(*words: str) -> subprocess.CompletedProcess[str]:

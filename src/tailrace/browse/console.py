@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
-from tailrace.browse.listing import COUNTED, Found
+from tailrace.browse.listing import COUNTED, FoundSamples
 from tailrace.browse.prompts import PromptRate
 from tailrace.browse.sample import Passage, SampleView
 from tailrace.store.trajectories import KnownTrajectory
@@ -33,7 +33,7 @@ def one_line(text: str, width: int) -> str:
 # ---------------------------------------------------------------------------------------------------------------- lists
 
 
-def list_lines(found: Found, texts: Sequence[str], width: int) -> Iterator[str]:
+def list_lines(found: FoundSamples, texts: Sequence[str], width: int) -> Iterator[str]:
     """A line per sample, with the beginning of its text."""
     heads = [_head(one) for one in found.samples]
     columns = [max(map(len, column)) for column in zip(*heads, strict=True)] if heads else []
@@ -81,7 +81,8 @@ def sample_lines(view: SampleView) -> Iterator[str]:
     if view.advantage is not None:
         yield f"advantage: {view.advantage:.4g}"
     for name, value in view.columns.items():
-        yield f"{plain(name)}: {one_line(value if isinstance(value, str) else msgspec.json.encode(value).decode(), 200)}"
+        text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
+        yield f"{plain(name)}: {one_line(text, 200)}"
     for passage in view.passages:
         yield from _passage_lines(passage)
     if view.hidden:

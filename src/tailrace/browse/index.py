@@ -18,15 +18,14 @@ import fcntl
 import os
 import sqlite3
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
-from functools import cache
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
 from tailrace.browse.decoding import TokenDecoder, decoder_of
-from tailrace.browse.listing import INDEX, BrowseError, document
+from tailrace.browse.index_file import INDEX, BrowseError, document, make_index, refuse_unknown_index
 from tailrace.browse.sample import completion_text
 from tailrace.browse.tokens import SampleTokens, read_tokens
 from tailrace.protocol import AnyEvent, Event, Finished, PromptsAdded, SampleFailed
@@ -36,18 +35,9 @@ from tailrace.store.journal import RUN, Journal
 from tailrace.store.trajectories import AMONG, KNOWN, KnownTrajectory
 from tailrace.types import RIGHT_ABOVE
 
-FORMAT = "1"
 LOCK = "search.lock"
 BATCH = 500  # events whose samples are read and written at once: bounds the memory
 CACHE = 32 << 20  # bytes
-STATEMENTS = (
-    "CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT)",
-    "CREATE VIRTUAL TABLE completions USING fts5(text, content='', columnsize=0)",
-    "CREATE VIRTUAL TABLE questions USING fts5(text, content='', columnsize=0)",
-    "CREATE TABLE visits (prompt INTEGER PRIMARY KEY, row INTEGER, version INTEGER, samples INTEGER, passed INTEGER, "
-    "failed INTEGER, rewards REAL)",
-    "CREATE INDEX visits_of ON visits (row, prompt)",
-)
 WANTED = "SELECT seq, event FROM journal WHERE seq > ? AND kind IN ('Finished', 'SampleFailed', 'PromptsAdded') "
 ADD_VISIT = """
 INSERT INTO visits (prompt, row, version, samples, passed, failed, rewards) VALUES (?, -1, ?, 1, ?, ?, ?)
@@ -161,7 +151,7 @@ class SearchIndex:
         except BrowseError:
             for path in (self._path, *[self._path.with_name(f"{INDEX}-{end}") for end in ("wal", "shm")]):
                 path.unlink(missing_ok=True)
-            _make(self._path, run)
+            make_index(self._path, run)
         connection = sqlite3.connect(self._path, check_same_thread=False)
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = NORMAL")
@@ -188,45 +178,8 @@ def state_of(run: Path) -> IndexState:
     return IndexState(0, 0, 0)
 
 
-def refuse_unknown_index(path: Path, run: str = "") -> None:
-    """BrowseError unless this has exactly our tables: a folder from somebody else may contain anything."""
-    try:
-        with closing(connect_to_read(path)) as connection:
-            known = _schema(connection) == _own_schema()
-            meta = dict(connection.execute("SELECT key, value FROM meta")) if known else {}
-    except DAMAGE as error:
-        raise BrowseError(f"there is no text index beside the run yet ({reason(error)})") from None
-    if not known or meta.get("format") != FORMAT or (run and meta.get("run") != run):
-        raise BrowseError(f"{path} is not the text index of this run; delete it, and it is made anew")
-
-
-@cache
-def _own_schema() -> list[tuple[str, str]]:
-    with closing(sqlite3.connect(":memory:")) as connection:
-        for statement in STATEMENTS:
-            connection.execute(statement)
-        return _schema(connection)
-
-
-def _schema(connection: sqlite3.Connection) -> list[tuple[str, str]]:
-    return connection.execute("SELECT name, coalesce(sql, '') FROM sqlite_master ORDER BY name").fetchall()
-
-
 def _key(event: Finished | SampleFailed) -> tuple[int, int]:
     return (event.meta.id, event.meta.attempt) if isinstance(event, Finished) else (event.trajectory, event.attempt)
-
-
-def _make(path: Path, run: str) -> None:
-    """Under another name first: whoever finds it finds a whole one."""
-    draft = path.with_name(f".{INDEX}.new")
-    draft.unlink(missing_ok=True)
-    draft.touch(PRIVATE)
-    with closing(sqlite3.connect(draft)) as connection, connection:
-        for statement in STATEMENTS:
-            connection.execute(statement)
-        values = {"format": FORMAT, "run": run, "read": "0"}
-        connection.executemany("INSERT INTO meta VALUES (?, ?)", values.items())
-    draft.rename(path)
 
 
 def _locked(path: Path) -> int:
@@ -240,15 +193,3 @@ def _locked(path: Path) -> int:
         os.close(handle)
         raise BrowseError("another process writes the text index of this run") from None
     return handle
-
-
-@contextmanager
-def opened_index(run: Path) -> Iterator[sqlite3.Connection]:
-    """To read; BrowseError if there is none."""
-    path = file_of(run).parent / INDEX
-    refuse_unknown_index(path)
-    try:
-        with closing(connect_to_read(path)) as connection:
-            yield connection
-    except DAMAGE as error:
-        raise BrowseError(f"{path} cannot be read ({reason(error)}); delete it, and it is made anew") from None

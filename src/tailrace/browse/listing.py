@@ -16,14 +16,12 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from tailrace.errors import TailraceError
-from tailrace.store.database import DAMAGE, JournalError, file_of, has_log, has_table, reading, reason
+from tailrace.browse.index_file import ATTEMPT_BITS, BrowseError, attach_index
+from tailrace.store.database import DAMAGE, JournalError, file_of, has_table, reading, reason
 from tailrace.store.trajectories import KNOWN, KnownTrajectory
 
-INDEX = "search.db"
 QUERY_S = 10.0  # that a query may take
 COUNTED = 10_000  # matches; beyond that it is "more"
-ATTEMPT_BITS = 16  # of a document's number in the index: the rest is the trajectory
 
 Number = Annotated[int, Meta(ge=0, lt=1 << 53)]
 Finite = Annotated[float, Meta(ge=-1e300, le=1e300)]
@@ -37,10 +35,6 @@ ORDERS: dict[Order, str] = {
     "longest": "t.tokens DESC, t.id DESC",
     "shortest": "t.tokens IS NULL, t.tokens, t.id DESC",
 }
-
-
-class BrowseError(TailraceError):
-    """What a filter asks for cannot be answered."""
 
 
 class SampleFilter(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -66,18 +60,18 @@ class SampleFilter(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     limit: Annotated[int, Meta(ge=1, le=200)] = 50
 
 
-class Found(msgspec.Struct, frozen=True):
+class FoundSamples(msgspec.Struct, frozen=True):
     samples: list[KnownTrajectory]
     count: int  # of all that match, up to `COUNTED`
     more_than_counted: bool
 
 
-def find_samples(run: Path, asked: SampleFilter) -> Found:
+def find_samples(run: Path, asked: SampleFilter) -> FoundSamples:
     """Nothing where a run has no samples, as a simulated one has not."""
     path = file_of(run)
     with _connected(path, asked) as connection:
         if not has_table(connection, "trajectories"):
-            return Found([], 0, False)
+            return FoundSamples([], 0, False)
         source, values = _source(asked)
         rows = connection.execute(
             f"SELECT {_columns()} {source} ORDER BY {_order(asked)} LIMIT ? OFFSET ?",
@@ -85,18 +79,7 @@ def find_samples(run: Path, asked: SampleFilter) -> Found:
         ).fetchall()
         counted = connection.execute(f"SELECT count(*) FROM (SELECT 1 {source} LIMIT {COUNTED + 1})", values)
         (count,) = counted.fetchone()
-    return Found([KnownTrajectory(*row) for row in rows], min(count, COUNTED), count > COUNTED)
-
-
-def one_sample(run: Path, trajectory: int) -> tuple[KnownTrajectory, int] | None:
-    """What is known of it, and its newest attempt."""
-    path = file_of(run)
-    with _connected(path, SampleFilter()) as connection:
-        if not has_table(connection, "trajectories"):
-            return None
-        query = f"SELECT {KNOWN}, attempt FROM trajectories WHERE id = ?"
-        row = connection.execute(query, (trajectory,)).fetchone()
-    return None if row is None else (KnownTrajectory(*row[:-1]), row[-1])
+    return FoundSamples([KnownTrajectory(*row) for row in rows], min(count, COUNTED), count > COUNTED)
 
 
 def in_words(text: str) -> str:
@@ -110,11 +93,6 @@ def in_words(text: str) -> str:
 
 def _quoted(part: str) -> str:
     return f'"{part}"' + ("*" if part.endswith("*") else "")
-
-
-def document(trajectory: int, attempt: int) -> int:
-    """The number of a sample's text in the index: a newer attempt is another document."""
-    return trajectory << ATTEMPT_BITS | attempt % (1 << ATTEMPT_BITS)
 
 
 def is_by_text(asked: SampleFilter) -> bool:
@@ -185,15 +163,6 @@ def _connected(path: Path, asked: SampleFilter) -> Iterator[sqlite3.Connection]:
         raise JournalError(f"{path} cannot be searched: {reason(error)}") from error
     except DAMAGE as error:
         raise JournalError(f"{path} is damaged: {reason(error)}") from error
-
-
-def attach_index(connection: sqlite3.Connection, folder: Path) -> None:
-    from tailrace.browse.index import refuse_unknown_index
-
-    index = folder / INDEX
-    refuse_unknown_index(index)
-    uri = f"{index.resolve().as_uri()}?mode=ro"
-    connection.execute("ATTACH ? AS search", (uri if has_log(index) else f"{uri}&immutable=1",))
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from tailrace.browse.index import opened_index
+from tailrace.browse.index_file import opened_index
 
 VISITS = 40  # of a prompt that are shown, the last ones
 
@@ -25,13 +25,12 @@ ORDERS: dict[PromptOrder, str] = {
     "falling": "later - earlier",
 }
 HALVES = """
-SELECT CASE row WHEN -1 THEN prompt ELSE row END AS name, row, count(*) AS visits, sum(samples) AS samples,
+SELECT name, row, count(*) AS visits, sum(samples) AS samples,
        sum(passed) AS passed, sum(failed) AS failed, sum(rewards) / sum(samples) AS reward, max(prompt) AS newest,
        avg(passed * 1.0 / samples) FILTER (WHERE place * 2 > total) AS later,
        avg(passed * 1.0 / samples) FILTER (WHERE place * 2 <= total) AS earlier
-FROM (SELECT *, row_number() OVER same AS place, count(*) OVER (PARTITION BY CASE row WHEN -1 THEN prompt ELSE row END)
-             AS total
-      FROM visits WHERE samples > 0 WINDOW same AS (PARTITION BY CASE row WHEN -1 THEN prompt ELSE row END ORDER BY prompt))
+FROM (SELECT *, row_number() OVER (PARTITION BY name ORDER BY prompt) AS place, count(*) OVER (PARTITION BY name) AS total
+      FROM (SELECT *, CASE row WHEN -1 THEN prompt ELSE row END AS name FROM visits WHERE samples > 0))
 GROUP BY name
 """
 
@@ -67,8 +66,9 @@ def prompt_rates(run: Path, asked: PromptFilter) -> list[PromptRate]:
         rows = connection.execute(query, (asked.limit, asked.offset)).fetchall()
         past = "SELECT prompt, version, samples, passed, failed FROM visits WHERE samples > 0 AND "
         found: list[PromptRate] = []
-        for _, row, *figures, newest, _, _ in rows:
+        for _, row, visits, samples, passed, failed, reward, newest, _, _ in rows:
             which, value = ("row = ?", row) if row >= 0 else ("prompt = ?", newest)
             last = connection.execute(f"{past}{which} ORDER BY prompt DESC LIMIT {VISITS}", (value,)).fetchall()
-            found.append(PromptRate(row, *figures, newest, [Visit(*each) for each in reversed(last)]))
+            history = [Visit(*each) for each in reversed(last)]
+            found.append(PromptRate(row, visits, samples, passed, failed, reward, newest, history))
     return found

@@ -13,7 +13,7 @@ import msgspec
 from tailrace.browse.console import list_lines, prompt_lines, sample_lines
 from tailrace.browse.decoding import TokenDecoder, decoder_of
 from tailrace.browse.index import build
-from tailrace.browse.listing import Found, SampleFilter, find_samples, is_by_text
+from tailrace.browse.listing import FoundSamples, SampleFilter, find_samples, is_by_text
 from tailrace.browse.prompts import PromptFilter, PromptRate, prompt_rates
 from tailrace.browse.sample import MOST_TOKENS, SampleView, completion_text, view_samples
 from tailrace.browse.tokens import read_tokens
@@ -110,7 +110,7 @@ def _print_views(views: Sequence[SampleView], as_json: bool) -> None:
         output(msgspec.json.encode(view).decode() if as_json else "\n".join([*sample_lines(view), ""]))
 
 
-def _print_found(opened: RunSamples, found: Found, as_json: bool) -> None:
+def _print_found(opened: RunSamples, found: FoundSamples, as_json: bool) -> None:
     if as_json:
         _print_views(opened.views(found.samples), as_json=True)
         return

@@ -43,7 +43,8 @@ CREATE TABLE trajectories (
 CREATE INDEX trajectories_of ON trajectories (prompt_id);
 """
 REWARD_PARTS = """
-CREATE TABLE IF NOT EXISTS reward_parts (trajectory_id INTEGER, name TEXT, value REAL, PRIMARY KEY (trajectory_id, name))
+CREATE TABLE IF NOT EXISTS reward_parts
+    (trajectory_id INTEGER, name TEXT, value REAL, PRIMARY KEY (trajectory_id, name))
 """
 ASSIGN = """
 INSERT INTO trajectories (id, attempt, group_id, prompt_id, store, state) VALUES (?, ?, ?, ?, ?, 'running')
