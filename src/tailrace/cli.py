@@ -182,7 +182,19 @@ def _samples(arguments: argparse.Namespace) -> int:
 def _page(arguments: argparse.Namespace) -> int:
     from tailrace.launch.page import serve_page
 
-    return serve_page(arguments.journal, arguments.listen, arguments.token_file, arguments.save)
+    return serve_page(arguments.journals, arguments.listen, arguments.token_file, arguments.save)
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from tailrace.launch.page import write_report
+
+    return write_report(arguments.journals, arguments.out)
+
+
+def _trace(arguments: argparse.Namespace) -> int:
+    from tailrace.launch.trace import write_trace
+
+    return write_trace(arguments.journal, arguments.out)
 
 
 def _replay(arguments: argparse.Namespace) -> int:
@@ -303,11 +315,19 @@ def _add_looking(add: Add) -> None:
     add_samples(_of_a_run(add("samples", _samples, "read the samples of a run: all, by filter, or one in full")))
 
     shown = "show a run in the browser, while it goes on or afterwards, until Ctrl-C"
-    page = _of_a_run(add("page", _page, shown), RECORDED)
+    page = add("page", _page, shown)
+    page.add_argument("journals", nargs="+", type=_path, metavar="RUN", help=f"{RECORDED}; or a directory with runs")
     page.add_argument("--listen", metavar="ADDRESS:PORT", help="127.0.0.1:0, a free port for this machine only")
     token = "its content is asked for; needed where others can come; unset: TAILRACE_PAGE_TOKEN"
     page.add_argument("--token-file", type=_path, metavar="FILE", help=token)
     page.add_argument("--save", type=_path, metavar="FILE.html", help="write the page as one file that needs no server")
+
+    report = add("report", _report, "a run as one HTML file to send: figures, curves, timeline, samples, settings")
+    report.add_argument("journals", nargs="+", type=_path, metavar="RUN", help=f"{RECORDED}; several are compared")
+    report.add_argument("-o", "--out", type=_path, default="report.html", metavar="FILE.html", help="(report.html)")
+
+    trace = _of_a_run(add("trace", _trace, "what every process did, for Perfetto or chrome://tracing"), RECORDED)
+    trace.add_argument("-o", "--out", type=_path, default="trace.json", metavar="FILE.json", help="(trace.json)")
 
     compared = "run a journal through a fresh control plane and compare the commands"
     _of_a_run(add("replay", _replay, compared), RECORDED)

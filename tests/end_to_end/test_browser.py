@@ -67,7 +67,7 @@ def test_a_browser_shows_the_figures_of_a_run(tmp_path: Path) -> None:
         )
         assert seen.ask("document.querySelectorAll('#timeline rect.generating').length") > 0
         assert seen.ask("document.querySelectorAll('#timeline rect.scoring').length") > 0
-        assert "scoring" in seen.text("legend")
+        assert "judging" in seen.text("legend")
         assert seen.ask("document.querySelectorAll('#replicas tr').length") == len(live.activity.replicas)
         assert "v12 made by step 11" in seen.text("sentences")
         assert "starting the trainer, 1 relay and" in seen.text("notices")

@@ -67,7 +67,7 @@ class Page:
         self.listener = PageListener(ListenAddress("127.0.0.1", 0), QUICK)
         self.port: int = self.listener.getsockname()[1]
         access = AccessControl(ListenAddress("192.0.2.1" if tls else "127.0.0.1", self.port), token)
-        app = PageApp(access, lambda: PageContent('"tag"', content))
+        app = PageApp(access, {"/data": lambda query: PageContent('"tag"', content)})
         context = Identity().context if tls else None
         self.server = PageServer(AsgiApplication(app.respond, app.headers), self.listener, context)
         self.thread = threading.Thread(target=self.server.run, args=([self.listener],))

@@ -197,7 +197,7 @@ def test_a_slow_judge_is_seen() -> None:
     (replica,) = live.view().replicas
     assert (replica.state, replica.running, replica.scoring) == ("scoring", 0, 1)
     text = "\n".join(drawn(live, 30))
-    assert "idle 90 % (scoring 90 %)" in text
+    assert "idle 90 % (judging 90 %)" in text
     meta = TrajectoryMeta(7, 1, 20, 0, 0, "stop", 1.0)
     live.see(10.0, TrainerJoined(1, 0), [])
     live.see(10.0, Finished(0, meta), [Train(1, 0, 0, True, (TrainGroup(0, (7,)),))])

@@ -29,7 +29,8 @@ SELECT name, row, count(*) AS visits, sum(samples) AS samples,
        sum(passed) AS passed, sum(failed) AS failed, sum(rewards) / sum(samples) AS reward, max(prompt) AS newest,
        avg(passed * 1.0 / samples) FILTER (WHERE place * 2 > total) AS later,
        avg(passed * 1.0 / samples) FILTER (WHERE place * 2 <= total) AS earlier
-FROM (SELECT *, row_number() OVER (PARTITION BY name ORDER BY prompt) AS place, count(*) OVER (PARTITION BY name) AS total
+FROM (SELECT *, row_number() OVER (PARTITION BY name ORDER BY prompt) AS place,
+             count(*) OVER (PARTITION BY name) AS total
       FROM (SELECT *, CASE row WHEN -1 THEN prompt ELSE row END AS name FROM visits WHERE samples > 0))
 GROUP BY name
 """

@@ -63,10 +63,10 @@ def view_samples(
     return [_view(one, tokens[one.id], parts.get(one.id, {}), advantages.get(one.id), decoder, most) for one in samples]
 
 
-def completion_text(tokens: SampleTokens, decoder: TokenDecoder) -> str:
-    """Everything after the prompt."""
+def completion_text(tokens: SampleTokens, decoder: TokenDecoder, most: int = 1 << 30) -> str:
+    """What follows the prompt, `most` tokens of it."""
     pieces = tokens.stored.pieces[1:] if tokens.stored is not None else ()
-    return decoder.text([id for piece in pieces for id in token_ids(piece.tokens).tolist()])
+    return decoder.text([id for piece in _first(pieces, most)[0] for id in token_ids(piece.tokens).tolist()])
 
 
 def _view(
