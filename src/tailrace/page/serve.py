@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import ssl
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,10 +18,12 @@ from tailrace.page.runs import RunLibrary
 from tailrace.page.server import PageListener, PageServer
 
 DEFAULT = "127.0.0.1:0"
+SWITCH_S = 0.0005  # between threads: who reads a long history lets those go first who answer
 
 
 def serve(runs: Sequence[Path], listen: str, token_file: Path | None) -> int:
     """Until it is told to end. What is wrong is refused before anything is opened."""
+    sys.setswitchinterval(SWITCH_S)
     address = parse_listen(listen)
     token = find_token(address, token_file)
     library = RunLibrary(runs)

@@ -41,6 +41,7 @@ function pickerLine(name) {
 async function drawMetric(name, runs) {
   const settings = { axis: byId("metric-axis").value, log: byId("metric-log").checked, smooth: Number(byId("metric-smooth").value) };
   const curves = await Promise.all(runs.map(async (run) => ({ name: runName(run), points: await metricPoints(name, run) })));
+  if (settings.axis === "step") for (const curve of curves) curve.points = byStep(curve.points);
   const svg = metricCard(name).querySelector("svg");
   drawCurves(svg, curves, settings);
   svg.parentElement.querySelector(".legend").replaceChildren(...(runs.length > 1 ? curveLegend(curves) : []));
@@ -55,7 +56,17 @@ async function metricPoints(name, run) {
   }
   const [source, ...rest] = name.split(":");
   const found = await ask("/series", { run, source, name: rest.join(":") });
-  return found.points.map(([now, step, mean]) => [step, now, mean]);
+  return found.points.map(([now, step, mean, , , count]) => [step, now, mean, count]);
+}
+
+function byStep(points) {
+  // Several measurements of one step (its mini-batches) are one.
+  const steps = new Map();
+  for (const [step, now, value, count = 1] of points) {
+    const [sum, total] = steps.get(step)?.slice(2) || [0, 0];
+    steps.set(step, [step, now, sum + value * count, total + count]);
+  }
+  return [...steps.values()].map(([step, now, sum, total]) => [step, now, sum / total]);
 }
 
 function metricCard(name) {

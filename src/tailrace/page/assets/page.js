@@ -29,8 +29,7 @@ async function look() {
   delete values.run;
   showView(known);
   try {
-    if (known !== "overview") await headOnly();
-    await VIEWS[known].look(values);
+    await Promise.all([VIEWS[known].look(values), known === "overview" ? null : headOnly()]);
     if (known !== "overview") trouble("");
     wait = LOOK_MS;
   } catch (error) {
@@ -55,4 +54,5 @@ for (const listen of [listenToSamples, listenToPrompts, listenToMetrics, listenT
 redrawOnResize(redraw);
 addEventListener("hashchange", () => { look(); byId("main").focus({ preventScroll: true }); });
 document.addEventListener("visibilitychange", () => { if (!document.hidden) look(); });
-Promise.resolve(runs.look()).catch(() => {}).finally(look);
+runs.look().then(() => { if (readHash().name === "metrics") look(); }, () => {});
+look();

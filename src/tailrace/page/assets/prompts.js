@@ -2,10 +2,13 @@
 "use strict";
 
 const prompts = {
+  found: null,
   async look(values) {
     byId("prompts-order").value = values.order || "hardest";
     const offset = Number(values.offset || 0);
     const found = await ask("/prompts", { ...values, run: view.run, limit: PAGE });
+    if (found === this.found) return;
+    this.found = found;
     byId("prompts-rows").replaceChildren(...found.prompts.map(promptRow));
     say("prompts-count", found.prompts.length ? `${whole(offset + 1)} to ${whole(offset + found.prompts.length)}` : "no prompt was answered yet, or the index is being built");
     const pages = [];

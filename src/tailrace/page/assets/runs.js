@@ -3,8 +3,11 @@
 
 const runs = {
   all: [],
+  chosen: new Set(), // to be compared
   async look() {
-    this.all = (await ask("/runs")).runs;
+    const { runs: found } = await ask("/runs");
+    if (found === this.all) return;
+    this.all = found;
     byId("runs-rows").replaceChildren(...this.all.map(runRow));
     nameRuns();
   },
@@ -16,7 +19,8 @@ function runRow(run) {
   const row = element("tr"), pick = element("td"), name = element("td"), box = element("input"), state = element("td");
   box.type = "checkbox";
   box.value = run.number;
-  box.checked = metrics.runs.includes(run.number);
+  box.checked = runs.chosen.has(run.number);
+  box.addEventListener("change", () => runs.chosen[box.checked ? "add" : "delete"](run.number));
   box.setAttribute("aria-label", `compare ${run.name}`);
   pick.append(box);
   name.append(link(run.name, "overview", { run: run.number }));
@@ -32,7 +36,7 @@ function nameRuns() {
 
 function listenToRuns() {
   byId("compare").addEventListener("click", () => {
-    const chosen = [...byId("runs-rows").querySelectorAll("input:checked")].map((box) => box.value);
+    const chosen = [...runs.chosen].sort((a, b) => a - b);
     if (chosen.length) go("metrics", { compare: chosen.join(","), run: chosen[0] });
   });
 }

@@ -17,8 +17,8 @@ function readFilter() {
 }
 
 const samples = {
-  values: {},
-  shown: "",
+  shown: null, // which filter
+  found: null,
   async look(values) {
     const { run, ...filter } = values;
     if (this.shown !== query(values)) fillFilter(filter);
@@ -28,6 +28,8 @@ const samples = {
     const began = performance.now();
     const found = await ask("/samples", { ...filter, run: view.run, limit: PAGE });
     if (this.shown !== query(values)) return; // somebody has typed on
+    if (found === this.found && !fresh) return; // and keeps whatever has the focus
+    this.found = found;
     drawSamples(found, filter, fresh ? performance.now() - began : null);
     if (filter.text || filter.asked || filter.row) await sayIndex();
     else say("index-state", "");

@@ -32,8 +32,7 @@ function logLink(name, bytes, current) {
 function drawLog(log) {
   const box = byId("log-text"), atEnd = box.scrollTop + box.clientHeight >= box.scrollHeight - 4;
   const text = visible(`${log.cut ? "… (the end of it)\n" : ""}${log.text}`);
-  if (box.textContent === text) return;
-  box.textContent = text || "nothing was logged";
+  say("log-text", text || "nothing was logged");
   if (atEnd) box.scrollTop = box.scrollHeight;
 }
 

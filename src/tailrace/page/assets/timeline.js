@@ -21,7 +21,9 @@ const laneView = {
   get until() { return this.end || (this.data ? this.data.seconds : 1); },
   draw() {
     if (!this.data) return;
-    byId("lanes-space").style.height = `${this.data.total * laneHeight() + AXIS}px`;
+    const tall = this.data.total * laneHeight() + AXIS;
+    byId("lanes-space").style.height = `${tall}px`;
+    byId("lanes").style.height = `min(62vh, ${Math.max(tall, 60) + 2}px)`;
     drawLaneCanvas(this.data, this.begin, this.until);
     say("lanes-window", `${clock(this.begin)} to ${clock(this.until)} of ${clock(this.data.seconds)}; lanes ${this.data.lanes.length ? `${this.data.lanes[0].name} to ${this.data.lanes.at(-1).name}` : "none"} of ${whole(this.data.total)}; ${whole(this.data.moves.length)} repack moves`);
   },
