@@ -111,12 +111,13 @@ class Activity:
             self._controller_restarted(changed)
         for command in commands:
             self._command(now, command, changed)
-        self.idle_causes.advance(now, self)
+        self.idle_causes.advance(now)
         for id in changed:
             lane, state = self._replica(id, now), self._replica_state(id)
             self.idle_causes.change(lane.state, state)
             lane.enter(state, now, self.fold.replica(id).version)
         self.trainer.enter(self._trainer_state(), now, len(self.fold.steps))
+        self.idle_causes.settle(self)
 
     def idle(self, lanes: Sequence[Lane], now: float) -> float:
         """The share of the counted time in which these were not busy."""

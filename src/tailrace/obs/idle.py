@@ -43,19 +43,29 @@ class IdleCauses:
         self.trainer: defaultdict[str, float] = defaultdict(float)
         self._counts: Counter[str] = Counter()  # replicas by state
         self._since = 0.0
+        self._causes: tuple[str, str] | None = None  # of replicas and trainer, since then; None: nobody is idle
 
     def change(self, before: str, after: str) -> None:
         """A replica's state."""
         self._counts[before] -= 1
         self._counts[after] += 1
 
-    def advance(self, now: float, activity: _Activity) -> None:
-        """The time since the last event belongs to what held then."""
+    def advance(self, now: float) -> None:
+        """The time since the last event belongs to what held after that one."""
         seconds, self._since = now - self._since, now
-        if self._counts["idle"] > 0:
-            self.replicas[self._of_replicas(activity)] += seconds * self._counts["idle"]
-        if activity.trainer.state == "idle":
-            self.trainer[self._of_trainer()] += seconds
+        if self._causes is None:
+            return
+        of_replicas, of_trainer = self._causes
+        if of_replicas:
+            self.replicas[of_replicas] += seconds * self._counts["idle"]
+        if of_trainer:
+            self.trainer[of_trainer] += seconds
+
+    def settle(self, activity: _Activity) -> None:
+        """After an event."""
+        of_replicas = self._of_replicas(activity) if self._counts["idle"] > 0 else ""
+        of_trainer = self._of_trainer() if activity.trainer.state == "idle" else ""
+        self._causes = (of_replicas, of_trainer) if of_replicas or of_trainer else None
 
     def shares(self) -> dict[str, dict[str, float]]:
         """By who was idle: the share of each cause in that time."""

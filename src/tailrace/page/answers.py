@@ -88,7 +88,7 @@ class RunAnswers:
     def samples(self, query: Query) -> Any:
         number, path = self._run_of(query)
         found = find_samples(path, _parsed(query, SampleFilter))
-        rows = [{"known": one, "text": text} for one, text in self._beginnings(number, found.samples)]
+        rows = [{"known": one, "text": text} for one, text in self._with_text(number, found.samples)]
         return {"samples": rows, "count": found.count, "more": found.more_than_counted}
 
     def sample(self, asked: OneQuery) -> Any:
@@ -113,7 +113,7 @@ class RunAnswers:
         path = self._library.path(asked.run)
         return state_of(path)._asdict()
 
-    def _beginnings(self, number: int, samples: list[KnownTrajectory]) -> list[tuple[KnownTrajectory, str]]:
+    def _with_text(self, number: int, samples: list[KnownTrajectory]) -> list[tuple[KnownTrajectory, str]]:
         """With the text so far, and how much there is of what is being generated."""
         tokens, decoder = read_tokens(self._library.path(number), samples), self._library.decoder(number)
         found: list[tuple[KnownTrajectory, str]] = []

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 import msgspec
 
@@ -59,13 +60,11 @@ def collected(library: RunLibrary) -> dict[str, msgspec.Raw]:
     for number in numbers:
         answers.add_run(number)
     answers.add("/runs", {})
-    answers.add("/prompts", {"limit": "50"}, also="/prompts")
-    answers.add("/index", {"run": "0"}, also="/index")
-    answers.add("/config", {"run": "0"}, also="/config")
-    answers.add("/logs", {"run": "0"}, also="/logs")
-    answers.add("/timeline", {"run": "0", "count": "128"}, also="/timeline")
-    answers.add_logs()
     answers.add_samples()
+    for address in ("/prompts", "/index", "/config", "/logs"):
+        answers.add(address, {}, whole=True)
+    answers.add("/timeline", {"count": "128"}, whole=True)
+    answers.add_logs()
     return answers.found
 
 
@@ -75,32 +74,24 @@ class Collection:
         self._table = RunAnswers(library).table
         self.found: dict[str, msgspec.Raw] = {}
 
-    def add(self, address: str, query: Query, also: str = "") -> Any:
-        """The answer, under its address and query; `also`: whatever else is asked for there."""
-        text = "&".join(f"{name}={value}" for name, value in query.items())
+    def add(self, address: str, query: Query, whole: bool = False) -> Any:
+        """The answer, under its address and query; `whole`: under its address, whatever is asked for there."""
+        text = urlencode(query)
         try:
             content = self._table[address](dict(query)).content
         except TailraceError:
             return {}
-        self.found[f"{address}?{text}" if text else address] = msgspec.Raw(content)
-        if also:
-            self.found[also] = msgspec.Raw(content)
+        self.found[f"{address}?{text}" if text and not whole else address] = msgspec.Raw(content)
         return msgspec.json.decode(content)
 
     def add_run(self, number: int) -> None:
+        """Its figures and curves."""
         follower = self._library.followed_to_the_end(number)
         self.found[f"/data?run={number}"] = msgspec.Raw(follower.latest.content)
         names = self.add("/metrics", {"run": str(number)}).get("metrics", [])
         pairs = [(source, one["name"]) for one in names for source in one["sources"]]
         for source, name in pairs[:METRICS]:
-            self._add_series(number, source, name)
-
-    def _add_series(self, number: int, source: str, name: str) -> None:
-        from urllib.parse import urlencode
-
-        query = {"run": str(number), "source": source, "name": name}
-        content = self._table["/series"](query).content
-        self.found[f"/series?{urlencode(query)}"] = msgspec.Raw(content)
+            self.add("/series", {"run": str(number), "source": source, "name": name})
 
     def add_logs(self) -> None:
         for one in msgspec.json.decode(self.found["/logs"])["logs"]:
@@ -109,7 +100,7 @@ class Collection:
     def add_samples(self) -> None:
         with suppress(TailraceError, OSError):
             list(build(self._library.path(0)))
-        found = self.add("/samples", {"run": "0", "limit": str(SAMPLES)}, also="/samples")
+        found = self.add("/samples", {"limit": str(SAMPLES)}, whole=True)
         rows = [row["known"] for row in found.get("samples", [])]
         for id in sorted({row["id"] for row in rows}):
             self.add("/sample", {"id": str(id), "run": "0"})
