@@ -4,7 +4,8 @@
 
 Makes a run of so many samples of 300 tokens with the real store, journal and tokenizer (SmolLM2), words drawn by Zipf's
 law, builds the text index, starts `tailrace page` and looks at it with Chromium. Searches are timed over HTTP, while
-the page reads the history of the run and afterwards. Writes benchmarks/results/browse.json.
+the page reads the history of the run and afterwards. Then the timeline of 1,024 replicas.
+Writes benchmarks/results/browse.json.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import numpy as np
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
-from browser import browser  # noqa: E402
+from browser import browser, page_of  # noqa: E402
 from tailrace.browse.decoding import decoder_of  # noqa: E402
 from tailrace.browse.index import build  # noqa: E402
 from tailrace.config import Config, load  # noqa: E402
@@ -36,6 +37,7 @@ from tailrace.protocol import (  # noqa: E402
     Finished,
     Forget,
     Generate,
+    Parked,
     PromptsAdded,
     ReplicaJoined,
     Request,
@@ -46,6 +48,7 @@ from tailrace.protocol import (  # noqa: E402
     TrainerJoined,
     TrainGroup,
     TrajectoryMeta,
+    WeightsLoaded,
 )
 from tailrace.samples.file import SampleFile  # noqa: E402
 from tailrace.samples.messages import Append, Piece, PieceColumns, column  # noqa: E402
@@ -54,6 +57,7 @@ from tailrace.store.run import RunStore  # noqa: E402
 from tailrace.types import Prompt, Row, id_bytes  # noqa: E402
 from tailrace.wire.messages import Grant  # noqa: E402
 
+REPLICAS = 1024
 TOKENS, GROUP, PER_STEP, ROWS = 300, 8, 512, 5000
 REPEATS = 5
 
@@ -197,6 +201,46 @@ def measure(folder: Path, work: Path) -> dict[str, Any]:
     return found
 
 
+def wide_run(folder: Path) -> None:
+    """Replicas that generate, wait and pull in turn, some samples of which repack moves."""
+    config = load([], [*OPTIONS, "--run.steps", "40"])
+    with RunStore.create(folder, config) as store:
+        store.record(0.0, RunStarted(REPLICAS, 1, 1), [])
+        for replica in range(REPLICAS):
+            store.record(0.1, ReplicaJoined(replica, 1, 0, 0, 1_000_000, 64), [])
+        for turn in range(40):
+            for replica in range(REPLICAS):
+                now, id = 1.0 + turn + replica / REPLICAS, turn * REPLICAS + replica
+                request = Request(id, 1, id // GROUP, id // GROUP, 40)
+                store.record(now, TimerFired("feed"), [Generate(replica, 1, (request,))])
+                target = (replica + 37) % REPLICAS
+                moved = Request(id, 2, id // GROUP, id // GROUP, 40, resume=True)
+                parked = Parked(replica, 1, (TrajectoryMeta(id, 1, 5, turn, turn),))
+                store.record(now + 0.3, parked, [Generate(target, 1, (moved,))])
+                store.record(now + 0.6, WeightsLoaded(replica, 1, turn), [])
+        store.commit()
+
+
+def lanes(folder: Path, work: Path) -> dict[str, Any]:
+    """How long the timeline of many replicas takes to answer, and to draw."""
+    wide_run(folder)
+    with page_of(folder) as (_, address), browser(work) as seen:
+        seen.resize(1280, 900)
+        seen.open(f"{address}#timeline")
+        seen.until("!!laneView.data && overview.shown && !overview.shown.about.behind")
+        draw = "(() => { const t = performance.now(); laneView.draw(); return performance.now() - t; })()"
+        drawn = [seen.ask(draw) for _ in range(20)]
+        seen.ask("document.getElementById('lanes-height').value = 5")
+        seen.ask("document.getElementById('lanes-height').dispatchEvent(new Event('change'))")
+        seen.until("laneView.data.lanes.length > 90")
+        dense = [seen.ask(draw) for _ in range(20)]
+        began = time.perf_counter()
+        size = len(urllib.request.urlopen(f"{address}timeline?count=128&begin=10&end=20", timeout=60).read())
+        answer_s = time.perf_counter() - began
+    figures = {"draw_ms": median(drawn), "draw_small_lanes_ms": median(dense), "answer_s": answer_s}
+    return {"replicas": REPLICAS, **figures, "answer_bytes": size}
+
+
 def prompts_s(address: str) -> float:
     began = time.perf_counter()
     urllib.request.urlopen(f"{address}prompts", timeout=60).read()
@@ -243,6 +287,7 @@ def main() -> None:
             **made_run(folder, arguments.samples),
             "mb": {file: (folder / file).stat().st_size / 1e6 for file in ("run.db", "samples-0.db", "search.db")},
             **measure(folder, Path(name)),
+            "lanes": lanes(Path(name) / "wide", Path(name) / "third"),
         }
     (ROOT / "benchmarks" / "results" / "browse.json").write_text(json.dumps(out, indent=1) + "\n")
     print(json.dumps(out, indent=1))

@@ -135,7 +135,7 @@ def _terms(asked: SampleFilter) -> Iterator[tuple[str, Any]]:
     if asked.failed:
         yield "t.state = 'failed'", None
     if asked.error:
-        yield "instr(lower(t.reason), lower(?)) > 0", asked.error
+        yield "t.reason <> '' AND instr(lower(t.reason), lower(?)) > 0", asked.error
     yield from _comparisons(asked)
 
 

@@ -3,10 +3,12 @@
 
 const PAGE = 50;
 const FILTER = ["text", "asked", "min_reward", "max_reward", "min_tokens", "max_tokens", "step", "prompt", "row", "group", "version", "state", "finish", "error", "order"];
+const MORE = FILTER.slice(4, -1); // those that are folded away
 const filterForm = () => byId("filter");
 
 function fillFilter(values) {
   for (const name of FILTER) filterForm().elements[name].value = values[name] || (name === "order" ? "newest" : "");
+  if (MORE.some((name) => values[name])) byId("filter-more").open = true;
 }
 
 function readFilter() {
@@ -45,7 +47,7 @@ function drawSamples(found, filter, took) {
   byId("samples-rows").replaceChildren(...found.samples.map(sampleRow));
   const turn = (by) => ({ ...filter, offset: Math.max(0, offset + by) || "" });
   const pages = [];
-  if (offset) pages.push(link("Newer", "samples", turn(-PAGE), "button"));
+  if (offset) pages.push(link("Back", "samples", turn(-PAGE), "button"));
   if (found.more || last < found.count) pages.push(link("More", "samples", turn(PAGE), "button"));
   byId("samples-pages").replaceChildren(...pages);
 }
