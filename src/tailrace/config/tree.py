@@ -282,7 +282,7 @@ class Filters(Section):
         0.01  # a prompt is visited at least with this chance, whatever its history
     )
     rows: Natural = 16_777_216  # of the data that have a history, a byte each; later ones are never skipped
-    first_samples: Natural = 0  # of a group, before more is known of it; 0: half of workload.group_size
+    first_samples: Natural = 0  # of a group, before more is known of it; 0: three quarters of workload.group_size
     add_samples: Count = 2  # that are started at a time, as long as all are wrong
     wrong_per_right: Amount = 2.0  # most wrong samples of a group for each right one that are trained on; 0: all
 
@@ -564,7 +564,7 @@ class Config(Section):
         size = self.workload.group_size
         if self.groups.filter != "all":
             return size
-        return min(size, max(self.filters.first_samples or -(-size // 2), self.groups.min_survivors))
+        return min(size, max(self.filters.first_samples or -(-3 * size // 4), self.groups.min_survivors))
 
     @property
     def local_ranks(self) -> int:
