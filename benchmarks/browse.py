@@ -31,7 +31,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from browser import browser, page_of  # noqa: E402
 from tailrace.browse.decoding import decoder_of  # noqa: E402
-from tailrace.browse.index import build  # noqa: E402
+from tailrace.browse.index import build, state_of  # noqa: E402
 from tailrace.config import Config, load  # noqa: E402
 from tailrace.protocol import (  # noqa: E402
     Finished,
@@ -148,7 +148,7 @@ def queries(config: Config, folder: Path) -> dict[str, dict[str, str]]:
 
 
 def seconds_of(address: str, query: dict[str, str], repeats: int = REPEATS) -> dict[str, float]:
-    taken = []
+    taken, count = list[float](), 0
     for _ in range(repeats):
         began = time.perf_counter()
         with urllib.request.urlopen(f"{address}samples?{urllib.parse.urlencode(query)}", timeout=60) as answer:
@@ -285,6 +285,7 @@ def main() -> None:
             "tokens_per_sample": TOKENS,
             "cores": os.cpu_count(),
             **made_run(folder, arguments.samples),
+            "indexed_samples": state_of(folder).samples,
             "mb": {file: (folder / file).stat().st_size / 1e6 for file in ("run.db", "samples-0.db", "search.db")},
             **measure(folder, Path(name)),
             "lanes": lanes(Path(name) / "wide", Path(name) / "third"),
