@@ -284,6 +284,8 @@ def main() -> None:
             "samples": arguments.samples // PER_STEP * PER_STEP,
             "tokens_per_sample": TOKENS,
             "cores": os.cpu_count(),
+            "nice": os.nice(0),
+            "load": os.getloadavg()[0],  # of others, before
             **made_run(folder, arguments.samples),
             "indexed_samples": state_of(folder).samples,
             "mb": {file: (folder / file).stat().st_size / 1e6 for file in ("run.db", "samples-0.db", "search.db")},
