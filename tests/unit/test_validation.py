@@ -28,6 +28,7 @@ from tailrace.protocol import (
     Late,
     LinkFailed,
     Parked,
+    PriceChanged,
     Progressed,
     PromptsAdded,
     RelayJoined,
@@ -377,7 +378,7 @@ def test_a_store_of_another_machine_is_not_believed_about_those_of_this_one(tmp_
 def test_for_every_event_it_is_said_who_may_report_it(tmp_path: Path) -> None:
     """A new one has to be entered in the table, or parts that report it are dropped."""
     noticed_here = {
-        *(RunStarted, HostJoined, HostLeft, Heartbeats, TimerFired, ControllerRestarted),
+        *(RunStarted, HostJoined, HostLeft, PriceChanged, Heartbeats, TimerFired, ControllerRestarted),
         *(ReplicaLost, RelayLost, StoreLost, TrainerLost, TrainerWaits),
     }
 
@@ -396,6 +397,16 @@ def test_for_every_event_it_is_said_who_may_report_it(tmp_path: Path) -> None:
 
 def dismissals(played: Played) -> dict[str, str]:
     return {name: message.reason for name, message in played.orders if isinstance(message, Dismissed)}
+
+
+def test_a_machine_says_at_which_site_it_is(tmp_path: Path) -> None:
+    async def scene(played: Played) -> None:
+        played.say("host-5/1", Hello())
+        played.say("host-5/1", Offer(__version__, 1, site="oslo"))
+        await played.turn()
+        assert [relay.site for relay in played.controller.state.relays.relays.values()] == ["", "oslo"]
+
+    play(tmp_path / "run", scene)
 
 
 def test_many_machines_with_many_replicas_are_taken_up_to_a_number(tmp_path: Path) -> None:

@@ -20,7 +20,9 @@ from tailrace.obs.ending import LastStop
 from tailrace.obs.fold import Fold, GroupCounts, Savings, Staleness, staleness
 from tailrace.obs.idle import ROUNDS
 from tailrace.obs.moves import Moves
+from tailrace.obs.spending import Spending
 from tailrace.protocol import (
+    Activate,
     Command,
     ControllerRestarted,
     Event,
@@ -125,6 +127,7 @@ class LiveRun:
         self.activity = Activity(self.fold, timeline, log)
         self.activity.idle_causes.rounds = config.schedule.kind in ROUNDS
         self.moves = Moves()
+        self.spending = Spending()
         self.notices: deque[Notice] = deque(maxlen=NOTICES)
         self.noticed: Counter[Level] = Counter()  # ever, so that a reader knows which are new
         self.measured: dict[str, float] = {}
@@ -146,6 +149,7 @@ class LiveRun:
         fold.see(self.seconds, event, commands)
         self.activity.see(self.seconds, event, commands)
         self.moves.see(self.seconds, event, commands)
+        self.spending.see(self.seconds, event, commands)
         if isinstance(event, SampleFailed) and not fold.ignored and _is_power_of_ten(fold.failures):
             so_far = f"{_count(fold.failures, 'attempt')} at samples failed so far"
             self._notice(f"{so_far}; t{event.trajectory}: {event.reason}", "warning")
@@ -315,7 +319,7 @@ def _notices(event: Event, commands: Sequence[Command]) -> Noticed:
             "info",
         )
     elif isinstance(event, HostJoined):
-        yield f"host {event.host} joined, for {_brought(event)}", "info"
+        yield f"host {event.host} joined{f' at {event.site}' if event.site else ''}, for {_brought(event)}", "info"
     elif isinstance(event, HostLeft):
         yield f"host {event.host} left: {event.reason}", "warning"
     elif isinstance(event, ReplicaJoined | TrainerJoined) and event.incarnation > 1:
@@ -331,7 +335,9 @@ def _notices(event: Event, commands: Sequence[Command]) -> Noticed:
     elif isinstance(event, Parked):
         yield from _moves(event, commands)
     for command in commands:
-        if isinstance(command, GiveUp):
+        if isinstance(command, Activate):
+            yield f"r{command.replica} is {'called back' if command.active else 'sent home'}", "info"
+        elif isinstance(command, GiveUp):
             name = "the trainer" if command.role == "trainer" else label(command.role, command.id)
             yield f"{name} lost: {command.reason}", "warning"
     yield from _endings(commands)
