@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from tailrace import __version__
 from tailrace.errors import TailraceError, UsageError
-from tailrace.launch.arguments import BEST, RESUMING
+from tailrace.launch.arguments import BEST, RESUMING, add_samples
 from tailrace.launch.arguments import path as _path
 from tailrace.launch.arguments import whole as _whole
 from tailrace.logs import LEVELS, drain_output, for_command, queue_output, set_level
@@ -183,10 +183,29 @@ def _story(arguments: argparse.Namespace) -> int:
     return print_story(arguments.journal, arguments.id)
 
 
+def _samples(arguments: argparse.Namespace) -> int:
+    from tailrace.launch.samples import ListOptions, print_samples
+
+    options = ListOptions(vars(arguments), arguments.json, arguments.prompts)
+    return print_samples(arguments.journal, arguments.id, options)
+
+
 def _page(arguments: argparse.Namespace) -> int:
     from tailrace.launch.page import serve_page
 
-    return serve_page(arguments.journal, arguments.listen, arguments.token_file, arguments.save)
+    return serve_page(arguments.journals, arguments.listen, arguments.token_file, arguments.save)
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from tailrace.launch.page import write_report
+
+    return write_report(arguments.journals, arguments.out)
+
+
+def _trace(arguments: argparse.Namespace) -> int:
+    from tailrace.launch.trace import write_trace
+
+    return write_trace(arguments.journal, arguments.out)
 
 
 def _log(arguments: argparse.Namespace) -> int:
@@ -323,8 +342,11 @@ def _add_looking(add: Add) -> None:
     ids = "trajectory t17, group g3, replica r0, relay h0, version v5 or prompt p3"
     story.add_argument("id", metavar="ID", help=ids)
 
+    add_samples(_of_a_run(add("samples", _samples, "read the samples of a run: all, by filter, or one in full")))
+
     shown = "show a run in the browser, while it goes on or afterwards, until Ctrl-C"
-    page = _of_a_run(add("page", _page, shown), RECORDED)
+    page = add("page", _page, shown)
+    page.add_argument("journals", nargs="+", type=_path, metavar="RUN", help=f"{RECORDED}; or a directory with runs")
     page.add_argument("--listen", metavar="ADDRESS:PORT", help="127.0.0.1:0, a free port for this machine only")
     token = "its content is asked for; needed where others can come; unset: TAILRACE_PAGE_TOKEN"
     page.add_argument("--token-file", type=_path, metavar="FILE", help=token)
@@ -335,6 +357,13 @@ def _add_looking(add: Add) -> None:
     logged.add_argument("--to", type=_names, required=True, metavar="A,B,...", help="which of them")
     logged.add_argument("--follow", action="store_true", help="until the run is over, rather than up to now")
     logged.add_argument("--again", action="store_true", help="from its beginning, as a new run of the tracker")
+
+    report = add("report", _report, "a run as one HTML file to send: figures, curves, timeline, samples, settings")
+    report.add_argument("journals", nargs="+", type=_path, metavar="RUN", help=f"{RECORDED}; several are compared")
+    report.add_argument("-o", "--out", type=_path, default="report.html", metavar="FILE.html", help="(report.html)")
+
+    trace = _of_a_run(add("trace", _trace, "what every process did, for Perfetto or chrome://tracing"), RECORDED)
+    trace.add_argument("-o", "--out", type=_path, default="trace.json", metavar="FILE.json", help="(trace.json)")
 
     compared = "run a journal through a fresh control plane and compare the commands"
     _of_a_run(add("replay", _replay, compared), RECORDED)

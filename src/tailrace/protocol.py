@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from msgspec import Meta
+from msgspec import Meta, field
 
 from tailrace.scoring import EvalResult, EvalSet
 from tailrace.types import (
@@ -210,11 +210,13 @@ class GenerationResumed(Event):
     samples: tuple[JudgedTurn, ...]
 
 
-class Finished(Event):
-    """A sample is generated and scored; its payload is in its sample store."""
+class Finished(Event, omit_defaults=True):
+    """A sample is generated and scored; its payload is in its sample store. `parts`: what its reward is made of, for
+    people; control does not look at it."""
 
     replica: ReplicaId
     meta: TrajectoryMeta
+    parts: dict[str, float] = field(default_factory=dict)
 
 
 class SampleFailed(Event):

@@ -242,7 +242,7 @@ class RolloutWorker:
 
         def finish(receipt: Receipt | None) -> None:
             if receipt is not None:
-                self.controller.report(Finished(self.spec.id, meta), (receipt,))
+                self.controller.report(Finished(self.spec.id, meta, outcome.parts or {}), (receipt,))
             self._unstored.discard(key)
 
         self._unstored.add(key)

@@ -375,9 +375,10 @@ class Controller:
         """What the table of trajectories has to know of an event."""
         trajectories = self.store.trajectories
         match event:
-            case Finished(_, meta):
+            case Finished(_, meta, parts):
                 self._failures = 0
-                trajectories.finish(meta)
+                if trajectories.finish(meta):
+                    trajectories.explain(meta.id, parts)
             case SampleFailed(replica, trajectory, attempt, reason):
                 if trajectories.fail(trajectory, attempt, reason) and self.components.is_ours("replica", replica):
                     self._count_failure(reason)
