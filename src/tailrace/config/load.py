@@ -17,11 +17,12 @@ from tailrace.config.defaults import fleet_of, follow
 from tailrace.config.errors import ConfigError, refuse
 from tailrace.config.fields import BadValueError, accept, fields, open_table, sections
 from tailrace.config.files import Given, nested, read_file
+from tailrace.config.keywords import AS_KEYWORD, KEYWORD, read_keywords
 from tailrace.config.model_shapes import resolve
 from tailrace.config.options import read_words
 from tailrace.config.per_schedule import SECTION, apply, split_key
 from tailrace.config.render import changes
-from tailrace.config.suggestions import unknown
+from tailrace.config.suggestions import AS_OPTION, unknown
 from tailrace.config.tree import Config
 
 
@@ -31,6 +32,14 @@ def load(paths: Sequence[str | Path], overrides: Sequence[str] = (), otherwise: 
     for path in paths:
         settings |= read_file(path)
     return _build(settings | read_words(overrides))
+
+
+def from_keywords(keywords: Mapping[str, Any], paths: Sequence[str | Path] = ()) -> Config:
+    """Settings of a Python program, on top of those in files: `from_keywords({"group_size": 8}, ["base.toml"])`."""
+    settings = dict[str, Given]()
+    for path in paths:
+        settings |= read_file(path)
+    return _build(settings | read_keywords(keywords))
 
 
 def with_values(config: Config, values: Mapping[str, Any]) -> Config:
@@ -103,7 +112,9 @@ def _of_a_schedule(key: str, given: Given) -> Any:
 
 def _unknown(key: str, given: Given) -> str:
     if given.where.startswith("--"):
-        return _section_taken_for_value(key, "--") or unknown(key, "--")
+        return _section_taken_for_value(key, "--") or unknown(key, AS_OPTION)
+    if given.where == KEYWORD:
+        return _section_taken_for_value(key) or unknown(key, AS_KEYWORD)
     return _placed(_section_taken_for_value(key) or _value_taken_for_section(key) or unknown(key), given.where)
 
 
@@ -123,4 +134,4 @@ def _placed(sentence: str, where: str) -> str:
     """In a file: its name in front. An option: with its dashes. In a program: the sentence alone."""
     if where.startswith("--"):
         return f"--{sentence}"
-    return f"{where}: {sentence}" if where else sentence
+    return f"{where}: {sentence}" if where not in ("", KEYWORD) else sentence
