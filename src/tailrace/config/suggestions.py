@@ -24,8 +24,8 @@ class Spelling(NamedTuple):
     write: Callable[[str], str]
 
 
-IN_A_FILE = Spelling("a setting", lambda key: key)
-AS_OPTION = Spelling("an option", lambda key: f"--{key}")
+IN_A_FILE = Spelling("a setting", str)
+AS_OPTION = Spelling("an option", "--{}".format)
 
 
 def unknown(key: str, spelling: Spelling = IN_A_FILE) -> str:
