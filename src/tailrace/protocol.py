@@ -10,7 +10,7 @@ ignores what does not match.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
@@ -362,6 +362,13 @@ class ControllerRestarted(Event):
     """Control was restored from snapshot and journal: silence until now says nothing about the others."""
 
 
+class SettingsChanged(Event):
+    """The run was resumed with other settings: these, by dotted key. A run that had come to its end goes on if it has
+    more to do now."""
+
+    values: dict[str, Any]
+
+
 AnyEvent = (
     RunStarted
     | HostJoined
@@ -394,6 +401,7 @@ AnyEvent = (
     | Heartbeats
     | TimerFired
     | ControllerRestarted
+    | SettingsChanged
 )
 
 # ------------------------------------------------------------------------------------------------------------- commands

@@ -53,9 +53,13 @@ def with_values(config: Config, values: Mapping[str, Any]) -> Config:
 
 def with_options(config: Config, words: Sequence[str], section: str) -> Config:
     """A checked copy with some settings of one section changed, as they are written on a command line."""
-    given = refuse_other_sections(words, section)
+    return with_given(config, refuse_other_sections(words, section))
+
+
+def with_given(config: Config, given: Mapping[str, Given]) -> Config:
+    """A checked copy with settings changed that somebody wrote: what is wrong with one is told in their spelling."""
     kept = {key: Given(value, "") for key, value in (changes(config) | fleet_of(config)).items()}
-    return _build(kept | given)
+    return _build(kept | dict(given))
 
 
 def refuse_other_sections(words: Sequence[str], section: str) -> dict[str, Given]:

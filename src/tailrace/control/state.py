@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
+from tailrace.config.resuming import replaced
 from tailrace.config.tree import Config
 from tailrace.control import sampling
 from tailrace.control.fleet import Fleet, Replica
@@ -48,6 +51,7 @@ class State(msgspec.Struct):
     failed: bool = False  # it is over because it could not go on; whoever resumes it has mended the cause
     repacks: int = 0
     moved: int = 0
+    settings: dict[str, Any] = {}  # those that differ from what the run was begun with
 
 
 class Context:
@@ -58,7 +62,7 @@ class Context:
     """
 
     def __init__(self, config: Config, state: State) -> None:
-        self.config = config
+        self.config = replaced(config, state.settings)
         self.traits = traits(config)
         self.mini_batch_sizes = sampling.mini_batch_sizes(config.workload.prompts_per_step, config.trainer.mini_batches)
         self.ledger = state.ledger
@@ -68,6 +72,11 @@ class Context:
         self.stores = state.stores
         self.state = state
         self.clear(0.0)
+
+    def reconfigure(self, values: dict[str, Any]) -> None:
+        """Decide by these settings from now on."""
+        self.state.settings = self.state.settings | values
+        self.config = replaced(self.config, values)
 
     def clear(self, now: float) -> None:
         self.now = now

@@ -8,7 +8,17 @@ from tailrace.control import filters, groups, health, sampling, stores
 from tailrace.control.ledger import NONE
 from tailrace.control.state import Context
 from tailrace.control.training import PickedGroup
-from tailrace.protocol import Checkpointed, Forget, Stop, Trained, TrainerJoined, TrainerLost, TrainerWaits, TrainFailed
+from tailrace.protocol import (
+    Checkpointed,
+    Forget,
+    SettingsChanged,
+    Stop,
+    Trained,
+    TrainerJoined,
+    TrainerLost,
+    TrainerWaits,
+    TrainFailed,
+)
 
 
 def train(context: Context) -> None:
@@ -142,6 +152,10 @@ def _version_made(context: Context) -> None:
     if context.training.version >= context.config.run.steps:
         stop(context, "all steps are done")
         return
+    _begin_next(context)
+
+
+def _begin_next(context: Context) -> None:
     sizes = context.mini_batch_sizes
     most = sampling.admission_limit(context.config)
     context.state.pacing.step_made(context.training.version, most, context.config.workload.prompts_per_step, max(sizes))
@@ -150,6 +164,17 @@ def _version_made(context: Context) -> None:
     context.state.pacing.note_dropped(context.ledger.tally.dropped_stale, context.config.workload.prompts_per_step)
     context.more_work = True
     context.repack_due = True
+
+
+def settings_changed(context: Context, event: SettingsChanged) -> None:
+    """A run that had come to its end goes on if it may have more steps now."""
+    context.reconfigure(event.values)
+    state = context.state
+    if "task.epochs" in event.values:
+        state.exhausted = False  # whether there are more prompts is asked again
+    if state.stopped and not state.failed and context.training.version < context.config.run.steps:
+        state.stopped = ""
+        _begin_next(context)
 
 
 def checkpointed(context: Context, event: Checkpointed) -> None:

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 RESUMING = {
-    "--resume": "go on exactly where the run of this name stopped",
+    "--resume": "go on where the run of this name stopped; its folder may be given for FILE",
     "--auto-resume": "go on with the run of this name if it was begun, else begin it: for a job that is started again",
 }
 

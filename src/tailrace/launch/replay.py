@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 def replay_run(run: Path) -> int:
     journal = Journal(run)
     with Progress("replaying") as progress:
-        replayed = replay(journal.entries(), journal.config, lambda done: progress(done, 0, "events"))
+        replayed = replay(journal.entries(), journal.begun, lambda done: progress(done, 0, "events"))
     if not journal.complete:
         log.info("note: the journal ends without a clean end: the run was interrupted, or goes on")
     if replayed.difference is None:

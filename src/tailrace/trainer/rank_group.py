@@ -18,6 +18,7 @@ import msgspec
 
 from tailrace.samples.client import SampleClient
 from tailrace.trainer.emulated import EmulatedLearner
+from tailrace.trainer.manifest import ORIGIN
 from tailrace.trainer.pace import BYTES_PER_PARAMETER
 from tailrace.trainer.reader import SampleInfo, StoreReader
 from tailrace.types import RelayId, Struct, Version
@@ -179,6 +180,7 @@ class SaveCommand(RankCommand):
 
 class RestoreCommand(RankCommand):
     checkpoint: str
+    anew: bool = False  # it is another run's
 
 
 class LeaveCommand(RankCommand):
@@ -325,11 +327,12 @@ class NativeRankGroup(_Group["Learner"]):
     def restore(self, checkpoints: Path, at_most: int) -> int:
         from tailrace.trainer import checkpoint
 
-        found = checkpoint.newest(checkpoints, at_most)
+        own = checkpoint.newest(checkpoints, at_most)
+        found = own or checkpoint.newest(checkpoints.parent / ORIGIN)
         if found is None:
             return 0
-        self._tell(RestoreCommand(str(found)))
-        checkpoint.restore(self.learner, found)
+        self._tell(RestoreCommand(str(found), anew=own is None))
+        checkpoint.restore(self.learner, found, anew=own is None)
         return self.learner.step
 
     def save(self, checkpoints: Path, step: int, good: Version) -> None:
@@ -385,8 +388,8 @@ class NativeRankGroup(_Group["Learner"]):
                 self._send(command)
             case SaveCommand(checkpoints):
                 checkpoint.save(Path(checkpoints), self.learner)
-            case RestoreCommand(folder):
-                checkpoint.restore(self.learner, Path(folder))
+            case RestoreCommand(folder, anew):
+                checkpoint.restore(self.learner, Path(folder), anew)
             case _:
                 super()._obey(command, client)
 
