@@ -7,12 +7,13 @@ read by control, or its change is an event in the journal (`SettingsChanged`), f
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import reduce
+from operator import getitem
 from typing import Any
 
 import msgspec
 
 from tailrace.config.fields import fields, read
-from tailrace.config.files import flat, nested
 from tailrace.config.tree import Config
 
 MAY_CHANGE = frozenset(
@@ -61,14 +62,20 @@ MAY_CHANGE = frozenset(
         "trainer.checkpoint_every",
         "trainer.keep_checkpoints",
         "trainer.archive_every",
+        "eval.every",
+        "eval.samples",
+        "eval.temperature",
+        "eval.by",
+        "eval.keep_best",
+        "eval.patience",
     }
 )
 
 
 def differences(before: Config, now: Config) -> dict[str, Any]:
     """What has changed of what may, as values that JSON has."""
-    table = dict(flat(msgspec.to_builtins(now)))
-    return {key: table[key] for key in sorted(MAY_CHANGE) if read(before, key) != read(now, key)}
+    changed = [key for key in fields() if key in MAY_CHANGE and read(before, key) != read(now, key)]
+    return {key: msgspec.to_builtins(read(now, key)) for key in changed}
 
 
 def fixed(before: Config, now: Config) -> list[str]:
@@ -78,8 +85,11 @@ def fixed(before: Config, now: Config) -> list[str]:
 
 def replaced(config: Config, values: Mapping[str, Any]) -> Config:
     """A copy with these values, which were checked when they were first given."""
-    table = dict(flat(msgspec.to_builtins(config))) | dict(values)
-    return msgspec.convert(nested(table), Config) if values else config
+    table = msgspec.to_builtins(config)
+    for key, value in values.items():
+        *path, name = key.split(".")
+        reduce(getitem, path, table)[name] = value
+    return msgspec.convert(table, Config) if values else config
 
 
 def goes_further(before: Config, now: Config) -> bool:

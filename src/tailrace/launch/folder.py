@@ -45,7 +45,7 @@ def is_over(folder: Path, config: Config) -> bool:
 
 def begin_store(folder: Path, config: Config) -> RunStore:
     """A new run."""
-    _refuse_taken(folder)
+    refuse_taken(folder)
     pins = inputs.pinned(config)
     store = RunStore.create(folder, config)
     inputs.record(store.meta, pins)
@@ -87,7 +87,8 @@ def _configured(store: RunStore, config: Config) -> RunStore:
     return store
 
 
-def _refuse_taken(folder: Path) -> None:
+def refuse_taken(folder: Path) -> None:
+    """ConfigError if there is a run."""
     if not has_run(folder):
         return
     another = "begin another with --run.name NAME"
