@@ -34,8 +34,8 @@ $(STAMP): pyproject.toml | $(BIN)/python
 # What training needs and no more. Without an NVIDIA GPU, torch without CUDA (a tenth of its size), where that is offered.
 $(TRAINS): pyproject.toml | $(BIN)/python
 	@echo "installing torch, transformers and what else training needs into $(VENV), about 1 GB; once"
-	$(PIP) -e '.[train,page]' $$(test -e /dev/nvidiactl || $(BIN)/python -c "from urllib.request import urlopen as get; \
-		get('$(CPU_WHEELS)/', timeout=3)" 2>/dev/null && test ! -e /dev/nvidiactl && echo --extra-index-url $(CPU_WHEELS))
+	$(PIP) -e '.[train,page]' $$(test ! -e /dev/nvidiactl && $(BIN)/python -c "from urllib.request import urlopen; \
+		urlopen('$(CPU_WHEELS)/', timeout=3)" 2>/dev/null && echo --extra-index-url $(CPU_WHEELS))
 	@touch $(TRAINS)
 
 train: $(TRAINS)  ## train the default recipe: a small model on this machine's CPU, a few minutes

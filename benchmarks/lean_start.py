@@ -4,8 +4,8 @@
     python benchmarks/lean_start.py --label before --ref REF # another one
 
 Clones the repository into an empty folder, runs `make train` for one step there, with a Python environment of its own
-and without pip's cache, and notes when pip was done and when the first step was. Packages come from where pip finds them
-here. Rows are kept by label in results/lean_start.json.
+and without pip's cache, and notes when pip was done and when the first step was. Packages come from where pip finds
+them here. Rows are kept by label in results/lean_start.json.
 """
 
 from __future__ import annotations

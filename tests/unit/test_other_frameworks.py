@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 
 import pytest
 
+from runs import START
 from tailrace.config import ConfigError, from_keywords, load
 from tailrace.config.fields import fields
+from tailrace.config.files import flat
 
 SAMPLES, TOKENS = "workload.group_size", "workload.max_completion_tokens"
 EVALUATED = ("eval.every", "") if "eval.every" in fields() else ("", "accuracy is measured")
@@ -150,3 +153,33 @@ def test_a_keyword_that_several_sections_have_is_refused_with_what_to_write() ->
 def test_a_value_of_another_framework_gets_the_right_answer(option: str, advice: str) -> None:
     with pytest.raises(ConfigError, match=advice):
         load([], option.split())
+
+
+GUIDE = (Path(__file__).parents[2] / "docs" / "from_other_frameworks.md").read_text()
+
+
+def test_the_tables_of_the_guide_say_what_the_answers_say() -> None:
+    rows = [line.split("|")[1:3] for line in GUIDE.splitlines() if line.startswith("| `")]
+    pairs = [(name, key.strip().strip("`")) for names, key in rows for name in names.replace("`", "").split(",")]
+    assert len(pairs) > 80
+    for name, key in pairs:
+        if key in fields():
+            sentence = refusal_of_an_option(name.strip()) if name.strip() != "learning_rate" else f"--{key}"
+            assert f"--{key}" in sentence, (name, sentence)
+
+
+def test_the_ports_of_the_guide_are_settings() -> None:
+    blocks = GUIDE.split("```toml\n")[1:]
+    assert len(blocks) == 3
+    for block in blocks:
+        values = dict(flat(tomllib.loads(block.partition("```")[0])))
+        assert from_keywords(values | {"model.path": START}).workload.group_size in (8, 16)
+
+
+def test_the_port_to_python_has_settings_that_exist() -> None:
+    trainer = {"learning_rate": 2e-6, "kl": 0.01, "clip_low": 0.2, "clip_high": 0.28, "loss": "dapo"}
+    given = {"prompts_per_step": 8, "group_size": 8, "max_completion_tokens": 512, "mini_batches": 1, "steps": 200}
+    config = from_keywords(
+        given | {"trainer": trainer | {"checkpoint_every": 50}, "kind": "sync", "model": {"preset": "qwen2.5-7b"}}
+    )
+    assert (config.schedule.kind, config.trainer.mini_batches, config.trainer.clip_high) == ("sync", 1, 0.28)
