@@ -8,16 +8,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from tailrace.release import __version__
+
 if TYPE_CHECKING:
     from tailrace.api import Run, fork, simulate, train
 
-__version__ = "0.1.0"
-__all__ = ["Run", "fork", "simulate", "train"]
+PUBLIC = ("Run", "fork", "simulate", "train")
+__all__ = ["Run", "__version__", "fork", "simulate", "train"]
 
 
 def __getattr__(name: str) -> Any:
     """Imported when it is first used: `import tailrace` alone costs next to nothing."""
-    if name not in __all__:
+    if name not in PUBLIC:
         raise AttributeError(f"module 'tailrace' has no attribute {name!r}")
     from tailrace import api
 

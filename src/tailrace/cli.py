@@ -15,13 +15,13 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
-from tailrace import __version__
 from tailrace.errors import TailraceError, UsageError
 from tailrace.launch.arguments import RESUMING
 from tailrace.launch.arguments import path as _path
 from tailrace.launch.arguments import whole as _whole
 from tailrace.launch.beginning import Beginning, Origin
 from tailrace.logs import LEVELS, drain_output, for_command, queue_output, set_level
+from tailrace.release import __version__
 
 if TYPE_CHECKING:
     from tailrace.launch.supervisor import Supervisor

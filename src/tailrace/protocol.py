@@ -10,7 +10,7 @@ ignores what does not match.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from msgspec import Meta
 
@@ -29,6 +29,7 @@ from tailrace.types import (
     Version,
 )
 
+SettingValue = bool | int | float | str | tuple[int, ...] | None
 UpdateChoice = Literal["take_along", "drain", "stay"]
 Role = Literal["replica", "relay", "trainer", "store"]
 # why a payload is not needed
@@ -366,7 +367,7 @@ class SettingsChanged(Event):
     """The run was resumed with other settings: these, by dotted key. A run that had come to its end goes on if it has
     more to do now."""
 
-    values: dict[str, Any]
+    values: dict[str, SettingValue]
 
 
 AnyEvent = (

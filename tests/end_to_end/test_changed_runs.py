@@ -77,7 +77,8 @@ def test_what_cannot_change_is_refused_in_a_sentence(tmp_path: Path) -> None:
 
 
 def test_a_fork_begins_with_the_weights_and_the_next_prompts_of_a_version(tmp_path: Path) -> None:
-    first = Run(tmp_path, NATIVE, "--schedule.kind", "sync", "--trainer.archive_every", "1")
+    first = Run(tmp_path, NATIVE, "--schedule.kind", "sync", "--trainer.checkpoint_every", "1")
+    first.options += ["--trainer.archive_every", "1"]
     first.finish("--run.steps", "4")
     folder = tmp_path / "runs" / "second"
     frozen = ["--trainer.learning_rate", "1e-12"]  # so that what it began with is still there at its end

@@ -5,8 +5,10 @@ settings, rows and functions (`inputs.py`, `functions.py`), starts the command (
 writes (`run.py`). So nothing of a training run lives in the caller's process, and a run outlives no caller.
 """
 
-from tailrace.api.run import Row, Run
+from tailrace.api.run import RecordedRun
 from tailrace.api.simulation import simulate
-from tailrace.api.training import Callback, fork, train
+from tailrace.api.training import fork, train
 
-__all__ = ["Callback", "Row", "Run", "fork", "simulate", "train"]
+Run = RecordedRun  # by its public name
+
+__all__ = ["RecordedRun", "Run", "fork", "simulate", "train"]

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tailrace.config.errors import ConfigError
+from tailrace.store.folder import PRIVATE
 
 LARGEST = 32 << 20  # bytes of a pickled function: each judge loads it
 NAME = "reward"
@@ -37,6 +38,7 @@ def write_reward(function: Callable[..., Any], folder: Path) -> str:
     if named:
         return named
     file = folder / f"{NAME}.py"
+    file.touch(PRIVATE)
     file.write_text(TEXT.format(folders=_folders(), name=NAME, code=base64.b64encode(_pickled(function)).decode()))
     return f"{file}:{NAME}"
 

@@ -17,7 +17,7 @@ import msgspec
 from tailrace.api.functions import write_reward
 from tailrace.config import Config, ConfigError, from_keywords, render
 from tailrace.launch.folder import has_run, refuse_taken, run_folder
-from tailrace.store.folder import PRIVATE_FOLDER
+from tailrace.store.folder import PRIVATE, PRIVATE_FOLDER
 
 INPUTS = "inputs"  # in the folder of a run
 SETTINGS = "settings.toml"
@@ -38,6 +38,7 @@ def write_inputs(files: Iterable[File], given: Mapping[str, Any]) -> tuple[Confi
     settings |= {"task.reward": write_reward(reward, inputs)} if reward is not None else {}
     settings |= {"run.folder": str(folder.parent), "run.name": folder.name}
     config = from_keywords(settings, paths)
+    (inputs / SETTINGS).touch(PRIVATE)
     (inputs / SETTINGS).write_text(render(config))
     return config, folder, inputs / SETTINGS
 
@@ -82,6 +83,7 @@ def _write_rows(rows: Any, file: Path) -> Path:
         lines = [msgspec.json.encode(row, enc_hook=_plain) for row in _rows(rows)]
     except TypeError as error:
         raise ConfigError(f"a row of {file.stem} cannot be written as JSON: {error}; write text and numbers") from None
+    file.touch(PRIVATE)
     file.write_bytes(b"".join(line + b"\n" for line in lines))
     return file
 

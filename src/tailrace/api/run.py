@@ -24,11 +24,11 @@ from tailrace.store.journal import Journal
 from tailrace.store.metrics import measurements
 from tailrace.store.trajectories import KNOWN, KnownTrajectory
 
-Callback = Callable[["Run", Row], object]
+Callback = Callable[["RecordedRun", Row], object]
 LOOK_S = 0.2
 
 
-class Run:
+class RecordedRun:
     """A run by its folder. `wait`, `stop` and callbacks are for a run that this program has started."""
 
     def __init__(self, path: str | PathLike[str], process: CommandProcess | None = None) -> None:
@@ -95,7 +95,7 @@ class Run:
 
     def resume(
         self, *, wait: bool = True, show: bool = True, callbacks: Sequence[Callback] = (), **settings: Any
-    ) -> Run:
+    ) -> RecordedRun:
         """Go on where it stopped, or further than its end: `run.resume(steps=60, learning_rate=1e-6)`."""
         given = read_keywords(settings)
         config = with_given(self.config, given)  # what is wrong with them is said here
@@ -109,7 +109,7 @@ class Run:
         export(self.path, version, Path(fspath(out)))
         return Path(fspath(out))
 
-    def wait(self, timeout_s: float | None = None) -> Run:
+    def wait(self, timeout_s: float | None = None) -> RecordedRun:
         """Until it is over, or for so long. RunFailedError if it failed; what a callback raised is raised here."""
         process = self._own()
         if process.wait(timeout_s) and self._follower is not None:
@@ -119,7 +119,7 @@ class Run:
             process.check()
         return self
 
-    def stop(self) -> Run:
+    def stop(self) -> RecordedRun:
         """Interrupt it as Ctrl-C would, and wait until everything is written down; it can be resumed."""
         self._own().interrupt()
         return self.wait()
@@ -151,7 +151,7 @@ class Run:
         """There is a journal to read."""
         return has_run(self.path)
 
-    def follow(self, callbacks: Sequence[Callback]) -> Run:
+    def follow(self, callbacks: Sequence[Callback]) -> RecordedRun:
         """Wait for the end, and call these after every step. Whatever is raised here interrupts the run first."""
         try:
             self._follow(callbacks)
@@ -161,7 +161,7 @@ class Run:
             raise
         return self.wait()
 
-    def follow_apart(self, callbacks: Sequence[Callback]) -> Run:
+    def follow_apart(self, callbacks: Sequence[Callback]) -> RecordedRun:
         """The same beside the caller."""
         self._follower = Thread(target=self._call_apart, args=(callbacks,), daemon=True)
         self._follower.start()
@@ -175,9 +175,9 @@ class Run:
             self._own().interrupt()
 
 
-def started(path: Path, words: Sequence[str], wait: bool, show: bool, callbacks: Sequence[Callback]) -> Run:
+def started(path: Path, words: Sequence[str], wait: bool, show: bool, callbacks: Sequence[Callback]) -> RecordedRun:
     """The run that this command makes or goes on with."""
-    run = Run(path, CommandProcess(words, show))
+    run = RecordedRun(path, CommandProcess(words, show))
     if wait:
         return run.follow(callbacks)
     return run.follow_apart(callbacks)

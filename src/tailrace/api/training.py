@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tailrace.api.inputs import File, write_inputs
-from tailrace.api.run import Callback, Run, render_value, started
+from tailrace.api.run import Callback, RecordedRun, render_value, started
 from tailrace.config.errors import ConfigError
 from tailrace.config.keywords import read_keywords
 
@@ -28,7 +28,7 @@ def train(
     show: bool = True,
     callbacks: Sequence[Callback] = (),
     **settings: Any,
-) -> Run:
+) -> RecordedRun:
     """Train, as `tailrace train` would, and return the run.
 
     `files` are settings in TOML, composed left to right; everything else wins over them. `model` is a Hugging Face
@@ -47,7 +47,7 @@ def train(
 
 
 def fork(
-    run: File | Run,
+    run: File | RecordedRun,
     *,
     name: str,
     version: int | None = None,
@@ -55,13 +55,13 @@ def fork(
     show: bool = True,
     callbacks: Sequence[Callback] = (),
     **settings: Any,
-) -> Run:
+) -> RecordedRun:
     """Begin another run with the weights and moments of a version of a run, and train it, as `tailrace fork` would.
 
     It has the settings of the first run, except for those that are given, and goes on with the prompts after those that
     the version was trained on.
     """
-    path = run.path if isinstance(run, Run) else Path(fspath(run) if isinstance(run, PathLike) else run)
+    path = run.path if isinstance(run, RecordedRun) else Path(fspath(run) if isinstance(run, PathLike) else run)
     from tailrace.launch.beginning import Origin
     from tailrace.launch.fork import forked
 

@@ -73,9 +73,9 @@ MAY_CHANGE = frozenset(
 
 
 def differences(before: Config, now: Config) -> dict[str, Any]:
-    """What has changed of what may, as values that JSON has."""
+    """What has changed of what may, by dotted key."""
     changed = [key for key in fields() if key in MAY_CHANGE and read(before, key) != read(now, key)]
-    return {key: msgspec.to_builtins(read(now, key)) for key in changed}
+    return {key: read(now, key) for key in changed}
 
 
 def fixed(before: Config, now: Config) -> list[str]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 
 from tailrace.config.resuming import replaced
@@ -17,7 +15,7 @@ from tailrace.control.relays import Relays
 from tailrace.control.schedules import traits
 from tailrace.control.storage import Stores
 from tailrace.control.training import Training
-from tailrace.protocol import Command
+from tailrace.protocol import Command, SettingValue
 from tailrace.types import ReplicaId, Version
 
 MUCH_DROPPED = 0.08  # of the groups
@@ -51,7 +49,7 @@ class State(msgspec.Struct):
     failed: bool = False  # it is over because it could not go on; whoever resumes it has mended the cause
     repacks: int = 0
     moved: int = 0
-    settings: dict[str, Any] = {}  # those that differ from what the run was begun with
+    settings: dict[str, SettingValue] = {}  # those that differ from what the run was begun with
 
 
 class Context:
@@ -73,7 +71,7 @@ class Context:
         self.state = state
         self.clear(0.0)
 
-    def reconfigure(self, values: dict[str, Any]) -> None:
+    def reconfigure(self, values: dict[str, SettingValue]) -> None:
         """Decide by these settings from now on."""
         self.state.settings = self.state.settings | values
         self.config = replaced(self.config, values)

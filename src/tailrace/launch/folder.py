@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tailrace import __version__
 from tailrace.config.errors import ConfigError
 from tailrace.config.fields import read
 from tailrace.config.resuming import fixed, goes_further
 from tailrace.config.tree import Config
 from tailrace.envs import inputs
 from tailrace.obs.summary import JSON as SUMMARY
+from tailrace.release import __version__
 from tailrace.store.folder import is_being_written
 from tailrace.store.journal import Journal
 from tailrace.store.run import RunStore

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from tailrace import __version__
 from tailrace.logs import output
 from tailrace.obs.progress import Progress
+from tailrace.release import __version__
 from tailrace.sim.replay import render_difference, replay
 from tailrace.store.journal import Journal
 

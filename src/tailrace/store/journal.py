@@ -24,10 +24,10 @@ from typing import NamedTuple, Self
 
 import msgspec
 
-from tailrace import __version__
 from tailrace.config import Config, render, with_values
 from tailrace.config.files import flat, read_toml
 from tailrace.protocol import AnyCommand, AnyEvent, Command, Event
+from tailrace.release import __version__
 from tailrace.store.database import (
     DAMAGE,
     FILE,
