@@ -29,7 +29,7 @@ from tailrace.types import (
     Version,
 )
 
-SettingValue = bool | int | float | str | tuple[int, ...] | None
+SettingValue = bool | int | float | str | tuple[int | str, ...] | None
 UpdateChoice = Literal["take_along", "drain", "stay"]
 Role = Literal["replica", "relay", "trainer", "store"]
 # why a payload is not needed

@@ -14,6 +14,7 @@ from tailrace.config.files import flat
 
 SAMPLES, TOKENS = "workload.group_size", "workload.max_completion_tokens"
 EVALUATED = ("eval.every", "") if "eval.every" in fields() else ("", "accuracy is measured")
+REPORTED = ("log.to", "") if "log.to" in fields() else ("", "run.db")
 # the name, our setting (empty: none), and words without which the answer would be wrong
 ANSWERS = [
     ("lr", "trainer.learning_rate", ""),
@@ -50,7 +51,7 @@ ANSWERS = [
     ("save_total_limit", "trainer.keep_checkpoints", "2 or more"),
     ("output_dir", "run.folder", "run.folder/run.name"),
     ("logging_steps", "", "every step"),
-    ("report_to", "", "run.db"),
+    ("report_to", *REPORTED),
     ("train_files", "task.data", "parquet"),
     ("val_files", "task.eval_data", "parquet"),
     ("model_name_or_path", "model.path", "nothing is downloaded"),
@@ -76,6 +77,7 @@ KEYWORDS = {
     "split.colocated": 'split={"colocated": ...}',
     "model.path": "path=...",
     "eval.every": "every=...",
+    "log.to": "to=...",
     "workload.prompt_tokens": "prompt_tokens=...",
 }
 
@@ -129,10 +131,11 @@ def test_a_name_of_another_framework_gets_the_right_answer(name: str, key: str, 
 def test_keywords_are_settings_by_section_by_dotted_key_and_by_a_name_that_one_section_has() -> None:
     config = from_keywords(
         {"workload": {"group_size": 4, "lengths": {"sigma": 0.5}}, "trainer.kl": 0.1, "learning_rate": 1e-5, "seed": 7}
-        | {"model": {"preset": "qwen2.5-7b"}, "stop": ("</answer>",)}
+        | {"model": {"preset": "qwen2.5-7b"}, "stop": ("</answer>",), "rollout_threads": 3}
     )
     assert (config.workload.group_size, config.workload.lengths.sigma, config.trainer.kl) == (4, 0.5, 0.1)
     assert (config.trainer.learning_rate, config.run.seed, config.sampling.stop) == (1e-5, 7, ("</answer>",))
+    assert config.rollout.threads == 3
 
 
 def test_a_keyword_that_several_sections_have_is_refused_with_what_to_write() -> None:

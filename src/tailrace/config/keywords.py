@@ -1,7 +1,8 @@
 """Settings as keyword arguments of a Python function: `trainer={"learning_rate": 1e-5}`, or `learning_rate=1e-5`.
 
-A section is a dictionary. A name that only one section has needs no section; of one that several have, the sentence
-says which. Dotted keys can be unpacked: `**{"trainer.learning_rate": 1e-5}`.
+A section is a dictionary. A name that only one section has needs no section, and any may have it in front
+(`trainer_threads=1`); of one that several have, the sentence says which. Dotted keys can be unpacked:
+`**{"trainer.learning_rate": 1e-5}`.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def _key(name: str) -> str:
     """The setting of this name; the name itself where there is none, which is refused with what it was meant to be."""
     if "." in name or name in sections():
         return name
-    found = [key for key in fields() if leaf(key) == name]
+    found = [key for key in fields() if name in (leaf(key), key.replace(".", "_"))]
     if len(found) > 1:
         ways = " or ".join(_written(key) for key in found)
         raise ConfigError(f"{name} may be {', '.join(found)}; write {ways}")

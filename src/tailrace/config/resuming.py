@@ -68,6 +68,9 @@ MAY_CHANGE = frozenset(
         "eval.by",
         "eval.keep_best",
         "eval.patience",
+        "log.to",
+        "log.project",
+        "log.samples",
     }
 )
 

@@ -76,8 +76,13 @@ def _misspelt(section: str, word: str) -> str | None:
 
 
 def _without_section(key: str) -> list[str]:
-    """`lengths.sigma` for `workload.lengths.sigma`; and `actor.model.path`, whose end is ours."""
-    return [each for each in fields() if each.endswith(f".{key}") or key.endswith(f".{each}")]
+    """`lengths.sigma` for `workload.lengths.sigma`; `actor.model.path`, whose end is ours; `run_seed`, with a dot."""
+    joined = key.replace(".", "_")
+    return [
+        each
+        for each in fields()
+        if each.endswith(f".{key}") or key.endswith(f".{each}") or each.replace(".", "_") == joined
+    ]
 
 
 def _in_another_section(key: str) -> list[str]:
