@@ -27,7 +27,7 @@ PARTS = {"contract": 110, "run": 120, "speed": 330, "experts": 150}  # seconds
 START = ROOT / "examples" / "running_total" / "start"
 VLLM = ["--rollout.engine", "vllm", "--rollout.python", sys.executable]
 SMALL = ["--rollout.memory", "0.2", "--local.replicas", "1", "--rollout.vllm.enforce_eager", "true"]
-BFLOAT16 = 0.1  # how far log-probs of bfloat16 arithmetic may be from those in float32, for this tiny model
+BFLOAT16 = 0.25  # how far log-probs may be off: of 33,000 tokens by transformers in bfloat16 the worst is off by 0.24
 
 
 def contract() -> dict[str, Any]:

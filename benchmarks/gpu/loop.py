@@ -79,6 +79,7 @@ def run_ours(kind: str, options: argparse.Namespace, folder: Path) -> Row:
         enough=lambda: trained_mini_batches(run) >= options.steps,
     )
     if options.keep:
+        options.keep.mkdir(parents=True, exist_ok=True)
         shutil.copy(run / "run.db", options.keep / f"{kind}.db")
     try:
         return read_run(run, options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import runs
-from engines_under_test import START
+from engines_under_test import START, model_of
 from runs import Run, nothing_is_left, replayed
 from tailrace.config import load
 from tailrace.launch.evaluation import measure
@@ -102,7 +103,7 @@ def test_held_out_prompts_are_played_on_vllm(tmp_path: Path):
 
 
 @contextmanager
-def native_worker(run: Run, folder: Path) -> Iterator[None]:
+def native_worker(run: Run, folder: Path) -> Iterator[int]:
     """Another machine, as it were, whose replica has the native engine."""
     folder.mkdir()
     where = ["--join", f"127.0.0.1:{read_records(run.folder).port}", "--key", str(run.folder / "join.key")]
@@ -110,7 +111,7 @@ def native_worker(run: Run, folder: Path) -> Iterator[None]:
     own = ["--rollout.kv_tokens", "2048"]
     child = subprocess.Popen([*command, *own], env=os.environ | {"TMPDIR": str(folder)})
     try:
-        yield
+        yield child.pid
     finally:
         child.terminate()
         child.wait(60)
@@ -130,14 +131,24 @@ def movers(run: Run) -> set[tuple[int, int]]:
     return found
 
 
+def children(pid: int) -> list[int]:
+    return [int(word) for task in Path(f"/proc/{pid}/task").glob("*/children") for word in task.read_text().split()]
+
+
 def vllm_of(run: Run, replica: int) -> list[int]:
     """The process of vLLM that a replica started, while it lives."""
     record = next(one for one in read_records(run.folder).components if (one.role, one.id) == ("replica", replica))
-    found: list[int] = []
-    for pid, _ in record.processes:
-        for task in Path(f"/proc/{pid}/task").glob("*/children"):
-            found += [int(word) for word in task.read_text().split()]
+    found = [child for pid, _ in record.processes for child in children(pid)]
     return [pid for pid in found if b"vllm_server" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def moved_after_a_pause(run: Run, worker: int) -> bool:
+    """Whether samples of the native replica have moved: it stands still until the other one has nothing to do."""
+    for sign in (signal.SIGSTOP, signal.SIGCONT):
+        for pid in children(worker):
+            os.kill(pid, sign)
+        time.sleep(2)
+    return (1, 0) in movers(run)
 
 
 def generated(run: Run, replica: int) -> int:
@@ -145,18 +156,26 @@ def generated(run: Run, replica: int) -> int:
     return int(rows(run.folder / "run.db", query)[0][0])
 
 
+def babbling(folder: Path) -> Path:
+    """A model of random weights: its answers are long, and of very different lengths."""
+    shutil.copytree(START, folder)
+    model_of(0).save_pretrained(folder)
+    return folder
+
+
 def test_samples_move_between_vllm_and_native_and_a_killed_vllm_is_a_killed_replica(tmp_path: Path):
     options = ["--run.steps", "1000", "--run.evaluate", "false", "--local.listen", "127.0.0.1"]
-    # more may start than fits, and a version that all are to pull at once: of two that drain, one is emptied
-    options += ["--workload.prompts_per_step", "8", "--workload.group_size", "8", "--repack.every_s", "0.1"]
-    options += ["--schedule.max_inflight", "64", "--schedule.publish_every", "4"]
+    # nothing more may start until the step is trained: whoever is done takes over half of what the other still has
+    options += ["--workload.prompts_per_step", "2", "--workload.group_size", "8", "--repack.every_s", "0.1"]
+    options += ["--schedule.steps_ahead", "0", "--model.path", str(babbling(tmp_path / "model"))]
     run = Run(tmp_path, SETTINGS, *options).start()
     try:
         run.until((run.folder / "join.key").exists, "its key")
         run.until(lambda: run.events("Trained"), "a step")
-        with native_worker(run, tmp_path / "worker"):
+        with native_worker(run, tmp_path / "worker") as worker:
             run.until(lambda: generated(run, 1), "work of the native replica")
-            run.until(lambda: {(0, 1), (1, 0)} <= movers(run), "samples that moved, both ways")
+            run.until(lambda: (0, 1) in movers(run), "samples that moved to it")
+            run.until(lambda: moved_after_a_pause(run, worker), "samples that moved to vLLM")
             (vllm,) = vllm_of(run, 0)
             os.kill(vllm, signal.SIGKILL)
             run.until(lambda: run.events("ReplicaLost"), "the loss of its replica")
