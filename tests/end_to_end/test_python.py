@@ -65,7 +65,8 @@ def test_a_script_trains_with_its_own_function_and_reads_the_run_as_rows(tmp_pat
         assert run.checkpoints[-1]["version"] == 2 and run.checkpoints[-1]["bytes"] > 1000
         assert run.path.name == "mine"
 
-        run.resume(steps=3, learning_rate=5e-5, show=False)
+        run.resume(steps=3, learning_rate=5e-5, show=False, callbacks=[note])
+        assert seen == [0, 1, 2], "earlier steps are not told again"
         assert [row["lr"] for row in run.metrics] == [1e-4, 1e-4, 5e-5]
         other = tailrace.fork(run, version=2, name="other", steps=1, show=False)
         assert other.state == "complete" and len(other.metrics) == 1

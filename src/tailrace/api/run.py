@@ -6,7 +6,7 @@ Rows are plain dictionaries of numbers and text, so `pandas.DataFrame(run.metric
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from os import PathLike, fspath
 from pathlib import Path
 from threading import Thread
@@ -15,26 +15,33 @@ from typing import Any
 from tailrace.api.process import CommandProcess
 from tailrace.api.steps import Row, StepRows
 from tailrace.config import Config, ConfigError
+from tailrace.config.fields import UNSET
+from tailrace.config.files import Given
 from tailrace.config.keywords import read_keywords
 from tailrace.config.load import with_given
+from tailrace.config.render import literal
 from tailrace.launch.folder import CHECKPOINTS, has_run
 from tailrace.obs.ending import ending_of
-from tailrace.store.database import FILE, has_table, reading
+from tailrace.store.database import FILE, has_table, reading, slices
 from tailrace.store.journal import Journal
 from tailrace.store.metrics import measurements
 from tailrace.store.trajectories import KNOWN, KnownTrajectory
 
 Callback = Callable[["RecordedRun", Row], object]
 LOOK_S = 0.2
+STATES = ("running", "finished", "failed", "trained", "stale", "filtered", "stopped", "lost")
 
 
 class RecordedRun:
     """A run by its folder. `wait`, `stop` and callbacks are for a run that this program has started."""
 
-    def __init__(self, path: str | PathLike[str], process: CommandProcess | None = None) -> None:
-        """`process`: what `tailrace.train` has started, which may not have begun the run yet."""
+    def __init__(
+        self, path: str | PathLike[str], process: CommandProcess | None = None, rows: StepRows | None = None
+    ) -> None:
+        """`process`: what `tailrace.train` has started, which may not have begun the run yet. `rows`: of a run that
+        goes on, after the steps that it has."""
         self.path = Path(fspath(path))
-        self._process = process
+        self._process, self._rows = process, rows
         self._follower: Thread | None = None
         self._failure: BaseException | None = None
         if process is None and not has_run(self.path):
@@ -72,11 +79,14 @@ class RecordedRun:
         """Every sample, oldest first: its ids, `state`, `reward`, `tokens`, `finish`, the versions that generated it,
         the step that trained it; with `text`, its `prompt`, `completion` and the other columns of its row of data.
 
-        `state`: only those that are `running`, `finished`, `failed`, `trained`, `stale`, `filtered` or `lost`.
+        `state`: only those that are `running`, `finished`, `failed`, `trained`, `stale`, `filtered`, `stopped` or
+        `lost`.
         """
+        if state not in (None, *STATES):
+            raise ConfigError(f"state is {state!r}; write one of {', '.join(STATES)}")
         known = _known(self.path, state)
         if not text:
-            return iter(known)
+            return known
         from tailrace.api.texts import with_texts
 
         return with_texts(self.path, self.config, known)
@@ -98,9 +108,9 @@ class RecordedRun:
     ) -> RecordedRun:
         """Go on where it stopped, or further than its end: `run.resume(steps=60, learning_rate=1e-6)`."""
         given = read_keywords(settings)
-        config = with_given(self.config, given)  # what is wrong with them is said here
-        words = [word for key in given for word in (f"--{key}", render_value(config, key))]
-        return started(self.path, ["train", str(self.path), "--resume", *words], wait, show, callbacks)
+        with_given(self.config, given)  # what is wrong with them is said here
+        words = ["train", str(self.path), "--resume", *as_words(given)]
+        return started(self.path, words, wait, show, callbacks)
 
     def export(self, out: str | PathLike[str], version: int | None = None) -> Path:
         """Write a version, or the newest, as a directory that transformers loads."""
@@ -136,20 +146,19 @@ class RecordedRun:
 
     def _follow(self, callbacks: Sequence[Callback]) -> None:
         """Until its end: every complete step to every callback."""
-        process, rows = self._own(), None
+        process = self._own()
         while True:
             ended = process.wait(LOOK_S if callbacks else None)
-            rows = rows or (StepRows(self.path) if callbacks and self.has_begun else None)
-            for row in rows.new() if rows else ():
+            for row in self._new_rows() if callbacks else ():
                 if True in [callback(self, row) for callback in callbacks]:
                     process.interrupt()
             if ended:
                 return
 
-    @property
-    def has_begun(self) -> bool:
-        """There is a journal to read."""
-        return has_run(self.path)
+    def _new_rows(self) -> list[Row]:
+        if self._rows is None and has_run(self.path):
+            self._rows = StepRows(self.path)
+        return self._rows.new() if self._rows else []
 
     def follow(self, callbacks: Sequence[Callback]) -> RecordedRun:
         """Wait for the end, and call these after every step. Whatever is raised here interrupts the run first."""
@@ -177,28 +186,34 @@ class RecordedRun:
 
 def started(path: Path, words: Sequence[str], wait: bool, show: bool, callbacks: Sequence[Callback]) -> RecordedRun:
     """The run that this command makes or goes on with."""
-    run = RecordedRun(path, CommandProcess(words, show))
-    if wait:
-        return run.follow(callbacks)
-    return run.follow_apart(callbacks)
+    rows = StepRows(path) if has_run(path) else None
+    if rows is not None:
+        rows.new()  # those that it has already are told to nobody
+    run = RecordedRun(path, CommandProcess(words, show), rows)
+    return run.follow(callbacks) if wait else run.follow_apart(callbacks)
 
 
-def render_value(config: Config, key: str) -> str:
-    """A setting as a word of a command line."""
-    from tailrace.config.fields import read
-    from tailrace.config.render import literal
+def as_words(given: Mapping[str, Given]) -> list[str]:
+    """Settings as they are written on a command line."""
+    return [word for key, one in given.items() for word in (f"--{key}", _word(one.value))]
 
-    value = read(config, key)
+
+def _word(value: Any) -> str:
+    if value is None:
+        return UNSET
     return value if isinstance(value, str) else literal(value)
 
 
 # --------------------------------------------------------------------------------------------------------------- rows
 
 
-def _known(run: Path, state: str | None) -> list[Row]:
+def _known(run: Path, state: str | None) -> Iterator[Row]:
+    """A slice at a time: there may be millions, and the run may go on."""
     with reading(run / FILE) as database:
-        if not has_table(database, "trajectories"):
-            return []
-        where, values = ("WHERE state = ?", (state,)) if state else ("", ())
-        rows = database.execute(f"SELECT {KNOWN} FROM trajectories {where} ORDER BY id", values).fetchall()
-    return [dict(zip(KnownTrajectory.__struct_fields__, row, strict=True)) for row in rows]
+        if not has_table(database, "trajectories"):  # as a simulation has not
+            return
+    wanted = f"AND state = '{state}'" if state else ""
+    query = f"SELECT {KNOWN} FROM trajectories WHERE id > ? {wanted} ORDER BY id LIMIT ?"
+    names = ["prompt_id" if name == "prompt" else name for name in KnownTrajectory.__struct_fields__]
+    for rows in slices(run / FILE, query, -1):
+        yield from [dict(zip(names, row, strict=True)) for row in rows]

@@ -34,17 +34,17 @@ def with_texts(run: Path, config: Config, samples: Iterable[Sample]) -> Iterator
 def _columns(reader: SampleReader, sample: Sample) -> Sample:
     """Those of the data; what a sample has of the same name is the sample's."""
     try:
-        return reader.row(sample["prompt"]).columns
+        return reader.row(sample["prompt_id"]).columns
     except PromptGoneError:
         return {}
 
 
 def _texts(reader: SampleReader, sample: Sample, tokenizer: Any) -> Sample:
     try:
-        prompt = reader.row(sample["prompt"]).prompt
+        prompt = reader.row(sample["prompt_id"]).prompt
         pieces = reader.prefix(sample["id"])
     except (PromptGoneError, SampleGoneError):
-        return {"prompt_id": sample["prompt"], "prompt": None, "completion": None}
+        return {"prompt": None, "completion": None}
     ids = [int(id) for piece in pieces for id in token_ids(piece.tokens)]
     text = tokenizer.decode(ids, skip_special_tokens=True) if tokenizer is not None else None
-    return {"prompt_id": sample["prompt"], "prompt": prompt, "completion": text}
+    return {"prompt": prompt, "completion": text}

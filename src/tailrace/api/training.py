@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tailrace.api.inputs import File, write_inputs
-from tailrace.api.run import Callback, RecordedRun, render_value, started
+from tailrace.api.run import Callback, RecordedRun, as_words, started
 from tailrace.config.errors import ConfigError
 from tailrace.config.keywords import read_keywords
 
@@ -66,9 +66,8 @@ def fork(
     from tailrace.launch.fork import forked
 
     given = read_keywords({"run.name": name} | settings)
-    config, folder = forked(Origin(path, version), given)
+    _, folder = forked(Origin(path, version), given)
     if (folder / "run.db").exists():
         raise ConfigError(f"{folder} has a run already; write another name")
-    words = [word for key in given for word in (f"--{key}", render_value(config, key))]
     chosen = [] if version is None else ["--version", str(version)]
-    return started(folder, ["fork", str(path), *chosen, *words], wait, show, callbacks)
+    return started(folder, ["fork", str(path), *chosen, *as_words(given)], wait, show, callbacks)
