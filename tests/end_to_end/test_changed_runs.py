@@ -11,14 +11,14 @@ from safetensors.torch import load_file
 
 from runs import NATIVE, START, Run
 from tailrace.launch.models import weights_of
-from tailrace.protocol import SettingsChanged
+from tailrace.protocol import SettingsChanged, SettingValue
 from tailrace.sim.replay import replay
 from tailrace.store.database import reading
 from tailrace.store.journal import Journal
 from tailrace.trainer.manifest import found_in, step_of
 
 
-def changes(run: Run) -> list[dict[str, object]]:
+def changes(run: Run) -> list[dict[str, SettingValue]]:
     return [entry.event.values for entry in Journal(run.folder).entries() if isinstance(entry.event, SettingsChanged)]
 
 

@@ -14,6 +14,7 @@ import pytest
 import tailrace
 from runs import EMULATED, START
 
+PATIENCE_S = 150  # for a cell
 SETTINGS = f"""
 import tailrace
 
@@ -161,9 +162,9 @@ def run_cell(client: Any, code: str) -> None:
     asked = client.execute(code)
     while True:
         try:
-            message = client.get_iopub_msg(timeout=150)
+            message = client.get_iopub_msg(timeout=PATIENCE_S)
         except Empty:
-            pytest.fail(f"the kernel said nothing for 150 s of {code}")
+            pytest.fail(f"the kernel said nothing for {PATIENCE_S} s of {code}")
         if message["parent_header"].get("msg_id") != asked:
             continue
         if message["msg_type"] == "error":
