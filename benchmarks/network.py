@@ -8,7 +8,8 @@ Hosts are network namespaces, joined by the switch of tests/chaos/hosts.py, whic
 Mbit/s, delays every frame and loses some of them. A relay is a process; the trainer is one more host. The time is from
 the order to publish until the last relay has sealed the version, so encrypted connections are made within it. Every
 relay's bytes are compared with what was sent. `of_one` is the time over that of a single relay under the same
-conditions. Writes benchmarks/results/network.json.
+conditions, and `switch_share_of_a_processor` shows whether the test network itself was the limit. Writes
+benchmarks/results/network.json.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ JUMBO = 9000  # fewer frames for the switch, which is a program that shares this
 CONDITIONS: dict[str, dict[str, float]] = {
     "50 Mbit/s": {"rate_mbits": 50},
     "50 Mbit/s, 200 ms": {"rate_mbits": 50, "delay_s": 0.1},
+    "20 Mbit/s, 200 ms": {"rate_mbits": 20, "delay_s": 0.1},
     "50 Mbit/s, 5 % lost": {"rate_mbits": 50, "loss": 0.05},
     "50 Mbit/s, 200 ms, 5 % lost": {"rate_mbits": 50, "delay_s": 0.1, "loss": 0.05},
 }
@@ -64,11 +66,11 @@ STREAMS = [1, 4, 8, 0]
 
 
 def _with_counts(
-    name: str, conditions: dict[str, float], counts: list[int], size: int, rounds: int
+    name: str, conditions: dict[str, float], counts: list[int], size: int, rounds: int, congestion: str
 ) -> Iterator[dict[str, Any]]:
     alone = 0.0
     for count in counts:
-        times = _broadcast(count, conditions, size, rounds)
+        times, busy = _broadcast(count, conditions, size, rounds, congestion)
         alone = alone or median(times)
         yield {
             "links": name,
@@ -77,18 +79,28 @@ def _with_counts(
             "seconds": round(median(times), 2),
             "all_seconds": [round(each, 2) for each in times],
             "of_one": round(median(times) / alone, 3),
+            "congestion": congestion,
+            "switch_share_of_a_processor": round(busy, 3),
         }
 
 
-def _broadcast(count: int, conditions: dict[str, float], size: int, rounds: int) -> list[float]:
-    """The seconds of each round."""
+def _broadcast(
+    count: int, conditions: dict[str, float], size: int, rounds: int, congestion: str
+) -> tuple[list[float], float]:
+    """The seconds of each round, and what the switch needed of a processor meanwhile."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder, hosts(count + 1, JUMBO) as network, ending() as made:
-        made += [RelayProcess(id, Path(folder), network[id].inside, "10.77.0.0/24") for id in range(count + 1)]
+        made += [_relay(id, Path(folder), network[id].inside, congestion) for id in range(count + 1)]
         *chain, trainer = made
         for relay, following in pairwise(chain):
             relay.route(1, [following])
         network.set(**conditions)
-        return [_publish(version, size, chain, trainer) for version in range(1, rounds + 1)]
+        busy = network.switch.busy_s
+        times = [_publish(version, size, chain, trainer) for version in range(1, rounds + 1)]
+        return times, (network.switch.busy_s - busy) / sum(times)
+
+
+def _relay(id: int, folder: Path, inside: list[str], congestion: str) -> RelayProcess:
+    return RelayProcess(id, folder, inside, "10.77.0.0/24", congestion=congestion)
 
 
 def _publish(version: int, size: int, chain: list[RelayProcess], trainer: RelayProcess) -> float:
@@ -243,6 +255,7 @@ def main() -> None:
     words.add_argument("--links", action="store_true", help="only the throughput of one link")
     words.add_argument("--streams", action="store_true", help="only one hop, with several connections")
     words.add_argument("--only", choices=CONDITIONS, help="only under these conditions")
+    words.add_argument("--congestion", default="bbr", help="TCP's algorithm on broadcasts: bbr or cubic")
     options = words.parse_args()
     if options.streams:
         _save(**{"one hop, 200 Mbit/s, 400 ms": streams(int(options.mbytes * 1e6), options.rounds)})
@@ -253,8 +266,9 @@ def main() -> None:
         if reason := missing():
             sys.exit(f"no hosts: {reason}")
         for name in [options.only] if options.only else CONDITIONS:
-            rows = list(_with_counts(name, CONDITIONS[name], options.relays, int(options.mbytes * 1e6), options.rounds))
-            _save(**{f"broadcast, {name}": rows})
+            size, how = int(options.mbytes * 1e6), (options.rounds, options.congestion)
+            rows = list(_with_counts(name, CONDITIONS[name], options.relays, size, *how))
+            _save(**{f"broadcast, {name}{'' if how[1] == 'bbr' else f', {how[1]}'}": rows})
 
 
 def _save(**tables: list[dict[str, Any]]) -> None:

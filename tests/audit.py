@@ -10,6 +10,7 @@ from tailrace.config.tree import Config
 from tailrace.control.plane import ControlPlane
 from tailrace.control.sampling import mini_batch_sizes
 from tailrace.protocol import (
+    Activate,
     Command,
     Event,
     Finished,
@@ -19,6 +20,7 @@ from tailrace.protocol import (
     GiveUp,
     HostJoined,
     HostLeft,
+    LoadWeights,
     Parked,
     PromptsAdded,
     Publish,
@@ -50,6 +52,8 @@ class Audit:
         self.forgotten: set[int] = set()
         self.skipped: set[int] = set()  # prompts
         self.lost: set[int] = set()  # payloads that went with their store; the sample may be generated anew
+        self.at_home: set[tuple[int, int]] = set()  # replicas that were sent there, with their incarnations
+        self.sent_home = 0
         self.published = -1
         self.trained_until = (-1, -1)
         self.progress_at = 0.0
@@ -100,6 +104,8 @@ class Audit:
                 self.judged.add(one.trajectory)
 
     def _order(self, command: Command) -> None:
+        if isinstance(command, Generate | LoadWeights):
+            assert (command.replica, command.incarnation) not in self.at_home, "who was sent home gets nothing"
         if isinstance(command, Generate):
             for request in command.requests:
                 assert request.prompt not in self.skipped, "what is skipped is not generated"
@@ -111,6 +117,11 @@ class Audit:
                 self.place[request.trajectory] = command.replica
                 self.attempt[request.trajectory] = request.attempt
                 self.prompt_of[request.group] = request.prompt
+        elif isinstance(command, Activate):
+            who = (command.replica, command.incarnation)
+            assert command.active == (who in self.at_home), "who is called back was sent home"
+            self.sent_home += not command.active
+            self.at_home ^= {who}
         elif isinstance(command, Train):
             self._train(command)
         elif isinstance(command, GiveUp) and command.role == "replica":

@@ -15,7 +15,7 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from threading import Condition, Event, Thread
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tailrace.weights.channel import Address, ChannelError, dial
 from tailrace.weights.checksum import PIECE, RunningChecksum
@@ -125,7 +125,15 @@ def publish(address: Address, weights: Weights) -> Thread:
 class Node(RelayNode):
     """A node that remembers what it reported."""
 
-    def __init__(self, id: int, folder: Path, token: bytes = TOKEN, quota: int = 0, stall_s: float = 10.0) -> None:
+    def __init__(
+        self,
+        id: int,
+        folder: Path,
+        token: bytes = TOKEN,
+        quota: int = 0,
+        stall_s: float = 10.0,
+        full_every: int = 1,
+    ) -> None:
         self.stored: list[int] = []
         self.failures: list[TransferFailure] = []
         memory = SharedMemory(folder / f"h{id}", quota)
@@ -137,6 +145,7 @@ class Node(RelayNode):
             on_failed=self.failures.append,
             stall_s=stall_s,
             nixl=nixl(id),
+            full_every=full_every,
         )
 
     def holds(self, version: int, data: bytes) -> bool:
@@ -144,13 +153,24 @@ class Node(RelayNode):
 
 
 @contextmanager
-def nodes(count: int, folder: Path) -> Iterator[list[Node]]:
-    made = [Node(id, folder) for id in range(count)]
+def nodes(count: int, folder: Path, full_every: int = 1) -> Iterator[list[Node]]:
+    made = [Node(id, folder, full_every=full_every) for id in range(count)]
     try:
         yield made
     finally:
         for node in made:
             node.close()
+
+
+class ChildOptions(NamedTuple):
+    """`updates`: as the trainer, publish `updated` and not `made_up`. The others are those of a `RelayNode`."""
+
+    listen: str
+    stall_s: float
+    streams: int
+    full_every: int
+    updates: bool
+    congestion: str
 
 
 class RelayProcess:
@@ -165,9 +185,13 @@ class RelayProcess:
         listen: str = LOOPBACK,
         stall_s: float = DEADLINE_S,
         streams: int = 0,
+        full_every: int = 1,
+        updates: bool = False,
+        congestion: str = "",
     ) -> None:
         self.id, self.folder = id, folder / f"h{id}"
-        words = [*inside, sys.executable, __file__, str(id), str(self.folder), listen, str(stall_s), str(streams)]
+        options = json.dumps(ChildOptions(listen, stall_s, streams, full_every, updates, congestion))
+        words = [*inside, sys.executable, __file__, str(id), str(self.folder), options]
         self._process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.reports: list[dict[str, Any]] = []
         self._told = Condition()
@@ -260,6 +284,16 @@ def made_up(version: int, size: int) -> bytes:
     return random.Random(version).randbytes(size)
 
 
+def updated(version: int, size: int) -> bytes:
+    """The same for trainers whose versions differ as those of bfloat16 weights do: one element in a hundred moves."""
+    import numpy as np
+
+    bits = np.frombuffer(made_up(0, size), dtype=np.uint16).copy()
+    for number in range(1, version + 1):
+        bits[number % 100 :: 100] += np.uint16(1)
+    return bits.tobytes()
+
+
 # --------------------------------------------------------------------------------------------------------- the child
 
 
@@ -267,18 +301,20 @@ def _report(**what: object) -> None:
     os.write(sys.stdout.fileno(), f"{json.dumps(what)}\n".encode())  # in one go: threads report too
 
 
-def _serve(id: int, folder: Path, listen: str, stall_s: float, streams: int) -> None:
+def _serve(id: int, folder: Path, options: ChildOptions) -> None:
     """Ends when its parent closes the pipe, whatever the parent died of."""
     node = RelayNode(
         id,
         SharedMemory(folder),
         TOKEN,
-        listen,
+        options.listen,
         on_stored=lambda version: _report(stored=version, at=time.time()),
         on_failed=lambda failure: _report(failed=failure.version, target=failure.target, reason=failure.reason),
-        stall_s=stall_s,
-        streams=streams,
+        stall_s=options.stall_s,
+        streams=options.streams,
         nixl=nixl(id),
+        full_every=options.full_every,
+        congestion=options.congestion,
     )
     print(json.dumps(node.address), flush=True)
     for line in sys.stdin:
@@ -286,17 +322,18 @@ def _serve(id: int, folder: Path, listen: str, stall_s: float, streams: int) -> 
             case {"route": [revision, targets]}:
                 node.route(revision, {int(other): Address(*address) for other, address in targets.items()})
             case {"publish": [version, size, address]}:
-                weights = Weights(version, made_up(version, size))
-                Thread(target=_persist, args=(weights, Address(*address), stall_s), daemon=True).start()
+                weights = Weights(version, (updated if options.updates else made_up)(version, size))
+                Thread(target=_persist, args=(weights, Address(*address), options), daemon=True).start()
     node.close()
 
 
-def _persist(weights: Weights, address: Address, stall_s: float) -> None:
+def _persist(weights: Weights, address: Address, options: ChildOptions) -> None:
     """As the trainer's publisher does."""
     _report(began=weights.version, at=time.time())
     while True:
         try:
-            with dial(address, TOKEN, stall_s) as channel:
+            with dial(address, TOKEN, options.stall_s) as channel:
+                channel.set_congestion(options.congestion)
                 answer = offer(channel, weights, from_trainer=True, lender=nixl(-1))
                 if not isinstance(answer, ReceivingElsewhere):
                     _report(published=weights.version, first=min(weights.asked, default=-1))
@@ -307,4 +344,4 @@ def _persist(weights: Weights, address: Address, stall_s: float) -> None:
 
 
 if __name__ == "__main__":
-    _serve(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], float(sys.argv[4]), int(sys.argv[5]))
+    _serve(int(sys.argv[1]), Path(sys.argv[2]), ChildOptions(*json.loads(sys.argv[3])))

@@ -107,9 +107,10 @@ def _simulate(arguments: argparse.Namespace) -> int:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    from tailrace.launch.plan import plan
+    from tailrace.launch.plan import PlanGoal, plan
 
-    return plan(arguments.files, arguments.settings, arguments.json)
+    goal = PlanGoal(arguments.budget, arguments.throughput)
+    return plan(arguments.files, arguments.settings, arguments.json, goal)
 
 
 def _train(arguments: argparse.Namespace) -> int:
@@ -146,7 +147,13 @@ def _worker(arguments: argparse.Namespace) -> int:
     queue_output()
     room = (arguments.replicas, arguments.ranks, arguments.store)
     patience = Patience(arguments.wait, arguments.stay)
-    return work(arguments.join, arguments.key, *room, arguments.settings, patience)
+    return work(arguments.join, arguments.key, *room, arguments.settings, patience, arguments.site)
+
+
+def _price(arguments: argparse.Namespace) -> int:
+    from tailrace.launch.price import price_replica
+
+    return price_replica(arguments.journal, arguments.id, arguments.dollars)
 
 
 def _launch(arguments: argparse.Namespace) -> int:
@@ -240,6 +247,10 @@ def _add_simulating(add: Add) -> None:
 
     plan = _of_files(add("plan", _plan, "find the best split, schedule and settings for a fleet", SETTINGS))
     plan.add_argument("--json", action="store_true", help="one JSON object for programs")
+    budget = "the fastest fleet for so much an hour, of the cards in the settings"
+    plan.add_argument("--budget", type=_amount, metavar="DOLLARS", help=budget)
+    throughput = "the cheapest fleet that trains so many tokens per second"
+    plan.add_argument("--throughput", type=_amount, metavar="TOKENS_PER_S", help=throughput)
 
 
 def _add_training(add: Add) -> None:
@@ -266,10 +277,16 @@ def _add_training(add: Add) -> None:
     store = "keep the tokens that are generated here in this directory; unset: they go to the run's machine"
     worker.add_argument("--store", type=_path, metavar="DIR", help=store)
 
+    site = "where this machine is, if far away: weights cross the link to a site once, and are handed on there"
+    worker.add_argument("--site", type=_site, default="", metavar="NAME", help=site)
     wait = "for so long the run need not be there yet (0)"
     worker.add_argument("--wait", type=_seconds, default=0.0, metavar="SECONDS", help=wait)
     stay = "when the run stops without being complete, wait for it again: it may be resumed"
     worker.add_argument("--stay", action="store_true", help=stay)
+
+    price = _of_a_run(add("price", _price, "set what an hour of a replica costs, while the run goes on"))
+    price.add_argument("id", metavar="ID", help="replica r3, or host h2 for all replicas there")
+    price.add_argument("dollars", type=_dollars, metavar="DOLLARS", help="0: it costs nothing")
 
     evaluate = _of_a_run(add("eval", _eval, "held-out accuracy of a version of a run"))
     evaluate.add_argument("--version", type=_version, metavar="N", help="0: the start; unset: the newest")
@@ -413,6 +430,12 @@ def _ranks(text: str) -> int:
     return _whole(text, 1024, "a number of ranks; write --ranks 2", least=0)
 
 
+def _site(text: str) -> str:
+    if not text or len(text) > 64 or not text.isprintable():
+        raise argparse.ArgumentTypeError(f"'{text}' is not the name of a site; write --site oslo")
+    return text
+
+
 def _seconds(text: str) -> float:
     try:
         seconds = float(text)
@@ -421,6 +444,16 @@ def _seconds(text: str) -> float:
     if not 0 <= seconds <= 1e7:
         raise argparse.ArgumentTypeError(f"'{text}' is not a number of seconds; write --wait 600")
     return seconds
+
+
+def _dollars(text: str) -> float:
+    try:
+        dollars = float(text)
+    except ValueError:
+        dollars = -1.0
+    if not 0 <= dollars <= 1e6:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a price; write dollars an hour, such as 0.4")
+    return dollars
 
 
 def _rounds(text: str) -> int:
@@ -436,6 +469,16 @@ def _counts(text: str) -> list[int]:
     if not names or not all(name.isdecimal() and int(name) > 0 for name in names):
         raise argparse.ArgumentTypeError(f"'{text}' is not a list of GPU counts; write --gpus 64,256,1024")
     return sorted({int(name) for name in names})
+
+
+def _amount(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1e15:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number above 0; write one such as 100")
+    return value
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ UpdateChoice = Literal["take_along", "drain", "stay"]
 Role = Literal["replica", "relay", "trainer", "store"]
 # why a payload is not needed
 Ending = Literal["trained", "stale", "filtered", "stopped", "failed", "lost", "regenerate"]
+Price = Annotated[float, Meta(ge=0.0, le=1e6)]
 TRAINER = 0  # the trainer is one component, whatever its number of ranks
 SCORING_S = 0.25  # how long a judge has a turn before that is reported: quick rewards cost no event
 
@@ -111,12 +112,14 @@ class RunStarted(Event):
 
 class HostJoined(Event):
     """Another machine is there, on which a relay and these replicas are to be started. Its number was never used.
-    `store`: a sample store too, which has the same number. `ranks`: it has room for so many ranks of the trainer."""
+    `store`: a sample store too, which has the same number. `ranks`: it has room for so many ranks of the trainer.
+    `site`: where it is, if it is far away; machines of one site are near each other."""
 
     host: HostId
     replicas: tuple[ReplicaId, ...]
     store: bool = False
     ranks: Natural = 0
+    site: str = ""
 
 
 class HostLeft(Event):
@@ -144,6 +147,14 @@ class ReplicaJoined(Event):
     kv_capacity: Positive  # tokens
     roofline: Positive  # largest batch whose decode step is still flat
     held: tuple[Assignment, ...] = ()
+    price: Price = 0.0  # that it says it has, in dollars per hour
+
+
+class PriceChanged(Event):
+    """An hour of each of these replicas costs so many dollars from now on."""
+
+    replicas: tuple[ReplicaId, ...]
+    price: Price
 
 
 class ReplicaLost(Event):
@@ -376,6 +387,7 @@ AnyEvent = (
     | HostLeft
     | PromptsAdded
     | ReplicaJoined
+    | PriceChanged
     | ReplicaLost
     | Progressed
     | ScoringStarted
@@ -474,6 +486,18 @@ class Explain(Command):
     stay_s: float | None  # stay: new samples start under the old weights
 
 
+class Activate(Command):
+    """A replica is asked to generate, or (not `active`) sent home, because cheaper ones are enough for the trainer: it
+    finishes what it has, and gets neither work nor weights until it is called back. For the journal; no answer."""
+
+    replica: ReplicaId
+    incarnation: Natural
+    active: bool
+    cost: float  # dollars for a million useful tokens of this replica; 0: not known, or free
+    needed: float  # useful tokens per second, so that the trainer does not wait; 0: not known yet
+    there: float  # useful tokens per second of all that are to generate
+
+
 class Train(Command):
     """-> Trained or TrainFailed. The last mini-batch of a step makes version `step + 1`."""
 
@@ -558,6 +582,7 @@ AnyCommand = (
     | Cancel
     | LoadWeights
     | Explain
+    | Activate
     | Train
     | Publish
     | Route

@@ -4,13 +4,15 @@
         network.set(rate_mbits=50, delay_s=0.1, loss=0.05)
         relay = subprocess.Popen([*network[0].inside, sys.executable, ...])      # listens on network[0].address
         network.cut(0, 1); network.heal()
+        network.place([1, 2], rate_mbits=20, delay_s=0.1, loss=0.01)             # a site of two, behind its own link
 
 A host is a namespace with one interface, a TAP device, whose other end the switch holds: it reads every frame, loses
 it, or hands it on when its time has come. So TCP sees real loss, delay and queues, and no module of the kernel is
 needed but `tun`; `tc netem` is missing on many small kernels. What is lost follows from a seed.
 
-`delay_s` is for each direction. A rate is that of each host's own link, in and out. Who creates hosts is root; without
-root, `ip` or /dev/net/tun, tests skip with a word (`missing`).
+`delay_s` is for each direction. A rate is that of each host's own link, in and out; a site's link is one that all of
+its hosts share, and within a site frames do not pass it. Who creates hosts is root; without root, `ip` or /dev/net/tun,
+tests skip with a word (`missing`).
 """
 
 from __future__ import annotations
@@ -93,6 +95,19 @@ class Conditions:
     cuts: set[tuple[int, int]] = field(default_factory=set[tuple[int, int]])
 
 
+@dataclass
+class SiteLink:
+    """Between the hosts of a site and all others. Bytes are those that were sent over it."""
+
+    rate: float = 0.0
+    delay_s: float = 0.0
+    loss: float = 0.0
+    bytes_in: int = 0
+    bytes_out: int = 0
+    wire_in: Wire = field(default_factory=Wire)
+    wire_out: Wire = field(default_factory=Wire)
+
+
 class Switch(Thread):
     """Carries frames between hosts until it is closed."""
 
@@ -101,13 +116,15 @@ class Switch(Thread):
         self.conditions = Conditions()
         self.lost = 0
         self.received = {host.number: 0 for host in hosts}  # bytes, by host
+        self.sites: dict[int, SiteLink] = {}  # by host
+        self.busy_s = 0.0  # of its own processor time
         self._hosts = hosts
         self._by_port = {host.port: host for host in hosts}
         self._by_mac = {host.mac: host for host in hosts}
         self._out = {host.number: Wire() for host in hosts}
         self._in = {host.number: Wire() for host in hosts}
         self._draw = random.Random(seed)
-        self._due: list[tuple[float, int, Host, bytes]] = []
+        self._due: list[tuple[float, int, Host, bytes, SiteLink | None, bool]] = []  # the last: it is through all links
         self._order = count()
         self._ended, self._end = os.pipe()
 
@@ -123,6 +140,7 @@ class Switch(Thread):
             for port, _ in ready:
                 self._empty(self._by_port[port])
             self._deliver()
+            self.busy_s = time.thread_time()
 
     def close(self) -> None:
         os.write(self._end, b"!")
@@ -146,26 +164,50 @@ class Switch(Thread):
                     self._carry(sender, other, frame)
 
     def _carry(self, sender: Host, target: Host, frame: bytes) -> None:
+        """Onto the sender's link. The receiver's is taken when the frame gets there: until then others may pass it."""
         now, rules = time.monotonic(), self.conditions
         cut = (sender.number, target.number) in rules.cuts
-        if cut or (rules.loss and self._draw.random() < rules.loss):
-            self.lost += 1
-            return
         sent = self._out[sender.number].pass_through(now, len(frame), rules.rate)
-        arrived = None if sent is None else self._in[target.number].pass_through(sent, len(frame), rules.rate)
-        if arrived is None:
+        here, there = self.sites.get(sender.number), self.sites.get(target.number)
+        far = here is not there
+        if here is not None and far and sent is not None:
+            here.bytes_out += len(frame)
+            sent = here.wire_out.pass_through(sent, len(frame), here.rate)
+        if cut or sent is None or self._is_lost(rules, *((here, there) if far else ())):
             self.lost += 1
             return
-        if arrived <= now and not rules.delay_s:
-            self._hand_over(target, frame)
-        else:
-            heapq.heappush(self._due, (arrived + rules.delay_s, next(self._order), target, frame))
+        delay_s = rules.delay_s + sum(link.delay_s for link in (here, there) if link is not None and far)
+        self._later(sent + delay_s, target, frame, there if far else None)
+
+    def _is_lost(self, *links: Conditions | SiteLink | None) -> bool:
+        return any(link is not None and link.loss and self._draw.random() < link.loss for link in links)
+
+    def _later(self, due: float, target: Host, frame: bytes, link: SiteLink | None) -> None:
+        heapq.heappush(self._due, (due, next(self._order), target, frame, link, False))
 
     def _deliver(self) -> None:
         now = time.monotonic()
         while self._due and self._due[0][0] <= now:
-            _, _, target, frame = heapq.heappop(self._due)
+            due, _, target, frame, link, is_through = heapq.heappop(self._due)
+            if is_through:
+                self._hand_over(target, frame)
+            else:
+                self._arrive(due, now, target, frame, link)
+
+    def _arrive(self, due: float, now: float, target: Host, frame: bytes, link: SiteLink | None) -> None:
+        """At the link of the receiver's site, and at its own."""
+        through: float | None = due
+        if link is not None:
+            link.bytes_in += len(frame)
+            through = link.wire_in.pass_through(due, len(frame), link.rate)
+        if through is not None:
+            through = self._in[target.number].pass_through(through, len(frame), self.conditions.rate)
+        if through is None:
+            self.lost += 1
+        elif through <= now:
             self._hand_over(target, frame)
+        else:
+            heapq.heappush(self._due, (through, next(self._order), target, frame, link, True))
 
     def _hand_over(self, target: Host, frame: bytes) -> None:
         self.received[target.number] += len(frame)
@@ -192,6 +234,12 @@ class Network:
         """Of every link, from now on. Cuts stay."""
         cuts = self.switch.conditions.cuts
         self.switch.conditions = Conditions(rate_mbits * 1e6 / 8, delay_s, loss, cuts)
+
+    def place(self, numbers: list[int], rate_mbits: float = 0.0, delay_s: float = 0.0, loss: float = 0.0) -> SiteLink:
+        """These hosts are a site from now on."""
+        link = SiteLink(rate_mbits * 1e6 / 8, delay_s, loss)
+        self.switch.sites |= dict.fromkeys(numbers, link)
+        return link
 
     def cut(self, *pairs: tuple[int, int]) -> None:
         """Nothing passes between these any more, in either direction, and nobody is told."""

@@ -35,6 +35,7 @@ from tailrace.config.tree import (
     Workload,
 )
 from tailrace.control.plane import ControlPlane
+from tailrace.control.speed import FEWEST
 from tailrace.protocol import (
     Assignment,
     Checkpointed,
@@ -54,6 +55,7 @@ from tailrace.protocol import (
     LinkFailed,
     LoadWeights,
     Parked,
+    PriceChanged,
     Progressed,
     PromptsAdded,
     Publish,
@@ -116,7 +118,7 @@ def unfiltered(seed: int) -> Config:
         groups=Groups(deadline_s=draw.choice([20.0, 1e9]), min_survivors=1, max_failures=2),
         health=Health(max_restarts=50, backoff_s=0.5, backoff_max_s=2.0, pull_deadline_s=10.0),
         trainer=Trainer(mini_batches=draw.choice([1, 2]), checkpoint_every=2),
-        run=Run(steps=50),
+        run=Run(steps=50, seed=seed),
     )
 
 
@@ -138,6 +140,9 @@ class Fleet:
         self.position = (0, 0)
         self.saved = 0
         self.over = False
+        self.price = config.run.seed % 3  # of some replicas; in every third world all are free
+        # decode steps of each replica, and the seconds that they took
+        self.work: dict[int, tuple[int, float]] = dict.fromkeys(range(REPLICAS + 1), (0, 0.0))
         self.hear(RunStarted(REPLICAS, RELAYS, 1))
         self.hear(HostJoined(GUEST, (REPLICAS,), store=True))
 
@@ -200,6 +205,15 @@ class Fleet:
                 self.answers.append(SampleFailed(id, request.trajectory, request.attempt, "the tool hung"))
             else:
                 self.answers.append(Finished(id, meta))
+        self.progress(command, len(self.held[id]))
+
+    def progress(self, command: Generate, running: int) -> None:
+        """Every second replica is four times as slow as the others."""
+        for _ in range(FEWEST):
+            steps, seconds = self.work[command.replica]
+            steps, seconds = self.work[command.replica] = steps + 10, seconds + (0.4 if command.replica % 2 else 0.1)
+            work = EngineWork(seconds, steps, steps * 2, steps * 100, steps)
+            self.hear(Progressed(command.replica, command.incarnation, 60 * running, running, 0, work))
 
     def judge(self, command: Generate, meta: TrajectoryMeta) -> None:
         """Some samples are with judges for long, once or after several turns. The reports may come in any order."""
@@ -248,7 +262,14 @@ class Fleet:
             held = tuple(Assignment(meta.id, meta.attempt) for meta in self.held[id].values())
             self.answers.append(
                 ReplicaJoined(
-                    id, incarnation, GUEST if id == REPLICAS else id % RELAYS, self.versions[id], 1000, 8, held
+                    id,
+                    incarnation,
+                    GUEST if id == REPLICAS else id % RELAYS,
+                    self.versions[id],
+                    1000 * (1 + id % 2),
+                    8,
+                    held,
+                    id * self.price,
                 )
             )
         elif role == "relay":
@@ -268,6 +289,8 @@ class Fleet:
                 self.hear(event)
         elif choice == 10:
             self.now += number % 5
+            if number % 3:
+                self.hear(Heartbeats())
             self.hear(TimerFired("health" if number % 2 else "repack"))
         elif choice == 11:
             self.hear(self.death(number))
@@ -320,6 +343,7 @@ def nonsense(draw: random.Random) -> Event:
     makers = [
         lambda: ScoringStarted(n(), n(), turns()),
         lambda: GenerationResumed(n(), n(), turns()),
+        lambda: PriceChanged(tuple(n() for _ in range(n(3))), float(max(0, n()))),
         lambda: PromptsAdded(n(8), ()),
         lambda: ReplicaLost(n(), n(), "?"),
         lambda: Progressed(n(), n(), draw.randint(0, 2000), n(9), n(9), work()),
@@ -388,9 +412,12 @@ def test_no_order_duplication_or_loss_of_messages_breaks_an_invariant_at_length(
 
 def test_the_little_world_really_trains():
     """Else the tests above would say little."""
-    states = [keep_promises(seed, troubled(seed)).plane.state for seed in range(24)]
+    fleets = [keep_promises(seed, troubled(seed)) for seed in range(24)]
+    states = [fleet.plane.state for fleet in fleets]
     assert sum(state.training.version > 2 for state in states) > 8
     ledgers = [state.ledger for state in states]
+    assert sum(len(state.fleet.kinds) > 1 for state in states) > 8
+    assert sum(fleet.audit.sent_home for fleet in fleets) > 8
     counts = [(one.skipped, one.tally.stopped, one.tally.filtered) for one in ledgers]
     assert all(sum(each) > 5 for each in zip(*counts, strict=True))
 

@@ -17,6 +17,7 @@ ALL = Groups(min_survivors=1, filter="all")
 
 
 def driven(kind="trajectory", size=8, prompts=2, **sections) -> Drive:
+    sections = {"filters": Filters(first_samples=4)} | sections
     return Drive(config(kind, prompts, size, groups=ALL, **sections), replicas=1).join_all()
 
 
@@ -47,7 +48,12 @@ def train(drive: Drive) -> None:
 # --------------------------------------------------------------------------------------------------------------- during
 
 
-def test_a_group_begins_with_half_of_its_samples_and_gets_the_rest_once_rewards_differ():
+def test_a_group_begins_with_three_quarters_of_its_samples_unless_told_otherwise():
+    assert len(of_group(driven(filters=Filters()), 0)) == 6
+    assert len(of_group(driven(filters=Filters(first_samples=5)), 0)) == 5
+
+
+def test_a_group_gets_the_rest_of_its_samples_once_rewards_differ():
     drive = driven()
     first = of_group(drive, 0)
     assert [one.trajectory for one in first] == [0, 1, 2, 3]

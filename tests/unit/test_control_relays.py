@@ -7,6 +7,7 @@ from tailrace.config.tree import Model, RelaySettings
 from tailrace.protocol import (
     Drop,
     GiveUp,
+    HostJoined,
     LinkFailed,
     LoadWeights,
     PublishFailed,
@@ -179,3 +180,57 @@ def test_a_failure_of_another_trainer_or_of_an_older_version_changes_nothing():
         assert drive.tell(event) == []
     drive.tell(VersionStored(0, 1, 1))
     assert drive.tell(PublishFailed(1, 1, 0, "it has arrived all the same")) == []
+
+
+# --------------------------------------------------------------------------------------------------------------- sites
+
+
+def with_sites(home=2, **relay):
+    """Relays 0 and 1 at home, 10 and 11 in Oslo, 20 and 21 in Lima."""
+    drive = driven(relays=home, **relay)
+    for host in (10, 11, 20, 21):
+        drive.tell(HostJoined(host, (), site="oslo" if host < 20 else "lima"))
+        drive.tell(RelayJoined(host, 1))
+    return drive
+
+
+def forwards(drive):
+    relays = drive.plane.state.relays
+    return {one.id: relays.targets(drive.plane.config.relay, one) for one in relays.relays.values() if one.live}
+
+
+@pytest.mark.parametrize("topology", ["chain", "tree"])
+def test_the_master_feeds_one_relay_of_each_site_and_that_one_the_others(topology):
+    assert forwards(with_sites(topology=topology)) == {
+        0: (1, 10, 20),
+        1: (),
+        10: (11,),
+        11: (),
+        20: (21,),
+        21: (),
+    }
+
+
+def test_when_the_first_of_a_site_is_lost_the_next_one_gets_it_from_the_master():
+    drive = with_sites()
+    assert routes(drive.tell(RelayLost(10, 1, "it died"))) == {0: (1, 11, 20)}
+    assert routes(drive.tell(RelayJoined(10, 2))) == {11: (10,), 10: ()}
+    assert routes(drive.tell(LinkFailed(0, 1, 11, "no data for 10 s"))) == {10: (11,), 11: (), 0: (1, 10, 20)}
+
+
+def test_a_new_master_feeds_the_sites_and_while_nobody_is_at_home_it_is_one_of_them():
+    drive = with_sites()
+    assert routes(drive.tell(RelayLost(0, 1, "it died"))) == {1: (10, 20)}
+    assert routes(drive.tell(RelayLost(1, 1, "it died"))) == {10: (11, 20)}
+    assert drive.plane.state.relays.master == 10
+    assert routes(drive.tell(RelayJoined(0, 2))) == {0: (10, 20), 10: (11,)}
+
+
+def test_a_replica_whose_relay_is_gone_is_served_within_its_site():
+    drive = with_sites()
+    drive.tell(RelayLost(11, 1, "it died"))
+    relays = drive.plane.state.relays
+    relays.relays[10].versions = [3]
+    source = relays.source_for(11, 3)
+    assert source is not None
+    assert source.id == 10

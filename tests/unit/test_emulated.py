@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -13,7 +14,7 @@ from tailrace.config import Config, ConfigError, with_values
 from tailrace.engines.base import Job
 from tailrace.engines.emulated import CATCH_UP_S, SLICE_S, EmulatedEngine
 from tailrace.lengths import LengthLaw
-from tailrace.trainer.emulated import EmulatedLearner
+from tailrace.trainer.emulated import EmulatedLearner, EmulatedState
 from tailrace.trainer.reader import in_memory
 from tailrace.types import Segment, Trajectory
 
@@ -300,6 +301,15 @@ def test_new_weights_take_their_time_and_running_work_is_read_again_unless_kv_is
 def test_what_cannot_be_emulated_is_refused(values: dict[str, object], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         engine_of(settings(**values), Time())
+
+
+def test_where_links_matter_each_version_moves_one_element_in_a_hundred() -> None:
+    learner, versions = EmulatedLearner(settings(costs__weight_mbytes=0.004)), list[np.ndarray]()
+    for step in range(202):
+        learner.state = EmulatedState(step)
+        versions.append(learner.snapshot()["emulated.more"].view(np.uint32))
+    assert [np.count_nonzero(a != b) for a, b in pairwise(versions)] == [10] * 201
+    assert np.all((versions[200] - versions[0]) >> 16 == 2)
 
 
 def test_the_learner_takes_time_by_tokens_and_comes_back_from_its_checkpoint(tmp_path: Path) -> None:

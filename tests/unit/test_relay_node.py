@@ -88,6 +88,17 @@ def test_a_new_target_gets_what_is_held_and_what_is_just_arriving(tmp_path: Path
         until(lambda: second.holds(2, DATA[::-1]) and second.holds(1, DATA), "both versions")
 
 
+def test_the_next_version_comes_over_the_connection_of_the_one_before(tmp_path: Path) -> None:
+    with nodes(2, tmp_path) as (first, second):
+        first.route(1, {1: second.address})
+        send(first, Weights(1, DATA))
+        until(lambda: second.holds(1, DATA), "the first version")
+        before = set(second._connections)
+        send(first, Weights(2, DATA[::-1]))
+        until(lambda: second.holds(2, DATA[::-1]), "the second version")
+        assert set(second._connections) == before
+
+
 def test_an_older_route_is_ignored(tmp_path: Path) -> None:
     with nodes(2, tmp_path) as (first, second):
         assert first.route(5, {1: second.address})

@@ -148,6 +148,7 @@ def test_a_small_run_by_hand(tmp_path: Path) -> None:
             "lost": 0,
             "in_flight": 0,
         },
+        "spent": {"dollars": 0.0, "dollars_of_all": 0.0, "sent_home": 0},
         "savings": {
             "skipped_prompts": 0,
             "stopped_groups": 0,

@@ -399,6 +399,16 @@ def dismissals(played: Played) -> dict[str, str]:
     return {name: message.reason for name, message in played.orders if isinstance(message, Dismissed)}
 
 
+def test_a_machine_says_at_which_site_it_is(tmp_path: Path) -> None:
+    async def scene(played: Played) -> None:
+        played.say("host-5/1", Hello())
+        played.say("host-5/1", Offer(__version__, 1, site="oslo"))
+        await played.turn()
+        assert [relay.site for relay in played.controller.state.relays.relays.values()] == ["", "oslo"]
+
+    play(tmp_path / "run", scene)
+
+
 def test_many_machines_with_many_replicas_are_taken_up_to_a_number(tmp_path: Path) -> None:
     async def scene(played: Played) -> None:
         played.say("host-0/1", Hello())

@@ -23,6 +23,7 @@ from tailrace.weights.messages import AcceptVersion, ChunkHeader, OfferVersion, 
 from tailrace.weights.part import Part, stripes
 from tailrace.weights.publisher import Publisher
 from tailrace.weights.shard import RowRange, ShardLayout
+from tailrace.weights.shared_memory import SharedMemory
 from tailrace.weights.transfer import offer
 
 DATA = os.urandom(5 * PIECE + 100_000)
@@ -257,7 +258,7 @@ def test_several_streams_carry_what_one_would(tmp_path: Path, monkeypatch: pytes
             until(lambda: _prefix(third) == weights.half, "the first half at the end of the chain")
         for each in list(second._connections):
             each.abort()  # as if the link had broken
-        assert isinstance(offered(master, Weights(1, DATA)), VersionSealed)
+        until(lambda: isinstance(offered(master, Weights(1, DATA)), VersionSealed), "the loss of the first sender")
         until(lambda: third.holds(1, DATA) and second.holds(1, DATA), "the version everywhere")
         assert third.memory.open(1).checksum == checksum(DATA)
         assert second.stored == third.stored == [1]
@@ -281,6 +282,20 @@ def test_a_far_relay_is_worth_several_streams_and_a_near_one_is_not(monkeypatch:
 
     assert [count(False, s) for s in (0.0002, 0.01, 0.05, 3.0)] == [1, 1, 5, 8]
     assert (count(True, 0.5), count(False, 0.0, wanted=3), count(False, 0.5, size=1000)) == (1, 3, 1)
+
+
+def test_a_verified_piece_goes_on_whatever_else_has_come(tmp_path: Path) -> None:
+    buffer = SharedMemory(tmp_path / "m").create(1, 4 * PIECE)
+    first, second = (buffer.buffer_of(Part.of(4 * PIECE, [half])) for half in ((0, 2 * PIECE), (2 * PIECE, 4 * PIECE)))
+    assert first is not None
+    assert second is not None
+    data = os.urandom(PIECE)
+    second.claim(PIECE)[0][:] = data
+    assert second.confirm(PIECE, piece_checksums(memoryview(data)))
+    assert bytes(buffer.ready(2 * PIECE, 0.0)) == data
+    assert buffer.checksums(2 * PIECE, 3 * PIECE) == piece_checksums(memoryview(data))
+    assert not buffer.ready(0, 0.0)
+    assert not buffer.ready(3 * PIECE, 0.0)
 
 
 def test_stripes_are_whole_pieces_in_turns_and_together_everything() -> None:

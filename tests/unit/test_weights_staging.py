@@ -155,7 +155,7 @@ def test_a_worker_switches_when_weights_are_pulled_and_reports_a_version_that_is
     new, memory, seat = tiny(1), SharedMemory(tmp_path / "a"), Seat(tiny(0))
     store(memory, 4, new)
     monkeypatch.setattr(worker, "ControlClient", Context)
-    monkeypatch.setattr(worker, "build_runner", lambda *_: seat)
+    monkeypatch.setattr(worker, "build_runner", lambda *_, **__: seat)
     subject = worker.RolloutWorker(ComponentSpec("replica", 0, 0, "", "", "", Config()))
     assert isinstance(subject.controller, Context)
     for version in (4, 5):

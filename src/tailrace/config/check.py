@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from tailrace.config.errors import refuse
 from tailrace.config.fields import BadValueError, accept, fields, read
+from tailrace.config.kinds import GpuKind, bad_tables
 from tailrace.config.tree import Config, Filters, Workload
 
 Rule = Callable[[Config], Iterator[str]]
@@ -51,6 +52,7 @@ def _bad_values(config: Config) -> Iterator[str]:
             accept(key, read(config, key))
         except BadValueError as error:
             yield str(error)
+    yield from bad_tables(config.cluster.cards, config.cluster.sites)
 
 
 def _model_is_complete(config: Config) -> Iterator[str]:
@@ -74,8 +76,48 @@ def _model_heads_fit(config: Config) -> Iterator[str]:
         yield "model.bytes_per_weight and model.bytes_per_kv are above 0; write 2 for bfloat16 or 1 for fp8"
 
 
+def _kinds_make_a_fleet(config: Config) -> Iterator[str]:
+    cluster, kinds = config.cluster, config.kinds
+    if not kinds:
+        return
+    named, counted = {kind.name for kind in kinds}, sum(kind.gpus for kind in kinds)
+    if cluster.trainer_gpu and cluster.trainer_gpu not in named:
+        yield f"cluster.trainer_gpu is '{cluster.trainer_gpu}', of which there are none; write {_one_of(named)}"
+    if cluster.gpu not in named:
+        yield f"cluster.gpu is '{cluster.gpu}', but [cluster.cards] say which kinds there are; leave it out"
+    if cluster.gpus != counted:
+        yield f"cluster.gpus is {cluster.gpus}, but [cluster.cards] have {counted} GPUs; leave it out"
+    if config.split.colocated:
+        yield "split.colocated is true, but kinds of card do not take turns at training and generating; leave it out"
+
+
+def _one_of(names: Iterable[str]) -> str:
+    return " or ".join(f"'{name}'" for name in sorted(names))
+
+
+def _kinds_are_used(config: Config) -> Iterator[str]:
+    """Each by the trainer or by whole replicas."""
+    trainer = config.trainer_kind
+    if trainer is None:
+        return
+    for kind in config.kinds:
+        yield from _replica_of_a_kind(config, f"cluster.cards.{kind.name}.tensor_parallel is {kind.ways}", kind)
+    if config.trainer_gpus > trainer.gpus:
+        yield f"split.trainer_gpus is {config.trainer_gpus} but there are {trainer.gpus} {trainer.name}; write fewer"
+    elif not config.replicas:
+        yield f"split.trainer_gpus = {config.trainer_gpus} leaves no replica's worth of GPUs; write fewer"
+
+
+def _replica_of_a_kind(config: Config, given: str, kind: GpuKind) -> Iterator[str]:
+    if kind.ways > kind.gpus_per_host:
+        yield f"{given}, more than a host of {kind.gpus_per_host} GPUs; write {kind.gpus_per_host} or less"
+    if config.model.heads and config.model.heads % kind.ways:
+        choices = ", ".join(map(str, _divisors(config.model.heads)))
+        yield f"{given}, which does not divide the model's heads; write one of {choices}"
+
+
 def _gpus_are_split(config: Config) -> Iterator[str]:
-    if config.colocated:
+    if config.colocated or config.kinds:
         return
     gpus, trainer = config.cluster.gpus, config.trainer_gpus
     setting = "split.trainer_gpus" if config.split.trainer_gpus else "split.trainer_share"
@@ -89,6 +131,8 @@ def _gpus_are_split(config: Config) -> Iterator[str]:
 
 def _replica_fits(config: Config) -> Iterator[str]:
     ways, per_host = config.split.tensor_parallel, config.cluster.gpus_per_host
+    if config.kinds:
+        return
     if 0 < config.rollout_gpus < ways:
         yield (
             f"split.tensor_parallel is {ways} but only {config.rollout_gpus} GPUs generate, so no replica fits; "
@@ -369,6 +413,8 @@ RULES: tuple[Rule, ...] = (
     _vllm_has_a_python,
     _model_is_complete,
     _model_heads_fit,
+    _kinds_make_a_fleet,
+    _kinds_are_used,
     _gpus_are_split,
     _replica_fits,
     _trainer_divides,

@@ -13,6 +13,8 @@ from math import ceil
 from typing import Any
 
 from tailrace.config.fields import UNSET, fields, read
+from tailrace.config.files import nested
+from tailrace.config.kinds import gpus_in, kinds_of
 from tailrace.config.tree import AUTO, Config, Lengths
 
 MEDIAN, SIGMA = 2000.0, 1.0  # of answers, where nothing is known of them
@@ -21,6 +23,7 @@ LONGEST_ANSWER = 16384
 VLLM_START_S = 900.0
 TAIL_SHARE, TAIL_ALPHA = 0.05, 1.5
 ZERO_IS_NONE = {f"workload.lengths.{name}" for name in ("median", "sigma", "tail_share", "tail_alpha")}
+CARDS = "cluster.cards"
 FLEET = ("cluster.gpus", "cluster.gpus_per_host", "split.colocated")
 LOCATIONS = tuple(f"workload.lengths.{name}" for name in ("median", "mean", "p99"))
 
@@ -57,8 +60,9 @@ def follow(given: Mapping[str, Any], context: int) -> dict[str, Any]:
 
 
 def fleet_of(config: Config) -> dict[str, Any]:
-    """The machines that are there, whatever is tried on them."""
-    return {key: UNSET if (value := read(config, key)) is None else value for key in FLEET}
+    """The machines that are there, whatever is tried on them; of several kinds, their tables say how many."""
+    keys = [key for key in FLEET if key != "cluster.gpus" or not config.kinds]
+    return {key: UNSET if (value := read(config, key)) is None else value for key in keys}
 
 
 def following_fleet(config: Config) -> dict[str, Any]:
@@ -152,10 +156,27 @@ def _gpus_per_host(settings: Settings) -> int:
 
 def _gpus(settings: Settings) -> int:
     """Whole hosts for the trainer and one replica."""
+    if counted := gpus_in(_cards(settings)):
+        return counted
     trainer = max(settings["split.trainer_gpus"], settings["split.trainer_parallel"])
     needed, host = trainer + settings["split.tensor_parallel"], settings["cluster.gpus_per_host"]
     usual = _plain("cluster.gpus")
     return usual if needed <= usual else ceil(needed / host) * host
+
+
+def _cards(settings: Settings) -> dict[str, Any]:
+    """The tables [cluster.cards.NAME], given as a whole or value by value."""
+    values = {key: value for key, value in settings.given.items() if key == CARDS or key.startswith(f"{CARDS}.")}
+    return nested(values).get("cluster", {}).get("cards", {})
+
+
+def _gpu(settings: Settings) -> str:
+    """Of several kinds: one that generates, so the first that does not train."""
+    names = [kind.name for kind in kinds_of(_cards(settings), 1, 1)]
+    if not names:
+        return _plain("cluster.gpu")
+    trainer = settings["cluster.trainer_gpu"] or names[0]
+    return next((name for name in names if name != trainer), names[0])
 
 
 def _colocated(settings: Settings) -> bool | None:
@@ -210,6 +231,7 @@ FOLLOWING: dict[str, Callable[[Settings], Any]] = {
     "split.trainer_parallel": lambda settings: (
         settings["split.trainer_tensor_parallel"] * settings["split.trainer_pipeline_parallel"]
     ),
+    "cluster.gpu": _gpu,
     "cluster.gpus_per_host": _gpus_per_host,
     "cluster.gpus": _gpus,
     "split.colocated": _colocated,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import tomllib
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from difflib import get_close_matches
 from itertools import count
 from pathlib import Path
@@ -71,7 +72,7 @@ def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
         inner = table
         for part in path:
             inner = inner.setdefault(part, {})
-        inner[name] = value
+        inner[name] = deepcopy(value)  # more of a table may follow
     return table
 
 

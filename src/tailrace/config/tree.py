@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, dataclass_transform
 import msgspec
 from msgspec import Meta
 
+from tailrace.config.kinds import FleetHost, GpuKind, fleet_hosts, kinds_of
+
 ScheduleKind = Literal["sync", "one_step", "stream", "partial", "trajectory", "adaptive"]
 SCHEDULES: tuple[ScheduleKind, ...] = ("sync", "one_step", "stream", "partial", "trajectory", "adaptive")
 
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 else:
     SomeOrAuto = SomeProcesses | Literal["auto"]
 WITHOUT_CARDS = 2  # what "auto" means where no GPU is
+Speed = Annotated[float, Meta(ge=0.001, le=1000)]
 Streams = Annotated[int, Meta(ge=0, le=64)]
 PerHour = Annotated[float, Meta(ge=0, le=1e6)]
 Pause = Annotated[float, Meta(ge=0.01)]  # seconds between two of something that goes on for ever
@@ -91,12 +94,16 @@ class Model(Section):
 
 
 class Cluster(Section):
-    """The machines. Bandwidth, arithmetic, memory and price of a card come from the catalogue of GPUs."""
+    """The machines. Bandwidth, arithmetic, memory and price of a card come from the catalogue of GPUs.
+
+    One kind of card is `gpu` and `gpus`. Of several, each has a table in `cards` that says how many there are.
+    """
 
     gpu: str = "H100"
-    gpus: Count = 8
+    gpus: Count = 8  # of all kinds
     gpus_per_host: Count = 8
-    trainer_gpu: str = ""  # another kind of card for the trainer; empty: the same
+    # the kind of card that trains; empty: `gpu`, or of several kinds the first that has a table
+    trainer_gpu: str = ""
     network_gbytes_per_s: Annotated[float, Meta(gt=0)] = 100.0  # host to host, host memory to host memory
     # host to host, GPU to GPU (NCCL over RDMA): what the trainer's ranks exchange; eight links of 400 Gb/s
     gpu_network_gbytes_per_s: Annotated[float, Meta(gt=0)] = 400.0
@@ -105,10 +112,12 @@ class Cluster(Section):
     )
     # rate, and trainer and replicas stop for it (verl's documentation: 57 GB in 6 to 7 s); 0: through the relay tier
     hop_latency_us: Amount = 25.0  # start of one message between two hosts
-    # figures and prices of cards that differ from the catalogue, or of cards that it lacks, as tables
-    # [cluster.cards.H800]: memory_gbytes, memory_gbytes_per_s, tflops, interconnect_gbytes_per_s, host_gbytes_per_s,
-    # dollars_per_hour
+    # kinds of card, as tables [cluster.cards.H800]. How many and where: gpus, gpus_per_host, tensor_parallel, site.
+    # Figures and prices that differ from the catalogue, or of cards that it lacks: memory_gbytes, memory_gbytes_per_s,
+    # tflops, interconnect_gbytes_per_s, host_gbytes_per_s, dollars_per_hour. gpu: which card it is, if not the name
     cards: dict[str, Any] = {}
+    # links from sites to the others, as tables [cluster.sites.NAME]: gbytes_per_s, latency_ms
+    sites: dict[str, Any] = {}
 
     def __hash__(self) -> int:  # as that of the task's settings
         return hash(msgspec.json.encode(self))
@@ -283,7 +292,7 @@ class Filters(Section):
         0.01  # a prompt is visited at least with this chance, whatever its history
     )
     rows: Natural = 16_777_216  # of the data that have a history, a byte each; later ones are never skipped
-    first_samples: Natural = 0  # of a group, before more is known of it; 0: half of workload.group_size
+    first_samples: Natural = 0  # of a group, before more is known of it; 0: three quarters of workload.group_size
     add_samples: Count = 2  # that are started at a time, as long as all are wrong
     wrong_per_right: Amount = 2.0  # most wrong samples of a group for each right one that are trained on; 0: all
 
@@ -297,6 +306,11 @@ class RelaySettings(Section):
     quota_gbytes: Amount = 0.0  # bytes of weights a host may hold; 0: keep_versions decides alone
     chunk_mbytes: Amount = 0.0  # 0: the size that minimises the broadcast time
     streams: Streams = 0  # connections over which a version goes from relay to relay; 0: more over long distances
+    # every Nth version goes whole from relay to relay, the others as differences from one that both have, where that is
+    # faster; 1: all whole
+    full_every: Count = 64
+    # TCP's congestion control to relays on other hosts, where the system has it and allows it; "": the system's own
+    congestion: str = "bbr"
     transport: Literal["tcp", "nixl"] = "tcp"  # nixl: between relays that have it, where it is faster than TCP
     # the trusted network of NIXL, which neither authenticates nor encrypts: the name of an interface, or a network in
     # which each relay's host has an address
@@ -388,9 +402,22 @@ class Rollout(Section):
     device: str = ""  # "cpu", "cuda"; empty: the GPU if there is one
     cards: tuple[Natural, ...] = ()  # numbers of the GPUs of this machine for replicas; empty: what the trainer leaves
     precision: Literal["", "float32", "bfloat16", "float16"] = ""  # empty: float32 on a CPU, bfloat16 on a GPU
+    # emulated, and simulation: how fast replicas are against what their costs say, dealt out in turn; empty: as fast
+    speeds: tuple[Speed, ...] = ()
+    # dollars per hour of one replica, dealt out in turn: the cheapest are asked to generate first; empty: all free
+    prices: tuple[Amount, ...] = ()
+
+    def speed(self, replica: int) -> float:
+        return self.speeds[replica % len(self.speeds)] if self.speeds else 1.0
+
+    def price(self, replica: int) -> float:
+        return self.prices[replica % len(self.prices)] if self.prices else 0.0
 
     def __hash__(self) -> int:  # as that of the task's settings
         return hash(msgspec.json.encode(self))
+
+
+OF_A_REPLICA = ("decode_step", "decode_sequence", "decode_kv_token", "prefill_token", "load")  # fields of [costs]
 
 
 class Costs(Section):
@@ -408,6 +435,12 @@ class Costs(Section):
     publish: Amount = 0.0
     load: Amount = 0.0
     kv_tokens: Natural = 0
+    weight_mbytes: Amount = 0.0  # of a version that an emulated trainer publishes, where links matter; 0: next to none
+
+    def at_speed(self, speed: float) -> Costs:
+        """Of a replica that is so many times as fast; the trainer is as it is."""
+        times = {name: getattr(self, name) / speed for name in OF_A_REPLICA}
+        return self if speed == 1.0 else msgspec.structs.replace(self, **times)
 
     @property
     def measured(self) -> bool:
@@ -535,7 +568,26 @@ class Config(Section):
     @property
     def colocated(self) -> bool:
         chosen = self.split.colocated
-        return not self.costs.measured and (self.schedule.kind == "sync" if chosen is None else chosen)
+        if self.costs.measured or self.kinds:  # cards of several kinds do not take turns
+            return False
+        return self.schedule.kind == "sync" if chosen is None else chosen
+
+    @property
+    def kinds(self) -> tuple[GpuKind, ...]:
+        """Of a fleet whose kinds of card are counted in `cluster.cards`; else none."""
+        return kinds_of(self.cluster.cards, self.cluster.gpus_per_host, self.split.tensor_parallel)
+
+    @property
+    def trainer_kind(self) -> GpuKind | None:
+        """The kind of several that trains; its first hosts do."""
+        kinds = {kind.name: kind for kind in self.kinds}
+        return kinds.get(self.cluster.trainer_gpu) or next(iter(kinds.values()), None)
+
+    @property
+    def fleet_hosts(self) -> tuple[FleetHost, ...]:
+        """Of several kinds of card: hosts with a relay, in the order in which they pass versions on."""
+        trainer = self.trainer_kind
+        return fleet_hosts(self.kinds, trainer, self.trainer_gpus, self.cluster.sites) if trainer else ()
 
     @property
     def trainer_gpus(self) -> int:
@@ -547,7 +599,14 @@ class Config(Section):
         share = round(gpus * self.split.trainer_share / unit)
         if self.split.trainer_share < 1:  # as near as it goes: one replica has to fit beside it
             share = min(share, (gpus - self.split.tensor_parallel) // unit)
+        if kind := self.trainer_kind:
+            share = min(share, kind.gpus // unit)
         return unit * max(1, share)
+
+    @property
+    def trainer_gpus_per_host(self) -> int:
+        kind = self.trainer_kind
+        return kind.gpus_per_host if kind else self.cluster.gpus_per_host
 
     @property
     def rollout_gpus(self) -> int:
@@ -556,7 +615,8 @@ class Config(Section):
     @property
     def replicas(self) -> int:
         if not self.costs.measured:
-            return self.rollout_gpus // self.split.tensor_parallel
+            hosts = self.fleet_hosts
+            return sum([host.replicas for host in hosts]) if hosts else self.rollout_gpus // self.split.tensor_parallel
         return WITHOUT_CARDS if self.local.is_auto else self.local.replicas
 
     @property
@@ -565,7 +625,7 @@ class Config(Section):
         size = self.workload.group_size
         if self.groups.filter != "all":
             return size
-        return min(size, max(self.filters.first_samples or -(-size // 2), self.groups.min_survivors))
+        return min(size, max(self.filters.first_samples or -(-3 * size // 4), self.groups.min_survivors))
 
     @property
     def local_ranks(self) -> int:
@@ -575,11 +635,19 @@ class Config(Section):
     @property
     def hosts(self) -> int:
         """Hosts with replicas; each has a relay."""
-        return self.local.relays if self.costs.measured else -(-self.replicas // self.replicas_per_host)
+        if self.costs.measured:
+            return self.local.relays
+        return len(self.fleet_hosts) or -(-self.replicas // self.replicas_per_host)
 
-    def host_of(self, replica: int) -> int:
-        """Processes are dealt out to the hosts of this machine in turn; GPUs fill one host after the other."""
-        return replica % self.local.relays if self.costs.measured else replica // self.replicas_per_host
+    @property
+    def replica_hosts(self) -> list[int]:
+        """The host of each replica: processes are dealt out to the hosts of this machine in turn; GPUs fill one host
+        after the other."""
+        if self.costs.measured:
+            return [replica % self.local.relays for replica in range(self.replicas)]
+        if hosts := self.fleet_hosts:
+            return [number for number, host in enumerate(hosts) for _ in range(host.replicas)]
+        return [replica // self.replicas_per_host for replica in range(self.replicas)]
 
     @property
     def size(self) -> str:

@@ -12,14 +12,16 @@ questions about single replicas and picks the ones with room.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import Literal
 
 import msgspec
 
+from tailrace.control import kinds
+from tailrace.control.kinds import Kind, Measured
 from tailrace.control.ledger import NONE, NOWHERE
-from tailrace.control.speed import Speed
+from tailrace.control.speed import DecodeCosts, Speed
 from tailrace.protocol import EngineWork, ReplicaJoined, UpdateChoice
 from tailrace.types import HostId, RelayId, ReplicaId, TrajectoryId, Version
 
@@ -43,6 +45,10 @@ class Replica(msgspec.Struct):
     pledged: int = 0  # tokens given to it since that report
     waiting: int = 0  # as last reported
     work: EngineWork | None = None  # as last reported
+    speed: Speed = msgspec.field(default_factory=Speed)  # of its own engine
+    costs: DecodeCosts | None = None  # at the last look; None: not known yet
+    rate: float = 0.0  # tokens per second in a batch of usual size; 0: not known yet
+    kind: int = 0  # of the fleet's kinds
     kv_checked: int = 0  # at the last look for repack
     choice: UpdateChoice = "drain"  # about the version `chosen_for`
     chosen_for: Version = NONE
@@ -53,6 +59,9 @@ class Replica(msgspec.Struct):
     finished_at: float = -1.0  # when a sample last came to a good end
     failures: int = 0  # samples since then that came to a bad end
     failing_since: float = 0.0
+    price: float = 0.0  # dollars per hour
+    said_price: float = 0.0  # when it joined
+    resting: bool = False  # sent home, because cheaper ones are enough
     restarts: int = 0
     restart_at: float = 0.0
     reason: str = ""
@@ -101,9 +110,10 @@ class Fleet(msgspec.Struct):
     hungry: dict[ReplicaId, None] = {}  # ready replicas that could take more than they were given
     moves: dict[ReplicaId, ReplicaId] = {}  # releasing replica -> where its work is to go
     live: int = 0
-    kv_capacity: int = 0  # of the replica that joined with the smallest
     offered: Version = NONE  # newest version that all replicas were told to load (schedule `partial`)
     speed: Speed = msgspec.field(default_factory=Speed)
+    batch: float = 1.0  # samples of a replica when its speed was last looked at
+    kinds: list[Kind] = msgspec.field(default_factory=lambda: [Kind()])  # of live replicas
 
     def join(self, now: float, event: ReplicaJoined) -> Replica:
         replica = self.replicas.get(event.replica)
@@ -116,15 +126,61 @@ class Fleet(msgspec.Struct):
         replica.incarnation = event.incarnation
         replica.version, replica.use_first = event.version, False
         replica.kv_capacity = event.kv_capacity
-        self.kv_capacity = min(self.kv_capacity or event.kv_capacity, event.kv_capacity)
-        replica.roofline = event.roofline
+        replica.roofline, replica.resting = event.roofline, False
+        if event.price != replica.said_price:  # else one that was set since holds
+            replica.price = replica.said_price = event.price
         replica.work, replica.chosen_for = None, NONE
+        replica.speed, replica.costs, replica.rate = Speed(), None, 0.0
         replica.kv_tokens = replica.pledged = replica.waiting = replica.kv_checked = 0
         replica.last_seen = now
         replica.failures = 0
         replica.reason = ""
         replica.enter("ready", now)
+        self.sort_out()
         return replica
+
+    def sort_out(self) -> None:
+        """Who is of which kind: somebody has come or gone, or more is known of their speeds."""
+        live = [one for one in self.replicas.values() if one.live]
+        tails = [one.costs.step_s(1, 0) if one.costs else 0.0 for one in live]
+        measured = [
+            Measured(one.rate, one.kv_capacity, tail, not one.resting) for one, tail in zip(live, tails, strict=True)
+        ]
+        self.kinds, numbers = kinds.sort_out(measured)
+        for replica, number in zip(live, numbers, strict=True):
+            replica.kind = number
+
+    def pace(self, replica: Replica) -> float:
+        """How fast it is against the mean of the fleet; 1 where all are alike."""
+        return self.kinds[replica.kind].pace
+
+    def hungry_pace(self, replica: Replica) -> float:
+        """Of all that could take more, this one at least."""
+        if len(self.kinds) == 1:
+            return max(1, len(self.hungry))
+        return max(self.pace(replica), sum(self.pace(self.replicas[id]) for id in self.hungry))
+
+    def measure(self, samples: int, kv: float) -> None:
+        """How fast each is, by what it has reported, with its share of so many samples, or as many as its KV holds."""
+        usual, working = self.speed.costs(), max(1, sum(kind.members for kind in self.kinds))
+        fit = min(kind.kv_capacity for kind in self.kinds) / kv if kv else samples
+        self.batch = max(1.0, min(fit, samples / working))
+        for replica in self.replicas.values():
+            replica.costs = replica.speed.costs_near(usual) if usual is not None else None
+            replica.rate = replica.costs.rate(self.batch, self.batch * kv) if replica.costs else 0.0
+        self.sort_out()
+
+    def fastest_first(self, replicas: Iterable[Replica]) -> list[Replica]:
+        """Where all are alike, as they come."""
+        return sorted(replicas, key=lambda one: -self.pace(one)) if len(self.kinds) > 1 else list(replicas)
+
+    def tail_s(self, replica: Replica) -> float:
+        """Of a decode step with one sample; the same for all where they are alike."""
+        return self.kinds[replica.kind].tail_s if len(self.kinds) > 1 else 1.0
+
+    def costs(self, replica: Replica) -> DecodeCosts | None:
+        """Of its own engine where replicas differ, else of all of them."""
+        return (replica.costs if len(self.kinds) > 1 else None) or self.speed.costs()
 
     def house(self, replica: Replica, host: HostId) -> None:
         """A replica may come back on another host than it was lost on."""
@@ -145,30 +201,30 @@ class Fleet(msgspec.Struct):
         self.live -= 1
         self.hungry.pop(replica.id, None)
         self.moves.pop(replica.id, None)
-        replica.reason = reason
+        replica.reason, replica.resting, replica.kind = reason, False, 0
         replica.assigned, replica.scoring = {}, {}
         replica.enter("lost", now)
-
-    def fits(self, kv_per_sample: float) -> float:
-        """How many samples the smallest KV cache of the fleet holds; 0 if nothing is known yet."""
-        return self.kv_capacity / kv_per_sample if kv_per_sample else 0.0
+        self.sort_out()
 
     def ready(self) -> Iterator[Replica]:
-        return (replica for replica in self.replicas.values() if replica.state == "ready")
+        """Who can be given something."""
+        return (one for one in self.replicas.values() if one.state == "ready" and not one.resting)
 
 
-def roomiest(replicas: Iterable[Replica], sizes: list[int], kv_share: float) -> list[ReplicaId | None]:
-    """A replica for each of `sizes` (tokens of KV), always the one with the lowest share in use; None: no room."""
+def roomiest(
+    replicas: Iterable[Replica], sizes: list[int], kv_share: float, pace: Callable[[Replica], float]
+) -> list[ReplicaId | None]:
+    """A replica for each of `sizes` (tokens of KV), always the one with the lowest share in use for its pace; None: no
+    room."""
     heap = [
-        (replica.kv_load / replica.kv_capacity, replica.id, replica.kv_load, replica.kv_capacity)
-        for replica in replicas
+        (one.kv_load / one.kv_capacity / pace(one), one.id, one.kv_load, one.kv_capacity, pace(one)) for one in replicas
     ]
     heapq.heapify(heap)
     chosen: list[ReplicaId | None] = []
     for size in sizes:
         if heap and heap[0][2] + size <= heap[0][3] * kv_share:
-            _, id, load, capacity = heap[0]
-            heapq.heapreplace(heap, ((load + size) / capacity, id, load + size, capacity))
+            _, id, load, capacity, speed = heap[0]
+            heapq.heapreplace(heap, ((load + size) / capacity / speed, id, load + size, capacity, speed))
             chosen.append(id)
         else:
             chosen.append(None)

@@ -20,6 +20,7 @@ def check_all(config: Config, state: State) -> None:
     _history_agrees(config, state.ledger, state.training)
     _relays_agree(config, state.relays)
     _replicas_agree(state)
+    _the_cheapest_generate(state)
     _somebody_is_left(config, state)
     _stores_agree(state)
 
@@ -114,6 +115,17 @@ def _replicas_agree(state: State) -> None:
     assert set(state.fleet.moves) == releasing, "who hands back its work has somewhere to send it"
 
 
+def _the_cheapest_generate(state: State) -> None:
+    """Whoever is sent home has a price, gets nothing, and leaves somebody at work."""
+    live = [one for one in state.fleet.replicas.values() if one.live]
+    assert all(one.live for one in state.fleet.replicas.values() if one.resting), "only the living are sent home"
+    assert not any(one.resting and one.id in state.fleet.hungry for one in live), "nothing is kept for who is at home"
+    assert state.stopped or not live or not all(one.resting for one in live), "somebody generates"
+    working = sum(not one.resting for one in live)
+    assert sum(kind.members for kind in state.fleet.kinds) == working, "kinds count whoever generates"
+    assert all(one.kind < len(state.fleet.kinds) for one in live), "every replica is of a kind"
+
+
 def _somebody_is_left(config: Config, state: State) -> None:
     """But for replicas that only other machines bring: others may come."""
     replicas = state.fleet.replicas if config.local.replicas else {}
@@ -136,12 +148,10 @@ def _relays_agree(config: Config, relays: Relays) -> None:
 
 
 def _reachable(config: Config, relays: Relays) -> list[int]:
-    if config.relay.topology == "tree":
-        return list(relays.order)
-    reached, at = [relays.master], relays.master
-    while at in relays.after and len(reached) <= relays.live:
-        at = relays.after[at]
-        reached.append(at)
+    reached = [relays.master]
+    for id in reached:  # which grows meanwhile
+        if len(reached) <= relays.live:
+            reached += relays.targets(config.relay, relays.relays[id])
     return reached
 
 

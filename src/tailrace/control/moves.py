@@ -6,7 +6,7 @@ from bisect import bisect_right
 from itertools import accumulate
 from math import ceil
 
-from tailrace.control import repack, updates, weights, work
+from tailrace.control import relief, repack, updates, weights, work
 from tailrace.control.fleet import Replica
 from tailrace.control.ledger import NOWHERE
 from tailrace.control.quota import quota
@@ -20,17 +20,41 @@ def consider(context: Context) -> None:
     idle replicas take over a part of what others have."""
     ready = list(context.fleet.ready())
     startable = max(0, context.admits()) * context.config.workload.group_size + len(context.ledger.waiting)
-    moves = _hand_over(context, ready, startable) if startable else _spread(context, ready)
+    moves = _relieve(context, ready) if context.relieves else []
+    if context.repacks:
+        left = [one for one in ready if one.state == "ready"]
+        moves += _hand_over(context, left, startable) if startable else _spread(context, left)
     context.state.repacks += 1 if moves else 0
     for replica in ready:
         replica.kv_checked = replica.kv_tokens
 
 
+def _relieve(context: Context, ready: list[Replica]) -> list[repack.Move]:
+    """Each slow replica hands what it would bring too late to one that is faster, each of which takes it once."""
+    moves: list[repack.Move] = []
+    targets = context.fleet.fastest_first(ready)
+    for source in reversed(targets):
+        late = relief.late_samples(context, source, relief.round_ends_s(context, ready, source))
+        target = next((one for one in targets if relief.may_take(context, one, source)), None)
+        if not late or target is None:
+            continue
+        sizes = [work.kv_size(context, one.id) + source.steps - one.since for one in late]
+        late = late[: _fitting(context, sizes, target)]
+        if late:
+            targets = [one for one in targets if one is not target]
+            moves.append(repack.Move(source.id, target.id))
+            _release(context, moves[-1], tuple([Assignment(one.id, one.attempt) for one in late]))
+    return moves
+
+
 def _hand_over(context: Context, ready: list[Replica], startable: int) -> list[repack.Move]:
     """No more are emptied than what may start can fill, beyond the room that others have."""
     draining = {one.id: one for one in ready if _is_stuck(context, one)}
-    full = quota(context)
-    room = sum(max(0, full - len(one.assigned)) for one in ready if one.id not in draining)
+    if not draining:
+        return []
+    quotas = [quota(context, kind) for kind in range(len(context.fleet.kinds))]
+    full = sum(quotas[one.kind] for one in draining.values()) / len(draining)
+    room = sum(max(0, quotas[one.kind] - len(one.assigned)) for one in ready if one.id not in draining)
     needed = ceil((startable - room) / full)
     if needed <= 0:
         return []
@@ -49,20 +73,29 @@ def _is_stuck(context: Context, replica: Replica) -> bool:
 
 def _spread(context: Context, ready: list[Replica]) -> list[repack.Move]:
     views = [_view(context, one) for one in ready]
-    return [move for move in repack.spread(views) if _gives_half(context, move)]
+    return [move for move in repack.spread(views) if _gives_part(context, move)]
 
 
-def _gives_half(context: Context, move: repack.Move) -> bool:
-    """Whether that is worth it; if so, it is ordered: of every other sample as many as the target has room for."""
+def _gives_part(context: Context, move: repack.Move) -> bool:
+    """Whether that is worth it; if so, it is ordered: as many of its part as the target has room for."""
     source, target = context.fleet.replicas[move.source], context.fleet.replicas[move.target]
-    samples = [context.ledger.samples[id] for id in list(source.assigned)[::2]]  # what tools have is not divided
+    samples = [context.ledger.samples[id] for id in _part(context, source, target)]
     prompts = [context.ledger.groups[one.group].prompt.tokens for one in samples]
     sizes = [one.grown(source.steps) + prompt for one, prompt in zip(samples, prompts, strict=True)]
     samples = samples[: _fitting(context, sizes, target)]
-    if len(source.assigned) < 2 or not samples or not updates.gains_by_spreading(context, source, len(samples)):
+    if len(source.assigned) < 2 or not samples or not updates.gains_by_spreading(context, source, target, len(samples)):
         return False
     _release(context, move, tuple([Assignment(one.id, one.attempt) for one in samples]))
     return True
+
+
+def _part(context: Context, source: Replica, target: Replica) -> list[TrajectoryId]:
+    """Every other sample, or by speed: to a faster replica the longer ones. What tools have is not divided."""
+    ids, here, there = list(source.assigned), context.fleet.pace(source), context.fleet.pace(target)
+    if here == there:
+        return ids[::2]
+    ids.sort(key=lambda id: work.expected_left(context, id), reverse=there > here)
+    return ids[: round(len(ids) * there / (here + there))]
 
 
 def _release(context: Context, move: repack.Move, samples: tuple[Assignment, ...]) -> None:
@@ -75,7 +108,7 @@ def _release(context: Context, move: repack.Move, samples: tuple[Assignment, ...
 def _view(context: Context, r: Replica) -> repack.View:
     limit = int(r.kv_capacity * context.config.repack.kv_threshold)
     load = (r.kv_load, r.kv_checked, limit, r.unfinished, r.waiting, r.batch, r.roofline)
-    return repack.View(r.id, r.version, *load)
+    return repack.View(r.id, r.version, *load, context.fleet.tail_s(r))
 
 
 def parked(context: Context, event: Parked) -> None:
@@ -104,12 +137,21 @@ def _reassign(context: Context, ids: list[TrajectoryId], target: ReplicaId, sour
     """To the planned replica what fits there by now, and the others back where they came from: the next look will find
     another place for them."""
     replica = context.fleet.replicas.get(target)
-    if replica is None or replica.state != "ready" or replica.version != source.version:
+    if replica is None or replica.state != "ready" or replica.resting or not _may_go_on(context, ids, source, replica):
         replica = source
     count = len(ids) if replica is source else _fitting(context, [work.kv_size(context, id) for id in ids], replica)
     for taker, taken in ((replica, ids[:count]), (source, ids[count:])):
-        if taken:
+        if taken and not taker.resting:  # else they wait for somebody else
+            if taker.version != source.version:
+                context.ledger.mix(context.ledger.samples[id] for id in taken)
             work.generate(context, taker, taken)
+
+
+def _may_go_on(context: Context, ids: list[TrajectoryId], source: Replica, target: Replica) -> bool:
+    """Under the version of the target, if that is another one."""
+    if target.version == source.version:
+        return True
+    return relief.may_take(context, target, source) and updates.may_mix_samples(context, ids)
 
 
 def _fitting(context: Context, sizes: list[int], replica: Replica) -> int:

@@ -17,8 +17,9 @@ from typing import Any
 import msgspec
 
 from tailrace.config.tree import Config
-from tailrace.control import moves, replicas, rounds, steps, stores, watch, weights, work
+from tailrace.control import activation, moves, provisioned, replicas, rounds, steps, stores, watch, weights, work
 from tailrace.control.invariants import check_all
+from tailrace.control.provisioning import Provisioning
 from tailrace.control.state import Context, State
 from tailrace.protocol import (
     Checkpointed,
@@ -32,6 +33,7 @@ from tailrace.protocol import (
     HostLeft,
     LinkFailed,
     Parked,
+    PriceChanged,
     Progressed,
     PromptsAdded,
     PublishFailed,
@@ -73,6 +75,7 @@ HANDLERS: dict[type[Event], Callable[[Context, Any], None]] = {
     HostLeft: watch.host_left,
     PromptsAdded: _prompts_added,
     ReplicaJoined: replicas.joined,
+    PriceChanged: activation.price_changed,
     ReplicaLost: replicas.lost,
     Progressed: replicas.progressed,
     ScoringStarted: replicas.scoring_started,
@@ -133,12 +136,14 @@ class ControlPlane:
             steps.train(context)
         if self.state.stopped:
             return
+        if context.fleet_changed:
+            activation.decide(context)
         if context.traits.rounds:
             rounds.advance(context)
         else:
             self._give_work(context)
         work.fetch_prompts(context)
-        if context.repack_due and context.repacks:
+        if context.repack_due and (context.repacks or context.relieves):
             moves.consider(context)
 
     def _give_work(self, context: Context) -> None:
@@ -147,7 +152,7 @@ class ControlPlane:
                 work.assign_waiting(context)
             for id in context.fleet.hungry:
                 context.touch(context.fleet.replicas[id])
-        for replica in context.touched.values():
+        for replica in context.fleet.fastest_first(context.touched.values()):
             work.settle(context, replica)
 
     def heartbeats(self, age_s: Callable[[Role, int], float]) -> Heartbeats:
@@ -167,6 +172,10 @@ class ControlPlane:
             "filters/hard_base": self.state.history.hard_base,
             "filters/useful_share": self.state.history.useful_share,
         }
+
+    def provisioning(self) -> Provisioning | None:
+        """Whether the trainer would have to wait, by what has been measured."""
+        return provisioned.measured(self._context)
 
     def snapshot(self) -> bytes:
         return msgspec.msgpack.encode(self.state)

@@ -2,44 +2,60 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import ceil
 
+from tailrace.control.kinds import batch_sizes
 from tailrace.control.state import Context
 
 TO_RUN_OUT = 2.0  # times what the KV holds: where a batch has to run out before weights are pulled, some of it may wait
 HALF_A_STEP = 0.5  # the newest version was made so long ago when a group begins, on average
 
 
-def quota(context: Context) -> int:
-    """Its share of a step, or as many as keep its KV cache full.
+def quota(context: Context, kind: int = 0) -> int:
+    """For a replica of this kind: its share of a step, or as many as keep its KV cache full.
 
     Where replicas choose by cost when to pull, what has to wait for KV is better not assigned at all: it would begin
     under older weights. A schedule that interrupts pays for everything in flight at every update: there the share is
     enough.
     """
-    config, live = context.config, max(1, context.fleet.live)
+    config = context.config
     if config.schedule.max_inflight:
-        return max(1, ceil(config.schedule.max_inflight / live))
-    share = ceil(config.workload.trajectories_per_step / live)
-    full = _full_batch(context)
+        return max(1, ceil(_dealt(context, config.schedule.max_inflight, kind)))
+    full = _full_batches(context)
     if context.traits.interrupts or not full:
-        return max(1, share)
+        return max(1, ceil(_dealt(context, config.workload.trajectories_per_step, kind, full)))
     # where admission is what limits, a larger batch here would leave others without work
-    return max(1, min(full, int(even_share(context))))
+    return max(1, min(full[kind], int(_dealt(context, _under_way(context), kind, full))))
 
 
-def _full_batch(context: Context) -> int:
-    """As many samples as keep a KV cache full; 0: it is not known yet how many that are."""
+def _dealt(context: Context, samples: float, kind: int, most: Sequence[float] = ()) -> float:
+    """What a replica gets of so many samples, by its speed. Where replicas are alike, each gets as much as any other,
+    whatever the most is that they should have."""
+    kinds = context.fleet.kinds
+    if len(kinds) == 1 or not most:
+        return samples * kinds[kind].pace / max(1.0, sum(one.pace * one.members for one in kinds))
+    return batch_sizes(kinds, samples, most)[kind]
+
+
+def _full_batches(context: Context) -> list[int]:
+    """For each kind of replica, as many samples as keep its KV cache full; empty: it is not known yet how many."""
     kv = context.ledger.kv_per_sample(context.config.workload.max_completion_tokens)
     fill = context.config.schedule.kv_fill or (1.0 if context.mixed_share else TO_RUN_OUT)
-    return int(fill * context.fleet.fits(kv))
+    full = [int(fill * kind.kv_capacity / kv) for kind in context.fleet.kinds] if kv else []
+    return full if all(full) else []
 
 
-def even_share(context: Context) -> float:
-    """Samples for each replica, if what is under way and what may still start were dealt out evenly."""
+def even_share(context: Context, kind: int) -> float:
+    """Samples for a replica, if what is under way and what may still start were dealt out by speed."""
+    return _dealt(context, _under_way(context), kind)
+
+
+def _under_way(context: Context) -> int:
+    """Samples that are generated, and those that may still start."""
     ledger = context.ledger
     startable = max(0, context.admits()) * context.config.workload.group_size
-    return (ledger.unfinished - ledger.scoring + startable) / max(1, context.fleet.live)
+    return ledger.unfinished - ledger.scoring + startable
 
 
 def timely_share(context: Context, lag: int, step_s: float) -> float:

@@ -5,10 +5,15 @@ chunk while it receives it, so a broadcast takes little longer than one transfer
 is sent only when a neighbour changes, which is a constant number of commands for any loss or arrival, and relays that
 have a version do not receive it again.
 
+Relays far away belong to a site. The master feeds the first relay of each site, and that one feeds a chain of the
+others: so a version crosses the link to a site once, and a slow link holds up nobody elsewhere.
+
 Owned by the plane. The methods return the commands that their change asks for.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import msgspec
 
@@ -23,6 +28,7 @@ class Relay(msgspec.Struct):
     incarnation: int = 0
     live: bool = False
     departed: bool = False  # with its host
+    site: str = ""  # where it is, if far away
     last_seen: float = 0.0
     versions: list[Version] = []  # ascending
     position: int = NONE  # in `Relays.order`
@@ -43,12 +49,14 @@ class Relay(msgspec.Struct):
 
 
 class Relays(msgspec.Struct):
-    """A tree is `order`, read as a heap, with the master first; a chain is `after` and `before`."""
+    """A tree is `order`, read as a heap, with the master first; a chain is `after` and `before`. `sites` have a chain
+    each. The master is at home, unless nobody else is there."""
 
     relays: dict[RelayId, Relay] = {}
     order: list[RelayId] = []
     after: dict[RelayId, RelayId] = {}  # chain: its successor
     before: dict[RelayId, RelayId] = {}  # chain: its predecessor
+    sites: dict[str, list[RelayId]] = {}  # live relays, in the order of the chain
     holders: dict[Version, int] = {}  # how many live relays hold a version
     live: int = 0
     revision: int = 0
@@ -74,7 +82,7 @@ class Relays(msgspec.Struct):
         for version in relay.versions:
             self.holders[version] = self.holders.get(version, 0) + 1
         self._note_everywhere()
-        return self._attach(config, relay)
+        return self._with_heads(config, lambda: self._attach(config, relay))
 
     def current(self, id: RelayId, incarnation: int) -> Relay | None:
         relay = self.relays.get(id)
@@ -87,7 +95,7 @@ class Relays(msgspec.Struct):
         for version in relay.versions:
             self._forget_holder(version)
         relay.versions = []
-        commands = self._splice(relay) if config.topology == "chain" else self._replace_in_tree(config, relay)
+        commands = self._with_heads(config, lambda: self._detach(config, relay))
         self._note_everywhere()
         return commands
 
@@ -95,38 +103,83 @@ class Relays(msgspec.Struct):
 
     def feeds(self, config: RelaySettings, relay: Relay, target: RelayId) -> bool:
         """Whether this is one of those it forwards to."""
-        if config.topology == "chain":
-            return self.after.get(relay.id, NONE) == target
-        return target in self._children(config, relay.position)
+        return target in self.targets(config, relay)
+
+    def targets(self, config: RelaySettings, relay: Relay) -> tuple[RelayId, ...]:
+        """Those of its own site, and from the master the first ones of the others."""
+        if relay.site:
+            chain = self.sites[relay.site]
+            own = tuple(chain[chain.index(relay.id) + 1 :][:1])
+        elif config.topology == "chain":
+            own = (self.after[relay.id],) if relay.id in self.after else ()
+        else:
+            own = self._children(config, relay.position)
+        return own + tuple([chain[0] for chain in self.sites.values() if relay.id == self.master != chain[0]])
 
     def is_last(self, config: RelaySettings, relay: Relay) -> bool:
+        if relay.site:
+            return relay.id == self.sites[relay.site][-1]
         return relay.id == (self.tail if config.topology == "chain" else self.order[-1])
 
     def move_to_end(self, config: RelaySettings, relay: Relay) -> list[Command]:
         """Somebody else feeds it from now on. Nobody is told twice."""
-        commands = self._splice(relay) if config.topology == "chain" else self._replace_in_tree(config, relay)
-        commands += self._attach(config, relay)
-        return list({command.relay: command for command in commands if isinstance(command, Route)}.values())
+        return self._with_heads(config, lambda: self._detach(config, relay) + self._attach(config, relay))
 
-    def _attach(self, config: RelaySettings, relay: Relay) -> list[Command]:
-        """A new member goes to the end, where only one other relay has to know of it."""
+    def _with_heads(self, config: RelaySettings, change: Callable[[], list[RelayId]]) -> list[Command]:
+        """The routes that a change asks for; with new ones of the masters, if they feed other sites than before."""
+        previous, heads = self.master, self._heads()
+        changed = change()
+        self._elect()
+        if self.sites and (self.master, self._heads()) != (previous, heads):
+            changed += [previous, self.master]
+        live = [self.relays[id] for id in dict.fromkeys(changed) if id != NONE and self.relays[id].live]
+        return [self._route(config, relay) for relay in live]
+
+    def _heads(self) -> list[RelayId]:
+        return [chain[0] for chain in self.sites.values()]
+
+    def _elect(self) -> None:
+        """While nobody is at home, the trainer pushes to the first relay elsewhere."""
+        if self.master == NONE and self.sites:
+            self.master = self._heads()[0]
+
+    def _attach(self, config: RelaySettings, relay: Relay) -> list[RelayId]:
+        """A new member goes to the end, where only one other relay has to know of it. Returns who has a new route."""
+        if relay.site:
+            chain = self.sites.setdefault(relay.site, [])
+            chain.append(relay.id)
+            return chain[-2:]
         if config.topology == "tree":
             relay.position = len(self.order)
             self.order.append(relay.id)
             self.master = self.order[0]
-            changed = (
-                [relay.id] if relay.position == 0 else [self.order[(relay.position - 1) // config.fan_out], relay.id]
-            )
-            return self._tree_routes(config, changed)
+            parent = self.order[(relay.position - 1) // config.fan_out]
+            return [relay.id] if relay.position == 0 else [parent, relay.id]
         previous, self.tail = self.tail, relay.id
         if previous == NONE:
             self.master = relay.id
-            return [self._route(relay, ())]
+            return [relay.id]
         self.after[previous] = relay.id
         self.before[relay.id] = previous
-        return [self._route(self.relays[previous], (relay.id,)), self._route(relay, ())]
+        return [previous, relay.id]
 
-    def _splice(self, relay: Relay) -> list[Command]:
+    def _detach(self, config: RelaySettings, relay: Relay) -> list[RelayId]:
+        """Returns who has a new route."""
+        if relay.site:
+            return self._leave_site(relay)
+        return self._splice(relay) if config.topology == "chain" else self._replace_in_tree(config, relay)
+
+    def _leave_site(self, relay: Relay) -> list[RelayId]:
+        chain = self.sites[relay.site]
+        place = chain.index(relay.id)
+        chain.remove(relay.id)
+        if not chain:
+            del self.sites[relay.site]
+        if self.master == relay.id:
+            self.master = NONE
+        return chain[place - 1 : place] if place else []
+
+    def _splice(self, relay: Relay) -> list[RelayId]:
         """Chain: its predecessor forwards to its successor from now on."""
         previous, following = self.before.pop(relay.id, NONE), self.after.pop(relay.id, NONE)
         if following != NONE:
@@ -141,11 +194,9 @@ class Relays(msgspec.Struct):
             self.master = following
         if self.tail == relay.id:
             self.tail = previous
-        if previous == NONE:
-            return []
-        return [self._route(self.relays[previous], () if following == NONE else (following,))]
+        return [] if previous == NONE else [previous]
 
-    def _replace_in_tree(self, config: RelaySettings, relay: Relay) -> list[Command]:
+    def _replace_in_tree(self, config: RelaySettings, relay: Relay) -> list[RelayId]:
         """Tree: the last leaf takes the free position, so that at most three relays learn something new."""
         hole, relay.position = relay.position, NONE
         last = self.order.pop()
@@ -155,18 +206,15 @@ class Relays(msgspec.Struct):
             self.relays[last].position = hole
             changed += [last] if hole == 0 else [self.order[(hole - 1) // config.fan_out], last]
         self.master = self.order[0] if self.order else NONE
-        return self._tree_routes(config, list(dict.fromkeys(changed)))
-
-    def _tree_routes(self, config: RelaySettings, changed: list[RelayId]) -> list[Command]:
-        return [self._route(self.relays[id], self._children(config, self.relays[id].position)) for id in changed]
+        return changed
 
     def _children(self, config: RelaySettings, index: int) -> tuple[RelayId, ...]:
         first = index * config.fan_out + 1
         return tuple(self.order[first : first + config.fan_out])
 
-    def _route(self, relay: Relay, targets: tuple[RelayId, ...]) -> Command:
+    def _route(self, config: RelaySettings, relay: Relay) -> Command:
         self.revision += 1
-        return Route(relay.id, relay.incarnation, self.revision, targets)
+        return Route(relay.id, relay.incarnation, self.revision, self.targets(config, relay))
 
     # -------------------------------------------------------------------------------------------------- versions
 
@@ -194,18 +242,21 @@ class Relays(msgspec.Struct):
         return [Drop(relay.id, relay.incarnation, version) for version in freed]
 
     def source_for(self, host: RelayId, version: Version) -> Relay | None:
-        """Where a replica on `host` gets a version: from its own relay, or from the master while that one is gone."""
-        own = self.relays.get(host)
-        if own is not None and own.live:
-            return own if version in own.versions else None
-        master = self.relays.get(self.master)
-        return master if master is not None and version in master.versions else None
+        """Where a replica on `host` gets a version."""
+        source = self._serving(host)
+        return source if source is not None and version in source.versions else None
 
     def newest_for(self, host: RelayId) -> Version:
+        source = self._serving(host)
+        return source.newest if source is not None else NONE
+
+    def _serving(self, host: RelayId) -> Relay | None:
+        """Its own relay; while that one is gone the first of its site, or the master."""
         own = self.relays.get(host)
         if own is not None and own.live:
-            return own.newest
-        return self.relays[self.master].newest if self.master != NONE else NONE
+            return own
+        near = self.sites.get(own.site, []) if own is not None else []
+        return self.relays.get(near[0] if near else self.master)
 
     def begin_read(self, relay: Relay, version: Version) -> None:
         relay.readers[version] = relay.readers.get(version, 0) + 1

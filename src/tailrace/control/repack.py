@@ -5,7 +5,8 @@ Pure functions over a few numbers per replica. `plan` is Laminar's consolidation
 share a version are sorted by KV use, and each gives all its work to another one, until enough are free to pull newer
 weights and start afresh. Laminar takes the fullest that fits (best fit), to free as many as possible; here no more are
 freed than can be put to use, so the emptiest is taken, and the smallest tails meet: that costs the least prefill, and
-nobody's steps become long. `spread` is the opposite: an idle replica takes half of the largest batch.
+nobody's steps become long. Where replicas differ, a tail goes to those that decode a small batch fastest, which is a
+matter of memory bandwidth. `spread` is the opposite: an idle replica takes a part of the largest batch.
 
 Traps handled here: a lone straggler's KV never falls, so having finished half its batch counts as past the peak too; a
 replica that is planned to receive is not emptied later; loads include the plan so far. The plane handles the others:
@@ -19,6 +20,7 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
+from tailrace.control.kinds import ALIKE
 from tailrace.types import ReplicaId, Version
 
 
@@ -34,6 +36,7 @@ class View(msgspec.Struct, frozen=True, gc=False):
     waiting: int
     batch: int
     roofline: int
+    tail_s: float = 1.0  # a decode step of a lone sample, where replicas differ in that; else the same for all
 
     @property
     def past_peak(self) -> bool:
@@ -57,12 +60,15 @@ def plan(views: list[View], most: int, is_worthwhile: Callable[[ReplicaId], bool
 
 
 def spread(views: list[View]) -> list[Move]:
-    """Half of the largest batches to replicas of their version that have nothing; each source and target once."""
+    """A part of the largest batches to replicas of their version that have nothing, the fastest first; each source and
+    target once."""
     moves: list[Move] = []
     for _, peers in sorted(_by_version(views).items()):
-        idle = [view.id for view in peers if not view.requests]
-        loaded = sorted((view for view in peers if view.requests > 1), key=lambda view: (-view.requests, view.id))
-        moves += [Move(source.id, target) for source, target in zip(loaded, idle, strict=False)]
+        idle = sorted((view for view in peers if not view.requests), key=lambda view: view.tail_s)
+        loaded = sorted(
+            (view for view in peers if view.requests > 1), key=lambda one: (-one.requests * one.tail_s, one.id)
+        )
+        moves += [Move(source.id, target.id) for source, target in zip(loaded, idle, strict=False)]
     return moves
 
 
@@ -74,9 +80,9 @@ def _by_version(views: Iterable[View]) -> dict[Version, list[View]]:
 
 
 def _consolidate(candidates: list[View], most: int, is_worthwhile: Callable[[ReplicaId], bool]) -> list[Move]:
-    """Smallest source first."""
+    """Smallest source first, of the slowest replicas first."""
     plan = _Plan(candidates)
-    for source in [id for _, id in plan.loads]:
+    for source in sorted([id for _, id in plan.loads], key=lambda id: -plan.views[id].tail_s):
         if len(plan.moves) >= most:
             break
         if source not in plan.receiving and is_worthwhile(source):
@@ -92,12 +98,14 @@ class _Plan:
         self.requests = {view.id: view.requests for view in candidates}
         self.loads = sorted((view.kv, view.id) for view in candidates)
         self.largest_limit = max(view.kv_limit for view in candidates)
+        self.fastest = min(view.tail_s for view in candidates)
         self.fewest_requests = min(view.requests for view in candidates)
         self.receiving: set[ReplicaId] = set()
         self.moves: list[Move] = []
 
     def empty(self, source: ReplicaId) -> None:
-        """Give all of `source` to the emptiest replica that it fits into, if there is one."""
+        """Give all of `source` to the emptiest replica that it fits into and that is not slower, if there is one; of
+        several to the fastest, because a tail ends when its last sample does."""
         view = self.views[source]
         index = self._emptiest(view)
         if index is None:
@@ -113,10 +121,18 @@ class _Plan:
 
     def _emptiest(self, source: View) -> int | None:
         start = bisect_left(self.loads, (self.largest_limit - source.kv + 1, -1))
+        best: tuple[float, int] | None = None
         for index in range(start):
-            kv, target = self.loads[index]
-            view = self.views[target]
-            fits = kv + source.kv <= view.kv_limit and self.requests[target] + source.requests <= view.roofline
-            if fits and target != source.id:
-                return index
-        return None
+            view = self.views[self.loads[index][1]]
+            better = view.tail_s <= ALIKE * source.tail_s and (best is None or ALIKE * view.tail_s < best[0])
+            if better and self._fits(source, index):
+                best = view.tail_s, index
+                if view.tail_s <= ALIKE * self.fastest:
+                    break
+        return best[1] if best else None
+
+    def _fits(self, source: View, index: int) -> bool:
+        kv, target = self.loads[index]
+        view = self.views[target]
+        fits = kv + source.kv <= view.kv_limit and self.requests[target] + source.requests <= view.roofline
+        return fits and target != source.id

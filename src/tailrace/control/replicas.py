@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from tailrace.control import groups, health, steps, weights
 from tailrace.control.fleet import Replica
 from tailrace.control.ledger import Sample
+from tailrace.control.speed import OWN_MEMORY
 from tailrace.control.state import Context
 from tailrace.protocol import (
     Assignment,
@@ -33,6 +34,7 @@ def joined(context: Context, event: ReplicaJoined) -> None:
         weights.end_pull(context, known)
     replica = context.fleet.join(context.now, event)
     _reconcile(context, replica, event.held)
+    context.fleet_changed = True
     context.touch(replica)
     context.more_work = True
 
@@ -71,6 +73,7 @@ def lose(context: Context, replica: Replica, reason: str) -> None:
     for id in replica.holds():
         context.ledger.unassign(context.ledger.samples[id])
     context.fleet.lose(context.now, replica, reason)
+    context.fleet_changed = True
     health.plan_restart(context.config.health, context.now, replica)
     context.more_work = True
 
@@ -83,6 +86,7 @@ def progressed(context: Context, event: Progressed) -> None:
         replica.pledged = 0
         if event.work is not None:
             context.fleet.speed.note(replica.work, event.work)
+            replica.speed.note(replica.work, event.work, OWN_MEMORY)
             replica.work = event.work
 
 

@@ -10,6 +10,7 @@ as well.
 from __future__ import annotations
 
 from tailrace.control import filters, weights, work
+from tailrace.control.kinds import shares
 from tailrace.control.state import Context
 from tailrace.types import Version
 
@@ -55,7 +56,7 @@ def _fleet_is_at(context: Context, version: Version) -> bool:
 
 
 def _spread_waiting(context: Context) -> None:
-    """Share all waiting samples evenly between the replicas that are at the round's version."""
+    """Share all waiting samples between the replicas that are at the round's version, by their speed."""
     waiting = list(context.ledger.waiting)
     if not waiting:
         return
@@ -64,8 +65,7 @@ def _spread_waiting(context: Context) -> None:
     ready = [replica for replica in context.fleet.ready() if replica.version >= version]
     total = len(waiting) + sum(len(replica.assigned) for replica in ready)
     start = 0
-    for index, replica in enumerate(ready):
-        share = total // len(ready) + (1 if index < total % len(ready) else 0)
+    for replica, share in zip(ready, shares(total, [context.fleet.pace(one) for one in ready]), strict=True):
         given = waiting[start : start + max(0, share - len(replica.assigned))]
         start += len(given)
         if given:

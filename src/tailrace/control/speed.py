@@ -8,6 +8,7 @@ comes from here.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -16,8 +17,11 @@ import msgspec
 from tailrace.protocol import EngineWork
 
 MEMORY = 0.998  # weight of a report after the next one
+OWN_MEMORY = 0.98  # the same of what is known of one replica alone
+FEWEST = 5  # reports of a replica before it is known how fast it is
 COSTS = 4
 RIDGE = 1e-9  # of the diagonal: two costs that always came together share what they cost
+NEAR = 0.02  # share of an engine's time that a cost must have had to be known of this engine
 
 
 class DecodeCosts(NamedTuple):
@@ -41,23 +45,44 @@ class Speed(msgspec.Struct):
 
     products: list[float] = msgspec.field(default_factory=lambda: [0.0] * (COSTS * COSTS))
     targets: list[float] = msgspec.field(default_factory=lambda: [0.0] * COSTS)
+    reports: int = 0
 
-    def note(self, before: EngineWork | None, after: EngineWork) -> None:
+    def note(self, before: EngineWork | None, after: EngineWork, memory: float = MEMORY) -> None:
         """What an engine did between two of its reports; none before: since it started."""
         row = _difference(before, after)
         seconds = after.busy_s - (before.busy_s if before else 0.0)
         if seconds <= 0.0 or min(row) < 0.0:
             return
         weight = 1.0 / seconds  # of the square: a busy interval counts by its length
+        self.reports += 1
         products, targets = self.products, self.targets
         for i, x in enumerate(row):
-            targets[i] = MEMORY * targets[i] + weight * x * seconds
+            targets[i] = memory * targets[i] + weight * x * seconds
             for j, y in enumerate(row):
-                products[COSTS * i + j] = MEMORY * products[COSTS * i + j] + weight * x * y
+                products[COSTS * i + j] = memory * products[COSTS * i + j] + weight * x * y
 
     def costs(self) -> DecodeCosts | None:
         """None while nothing has been decoded."""
         return _costs(tuple(self.products), tuple(self.targets))
+
+    def costs_near(self, others: DecodeCosts) -> DecodeCosts | None:
+        """The same of one engine, of which less is known: where its reports do not tell two costs apart, they are as
+        those of the others are to each other. None after too few reports."""
+        fitted = _dot(others, [_dot(row, others) for row in self._rows()])
+        if self.reports < FEWEST or fitted <= 0.0:
+            return None
+        scale = _dot(others, self.targets) / fitted
+        usual = [scale * cost for cost in others]
+        wrong = [target - _dot(row, usual) for target, row in zip(self.targets, self._rows(), strict=True)]
+        kept = [i for i, cost in enumerate(usual) if cost > 0.0]
+        products = list(self.products)
+        for i in kept:
+            products[COSTS * i + i] += NEAR * scale * scale * fitted / usual[i] ** 2
+        own = dict(zip(kept, _solve(tuple(products), tuple(wrong), kept), strict=True))
+        return DecodeCosts(*[max(0.0, cost + own.get(i, 0.0)) for i, cost in enumerate(usual)])
+
+    def _rows(self) -> list[list[float]]:
+        return [self.products[COSTS * i : COSTS * (i + 1)] for i in range(COSTS)]
 
 
 @lru_cache(maxsize=16)  # asked for at every assignment, and another only after a report
@@ -71,6 +96,10 @@ def _costs(products: tuple[float, ...], targets: tuple[float, ...]) -> DecodeCos
             return costs if costs.step_s(1, 0) > 0.0 else None
         kept = [i for i, value in zip(kept, solved, strict=True) if value > 0.0]
     return None
+
+
+def _dot(first: Sequence[float], second: Sequence[float]) -> float:
+    return sum(x * y for x, y in zip(first, second, strict=True))
 
 
 def _solve(products: tuple[float, ...], targets: tuple[float, ...], kept: list[int]) -> list[float]:

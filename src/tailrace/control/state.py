@@ -10,12 +10,13 @@ from tailrace.control import sampling
 from tailrace.control.fleet import Fleet, Replica
 from tailrace.control.histories import PromptHistory
 from tailrace.control.ledger import NONE, Ledger
+from tailrace.control.margin import Margin
 from tailrace.control.pacing import Pacing
 from tailrace.control.relays import Relays
 from tailrace.control.schedules import traits
 from tailrace.control.storage import Stores
 from tailrace.control.training import Training
-from tailrace.protocol import Command, SettingValue
+from tailrace.protocol import Command, SetTimer, SettingValue
 from tailrace.types import ReplicaId, Version
 
 MUCH_DROPPED = 0.08  # of the groups
@@ -38,6 +39,7 @@ class State(msgspec.Struct):
     training: Training = msgspec.field(default_factory=Training)
     stores: Stores = msgspec.field(default_factory=Stores)
     pacing: Pacing = msgspec.field(default_factory=Pacing)
+    margin: Margin = msgspec.field(default_factory=Margin)
     history: PromptHistory = msgspec.field(default_factory=PromptHistory)
     round: Round = msgspec.field(default_factory=Round)
     pulling: int = 0  # replicas that are loading weights
@@ -82,6 +84,7 @@ class Context:
         self.touched: dict[ReplicaId, Replica] = {}  # may pull or take work now
         self.more_work = False  # there may be work for replicas that found none before
         self.repack_due = False
+        self.fleet_changed = False  # there may be others to ask to generate
 
     def send(self, command: Command) -> None:
         self.commands.append(command)
@@ -106,3 +109,12 @@ class Context:
     @property
     def repacks(self) -> bool:
         return self.traits.chooses and self.config.repack.enabled
+
+    @property
+    def relieves(self) -> bool:
+        """Faster replicas take over what slower ones would bring too late, whatever the schedule."""
+        return self.config.repack.enabled and len(self.fleet.kinds) > 1
+
+    def set_timer(self, timer: str, at: float) -> None:
+        self.state.timers[timer] = at
+        self.send(SetTimer(timer, at))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import inf
 
-from tailrace.control import filters, groups, health, sampling, stores
+from tailrace.control import activation, filters, groups, health, sampling, stores
 from tailrace.control.ledger import NONE
 from tailrace.control.state import Context
 from tailrace.control.training import PickedGroup
@@ -30,7 +30,7 @@ def train(context: Context) -> None:
     stores.remove_lost(context)
     wanted = context.mini_batch_sizes[training.mini_batch] - len(training.picked)
     if not wanted:
-        context.send(training.order(len(context.mini_batch_sizes)))
+        context.send(training.order(context.now, len(context.mini_batch_sizes)))
         return
     left = context.config.workload.prompts_per_step - training.taken if training.step == training.version else wanted
     if len(context.ledger.ready) >= (wanted if context.traits.streams else left):
@@ -68,7 +68,7 @@ def _train_on_picked(context: Context, wanted: int, left: int) -> None:
         taken = tuple([ledger.take(group, filters.left_out(context, group)) for group in picked.groups])
         training.add(taken, {group.id: PickedGroup(group.prompt, group.samples) for group in picked.groups})
         context.state.pacing.picked(len(ledger.ready))
-        context.send(training.order(len(context.mini_batch_sizes)))
+        context.send(training.order(context.now, len(context.mini_batch_sizes)))
 
 
 def joined(context: Context, event: TrainerJoined) -> None:
@@ -160,6 +160,8 @@ def _begin_next(context: Context) -> None:
     most = sampling.admission_limit(context.config)
     context.state.pacing.step_made(context.training.version, most, context.config.workload.prompts_per_step, max(sizes))
     context.state.history.tune(context.config.filters)
+    _measure(context)
+    activation.step_made(context)
     groups.drop_doomed(context)
     context.state.pacing.note_dropped(context.ledger.tally.dropped_stale, context.config.workload.prompts_per_step)
     context.more_work = True
@@ -175,6 +177,15 @@ def settings_changed(context: Context, event: SettingsChanged) -> None:
     if state.stopped and not state.failed and context.training.version < context.config.run.steps:
         state.stopped = ""
         _begin_next(context)
+
+
+def _measure(context: Context) -> None:
+    """How fast replicas are, each with its share of a step."""
+    workload = context.config.workload
+    kv = context.ledger.kv_per_sample(workload.max_completion_tokens)
+    context.fleet.measure(workload.trajectories_per_step, kv)
+    if context.relieves and "repack" not in context.state.timers:
+        context.set_timer("repack", context.now + context.config.repack.every_s)
 
 
 def checkpointed(context: Context, event: Checkpointed) -> None:

@@ -39,6 +39,9 @@ class Training(msgspec.Struct):
     version: Version = 0  # complete steps in the surviving history
     made_at: float = 0.0  # when that was
     pace_s: float = 0.0  # between the last two versions
+    ordered_at: float = 0.0  # when the unanswered Train command was given
+    spent_s: float = 0.0  # on the mini-batches of the present step so far
+    train_s: float = 0.0  # on those of the last step
     taken: int = 0  # groups picked for step `version` so far
     saved: int = 0  # steps that the newest checkpoint covers
     durable: int = 0  # steps that the one before it covers too
@@ -94,14 +97,15 @@ class Training(msgspec.Struct):
         self.taken -= self.step == self.version
         return past.picked.pop(group.group)
 
-    def order(self, mini_batches_per_step: int) -> Train:
-        self.busy = True
+    def order(self, now: float, mini_batches_per_step: int) -> Train:
+        self.busy, self.ordered_at = True, now
         return Train(
             self.incarnation, self.step, self.mini_batch, self.mini_batch + 1 == mini_batches_per_step, self.picked
         )
 
     def advance(self, now: float, mini_batches_per_step: int) -> bool:
         """The current mini-batch is trained; True if that completed a step for the first time."""
+        self.spent_s += now - self.ordered_at if self.busy else 0.0
         self.busy = False
         self.mini_batch += 1
         if self.mini_batch < mini_batches_per_step:
@@ -112,6 +116,7 @@ class Training(msgspec.Struct):
             return False
         self.version = self.step
         self.pace_s, self.made_at = now - self.made_at, now
+        self.train_s, self.spent_s = self.spent_s, 0.0
         self.taken = 0
         return True
 

@@ -4,6 +4,7 @@ to the journal."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from math import inf
 
 from tailrace.control import update_costs, weights
@@ -12,7 +13,7 @@ from tailrace.control.quota import even_share, quota, timely_share
 from tailrace.control.speed import DecodeCosts
 from tailrace.control.state import Context
 from tailrace.protocol import Explain, UpdateChoice
-from tailrace.types import Version
+from tailrace.types import TrajectoryId, Version
 
 MOVE = 2.0  # a move is to gain at least so many times what it costs
 LOOK_AGAIN = 0.875  # of the samples that it had at the last look: from there on the choice may be another one
@@ -22,7 +23,7 @@ def choose(context: Context, replica: Replica, version: Version) -> UpdateChoice
     """Whoever stays does so until there is a newer version; who drains is looked at again from time to time."""
     if replica.chosen_for == version and not _is_due(context, replica):
         return replica.choice
-    costs = _costs(context)
+    costs = _costs(context, replica)
     if costs is None or not may_mix(context, replica):
         return "drain"
     choice, reckoned = update_costs.choose(_situation(context, replica, version, costs))
@@ -34,9 +35,9 @@ def choose(context: Context, replica: Replica, version: Version) -> UpdateChoice
     return choice
 
 
-def _costs(context: Context) -> DecodeCosts | None:
-    """Of the fleet. Where KV is kept, taking along recomputes nothing."""
-    costs = context.fleet.speed.costs()
+def _costs(context: Context, replica: Replica) -> DecodeCosts | None:
+    """Where KV is kept, taking along recomputes nothing."""
+    costs = context.fleet.costs(replica)
     keeps = context.config.schedule.in_flight_kv == "keep"
     return costs._replace(prefill_token=0.0) if costs is not None and keeps else costs
 
@@ -88,7 +89,7 @@ def _opportunity(context: Context, replica: Replica, costs: DecodeCosts) -> tupl
     startable = max(0, context.admits()) * context.config.workload.group_size + len(ledger.waiting)
     if not startable:
         return 0.0, 0.0
-    most, even = quota(context), even_share(context)
+    most, even = quota(context, replica.kind), even_share(context, replica.kind)
     if even >= most:
         return most, 0.0
     step_s = costs.step_s(even, even * replica.kv_load / max(1, len(replica.assigned)))
@@ -96,11 +97,15 @@ def _opportunity(context: Context, replica: Replica, costs: DecodeCosts) -> tupl
 
 
 def may_mix(context: Context, replica: Replica) -> bool:
+    return may_mix_samples(context, replica.to_generate())
+
+
+def may_mix_samples(context: Context, ids: Iterable[TrajectoryId]) -> bool:
     """What is mixed already may be mixed again."""
     ledger = context.ledger
     if not context.mixed_share:
         return False
-    more = sum(not ledger.samples[id].mixed for id in replica.to_generate())
+    more = sum(not ledger.samples[id].mixed for id in ids)
     return ledger.mixed + more <= context.mixed_share * ledger.next_sample
 
 
@@ -117,23 +122,23 @@ def fresher_is_coming(context: Context, replica: Replica) -> bool:
 
 def is_worth_moving(context: Context, replica: Replica) -> bool:
     """Its work costs less to compute again elsewhere than to wait for here."""
-    costs = context.fleet.speed.costs()
+    costs = context.fleet.costs(replica)
     if costs is None:
         return True
     now = _situation(context, replica, replica.version + 1, costs)._replace(may_mix=False)
     return update_costs.drain_s(now) > costs.prefill_token * replica.kv_load
 
 
-def gains_by_spreading(context: Context, replica: Replica, count: int) -> bool:
+def gains_by_spreading(context: Context, replica: Replica, target: Replica, count: int) -> bool:
     """What two batches decode more than one, until they end, against what the moved samples do not while their KV is
     computed again."""
-    costs = context.fleet.speed.costs()
-    if costs is None:
+    costs, there = context.fleet.costs(replica), context.fleet.costs(target)
+    if costs is None or there is None:
         return False
     samples = in_flight(context, replica)
     mean = sum(one.context for one in samples) / len(samples)
     left = sum(one.left for one in samples) / len(samples)
     whole, rest = len(samples), len(samples) - count
-    gain = costs.rate(rest, rest * mean) + costs.rate(count, count * mean) - costs.rate(whole, whole * mean)
+    gain = costs.rate(rest, rest * mean) + there.rate(count, count * mean) - costs.rate(whole, whole * mean)
     step_s = costs.step_s(whole, whole * mean)
-    return gain * left * step_s > MOVE * costs.prefill_token * count * mean * count / step_s
+    return gain * left * step_s > MOVE * there.prefill_token * count * mean * count / step_s

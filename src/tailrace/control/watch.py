@@ -22,7 +22,6 @@ from tailrace.protocol import (
     Late,
     Role,
     RunStarted,
-    SetTimer,
     Start,
     Stop,
     TimerFired,
@@ -41,7 +40,8 @@ def run_started(context: Context, event: RunStarted) -> None:
 
 
 def host_joined(context: Context, event: HostJoined) -> None:
-    _start(context, "relay", event.host, context.relays.relays.setdefault(event.host, Relay(event.host)))
+    relay = context.relays.relays.setdefault(event.host, Relay(event.host, site=event.site))
+    _start(context, "relay", event.host, relay)
     if event.store:
         _start(context, "store", event.host, context.stores.stores.setdefault(event.host, Store(event.host)))
     for id in event.replicas:
@@ -72,13 +72,13 @@ def host_left(context: Context, event: HostLeft) -> None:
 
 def _set_timers(context: Context) -> None:
     _look_again(context)
-    if context.repacks:
-        _set_timer(context, "repack", context.now + context.config.repack.every_s)
+    if context.repacks or context.relieves:
+        context.set_timer("repack", context.now + context.config.repack.every_s)
 
 
 def _look_again(context: Context) -> None:
     living = [record for _, _, record in _all_components(context.state) if record.live]
-    _set_timer(context, "health", health.next_look(context.config.health, context.now, living))
+    context.set_timer("health", health.next_look(context.config.health, context.now, living))
 
 
 def _all_components(state: State) -> Iterator[tuple[Role, int, Replica | Relay | Store | Training]]:
@@ -91,17 +91,12 @@ def _all_components(state: State) -> Iterator[tuple[Role, int, Replica | Relay |
     yield "trainer", TRAINER, state.training
 
 
-def _set_timer(context: Context, timer: str, at: float) -> None:
-    context.state.timers[timer] = at
-    context.send(SetTimer(timer, at))
-
-
 def timer_fired(context: Context, event: TimerFired) -> None:
     if context.now < context.state.timers.get(event.timer, inf):
         return  # one that was set before the controller was restarted, or a second copy
     if event.timer == "repack":
         context.repack_due = True
-        _set_timer(context, "repack", context.now + context.config.repack.every_s)
+        context.set_timer("repack", context.now + context.config.repack.every_s)
     elif event.timer == "health":
         _find_lost(context)
         _restart_due(context)

@@ -17,7 +17,7 @@ from tailrace.types import ReplicaId, TrajectoryId, Version
 
 def settle(context: Context, replica: Replica) -> None:
     """A replica pulls when there is something newer for it, else takes more work."""
-    if replica.state != "ready":
+    if replica.state != "ready" or replica.resting:
         return
     version = weights.wanted(context, replica)
     if version > replica.version and _renews(context, replica, version):
@@ -46,11 +46,11 @@ def _renews(context: Context, replica: Replica, version: Version) -> bool:
 
 def _feed(context: Context, replica: Replica) -> bool:
     """Give a replica what it has room for: first what waits, then new groups. False: there was nothing to give."""
-    whole = quota(context)
+    whole = quota(context, replica.kind)
     room = whole - len(replica.assigned)
     given = _longest_waiting(context, max(room, 0))
     if not updates.fresher_is_coming(context, replica):
-        given += _open_groups(context, room - len(given), whole, context.training.version - replica.version)
+        given += _open_groups(context, replica, room - len(given), whole)
     if _could_take_more(context, replica, room - len(given), bool(given)):
         context.fleet.hungry[replica.id] = None
     else:
@@ -76,13 +76,14 @@ def _could_take_more(context: Context, replica: Replica, room: int, was_given: b
     return room > 0
 
 
-def _open_groups(context: Context, room: int, whole: int, lag: int) -> list[TrajectoryId]:
+def _open_groups(context: Context, replica: Replica, room: int, whole: int) -> list[TrajectoryId]:
     """Samples of new groups for about `room` samples. A group is split only where a replica cannot take a whole one."""
     size = context.config.first_samples
     if room <= 0 or 2 * room < min(size, whole):
         return []
-    admitted = context.admits(lag)
-    fair = ceil(admitted / max(1, len(context.fleet.hungry)))  # where work is short, everybody gets some of it
+    admitted = context.admits(context.training.version - replica.version)
+    # where work is short, everybody gets some of it
+    fair = ceil(admitted * context.fleet.pace(replica) / context.fleet.hungry_pace(replica))
     count = min(max(1, round(room / size)), fair, len(context.ledger.pool))
     samples = [id for group in filters.open_groups(context, count) for id in group.samples]
     return samples if whole >= size else samples[:room]
@@ -106,7 +107,8 @@ def peers(context: Context, version: Version) -> list[Replica]:
 def assign(context: Context, ids: list[TrajectoryId], candidates: list[Replica]) -> None:
     """Each sample to the replica with most KV room for all that it is expected to get; what fits nowhere goes on
     waiting."""
-    chosen = roomiest(candidates, [expected_kv(context, id) for id in ids], context.config.repack.kv_threshold)
+    sizes = [expected_kv(context, id) for id in ids]
+    chosen = roomiest(candidates, sizes, context.config.repack.kv_threshold, context.fleet.pace)
     by_replica: dict[ReplicaId, list[TrajectoryId]] = {}
     for id, replica in zip(ids, chosen, strict=True):
         if replica is not None:

@@ -248,7 +248,7 @@ def _fleet(config: Config) -> Iterator[Section]:
     yield "these settings", _settings_facts(config)
     yield "generation", _generation_facts(config)
     yield "training", _training_facts(config)
-    yield "weights", _weights_facts(config)
+    yield "weights", [*_weights_facts(config), *_provisioning_facts(config)]
     yield "schedules", [(kind, _verdict(config, kind)) for kind in SCHEDULES]
     warnings = [*assumptions(config), *_warnings(config)]
     if warnings:
@@ -274,13 +274,33 @@ def _settings_facts(config: Config) -> list[tuple[str, str]]:
         if config.colocated
         else f"{config.trainer_gpus:,} train, {config.rollout_gpus:,} generate"
     )
-    ways = config.split.tensor_parallel
+    facts = [
+        ("model", f"{model.preset or 'own figures'}: {shape}, {model.kv_bytes_per_token / 1e3:,.0f} kB of KV a token")
+    ]
+    return facts + (_kinds_facts(config) if config.kinds else _one_kind_facts(config, split))
+
+
+def _one_kind_facts(config: Config, split: str) -> list[tuple[str, str]]:
+    cluster, ways = config.cluster, config.split.tensor_parallel
     idle = config.rollout_gpus - config.replicas * ways
     return [
-        ("model", f"{model.preset or 'own figures'}: {shape}, {model.kv_bytes_per_token / 1e3:,.0f} kB of KV a token"),
         ("cluster", f"{cluster.gpus:,} x {cluster.gpu}, {cluster.gpus_per_host} a host: {split}"),
         ("replicas", f"{config.replicas:,} of {_gpus_each(ways)}" + (f", {idle} GPUs left over" if idle else "")),
     ]
+
+
+def _kinds_facts(config: Config) -> list[tuple[str, str]]:
+    """A line for each of several kinds of card."""
+    trainer = config.trainer_kind
+    hosts = config.fleet_hosts
+    facts: list[tuple[str, str]] = []
+    for kind in config.kinds:
+        replicas = sum(host.replicas for host in hosts if host.kind == kind)
+        trains = f"{config.trainer_gpus:,} train, " if kind == trainer else ""
+        at = f" at {kind.site}" if kind.site else ""
+        what = f"{kind.gpus:,}, {kind.gpus_per_host} a host{at}: {trains}{replicas:,} replicas"
+        facts.append((kind.name, f"{what} of {_gpus_each(kind.ways)}"))
+    return facts
 
 
 def _gpus_each(ways: int) -> str:
@@ -332,10 +352,22 @@ def _weights_facts(config: Config) -> list[tuple[str, str]]:
         ("push", f"{_seconds(costs.push())}: trainer to master relay, the trainer's only stall"),
         (
             "broadcast",
-            f"{_seconds(costs.broadcast(hosts))}: to the relays of {hosts:,} hosts, while everybody works",
+            f"{_seconds(costs.everywhere())}: to the relays of {hosts:,} hosts, while everybody works",
         ),
         ("pull", f"{_seconds(costs.pull(remote=False))}: relay to replica, when it suits the replica"),
     ]
+
+
+def _provisioning_facts(config: Config) -> list[tuple[str, str]]:
+    """Whether the trainer has to wait for data that is fresh enough; only where both work side by side."""
+    from tailrace.sim.provisioning import advice_on, provision_of
+
+    if config.costs.measured or config.colocated or config.schedule.kind in ("sync", "one_step", "stream"):
+        return []
+    rule = provision_of(config)
+    needed = f"{rule.rate:,.0f} tokens/s where {rule.needed:,.0f} are needed"
+    holds = f"the trainer need not wait: staleness {rule.staleness} and {needed}"
+    return [("provisioning", next(advice_on(rule), holds))]
 
 
 def _seconds(value: float) -> str:
@@ -373,5 +405,5 @@ def _warnings(config: Config) -> Iterator[str]:
         yield f"a step has fewer trajectories than there are replicas ({config.replicas:,}): some stay idle"
     if law.p99 >= workload.max_completion_tokens and workload.lengths.law != "fixed":
         yield "more than 1 % of completions are cut at workload.max_completion_tokens"
-    if not config.costs.measured and config.rollout_gpus % config.split.tensor_parallel:
+    if not config.costs.measured and not config.kinds and config.rollout_gpus % config.split.tensor_parallel:
         yield "the GPUs that generate are no multiple of split.tensor_parallel: the rest stays unused"

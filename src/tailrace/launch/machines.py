@@ -70,11 +70,12 @@ def work(
     store: Path | None = None,
     own: Sequence[str] = (),
     patience: Patience = Patience(),
+    site: str = "",
 ) -> int:
     """Until the run is over (0), is not heard of any more (4), or Ctrl-C (130). `replicas`: None: one, unless this
     machine is for ranks; "auto": one for each GPU that ranks leave, or one where there is none. `own`: settings of
-    [rollout] for the replicas here."""
-    room = _room(replicas, ranks, store, own)
+    [rollout] for the replicas here. `site`: where this machine is, if it is far away."""
+    room = _room(replicas, ranks, store, own)._replace(site=site)
     allow_files(BASE + EACH * (room.replicas + room.ranks) + STRANGERS)
     _host_and_port(join)
     key = _key_reader(file)

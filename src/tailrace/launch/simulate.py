@@ -49,6 +49,8 @@ def simulate(options: SimulateOptions) -> int:
             "--gpus has no meaning with measured [costs], which are of the processes in [local]; "
             f"write --local.replicas instead, which is {config.local.replicas}"
         )
+    if options.gpus and config.kinds:
+        raise UsageError("--gpus has no meaning with several kinds of card; write --cluster.cards.NAME.gpus instead")
     if config.costs.measured and not config.local.replicas:
         raise UsageError("local.replicas is 0, so there is nobody to simulate; write --local.replicas 1 or more")
     rows = _rows(config, options.gpus or [config.cluster.gpus], kinds)

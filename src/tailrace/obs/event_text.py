@@ -17,6 +17,7 @@ import msgspec
 
 from tailrace.obs.fold import Fold, SampleRecord
 from tailrace.protocol import (
+    Activate,
     Cancel,
     Checkpointed,
     Command,
@@ -34,6 +35,7 @@ from tailrace.protocol import (
     LinkFailed,
     LoadWeights,
     Parked,
+    PriceChanged,
     Progressed,
     PromptsAdded,
     Publish,
@@ -119,6 +121,8 @@ class EventText:
             Cancel: self._cancel,
             LoadWeights: self._load_weights,
             Explain: self._explain,
+            Activate: self._activate,
+            PriceChanged: self._price_changed,
             Train: self._train,
             Publish: self._publish,
             Route: self._route,
@@ -232,6 +236,17 @@ class EventText:
     def _explain(self, command: Explain) -> Sentences:
         yield ("replica", command.replica), f"{UPDATES[command.choice](command)}: {_costs_of_update(command)}"
 
+    def _activate(self, command: Activate) -> Sentences:
+        takes = f"the trainer takes {command.needed:,.0f} useful tokens/s" if command.needed else "all are needed"
+        cost = f"a million useful tokens cost {command.cost:,.3g} dollars here" if command.cost else "it is free"
+        what = "called back" if command.active else "sent home"
+        there = f"{command.there:,.0f} of those who generate"
+        yield ("replica", command.replica), f"{what}: {cost}, {takes}, and gets {there}"
+
+    def _price_changed(self, event: PriceChanged) -> Sentences:
+        for replica in event.replicas:
+            yield ("replica", replica), f"costs {event.price:g} dollars an hour from now on"
+
     def _parked(self, event: Parked) -> Sentences:
         yield ("replica", event.replica), f"released {counted(len(event.samples), 'trajectory')}"
         for meta in event.samples:
@@ -317,6 +332,7 @@ class EventText:
         held = f", still holding {counted(len(event.held), 'trajectory')}" if event.held else ""
         at = f"with v{event.version}" if event.version >= 0 else "without weights"
         room = f"room for {event.kv_capacity:,} tokens of KV"
+        room += f", {event.price:g} dollars an hour" if event.price else ""
         yield ("replica", event.replica), f"r{event.replica} joined{again} on host {event.host} {at}, {room}{held}"
 
     def _replica_lost(self, event: ReplicaLost) -> Sentences:

@@ -19,7 +19,9 @@ from tailrace.obs.activity import Activity, ReplicaLane
 from tailrace.obs.ending import LastStop
 from tailrace.obs.event_text import described
 from tailrace.obs.fold import Fold, GroupCounts, Savings, Staleness, staleness
+from tailrace.obs.spending import Spending
 from tailrace.protocol import (
+    Activate,
     Command,
     ControllerRestarted,
     Event,
@@ -120,6 +122,7 @@ class LiveRun:
         self.name = name or config.run.name or "run"
         self.fold = Fold(config, keep_trained)
         self.activity = Activity(self.fold, timeline)
+        self.spending = Spending()
         self.notices: deque[Notice] = deque(maxlen=NOTICES)
         self.noticed: Counter[Level] = Counter()  # ever, so that a reader knows which are new
         self.measured: dict[str, float] = {}
@@ -140,6 +143,7 @@ class LiveRun:
         fold, starting = self.fold, self.activity.first_sample_at is None
         fold.see(self.seconds, event, commands)
         self.activity.see(self.seconds, event, commands)
+        self.spending.see(self.seconds, event, commands)
         if isinstance(event, SampleFailed) and not fold.ignored and _is_power_of_ten(fold.failures):
             so_far = f"{_count(fold.failures, 'attempt')} at samples failed so far"
             self._notice(f"{so_far}; t{event.trajectory}: {event.reason}", "warning")
@@ -307,7 +311,7 @@ def _notices(event: Event, commands: Sequence[Command]) -> Noticed:
             "info",
         )
     elif isinstance(event, HostJoined):
-        yield f"host {event.host} joined, for {_brought(event)}", "info"
+        yield f"host {event.host} joined{f' at {event.site}' if event.site else ''}, for {_brought(event)}", "info"
     elif isinstance(event, HostLeft):
         yield f"host {event.host} left: {event.reason}", "warning"
     elif isinstance(event, ReplicaJoined | TrainerJoined) and event.incarnation > 1:
@@ -325,7 +329,9 @@ def _notices(event: Event, commands: Sequence[Command]) -> Noticed:
     elif isinstance(event, Parked):
         yield from _moves(event, commands)
     for command in commands:
-        if isinstance(command, GiveUp):
+        if isinstance(command, Activate):
+            yield f"r{command.replica} is {'called back' if command.active else 'sent home'}", "info"
+        elif isinstance(command, GiveUp):
             name = "the trainer" if command.role == "trainer" else label(command.role, command.id)
             yield f"{name} lost: {command.reason}", "warning"
     yield from _endings(commands)

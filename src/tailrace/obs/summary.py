@@ -18,6 +18,7 @@ from tailrace.obs.charts import MEAN_OF, Curve, RunCharts, run_charts
 from tailrace.obs.ending import RunEnding, ending_of
 from tailrace.obs.fold import GroupCounts, Savings, Staleness, staleness
 from tailrace.obs.live import LiveRun
+from tailrace.obs.spending import Spent
 from tailrace.obs.tables import percent, print_table
 from tailrace.store.folder import PRIVATE
 from tailrace.store.journal import Journal
@@ -58,6 +59,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     failed_attempts: int
     ledger: GroupCounts
     savings: Savings
+    spent: Spent = Spent()
 
 
 class Report(NamedTuple):
@@ -178,6 +180,7 @@ def _summary(live: LiveRun, ended: RunEnding, accuracy: HeldOut, reward: HeldOut
         failed_attempts=fold.failures,
         ledger=groups,
         savings=fold.savings,
+        spent=live.spending.total(live.seconds),
     )
 
 
@@ -201,6 +204,7 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
         ("groups", f"{ledger.started:,} started = {ends} + {ledger.in_flight:,} in flight"),
     ]
     rows += [("saved", str(summary.savings))] if summary.savings else []
+    rows += [("spent", str(summary.spent))] if summary.spent else []
     return [row for row in rows if UNMEASURED not in row[1]]
 
 

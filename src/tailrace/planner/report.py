@@ -13,7 +13,9 @@ from tailrace.config.fields import UNSET, fields, read
 from tailrace.obs.tables import percent, render_table, seconds
 from tailrace.planner.launch_command import launch_command
 from tailrace.planner.search import Candidate, Plan
+from tailrace.planner.search_space import CONTINUOUS
 from tailrace.planner.sizing_report import render_sizing, settings_toml, sizing_json
+from tailrace.sim.provisioning import advice_on, provision_of
 from tailrace.sim.result import Result
 
 COLUMNS = ("", "tokens/s", "step\ns", "trainer\nidle", "rollout\nidle", "staleness\nmean/max", "$ per M\ntokens")
@@ -128,10 +130,16 @@ def _row(name: str, result: Result) -> tuple[str, ...]:
 
 
 def _why(plan: Plan) -> str:
-    notes = [*plan.reasons, *_theory_note(plan)]
+    notes = [*plan.reasons, *_theory_note(plan), *_provisioning_note(plan)]
     if plan.own is None:
         notes.append("Your config as it is does not fit its GPUs, so there is no row for it.")
     return "Why:\n" + "\n".join(f"- {note}" for note in notes)
+
+
+def _provisioning_note(plan: Plan) -> Iterator[str]:
+    """Whether the trainer of an asynchronous plan has to wait for data that is fresh enough."""
+    if plan.async_helps and not plan.best.costs.measured and plan.best.schedule.kind in CONTINUOUS:
+        yield from (f"By the provisioning rule {text}." for text in advice_on(provision_of(plan.best)))
 
 
 def _theory_note(plan: Plan) -> Iterator[str]:

@@ -83,7 +83,7 @@ def plan(config: Config, progress: Progress | None = None, simulations: int | No
     effort = effort_for(config, theories)
     if simulations is not None:
         effort = effort._replace(simulations=max(FEWEST, simulations))
-    with _evaluator(processes) as evaluate:
+    with evaluator(processes) as evaluate:
         search = Search(config, theories, effort, evaluate, progress or (lambda done, total, text: None))
         search.screen()
         search.tune_best()
@@ -331,7 +331,7 @@ def simulate(config: Config) -> Result | None:
 
 
 @contextmanager
-def _evaluator(processes: int) -> Iterator[Evaluate]:
+def evaluator(processes: int) -> Iterator[Evaluate]:
     """Simulate lists of configs, in this process or in several fresh ones. Results come in the order of the configs."""
     if processes <= 1:
         yield lambda configs: map(simulate, configs)

@@ -14,19 +14,20 @@ from tailrace.engines.base import Engine
 from tailrace.engines.emulated import EmulatedEngine
 from tailrace.envs.base import Answer, Scored, Turn
 from tailrace.rollout.runner import Key, Language, Runner
-from tailrace.types import Row
+from tailrace.types import ReplicaId, Row
 
 if TYPE_CHECKING:
     from tailrace.envs.prompts import Prompts
 
 
-def build_runner(config: Config, memory: float = 0.0, with_weights: bool = False) -> Runner:
+def build_runner(config: Config, memory: float = 0.0, with_weights: bool = False, replica: ReplicaId = 0) -> Runner:
     """A runner whose weights come as a version; `with_weights`: it begins with those of `model.path`. `memory`: its
-    share of a GPU; 0: not dealt."""
+    share of a GPU; 0: not dealt. `replica`: whose it is."""
     limit = config.workload.max_completion_tokens
     if config.rollout.engine == "emulated":
         judge = CoinJudge(config.run.seed, config.workload.reward_s)
-        return Runner(EmulatedEngine(config, config.run.seed), judge, MUTE, limit)
+        own = msgspec.structs.replace(config, costs=config.costs.at_speed(config.rollout.speed(replica)))
+        return Runner(EmulatedEngine(own, config.run.seed), judge, MUTE, limit)
     from tailrace.envs.judges import Judges
 
     config = with_all_stops(config)

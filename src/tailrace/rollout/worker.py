@@ -60,7 +60,7 @@ class RolloutWorker:
     def __init__(self, spec: ComponentSpec) -> None:
         self.spec = spec
         self.config = spec.config
-        self.runner = build_runner(spec.config, spec.memory)
+        self.runner = build_runner(spec.config, spec.memory, replica=spec.id)
         self.stats = EngineStats(0, 0, 0)
         self.samples = SampleClient(spec.name)
         self.controller = ControlClient(spec, self._report_stats, self.samples.find)
@@ -104,9 +104,9 @@ class RolloutWorker:
         engine = self.runner.engine
         keys = [*self._fetching, *[episode.key for episode in self.runner.episodes.values()], *list(self._unstored)]
         held = tuple([Assignment(*key) for key in keys])
-        room = (engine.kv_capacity, engine.roofline)
+        room = (engine.kv_capacity, engine.roofline, held, self.config.rollout.price(self.spec.id))
         self.controller.report(
-            ReplicaJoined(self.spec.id, self.controller.incarnation, self.spec.host, engine.version, *room, held)
+            ReplicaJoined(self.spec.id, self.controller.incarnation, self.spec.host, engine.version, *room)
         )
 
     def _patience(self) -> float:

@@ -109,7 +109,7 @@ class HostAdmission:
         replicas = tuple(range(first, first + offer.replicas))
         record = HostRecord(name, 1 + max(hosts), replicas, offer.store, offer.ranks, offer.interfaces)
         host = self._hosts.add(record)
-        self._control.tell(HostJoined(host.id, replicas, offer.store, offer.ranks))
+        self._control.tell(HostJoined(host.id, replicas, offer.store, offer.ranks, offer.site))
         self._components.host_joined()
         return host
 

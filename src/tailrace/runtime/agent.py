@@ -75,6 +75,7 @@ class Room(NamedTuple):
     store: Path | None = None
     cards: tuple[Card, ...] = ()
     own: tuple[str, ...] = ()
+    site: str = ""  # where it is, if it is far away from the run
 
 
 class Agent:
@@ -144,7 +145,7 @@ class Agent:
         room, networks = self._room, interfaces() if self._room.ranks else {}
         offer = Offer(__version__, room.replicas, room.store is not None, self._components, room.ranks, networks)
         self._controller.send(Hello())
-        self._controller.send(replace(offer, leaving=leaving, reason=self._trouble))
+        self._controller.send(replace(offer, leaving=leaving, reason=self._trouble, site=room.site))
 
     async def _listen(self, until: float) -> None:
         """Between two offers. Something that changes here is worth one at once."""

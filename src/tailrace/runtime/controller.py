@@ -29,12 +29,14 @@ from typing import Any, NamedTuple, Protocol, TextIO
 from tailrace.config.resuming import differences
 from tailrace.config.tree import Config
 from tailrace.control.plane import ControlPlane
+from tailrace.control.provisioned import ProvisioningWatch
 from tailrace.control.state import State
 from tailrace.errors import TailraceError
 from tailrace.logs import open_log, to_stream
 from tailrace.obs.live import WAITING_FOR
 from tailrace.protocol import (
     TRAINER,
+    Activate,
     Command,
     ControllerRestarted,
     Event,
@@ -62,9 +64,12 @@ from tailrace.runtime.grants import reconciliation
 from tailrace.runtime.lag import LoopLag
 from tailrace.runtime.local import Process
 from tailrace.runtime.orders import Orders
+from tailrace.runtime.prices import price_changes
+from tailrace.runtime.provisioning_watch import ProvisioningWatch
 from tailrace.runtime.validation import LONGEST_REASON, Sender, Validation, shortened
 from tailrace.store.folder import PRIVATE, PRIVATE_FOLDER
 from tailrace.store.journal import RUN
+from tailrace.store.prices import PriceFile
 from tailrace.store.run import RunStore
 from tailrace.store.waiting import PAUSE_S, Locked, to_terminal
 from tailrace.trainer.pace import BYTES_PER_PARAMETER
@@ -135,6 +140,7 @@ class Controller:
         self.error: RunError | None = None
         self._began = time.monotonic() - store.last_now
         self.backpressure = Backpressure()
+        self._provisioning = ProvisioningWatch(config)
         self.lag = LoopLag(self._sampled)
         self._arrived: deque[Callable[[], None]] = deque()  # what is to be taken in with the next transaction
         self._taken_in = asyncio.Event()  # there is nothing in it
@@ -150,10 +156,13 @@ class Controller:
         self._log: TextIO = sys.stderr
         self._told_of_datagrams = False  # that they do not get through
         self._failures = 0  # samples in a row that could not be judged
+        self._provisioning = ProvisioningWatch()
+        self._prices = PriceFile(store.folder)
         self._orders = Orders(self.components, store.trajectories, config.run.archive)
         self._own_actions: dict[type[Command], Callable[[Any], None]] = {
             Explain: lambda _: None,  # it is in the journal, which is all it is for
             SkipPrompts: lambda _: None,  # likewise
+            Activate: lambda _: None,  # likewise
             GiveUp: self.components.give_up,
             Start: self.components.start,
             SetTimer: self._set_timer,
@@ -328,6 +337,8 @@ class Controller:
             seq = self.store.record(now, event, commands)
             self._introduce_stores(event)
             self.observer.see(now, event, commands)
+            if advice := self._provisioning.see(now, event, commands):
+                self.note(advice)
             for command in commands:
                 self._own_actions.get(type(command), self._order)(command)
             if type(event) is Trained:
@@ -443,6 +454,8 @@ class Controller:
         """Once a step."""
         if trained.step + 1 == self.plane.state.training.version and not self.plane.state.training.taken:
             self._measure(trained.step, "controller", self.plane.learned())
+            if news := self._provisioning.look(self.plane.provisioning()):
+                self.note(news)
 
     def _measure(self, step: int, source: str, values: Mapping[str, float]) -> None:
         self.store.metrics.measure(self.now, step, source, values)
@@ -502,8 +515,16 @@ class Controller:
             self.components.look_for_missing()
             self._ask_for_frames()
             self._note_waiting()
+            self._look_at_prices()
             self.tell(self.plane.heartbeats(self.components.age_s))
         self.tell(TimerFired(timer))
+
+    def _look_at_prices(self) -> None:
+        try:
+            for event in price_changes(self._prices.changed(), self.state.fleet):
+                self.tell(event)
+        except (TailraceError, ValueError) as error:
+            self.report(str(error))
 
     # ---------------------------------------------------------------------------------------------------- signs of life
 

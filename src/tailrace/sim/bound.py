@@ -15,6 +15,7 @@ uneven ranks, faults) only makes a run slower, so the bound holds.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -24,7 +25,7 @@ from tailrace.config.tree import Config
 from tailrace.control.sampling import admission_limit
 from tailrace.control.schedules import Traits, traits
 from tailrace.sim.cost_model import CostModel
-from tailrace.sim.measured_costs import cost_model_of
+from tailrace.sim.measured_costs import PoolCosts, cost_model_of, pools_of
 from tailrace.sim.sizes import Sizes, sizes_of
 
 Limit = Literal["trainer", "rollout", "admission", "longest sample"]
@@ -45,15 +46,15 @@ class Bound(msgspec.Struct, frozen=True, kw_only=True):
 
 def bound(config: Config) -> Bound:
     """The bound of this config, its schedule's barrier included."""
-    costs, kind = cost_model_of(config), traits(config)
+    costs, kind, pools = cost_model_of(config), traits(config), pools_of(config)
     drawn = max(1, min(GROUPS_DRAWN, SAMPLES_DRAWN // config.workload.group_size))
     sizes = sizes_of(config.workload, config.run.seed, drawn, beyond_a_step=True)
     trainer = _trainer_s(config, costs, sizes)
     seconds: dict[Limit, float] = {
         "trainer": trainer,
-        "rollout": _rollout_s(config, costs, sizes, kind),
-        "admission": 0.0 if kind.rounds else _admission_s(config, costs, sizes, trainer),
-        "longest sample": _longest_s(config, costs, sizes) if kind.rounds else 0.0,
+        "rollout": _rollout_s(config, pools, sizes, kind),
+        "admission": 0.0 if kind.rounds else _admission_s(config, pools, sizes, trainer),
+        "longest sample": _longest_s(config, pools, sizes) if kind.rounds else 0.0,
     }
     step = _step_s(config, kind, seconds, costs.switch_s if config.colocated else 0.0)
     tokens = float(np.mean(sizes.sequences)) * config.workload.trajectories_per_step
@@ -86,33 +87,43 @@ def _trainer_s(config: Config, costs: CostModel, sizes: Sizes) -> float:
     return trained + costs.push() / config.schedule.publish_every
 
 
-def _rollout_s(config: Config, costs: CostModel, sizes: Sizes, kind: Traits) -> float:
+def _rollout_s(config: Config, pools: Sequence[PoolCosts], sizes: Sizes, kind: Traits) -> float:
     """A step's tokens, at the batch at which a replica decodes most of them per second."""
     steps = kind.behind + 1.0 if kind.rounds else admission_limit(config) / config.workload.prompts_per_step
-    samples, replicas = config.workload.trajectories_per_step, max(1, config.replicas)
-    batch = min(costs.kv_capacity / sizes.kv, config.rollout.max_running, steps * samples / replicas)
-    batch = max(1.0, batch)
+    samples = config.workload.trajectories_per_step
+    speeds = [config.rollout.speed(id) for id in range(max(1, config.replicas))]
+    mean = sum(speeds) / len(speeds)
+    # of several kinds, one may have more than its even share
+    even = len(pools) == 1 and max(speeds) == min(speeds)
+    most = steps * samples / (pools[0].replicas or 1 if even else 1)
+    return samples / mean / sum(pool.replicas / _per_sample_s(pool.costs, sizes, most) for pool in pools)
+
+
+def _per_sample_s(costs: CostModel, sizes: Sizes, most: float) -> float:
+    """Of a replica with as large a batch as KV and engine allow, at most `most`."""
+    batch = max(1.0, min(costs.kv_capacity / sizes.kv, costs.config.rollout.max_running, most))
     step = costs.decode_base(max(1, int(batch))) + costs.decode_per_kv_token * batch * sizes.kv
-    per_sample = float(sizes.completions.mean()) * step / batch + costs.prefill(sizes.prefill, 0)
-    return per_sample * samples / replicas
+    return float(sizes.completions.mean()) * step / batch + costs.prefill(sizes.prefill, 0)
 
 
-def _admission_s(config: Config, costs: CostModel, sizes: Sizes, trainer_s: float) -> float:
-    latency = float(np.mean(_alone_s(config, costs, sizes.longest))) + trainer_s / config.trainer.mini_batches
+def _admission_s(config: Config, pools: Sequence[PoolCosts], sizes: Sizes, trainer_s: float) -> float:
+    latency = float(np.mean(_alone_s(config, pools, sizes.longest))) + trainer_s / config.trainer.mini_batches
     return latency * config.workload.prompts_per_step / admission_limit(config)
 
 
-def _longest_s(config: Config, costs: CostModel, sizes: Sizes) -> float:
+def _longest_s(config: Config, pools: Sequence[PoolCosts], sizes: Sizes) -> float:
     """The longest sample of a step alone on a replica that has just got its weights."""
     groups = min(config.workload.prompts_per_step, len(sizes.longest))
     rounds = sizes.longest[: len(sizes.longest) // groups * groups].reshape(-1, groups)
-    return float(np.mean(_alone_s(config, costs, rounds.max(axis=1)))) + costs.pull(remote=False)
+    pull = min(pool.costs.pull(remote=False) for pool in pools)
+    return float(np.mean(_alone_s(config, pools, rounds.max(axis=1)))) + pull
 
 
-def _alone_s(config: Config, costs: CostModel, tokens: np.ndarray) -> np.ndarray:
-    """Seconds of samples that have a replica for themselves, with their calls and their judging."""
-    workload = config.workload
+def _alone_s(config: Config, pools: Sequence[PoolCosts], tokens: np.ndarray) -> np.ndarray:
+    """Seconds of samples that have a replica of the fastest kind for themselves, with their calls and their judging."""
+    workload, costs = config.workload, min((pool.costs for pool in pools), key=lambda costs: costs.decode_base(1))
     waits = (workload.turns.mean - 1) * workload.turns.latency_s + workload.reward_s
     prompt = workload.prompt_tokens
     reading = costs.decode_per_kv_token * (prompt + tokens / 2)
-    return waits + costs.prefill(prompt, 0) + tokens * (costs.decode_base(1) + reading)
+    fastest = max(config.rollout.speeds, default=1.0)
+    return waits + (costs.prefill(prompt, 0) + tokens * (costs.decode_base(1) + reading)) / fastest

@@ -27,13 +27,15 @@ from __future__ import annotations
 from functools import cached_property
 from math import ceil
 
+import msgspec
 import numpy as np
 
 from tailrace.config.errors import ConfigError
+from tailrace.config.kinds import FarLink, GpuKind, link_of
 from tailrace.config.tree import Config
 from tailrace.sim.chain import best_chunks, broadcast_s, chunk_count, hop_s
 from tailrace.sim.experts import ExpertLoads
-from tailrace.sim.gpus import Gpu, rollout_card, trainer_card
+from tailrace.sim.gpus import Gpu, find, rollout_card, trainer_card
 from tailrace.sim.sharding import memory_bound_s
 
 # Floor of one layer in a decode step: a dozen small kernels, however little they do. From CUDA graphs: vLLM 0.24 on one
@@ -225,8 +227,9 @@ class CostModel:
         if self._ranks == 1:
             return 0.0
         cluster, ways = self.config.cluster, self.config.split.trainer_parallel
-        fetching = 1 if ways == 1 else cluster.gpus_per_host
-        within_host = self.config.trainer_gpus <= cluster.gpus_per_host
+        per_host = self.config.trainer_gpus_per_host
+        fetching = 1 if ways == 1 else per_host
+        within_host = self.config.trainer_gpus <= per_host
         network = cluster.gpu_network_gbytes_per_s * 1e9 * self.reached.bandwidth / fetching
         rate = self._trainer_link if within_host else min(self._trainer_link, network)
         return self.model.weight_bytes / ways / rate
@@ -277,6 +280,20 @@ class CostModel:
         """A version along a whole chain of `relays`, the master included."""
         return broadcast_s(max(0, relays - 1), self.transfer, self.latency, self.chunks(relays))
 
+    def between(self, site: str, other: str) -> FarLink:
+        """The way from one site to another: the slower of their two links, and the delay of both."""
+        ends = [link_of(self.config.cluster.sites, each) for each in (site, other)]
+        return FarLink(min(end.bytes_per_s for end in ends), sum(end.latency_s for end in ends))
+
+    def everywhere(self) -> float:
+        """From a version's end on the master relay until every relay has it."""
+        hosts = self.config.fleet_hosts
+        home = hosts[0].kind.site if hosts else ""
+        links = [self.between(home, host.kind.site) for host in hosts if host.kind.site != home]
+        slowest = max([self.model.weight_bytes / link.bytes_per_s for link in links], default=0.0)
+        delay = max([link.latency_s for link in links], default=0.0)
+        return max(self.broadcast(self.config.hosts), slowest) + delay
+
     def pull(self, remote: bool) -> float:
         """Relay to replica: each GPU copies its shard over its own link, or from another host over the network."""
         shard = self.model.rollout_weight_bytes / self.config.split.tensor_parallel
@@ -292,6 +309,9 @@ class CostModel:
     def dollars_per_hour(self) -> float:
         if self.config.colocated:
             return self.config.cluster.gpus * self.gpu.dollars_per_hour
+        if kinds := self.config.kinds:
+            cards = self.config.cluster.cards
+            return sum([kind.gpus * find(kind.name, cards).dollars_per_hour for kind in kinds])
         rollout = self.config.rollout_gpus * self.gpu.dollars_per_hour
         return rollout + self.config.trainer_gpus * self.trainer_gpu.dollars_per_hour
 
@@ -315,18 +335,30 @@ def check_fit(config: Config) -> None:
             "write model.preset as well, for example model.preset = 'smollm2-135m'"
         )
     costs = CostModel(config)
-    need = config.workload.prompt_tokens + config.workload.max_completion_tokens
-    if costs.kv_capacity < need:
-        raise ConfigError(_too_large_to_serve(config, costs, need))
+    for each in (config_of_kind(config, kind) for kind in config.kinds) if config.kinds else (config,):
+        _check_replica(each)
     per_gpu = TRAINING_BYTES * config.model.parameters / config.trainer_gpus
     if per_gpu > costs.trainer_gpu.memory_bytes:
         fewest = int(TRAINING_BYTES * config.model.parameters / costs.trainer_gpu.memory_bytes) + 1
-        more = " of a larger cluster (cluster.gpus)" if fewest >= config.cluster.gpus else ""
+        more = " of a larger cluster (cluster.gpus)" if fewest >= config.cluster.gpus and not config.kinds else ""
         raise ConfigError(
             f"training {config.model.parameters / 1e9:.3g}B parameters takes {per_gpu / 1e9:.0f} GB on each of "
             f"{config.trainer_gpus} {costs.trainer_gpu.name} of {costs.trainer_gpu.memory_bytes / 1e9:.0f} GB; "
             f"give the trainer at least {fewest} GPUs{more} (split.trainer_gpus)"
         )
+
+
+def config_of_kind(config: Config, kind: GpuKind) -> Config:
+    """As a replica of one of several kinds of card sees it: the fleet is the same, but its own card is this one."""
+    cluster = msgspec.structs.replace(config.cluster, gpu=kind.name, gpus_per_host=kind.gpus_per_host)
+    split = msgspec.structs.replace(config.split, tensor_parallel=kind.ways)
+    return msgspec.structs.replace(config, cluster=cluster, split=split)
+
+
+def _check_replica(config: Config) -> None:
+    costs, need = CostModel(config), config.workload.prompt_tokens + config.workload.max_completion_tokens
+    if costs.kv_capacity < need:
+        raise ConfigError(_too_large_to_serve(config, costs, need))
 
 
 def _check_size(config: Config) -> None:

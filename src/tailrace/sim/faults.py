@@ -99,7 +99,7 @@ class FaultInjector:
 
     def _slow_down(self, replica: SimReplica, factor: float) -> None:
         replica.engine.advance(self.clock.now)
-        replica.engine.slowdown = factor
+        replica.slow_down(factor)
         self.wake(replica)
 
     def _partition(self) -> None:

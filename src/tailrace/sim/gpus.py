@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, cast
 
 from tailrace.config.errors import ConfigError
+from tailrace.config.kinds import OF_A_KIND, kinds_of
 from tailrace.config.spelling import near
 from tailrace.config.tree import Cluster
 
@@ -98,7 +99,8 @@ def rollout_card(cluster: Cluster) -> Gpu:
 
 
 def trainer_card(cluster: Cluster) -> Gpu:
-    return find(cluster.trainer_gpu or cluster.gpu, cluster.cards)
+    first = next((kind.name for kind in kinds_of(cluster.cards, 1, 1)), cluster.gpu)
+    return find(cluster.trainer_gpu or first, cluster.cards)
 
 
 def find(name: str, cards: Mapping[str, Any] | None = None) -> Gpu:
@@ -107,7 +109,7 @@ def find(name: str, cards: Mapping[str, Any] | None = None) -> Gpu:
     key = _plain(name)
     given = {_plain(each): figures for each, figures in (cards or {}).items()}
     if key in given:
-        return _with_figures(name, _ROWS.get(key), given[key])
+        return _with_figures(name, _ROWS.get(key) or _row_named_in(given[key]), given[key])
     if key in _ROWS:
         return _with_figures(name, _ROWS[key], given.get(_plain(_ROWS[key].name), {}))
     begun = {gpu.name for plain, gpu in _ROWS.items() if key and plain.startswith(key)}
@@ -119,12 +121,18 @@ def find(name: str, cards: Mapping[str, Any] | None = None) -> Gpu:
     )
 
 
+def _row_named_in(table: Any) -> Gpu | None:
+    """Which card of the catalogue a kind with a name of its own is: H20 at one place and at another."""
+    return find(table["gpu"]) if isinstance(table, dict) and "gpu" in table else None
+
+
 def _with_figures(name: str, known: Gpu | None, figures: Any) -> Gpu:
     """The catalogue's card with other figures, or one that has all of them."""
     where = f"cluster.cards.{name}"
     if not isinstance(figures, dict):
         raise ConfigError(f"{where} wants a table of figures; write [{where}] and below it dollars_per_hour = 2.0")
-    values = dict([_figure(where, key, value) for key, value in cast("dict[str, Any]", figures).items()])
+    given = {key: value for key, value in cast("dict[str, Any]", figures).items() if key not in OF_A_KIND}
+    values = dict([_figure(where, key, value) for key, value in given.items()])
     if known is not None:
         return known._replace(**values) if values else known
     missing = [key for key, (field, _) in FIGURES.items() if field not in values]
@@ -135,7 +143,7 @@ def _with_figures(name: str, known: Gpu | None, figures: Any) -> Gpu:
 
 def _figure(where: str, key: str, value: Any) -> tuple[str, float]:
     if key not in FIGURES:
-        raise ConfigError(f"{where}.{key} is no figure of a card; there are {', '.join(FIGURES)}")
+        raise ConfigError(f"{where}.{key} is no figure of a card; there are {', '.join((*OF_A_KIND, *FIGURES))}")
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < LARGEST:
         raise ConfigError(f"{where}.{key} is {value!r}; write a number above 0")
     field, unit = FIGURES[key]

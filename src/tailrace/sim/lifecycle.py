@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from tailrace.config.tree import Faults
 from tailrace.protocol import Assignment, Event, RelayJoined, ReplicaJoined, Start, TrainerJoined
 from tailrace.sim.clock import VirtualClock
-from tailrace.sim.cost_model import CostModel
 from tailrace.sim.network import Network
 from tailrace.sim.processes import SimFleet, SimProcess, SimRelay, SimReplica, SimTrainer
 from tailrace.sim.result import Meter
@@ -17,7 +16,6 @@ from tailrace.sim.result import Meter
 class Lifecycle:
     settings: Faults
     clock: VirtualClock
-    costs: CostModel
     fleet: SimFleet
     network: Network
     meter: Meter
@@ -54,12 +52,11 @@ class Lifecycle:
         if isinstance(process, SimRelay):
             return RelayJoined(process.id, process.incarnation, tuple(process.versions))
         if isinstance(process, SimReplica):
-            capacity, roofline = self.costs.kv_capacity, self.costs.roofline
+            capacity, roofline = process.engine.costs.kv_capacity, process.engine.costs.roofline
             work = [*process.engine.held.values(), *process.scoring.values()]
             held = tuple([Assignment(one.trajectory, one.attempt) for one in work])
-            return ReplicaJoined(
-                process.id, process.incarnation, process.host, process.version, capacity, roofline, held
-            )
+            room = (capacity, roofline, held, process.price)
+            return ReplicaJoined(process.id, process.incarnation, process.host, process.version, *room)
         trainer = self.fleet.trainer
         return TrainerJoined(trainer.incarnation, trainer.step, trainer.mini_batch)
 

@@ -5,10 +5,12 @@ They stand for the processes of one machine (`[local]`), so nothing here knows o
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import cached_property
+from typing import NamedTuple
 
 from tailrace.config.tree import Config
-from tailrace.sim.cost_model import CostModel
+from tailrace.sim.cost_model import CostModel, config_of_kind
 
 
 class MeasuredCostModel(CostModel):
@@ -48,6 +50,23 @@ class MeasuredCostModel(CostModel):
     @property
     def dollars_per_hour(self) -> float:
         return 0.0
+
+
+class PoolCosts(NamedTuple):
+    """Replicas that are alike, and what theirs costs."""
+
+    costs: CostModel
+    replicas: int
+
+
+def pools_of(config: Config) -> list[PoolCosts]:
+    """The replicas of a config by kind of card; one pool where there is one kind."""
+    if not config.kinds:
+        return [PoolCosts(cost_model_of(config), config.replicas)]
+    counts = Counter(dict.fromkeys(config.kinds, 0))
+    for host in config.fleet_hosts:
+        counts[host.kind] += host.replicas
+    return [PoolCosts(CostModel(config_of_kind(config, kind)), count) for kind, count in counts.items() if count]
 
 
 def cost_model_of(config: Config) -> CostModel:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tailrace.config.tree import Config
 from tailrace.protocol import Event, Progressed, Train
-from tailrace.sim.cost_model import CostModel
+from tailrace.sim.cost_model import CostModel, config_of_kind
 from tailrace.sim.engine import SimEngine, SimSequence
 from tailrace.types import HostId, RelayId, ReplicaId, TrajectoryId, Version
 
@@ -30,10 +30,13 @@ class SimProcess:
 
 
 class SimReplica(SimProcess):
-    def __init__(self, id: ReplicaId, host: HostId, engine: SimEngine) -> None:
+    def __init__(self, id: ReplicaId, host: HostId, engine: SimEngine, speed: float = 1.0, price: float = 0.0) -> None:
         super().__init__(host)
         self.id = id
         self.engine = engine
+        self.price = price  # dollars per hour
+        self._speed = speed  # against the costs of all
+        self.slow_down(1.0)
         self.version: Version = -1
         self.wake = 0  # number of the newest wake-up: older ones are void
         self.pull = 0  # number of the newest pull
@@ -42,6 +45,10 @@ class SimReplica(SimProcess):
         self.pulled_s = 0.0
         self.pulls = 0
         self.reported: Progressed | None = None  # its load, as last reported; None: say it again
+
+    def slow_down(self, factor: float) -> None:
+        """It takes so many times as long as usual."""
+        self.engine.slowdown = factor / self._speed
 
     def abandon_pull(self) -> None:
         """A pull that was under way is void."""
@@ -58,10 +65,12 @@ class SimReplica(SimProcess):
 
 
 class SimRelay(SimProcess):
-    def __init__(self, id: RelayId) -> None:
+    def __init__(self, id: RelayId, site: str = "") -> None:
         super().__init__(id)
         self.id = id
+        self.site = site
         self.versions: dict[Version, None] = {}
+        self.took_s: dict[Version, float] = {}  # how long it was at receiving a version
         self.incoming: dict[Version, tuple[RelayId, int]] = {}  # version -> who sends it (relay and its life)
         self.targets: tuple[RelayId, ...] = ()
         self.route_revision = -1
@@ -69,6 +78,7 @@ class SimRelay(SimProcess):
     def die(self, now: float) -> None:
         super().die(now)
         self.versions = {}
+        self.took_s = {}
         self.incoming = {}
         self.targets = ()
 
@@ -98,9 +108,15 @@ class SimFleet:
     """All modelled processes of a run."""
 
     def __init__(self, config: Config, costs: CostModel) -> None:
-        self.relays = [SimRelay(id) for id in range(config.hosts)]
-        engines = [SimEngine(costs, 0.0) for _ in range(config.replicas)]
-        self.replicas = [SimReplica(id, config.host_of(id), engine) for id, engine in enumerate(engines)]
+        hosts, rollout = config.fleet_hosts, config.rollout
+        sites = [host.kind.site for host in hosts] or [""] * config.hosts
+        self.relays = [SimRelay(id, site) for id, site in enumerate(sites)]
+        of_kind = {kind: CostModel(config_of_kind(config, kind)) for kind in config.kinds}
+        engines = [SimEngine(of_kind[hosts[host].kind] if hosts else costs, 0.0) for host in config.replica_hosts]
+        self.replicas = [
+            SimReplica(id, host, engine, rollout.speed(id), rollout.price(id))
+            for id, (host, engine) in enumerate(zip(config.replica_hosts, engines, strict=True))
+        ]
         self.trainer = SimTrainer()
 
     def process(self, role: str, id: int) -> SimProcess:

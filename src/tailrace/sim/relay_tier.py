@@ -25,6 +25,7 @@ class RelayTier:
         relay, relays = self.config.relay, len(self.fleet.relays)
         self._hop_s = self.costs.hop(relays, relay.fan_out if relay.topology == "tree" else 1)
         self._first_s = 0.0 if self.config.colocated else self.costs.broadcast_start(relays)
+        self._free_at: dict[tuple[str, str], float] = {}  # links between sites
 
     def route(self, command: Route) -> None:
         relay = self.fleet.relays[command.relay]
@@ -44,7 +45,21 @@ class RelayTier:
             if version in target.versions or (coming and self.fleet.relays[coming[0]].life == coming[1]):
                 continue
             target.incoming[version] = (relay.id, relay.life)
+            seconds = self._crossing_s(relay, target, version, seconds)
             self.clock.after(seconds, self._received, relay, relay.life, target, target.life, version)
+
+    def _crossing_s(self, relay: SimRelay, target: SimRelay, version: Version, seconds: float) -> float:
+        """Until the target has all. A relay passes chunks on while they arrive, so over a link between sites only what
+        is slower there than on the way so far comes on top; and one version crosses after the other."""
+        before, transfer = relay.took_s.get(version, 0.0), self.costs.transfer
+        if relay.site != target.site:
+            link = self.costs.between(relay.site, target.site)
+            transfer = max(transfer, self.config.model.weight_bytes / link.bytes_per_s)
+            ends = max(self.clock.now - before, self._free_at.get((relay.site, target.site), 0.0)) + transfer
+            self._free_at[relay.site, target.site] = ends
+            seconds = max(seconds, ends - self.clock.now) + link.latency_s
+        target.took_s[version] = max(before, transfer)
+        return seconds
 
     def _received(self, relay: SimRelay, sender: int, target: SimRelay, receiver: int, version: Version) -> None:
         """A transfer is complete, if both ends lived through it and could reach each other."""
@@ -63,6 +78,7 @@ class RelayTier:
         relay = self.fleet.relays[command.relay]
         if relay.incarnation == command.incarnation:
             relay.versions.pop(command.version, None)
+            relay.took_s.pop(command.version, None)
 
     def publish(self, command: Publish) -> None:
         """The trainer stalls while it pushes; the master forwards once it has all (it reshards first)."""

@@ -62,6 +62,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     useful_groups_per_s: float = 0.0  # trained groups whose rewards differ; 0: nothing is known of difficulty
     skipped: int = 0  # prompts
     filtered: int = 0  # groups, those stopped early included
+    decoded_by_kind: dict[str, float] = {}  # of several kinds of card: tokens/s of one replica while it is busy
 
 
 class Meter:
@@ -148,7 +149,7 @@ class Meter:
             step_s=seconds / max(1, end - start),
             trainer_idle=_share(1.0 - (after.trainer_s - before.trainer_s) / seconds),
             rollout_idle=_share(1.0 - busy / fleet_s),
-            kv_usage=_share((after.kv_seconds - before.kv_seconds) / fleet_s / self.costs.kv_capacity),
+            kv_usage=_share((after.kv_seconds - before.kv_seconds) / seconds / max(self._kv_capacity, 1.0)),
             staleness=staleness(counted.ages),
             trained=counted.ended["trained"],
             dropped=counted.ended["stale"],
@@ -167,7 +168,20 @@ class Meter:
             useful_groups_per_s=sum(step.useful for step in self.fold.steps[start:end]) / seconds,
             skipped=self.fold.skipped_prompts,
             filtered=counted.ended["filtered"] + counted.ended["stopped"],
+            decoded_by_kind=self._decoded_by_kind() if self.config.kinds else {},
         )
+
+    def _decoded_by_kind(self) -> dict[str, float]:
+        """Of the whole run."""
+        generated, busy = Counter[str](), Counter[str]()
+        for engine in (replica.engine for replica in self.replicas):
+            generated[engine.costs.config.cluster.gpu] += engine.generated  # pyright: ignore[reportArgumentType]
+            busy[engine.costs.config.cluster.gpu] += engine.busy_s  # pyright: ignore[reportArgumentType]
+        return {kind: generated[kind] / seconds for kind, seconds in busy.items() if seconds}
+
+    @property
+    def _kv_capacity(self) -> float:
+        return sum(replica.engine.capacity for replica in self.replicas)
 
     def _counted(self, start: int, end: int) -> _Counts:
         before, after = self.counts[start], self.counts[end]

@@ -25,7 +25,6 @@ from tailrace.protocol import (
     WeightsLoaded,
 )
 from tailrace.sim.clock import VirtualClock
-from tailrace.sim.cost_model import CostModel
 from tailrace.sim.engine import SimSequence
 from tailrace.sim.network import Network
 from tailrace.sim.processes import SimFleet, SimReplica
@@ -38,7 +37,6 @@ from tailrace.types import TrajectoryId, Version
 class Rollouts:
     config: Config
     clock: VirtualClock
-    costs: CostModel
     fleet: SimFleet
     network: Network
     meter: Meter
@@ -230,12 +228,13 @@ class Rollouts:
         now = self.clock.now
         replica.pull += 1
         replica.pulling = True
-        seconds = self.costs.pull(remote=command.relay != replica.host) * replica.engine.slowdown
+        alone = replica.engine.costs.pull(remote=command.relay != replica.host)
+        seconds = alone * replica.engine.slowdown
         replica.pulled_s += seconds
         replica.pulls += 1
         self.mark(replica)
         if replica.engine.held:
-            replica.engine.stall(now, seconds)
+            replica.engine.stall(now, alone)
             self.wake(replica)
         self.clock.after(seconds, self._loaded, replica, replica.pull, command.version)
 

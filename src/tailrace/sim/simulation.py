@@ -21,6 +21,7 @@ from tailrace.config.tree import Config, Faults
 from tailrace.control.plane import ControlPlane
 from tailrace.errors import TailraceError
 from tailrace.protocol import (
+    Activate,
     Cancel,
     Command,
     Drop,
@@ -103,7 +104,7 @@ class Simulation:
         self.fleet = fleet = SimFleet(config, costs)
         self.meter = meter = Meter(config, costs, fleet.replicas, fleet.trainer, timeline)
         self._network = network = Network(config.faults, clock, random)
-        lifecycle = Lifecycle(config.faults, clock, costs, fleet, network, meter)
+        lifecycle = Lifecycle(config.faults, clock, fleet, network, meter)
         observers = [meter.fold.see, *([observer] if observer else [])]
         self._controller = SimController(
             _longer(config) if self._until_steady else config,
@@ -114,7 +115,7 @@ class Simulation:
             lifecycle.reconnect_all,
             fleet.heard_at,
         )
-        rollouts = Rollouts(config, clock, costs, fleet, network, meter, self._trained_steps)
+        rollouts = Rollouts(config, clock, fleet, network, meter, self._trained_steps)
         trainer = TrainerLoop(config, clock, costs, fleet, network, rollouts, meter)
         relay_tier = RelayTier(config, clock, costs, fleet, network)
         self.faults = FaultInjector(
@@ -129,6 +130,7 @@ class Simulation:
             LoadWeights: rollouts.load_weights,
             Explain: lambda _: None,  # for the journal alone
             SkipPrompts: lambda _: None,  # likewise
+            Activate: lambda _: None,  # likewise
             Train: trainer.train,
             Publish: relay_tier.publish,
             Route: relay_tier.route,

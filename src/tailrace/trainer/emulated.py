@@ -2,8 +2,9 @@
 
 It stands where a real learner would, for fleets larger than this machine, for the data path alone, and for tests that
 kill things. Its ranks plan, read and pack as those of a real learner do; what they read is checked. Its weights
-are one small array that names its version, so that relays carry something and a reader can tell what it got; its
-checkpoint is a file `state.json`, beside which the one before it is kept.
+are one small array that names its version, so that relays carry something and a reader can tell what it got, and
+perhaps a large one (`costs.weight_mbytes`) of which every step moves one element in a hundred; its checkpoint is a file
+`state.json`, beside which the one before it is kept.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from tailrace.trainer.sealed import Sealed, is_as_written, sealed
 from tailrace.types import MALFORMED
 
 FILE, EARLIER = "state.json", "state.earlier.json"
+MOVED_EVERY = 100  # elements
 
 
 class EmulatedState(Sealed):
@@ -48,6 +50,7 @@ class EmulatedLearner:
         self._config, self._costs = config, config.costs
         self._ranks = ranks or Alone()
         self._sleep, self._clock = sleep, clock
+        self._start = np.random.default_rng(0).normal(0.0, 0.02, int(config.costs.weight_mbytes * 1e6 / 4))
 
     def train_mini_batch(
         self, step: int, mini_batch: int, samples: Sequence[SampleInfo], reader: TrajectoryReader
@@ -80,6 +83,16 @@ class EmulatedLearner:
 
     def weights(self) -> Iterator[tuple[str, np.ndarray]]:
         yield "emulated.weight", np.full(16, self.state.step, np.float32)
+        if self._start.size:
+            yield "emulated.more", self._moved()
+
+    def _moved(self) -> np.ndarray:
+        """By one unit in bfloat16's last place for each step that was an element's turn."""
+        bits = self._start.astype(np.float32).view(np.uint32)
+        for place in range(min(self.state.step, MOVED_EVERY)):
+            turns = (self.state.step - 1 - place) // MOVED_EVERY + 1
+            bits[place::MOVED_EVERY] += np.uint32(turns << 16)
+        return bits.view(np.float32)
 
     def save(self, folder: Path) -> None:
         """Whole or not at all, and beside the one before it."""

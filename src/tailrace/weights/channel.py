@@ -6,7 +6,8 @@ reflected messages are refused, and each side is authenticated before weights ar
 plain TCP; between hosts they are TLS (`wire/tls.py`), and a relay that listens to other hosts refuses plain ones.
 
 Every wait has a deadline that restarts with every byte that moves. Every failure is a `ChannelError` that names the
-peer and what was waited for.
+peer and what was waited for. Between two requests a connection stays open without one: the system asks from time to
+time whether the peer is still there.
 """
 
 from __future__ import annotations
@@ -29,12 +30,13 @@ from tailrace.types import MALFORMED
 from tailrace.weights.messages import DECODER, LONGEST_RANGES, AnyMessage
 from tailrace.wire.tls import Identity, caller_context, fingerprint
 
-MAGIC = b"tailrace relay 6"
+MAGIC = b"tailrace relay 7"
 NONCE = TAG = 32
 LONGEST_MESSAGE = LONGEST_RANGES + 4096  # an offer names every range of its part
 CONNECT_S = 5.0
 HANDSHAKE_S = 10.0  # for the handshake and the first request, so that an unauthenticated caller holds no thread longer
 STALL_S = 10.0  # without a byte from the peer
+KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}  # seconds, seconds, and how often
 RECORD = 64 << 10  # bytes handed to TLS at once, because its timeout is for the whole call
 TLS_HANDSHAKE = 0x16  # the first byte of every TLS connection
 
@@ -96,6 +98,7 @@ class Channel:
         self._sides = (b"", b"")  # ours and the peer's, signed with every message: a reflected message is refused
         self._sent = self._received = 0  # messages: their sequence numbers
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        _keep_alive(connection)
         if hasattr(socket, "TCP_USER_TIMEOUT"):  # a cut network accepts small messages for a long time
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, int(stall_s * 1000)))
 
@@ -179,13 +182,21 @@ class Channel:
         """Until something has come, do this again and again."""
         with self._waiting("receive from", what):
             until = time.monotonic() + (self._socket.gettimeout() or 0.0)
-            arriving = select.poll()  # not `select`: a relay may have more descriptors than that takes
-            arriving.register(self._socket, select.POLLIN)
+            arriving = _arriving(self._socket)
             while not (self._is_buffered() or arriving.poll(0)):
                 meanwhile()
                 if time.monotonic() > until:
                     raise TimeoutError
                 time.sleep(pause_s)
+
+    def wait_for_request(self) -> None:
+        """However long it takes."""
+        if not self._is_buffered():
+            _arriving(self._socket).poll()
+
+    def is_quiet(self) -> bool:
+        """Between two requests: the peer has neither closed the connection nor said something unasked."""
+        return not self.aborted and not self._is_buffered() and not _arriving(self._socket).poll(0)
 
     def _is_buffered(self) -> bool:
         """TLS has decrypted more than was asked for."""
@@ -246,6 +257,12 @@ class Channel:
 
     # ----------------------------------------------------------------------------------------------------------- end
 
+    def set_congestion(self, algorithm: str) -> None:
+        """Of what is sent to another host from here, where the system has that algorithm and allows it."""
+        if algorithm and hasattr(socket, "TCP_CONGESTION") and not self.is_local():
+            with suppress(OSError):
+                self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, algorithm.encode())
+
     def is_local(self) -> bool:
         """Whether both ends have the same IP address, and so are on one host."""
         try:
@@ -267,6 +284,20 @@ class Channel:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _arriving(connection: socket.socket) -> select.poll:
+    """To be polled; not `select`: a relay may have more descriptors than that takes."""
+    arriving = select.poll()
+    arriving.register(connection, select.POLLIN)
+    return arriving
+
+
+def _keep_alive(connection: socket.socket) -> None:
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in KEEPALIVE.items():
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def connect(address: Address, stall_s: float = STALL_S, until: float = math.inf) -> Channel:

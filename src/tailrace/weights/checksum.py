@@ -42,15 +42,26 @@ class RunningChecksum:
             if end > position:
                 return
             self._add(self.hashed, end)
-            self.hashed = end
+            start, self.hashed = self.hashed, end
+            self._given.pop(start, None)  # only now, so that readers find its checksum here or there
 
     def give(self, start: int, checksum: bytes) -> None:
         """Of the piece that begins there: it is verified already, so it is not hashed again."""
         self._given[start] = checksum
 
+    def known_from(self, position: int) -> int:
+        """Up to where, from `position` on, all pieces have a checksum."""
+        while position in self._given:
+            position = min(position + PIECE, self._size)
+        return max(position, self.hashed)
+
     def checksums(self, start: int, end: int) -> bytes:
         """Of the pieces from `start` to `end`; waits for the pool."""
         assert start % PIECE == 0
+        pieces = ((first, min(first + PIECE, end)) for first in range(start, end, PIECE))
+        return b"".join([self._given.get(first) or self._hashed_checksums(first, last) for first, last in pieces])
+
+    def _hashed_checksums(self, start: int, end: int) -> bytes:
         assert end <= self.hashed
         first, last = start // PIECE * CHECKSUM_BYTES, -(-end // PIECE) * CHECKSUM_BYTES
         with self._collecting:
@@ -61,7 +72,7 @@ class RunningChecksum:
     def digest(self) -> str:
         """Of the whole buffer; waits for the pool."""
         assert self.hashed == self._size, "asked for the checksum of a part"
-        pieces = self.checksums(0, self._size)
+        pieces = self._hashed_checksums(0, self._size)
         return pieces.hex() if len(pieces) == CHECKSUM_BYTES else xxhash.xxh3_64_hexdigest(pieces)
 
     def release_buffer(self) -> None:
@@ -70,7 +81,7 @@ class RunningChecksum:
 
     def _add(self, start: int, end: int) -> None:
         if self._pool is None:
-            self._checksums += self._given.pop(start, b"") or piece_checksums(self.buffer[start:end])
+            self._checksums += self._given.get(start) or piece_checksums(self.buffer[start:end])
         else:
             self._tasks.append(self._pool.submit(piece_checksums, self.buffer[start:end]))
 

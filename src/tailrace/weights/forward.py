@@ -15,7 +15,9 @@ from threading import Thread
 
 from tailrace.types import RelayId, Version
 from tailrace.weights.channel import Address, ChannelError
-from tailrace.weights.messages import ReceivingElsewhere
+from tailrace.weights.delta_transport import DeltaBases, DeltaRates
+from tailrace.weights.messages import ReceivingElsewhere, VersionSealed
+from tailrace.weights.region import MappedVersion
 from tailrace.weights.streams import Hop
 from tailrace.weights.transfer import Lender, OfferResult
 from tailrace.weights.version_buffer import InterruptedVersionError, VersionBuffer
@@ -41,12 +43,15 @@ class Forwarder(Thread):
         stall_s: float,
         streams: int = 0,
         lender: Lender | None = None,
+        congestion: str = "",
     ) -> None:
         super().__init__(name=f"to relay {target}", daemon=True)
         self.target, self.address = target, address
         self._table, self._report, self._stall_s = table, report, stall_s
-        self._hop = Hop(token, chunk, streams, stall_s, lender)
+        self._hop = Hop(token, chunk, streams, stall_s, lender, congestion)
+        self._rates = DeltaRates()
         self._delivered: set[Version] = set()
+        self._held: MappedVersion | None = None  # what the target got last: kept, because it may be far behind
         self._stopped = False
         self._pause_s = FIRST_PAUSE_S
         self._reported = ""
@@ -55,11 +60,13 @@ class Forwarder(Thread):
     def run(self) -> None:
         while (buffer := self._next()) is not None:
             self._deliver(buffer)
+        self._hop.close()
 
     def restart(self) -> None:
         """Offer everything again: the target may have lost what it had."""
         with self._table.changed:
             self._delivered.clear()
+            self._held = None
             self._pause_s = FIRST_PAUSE_S
             self._table.changed.notify_all()
 
@@ -88,21 +95,25 @@ class Forwarder(Thread):
         except ChannelError as error:
             self._failed(buffer.version, str(error))
         else:
-            self._answered(buffer.version, result)
+            self._answered(buffer, result)
 
     def _offer(self, buffer: VersionBuffer) -> OfferResult:
         with self._hop.open(self.address) as channel:
             if self._stopped:
                 raise ChannelError("the route has changed")
-            return self._hop.offer(channel, self.address, buffer)
+            bases = [*self._table.bases(buffer), *([self._held] if self._held else [])]
+            deltas = DeltaBases(bases, buffer.size, buffer.encoded, self._rates)
+            return self._hop.offer(channel, self.address, buffer, bases=deltas)
 
-    def _answered(self, version: Version, result: OfferResult) -> None:
+    def _answered(self, buffer: VersionBuffer, result: OfferResult) -> None:
         if isinstance(result, ReceivingElsewhere):
             self._pause(growing=False)
             return
         self._reported, self._pause_s, self._failing_since = "", FIRST_PAUSE_S, math.inf
         with self._table.changed:
-            self._delivered = (self._delivered & self._table.buffers.keys()) | {version}
+            self._delivered = (self._delivered & self._table.buffers.keys()) | {buffer.version}
+            if isinstance(result, VersionSealed) and not (self._held and self._held.version > buffer.version):
+                self._held = buffer.mapped
 
     def _failed(self, version: Version, reason: str) -> None:
         now = time.monotonic()

@@ -23,6 +23,13 @@ class TransferMessage(Struct, tag_field="kind", tag=True):
     pass
 
 
+class BaseVersion(Struct):
+    """A version that both ends may hold, byte for byte."""
+
+    version: VersionNumber
+    checksum: Annotated[str, Meta(max_length=64)]
+
+
 class OfferVersion(TransferMessage):
     """The sender can send this version, or a part of it.
 
@@ -30,7 +37,8 @@ class OfferVersion(TransferMessage):
     of these very bytes, and the same for all parts: what is partly here is only completed with the same id.
     `destination`: the relay that assembles the version, if the receiver is only to pass the part on to it.
     `from_trainer`: the sender is the trainer, which may bring back a version that was dropped; `generation` counts its
-    starts. `in_place`: the sender is on the same host and wants to write into the receiver's shared memory itself."""
+    starts. `in_place`: the sender is on the same host and wants to write into the receiver's shared memory itself.
+    `bases`: versions from which the sender can send the differences instead."""
 
     version: VersionNumber
     size: VersionSize
@@ -41,13 +49,16 @@ class OfferVersion(TransferMessage):
     ranges: Annotated[bytes, Meta(max_length=LONGEST_RANGES)] = b""
     destination: Annotated[str, Meta(max_length=400)] = ""
     nixl: Annotated[str, Meta(max_length=64)] = ""  # the sender's agent, if it can lend the bytes by NIXL
+    bases: Annotated[tuple[BaseVersion, ...], Meta(max_length=16)] = ()
 
 
 class AcceptVersion(TransferMessage):
-    """Send it from byte `start` of the part; the receiver has what is before."""
+    """Send it from byte `start` of the part; the receiver has what is before. `base`: one of the offered ones, from
+    which the differences are enough."""
 
     start: Bytes = 0
     nixl: bool = False  # by NIXL, if that is still possible
+    base: VersionNumber | None = None
 
 
 class RegisteredMemory(TransferMessage):
@@ -59,12 +70,14 @@ class RegisteredMemory(TransferMessage):
 
 class ChunkHeader(TransferMessage):
     """`size` raw bytes follow, which begin at `position` of the part; `checksums` are those of their pieces. `lent`:
-    they do not follow, but are to be read from the sender's registered memory."""
+    they do not follow, but are to be read from the sender's registered memory. `encoded`: so many bytes follow instead,
+    with the differences from the base (`delta_transport.py`)."""
 
     position: Bytes
     size: Bytes
     checksums: Annotated[bytes, Meta(max_length=1024)]
     lent: bool = False
+    encoded: Bytes = 0
 
 
 class ChunkTaken(TransferMessage):

@@ -42,7 +42,7 @@ class _Passage:
         self._sender.send(answer)
 
     def _chunk(self, message: AnyMessage) -> None:
-        if isinstance(message, ChunkHeader) and not message.lent:
+        if isinstance(message, ChunkHeader) and not (message.lent or message.encoded):
             data = self._verified(message)
             self._receiver.send(message)
             self._receiver.send_bytes(data, self._name)

@@ -160,6 +160,7 @@ class Publisher:
         with self._changed:
             self._hops.add(delivery.hop)
         reason = STOPPING if self._closed.is_set() else self._retry(delivery)
+        delivery.hop.close()
         with self._changed:
             self._hops.discard(delivery.hop)
             delivery.snapshot.senders -= 1

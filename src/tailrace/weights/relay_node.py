@@ -18,11 +18,13 @@ from threading import Lock, Thread
 from tailrace.types import RelayId, Struct, Version, label
 from tailrace.weights.channel import STALL_S, Address, Channel, ChannelError, TokenError
 from tailrace.weights.checksum import chunk_bytes
+from tailrace.weights.delta_transport import DeltaReceiver
 from tailrace.weights.forward import Forwarder
 from tailrace.weights.messages import (
     AcceptVersion,
     AlreadyHeld,
     AnyMessage,
+    BaseVersion,
     KeepAlive,
     OfferVersion,
     PullAccepted,
@@ -38,7 +40,7 @@ from tailrace.weights.pass_on import pass_on
 from tailrace.weights.region import SharedMemoryError
 from tailrace.weights.shared_memory import SharedMemory
 from tailrace.weights.streams import Hop
-from tailrace.weights.transfer import CHUNK, KEEPALIVE_S, receive, receive_in_place, send
+from tailrace.weights.transfer import CHUNK, KEEPALIVE_S, DamagedChunkError, receive, receive_in_place, send
 from tailrace.weights.version_buffer import InterruptedVersionError, PartBuffer, VersionBuffer
 from tailrace.weights.version_table import VersionTable
 from tailrace.wire import descriptors
@@ -62,7 +64,7 @@ class TransferFailure(Struct):
 
 class RelayNode:
     """Listens from its creation on, at `address`. `listen` is an IP address of this host, or a network that this host
-    has an address in; connections off the loopback are encrypted."""
+    has an address in; connections off the loopback are encrypted. `full_every` and `congestion`: as in the settings."""
 
     def __init__(
         self,
@@ -77,12 +79,15 @@ class RelayNode:
         stall_s: float = STALL_S,
         streams: int = 0,
         nixl: NixlTransport | None = None,
+        full_every: int = 1,
+        congestion: str = "",
     ) -> None:
         self.id, self.memory = id, memory
         self._token, self._on_stored, self._on_failed = token, on_stored, on_failed
         self._chunk = chunk_bytes(chunk_mbytes, CHUNK)
         self._stall_s, self._streams, self._nixl = stall_s, streams, nixl
-        self._passing = Hop(token, stall_s=stall_s)
+        self._full_every, self._congestion = full_every, congestion
+        self._passing = Hop(token, stall_s=stall_s, congestion=congestion)
         self._table = VersionTable()
         self._generation = 0  # of the newest trainer; guarded by the table
         self._lock = Lock()  # guards the next five
@@ -156,7 +161,7 @@ class RelayNode:
         if id in self._forwarders:
             self._forwarders[id].restart()
             return
-        pace = (self._chunk, self._stall_s, self._streams, self._nixl)
+        pace = (self._chunk, self._stall_s, self._streams, self._nixl, self._congestion)
         forwarder = Forwarder(id, address, self._token, self._table, self._not_forwarded, *pace)
         self._forwarders[id] = forwarder
         forwarder.start()
@@ -183,6 +188,7 @@ class RelayNode:
                 time.sleep(0.0 if self._closed else 0.01)
                 continue
             channel = Channel(connection, Address(*address[:2]).host_port, self._stall_s)
+            channel.set_congestion(self._congestion)
             thread = Thread(target=self._serve, args=(channel,), name=f"from {channel.peer}", daemon=True)
             with self._lock:
                 if self._closed:
@@ -216,12 +222,16 @@ class RelayNode:
         except TokenError:
             channel.send(VersionRefused("another token"))  # the caller cannot verify it, which tells it enough
             return
-        if isinstance(request, OfferVersion):
-            self._offered(channel, request)
-        elif isinstance(request, PullVersion):
-            self._serve_pull(channel, request)
+        while True:
+            if isinstance(request, OfferVersion):
+                self._offered(channel, request)
+            elif isinstance(request, PullVersion):
+                self._serve_pull(channel, request)
+            channel.wait_for_request()
+            request = channel.receive("the next request")
 
     def _offered(self, channel: Channel, request: OfferVersion) -> None:
+        """A `ChannelError` if the connection is of no use any more."""
         try:
             part = Part.unpack(request.size, request.ranges)
         except ValueError as error:
@@ -242,6 +252,7 @@ class RelayNode:
                 pass_on(channel, receiver, request, part.size)
         except (ChannelError, ValueError) as error:
             channel.send(VersionRefused(f"it cannot be passed on: {error}"))
+            raise ChannelError(str(error)) from error  # the sender may be in the middle of a chunk
 
     # ----------------------------------------------------------------------------------------------------- receiving
 
@@ -251,15 +262,16 @@ class RelayNode:
             channel.send(buffer)
             return
         try:
-            self._end(buffer, self._receive_bytes(channel, buffer, request.nixl))
+            self._end(buffer, self._receive_bytes(channel, buffer, request))
             self._wait_for_others(channel, buffer.version)
         except (ChannelError, SharedMemoryError, OSError) as error:
             self._interrupted(buffer, error)
-            return
+            raise ChannelError(str(error)) from error
         channel.send(VersionSealed())
 
-    def _receive_bytes(self, channel: Channel, buffer: PartBuffer, lender: str) -> str:
-        """Returns the version's checksum, if the sender knows it. `lender`: the sender's agent, if it has NIXL."""
+    def _receive_bytes(self, channel: Channel, buffer: PartBuffer, request: OfferVersion) -> str:
+        """Returns the version's checksum, if the sender knows it."""
+        lender = request.nixl  # the sender's agent, if it has NIXL
         if buffer.version.in_place:
             region = buffer.version.region
             channel.send(WriteTarget(str(region.path), region.inode))
@@ -267,16 +279,33 @@ class RelayNode:
             return ""
         buffer.version.grow()  # it may be the last part to be known, and the others ahead of it
         if not lender or self._nixl is None:
-            channel.send(AcceptVersion(buffer.written))
-            return receive(channel, buffer)
+            return self._receive_from_socket(channel, buffer, request)
         with self._nixl.receiving(channel, lender) as reader:
             channel.send(AcceptVersion(buffer.written, self._nixl.wants(channel, lender, buffer.size)))
             return receive(channel, buffer, reader)
+
+    def _receive_from_socket(self, channel: Channel, buffer: PartBuffer, request: OfferVersion) -> str:
+        version, base = buffer.version, self._base(buffer.version, request)
+        if base is None or base.mapped is None:
+            channel.send(AcceptVersion(buffer.written))
+            return receive(channel, buffer)
+        version.deltas = base.deltas + 1
+        channel.send(AcceptVersion(buffer.written, base=base.version))
+        return receive(channel, buffer, DeltaReceiver(channel, buffer.part, base.mapped, version.encoded))
+
+    def _base(self, version: VersionBuffer, request: OfferVersion) -> VersionBuffer | None:
+        """The newest version that both ends hold, unless it is time for a whole copy."""
+        with self._table.changed:
+            held = [self._table.buffers.get(name.version) for name in request.bases if _is_held(name, self._table)]
+        bases = [base for base in held if base and base.size == version.size and base.deltas + 1 < self._full_every]
+        return max(bases, key=lambda base: base.version) if bases and not version.whole_only else None
 
     def _end(self, buffer: PartBuffer, checksum: str) -> None:
         """The version is sealed with its last part."""
         with self._table.changed:  # so that a `drop` comes before or after
             sealed = buffer.version.end(buffer, checksum)
+            if sealed:
+                self._table.forget_encoded(buffer.version)
         if sealed:
             self._on_stored(buffer.version.version)
 
@@ -347,12 +376,18 @@ class RelayNode:
         with self._table.changed:
             if version.sealed:
                 return  # and only the sender does not know
+            version.whole_only |= isinstance(error, DamagedChunkError)
             if _can_resume(version, error):
                 buffer.pause(self._stall_s)
             elif self._table.buffers.get(version.version) is version:
                 self._discard(version)
         if not self._closed:
             self._on_failed(TransferFailure(version.version, None, str(error)))
+
+
+def _is_held(name: BaseVersion, table: VersionTable) -> bool:
+    buffer = table.buffers.get(name.version)
+    return buffer is not None and buffer.mapped is not None and buffer.mapped.checksum == name.checksum
 
 
 def _belongs_to(request: OfferVersion, version: VersionBuffer) -> bool:

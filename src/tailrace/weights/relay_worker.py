@@ -54,6 +54,8 @@ def run(spec: ComponentSpec) -> None:
         chunk_mbytes=relay.chunk_mbytes,
         streams=relay.streams,
         nixl=_nixl(relay),
+        full_every=relay.full_every,
+        congestion=relay.congestion,
     )
     controller.open(address=str(node.address), arena=str(memory.path))
     join()

@@ -16,7 +16,7 @@ from threading import Lock
 from tailrace.weights.channel import STALL_S, Address, Channel, ChannelError, connect
 from tailrace.weights.messages import ReceivingElsewhere
 from tailrace.weights.part import STRIPE_BLOCK, Part, stripes
-from tailrace.weights.transfer import CHUNK, Lender, OfferResult, VersionSource, offer
+from tailrace.weights.transfer import CHUNK, Bases, Lender, OfferResult, VersionSource, offer
 
 ROUND_TRIP_S = 0.01  # that one stream is good for
 MOST_STREAMS = 8
@@ -45,7 +45,8 @@ class Stripe:
 
 
 class Hop:
-    """To one relay at a time. `streams`: 0 for as many as the round trip asks for. `bytes_sent` counts weights."""
+    """Connections to relays, which stay open for the next version. `streams`: 0 for as many as the round trip asks for.
+    `congestion`: TCP's algorithm on them, if the system has it. `bytes_sent` counts weights."""
 
     def __init__(
         self,
@@ -54,29 +55,70 @@ class Hop:
         streams: int = 0,
         stall_s: float = STALL_S,
         lender: Lender | None = None,
+        congestion: str = "",
     ) -> None:
         self._token, self._chunk, self._streams, self._stall_s = token, chunk, streams, stall_s
-        self._lender = lender
-        self._lock = Lock()  # guards the next two
-        self._channels: set[Channel] = set()
+        self._lender, self._congestion = lender, congestion
+        self._lock = Lock()  # guards the next three
+        self._channels: set[Channel] = set()  # in use
+        self._idle: dict[Address, list[Channel]] = {}
         self._aborted = ""
         self.bytes_sent = 0
 
     @contextmanager
     def open(self, address: Address) -> Iterator[Channel]:
-        """A connection that `abort` ends."""
-        with connect(address, self._stall_s) as channel:
-            with self._lock:
-                if self._aborted:
-                    raise ChannelError(self._aborted)
-                self._channels.add(channel)
-            try:
+        """A connection that `abort` ends; an open one if there is. After an error it is closed."""
+        channel = self._take(address) or self._connect(address)
+        sent = channel.weight_bytes_sent
+        try:
+            if not channel.authenticated:
                 channel.call(self._token, address.fingerprint)
-                yield channel
-            finally:
-                with self._lock:
-                    self._channels.discard(channel)
-                    self.bytes_sent += channel.weight_bytes_sent
+            yield channel
+            self._keep(address, channel)
+        except BaseException:
+            channel.close()
+            raise
+        finally:
+            with self._lock:
+                self._channels.discard(channel)
+                self.bytes_sent += channel.weight_bytes_sent - sent
+
+    def close(self) -> None:
+        """Of connections that nobody uses."""
+        with self._lock:
+            idle, self._idle = [each for kept in self._idle.values() for each in kept], {}
+        for channel in idle:
+            channel.close()
+
+    def _connect(self, address: Address) -> Channel:
+        channel = connect(address, self._stall_s)
+        channel.set_congestion(self._congestion)
+        return self._use(channel)
+
+    def _take(self, address: Address) -> Channel | None:
+        with self._lock:
+            kept = self._idle.pop(address, [])
+            quiet = [channel for channel in kept if channel.is_quiet()]
+            self._idle[address] = quiet[1:]
+        for channel in kept:
+            if channel not in quiet:
+                channel.close()
+        return self._use(quiet[0]) if quiet else None
+
+    def _use(self, channel: Channel) -> Channel:
+        with self._lock:
+            if not self._aborted:
+                self._channels.add(channel)
+                return channel
+        channel.close()
+        raise ChannelError(self._aborted)
+
+    def _keep(self, address: Address, channel: Channel) -> None:
+        with self._lock:
+            if not (self._aborted or channel.aborted):
+                self._idle.setdefault(address, []).append(channel)
+                return
+        channel.close()
 
     def offer(
         self,
@@ -85,11 +127,12 @@ class Hop:
         source: VersionSource,
         from_trainer: bool = False,
         destination: str = "",
+        bases: Bases | None = None,
     ) -> OfferResult:
         """Over this connection to `address`, and over more if need be; as `transfer.offer`."""
 
         def send(open_channel: Channel, part: VersionSource) -> OfferResult:
-            return offer(open_channel, part, self._chunk, from_trainer, destination, self._lender)
+            return offer(open_channel, part, self._chunk, from_trainer, destination, self._lender, bases)
 
         count = streams_for(channel, source.part.size, self._streams)
         return send(channel, source) if count == 1 else self._in_stripes(channel, address, source, count, send)
@@ -121,6 +164,7 @@ class Hop:
         with self._lock:
             self._aborted = reason
         self._disconnect()
+        self.close()
 
     def _disconnect(self) -> None:
         with self._lock:

@@ -1,4 +1,4 @@
-"""The protocol that transfers one weight version, or a part of one, over a channel; every channel carries one.
+"""The protocol that transfers one weight version, or a part of one, over a channel; the next one may follow.
 
     sender    OfferVersion                        replica   PullVersion
     receiver  AcceptVersion | AlreadyHeld |       relay     PullAccepted | VersionRefused
@@ -16,7 +16,8 @@ whose checksums are wrong, ends the connection, and the next one resumes before 
 
 How the bytes of chunks get to the receiver is a `ChunkSender`'s and a `ChunkReceiver`'s matter: they follow the header
 on the same socket (`OverSocket`), or the receiver reads them by NIXL (`nixl_transport.py`) if both can. Then the sender
-says first which memory it lends (`RegisteredMemory`), and the receiver what it has read (`ChunkTaken`).
+says first which memory it lends (`RegisteredMemory`), and the receiver what it has read (`ChunkTaken`). If both have an
+earlier version, only the differences follow (`delta_transport.py`).
 
 A trainer on the receiver's host sends no bytes: it offers the version `in_place`, gets a `WriteTarget` in shared
 memory, writes there, and reports its progress with `WrittenUpTo`.
@@ -29,6 +30,8 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
+from msgspec.structs import replace
+
 from tailrace.types import Version, label
 from tailrace.weights.channel import Channel, ChannelError, VersionRefusedError
 from tailrace.weights.checksum import CHECKSUM_BYTES, PIECE
@@ -36,6 +39,7 @@ from tailrace.weights.messages import (
     AcceptVersion,
     AlreadyHeld,
     AnyMessage,
+    BaseVersion,
     ChunkHeader,
     EndOfVersion,
     KeepAlive,
@@ -108,6 +112,20 @@ class Lender(Protocol):
     def sending(self, channel: Channel) -> AbstractContextManager[ChunkSender]: ...
 
 
+class Bases(Protocol):
+    """Versions from which the differences can be sent; `names` are for the offer. `base`: None for all of it."""
+
+    @property
+    def names(self) -> tuple[BaseVersion, ...]: ...
+    def sending(
+        self, channel: Channel, part: Part, base: Version | None, chunk: int
+    ) -> AbstractContextManager[ChunkSender]: ...
+
+
+class DamagedChunkError(ChannelError):
+    """A chunk has other checksums than it was sent with."""
+
+
 class OverSocket:
     """Both ends of the way over a channel's own socket."""
 
@@ -122,8 +140,8 @@ class OverSocket:
         raise ChannelError(f"{self._channel.peer} lends memory, which nobody has asked for")
 
     def take(self, chunk: ChunkHeader, targets: list[memoryview], rest: str) -> None:
-        if chunk.lent:
-            raise ChannelError(f"{self._channel.peer} lends a chunk, which nobody has asked for")
+        if chunk.lent or chunk.encoded:
+            raise ChannelError(f"{self._channel.peer} sent a chunk in a way that nobody has asked for")
         self._channel.receive_weights(targets, rest)
 
 
@@ -134,18 +152,30 @@ def offer(
     from_trainer: bool = False,
     destination: str = "",
     lender: Lender | None = None,
+    bases: Bases | None = None,
 ) -> OfferResult:
     """Offer a version and send it if it is accepted; returns when the receiver has sealed it or does not need it.
-    `destination` is as in `OfferVersion`; with a `lender` the receiver may choose the way."""
+    `destination` is as in `OfferVersion`; with a `lender` or `bases` the receiver may choose the way."""
     name = label("version", source.version)
-    channel.send(_offer(source, from_trainer, destination=destination, nixl=lender.name if lender else ""))
+    request = _offer(source, from_trainer, destination=destination, nixl=lender.name if lender else "")
+    channel.send(replace(request, bases=bases.names) if bases else request)
     answer = channel.receive(f"an answer to the offer of {name}")
     if isinstance(answer, AcceptVersion):
-        way = lender.sending(channel) if lender and answer.nixl else nullcontext(OverSocket(channel, chunk))
-        with way as sender:
+        with _way(channel, source.part, answer, chunk, lender, bases) as sender:
             send(channel, source, answer.start, sender=sender)
         answer = confirmation(channel, source.version)
     return _result(channel, source.version, answer)
+
+
+def _way(
+    channel: Channel, part: Part, answer: AcceptVersion, chunk: int, lender: Lender | None, bases: Bases | None
+) -> AbstractContextManager[ChunkSender]:
+    """The one that the receiver has chosen."""
+    if lender and answer.nixl:
+        return lender.sending(channel)
+    if bases:
+        return bases.sending(channel, part, answer.base, chunk)
+    return nullcontext(OverSocket(channel, chunk))
 
 
 def offer_in_place(channel: Channel, source: VersionSource, write: Write) -> OfferResult:
@@ -235,7 +265,7 @@ def _receive_chunk(channel: Channel, buffer: PartBuffer, chunk: ChunkHeader, res
     check_chunk(chunk, buffer.size, sent, rest)
     way.take(chunk, buffer.claim(chunk.size), rest)
     if not buffer.confirm(chunk.size, chunk.checksums):
-        raise ChannelError(f"{sent} damaged, of {rest}")
+        raise DamagedChunkError(f"{sent} damaged, of {rest}")
 
 
 def check_chunk(chunk: ChunkHeader, size: int, sent: str, rest: str) -> None:

@@ -14,6 +14,7 @@ from threading import Condition, Lock
 from tailrace.types import Version, label
 from tailrace.weights.channel import Channel, ChannelError
 from tailrace.weights.checksum import CHECKSUM_BYTES, PIECE, RunningChecksum, scattered_checksums
+from tailrace.weights.delta import EncodedPieces
 from tailrace.weights.part import Part
 from tailrace.weights.region import MappedVersion, Region, SharedMemoryError, allocate
 
@@ -105,6 +106,9 @@ class VersionBuffer:
         self.written = 0
         self.data = region.buffer
         self.mapped: MappedVersion | None = None  # once it is sealed
+        self.encoded = EncodedPieces()  # for those that it is sent to as differences
+        self.deltas = 0  # how many differences, one after the other, it was made by since there was a whole copy
+        self.whole_only = False  # a difference has led to other bytes
         self._expected = ""  # checksum, from a sender that knows it
         self._resume_by = math.inf  # on the monotonic clock, while nobody sends
         self._interrupted = ""  # why it will never be complete
@@ -239,9 +243,9 @@ class VersionBuffer:
     # -------------------------------------------------------------------------------------------------------- readers
 
     def ready(self, position: int, timeout_s: float) -> memoryview:
-        """The verified bytes from `position` on; empty if none come in time."""
-        self._wait(lambda: self._checksum.hashed > position, timeout_s)
-        return self.data[position : self._checksum.hashed]
+        """The verified bytes from `position` on; empty if none come in time. Pieces may come in any order."""
+        self._wait(lambda: self._checksum.known_from(position) > position, timeout_s)
+        return self.data[position : self._checksum.known_from(position)]
 
     def checksums(self, start: int, end: int) -> bytes:
         return self._checksum.checksums(start, end)

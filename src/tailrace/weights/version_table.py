@@ -5,7 +5,10 @@ from __future__ import annotations
 from threading import Condition
 
 from tailrace.types import Version
+from tailrace.weights.region import MappedVersion
 from tailrace.weights.version_buffer import VersionBuffer
+
+MOST_BASES = 8  # that an offer names
 
 
 class VersionTable:
@@ -34,6 +37,19 @@ class VersionTable:
     def sendable(self) -> set[Version]:
         """What is sealed or arriving."""
         return {version for version, buffer in self.buffers.items() if not buffer.paused}
+
+    def bases(self, version: VersionBuffer) -> list[MappedVersion]:
+        """The newest of those that it may differ little from."""
+        with self.changed:
+            held = [each.mapped for each in self.buffers.values() if each is not version and each.mapped]
+        return sorted(held, key=lambda each: -each.version)[:MOST_BASES]
+
+    def forget_encoded(self, newest: VersionBuffer) -> None:
+        """Of versions before it: whoever still lacks them can do without."""
+        with self.changed:
+            for version, buffer in self.buffers.items():
+                if version < newest.version:
+                    buffer.encoded.clear()
 
     def sealed(self) -> tuple[Version, ...]:
         with self.changed:

@@ -169,6 +169,7 @@ class Offer(Message):
     )  # of a host with ranks: the first address of each
     leaving: bool = False
     reason: Annotated[str, Meta(max_length=1000)] = ""
+    site: Annotated[str, Meta(max_length=64)] = ""  # where it is, if it is far away
 
 
 class Accused(Message):

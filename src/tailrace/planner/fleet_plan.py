@@ -1,0 +1,291 @@
+"""A plan for several kinds of card, in phases.
+
+1. The mixed-integer program (`fleet_program.py`) says who trains, who generates in which shape, and how many cards of
+   each: for most throughput with the cards that are there or within a budget, or for a throughput at the least price.
+2. The choice is placed (`placement_of`): trainer ranks on the first hosts of their kind, replicas on the others,
+   versions from the fastest link to the slowest.
+3. The simulator judges the few best: the program's choice, the best in which one kind generates alone, with a trainer
+   of each other kind, and with a trainer one size larger and smaller. What it shows the stages to reach of their
+   figures, for each kind of card, goes back into the program, for `ROUNDS` rounds or until nothing new comes out.
+
+The schedule and its bounds are the user's. The points tried depend on results alone, so a plan is the same anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+from math import isfinite
+from typing import NamedTuple
+
+import msgspec
+
+from tailrace.config import Config, ConfigError, with_values
+from tailrace.config.kinds import GpuKind
+from tailrace.planner.fleet_program import (
+    FleetChoice,
+    FleetGoal,
+    FleetProblem,
+    ReplicaOption,
+    TrainerOption,
+    best_fleet,
+)
+from tailrace.planner.fleet_rates import FleetFigures, StageScale, config_of, counted
+from tailrace.planner.search import AS_FAST, Evaluate, Progress, evaluator
+from tailrace.sim.bound import bound
+from tailrace.sim.cost_model import check_fit
+from tailrace.sim.result import Result
+
+ROUNDS = 5  # of program and simulator
+SOLUTIONS = 4  # of the program until its replicas' batches fit their number
+JUDGED = 7  # candidates of a round
+STEPS = 5  # of a simulation, once it is steady
+BEATS, MOST_HEARTBEAT_S = 20, 30.0  # heartbeats of a step, and the time between two
+MOST_IDLE = 0.9  # of a trainer from which anything is learnt of its speed
+COMES_NEAR = 0.6  # of the best throughput or price: others are not worth a simulation
+
+
+class Part(NamedTuple):
+    """Of the problem of phase 1: which trainers and replicas it has."""
+
+    trains: Callable[[TrainerOption], bool] = lambda option: True
+    generates: Callable[[ReplicaOption], bool] = lambda option: True
+    fresh: bool = True  # no site is too far
+
+
+WHOLE = Part()
+
+
+class HostGroup(NamedTuple):
+    """Hosts of a kind that have the same on them."""
+
+    kind: GpuKind
+    nodes: int
+    ranks: int  # on each
+    replicas: int
+
+
+class FleetCandidate(msgspec.Struct, frozen=True):
+    """A choice of the program, as a config, and what the simulator says of it."""
+
+    config: Config
+    choice: FleetChoice
+    dollars: float  # an hour
+    result: Result
+
+
+class FleetPlan(msgspec.Struct, frozen=True, kw_only=True):
+    asked: Config
+    goal: FleetGoal
+    best: FleetCandidate
+    others: tuple[FleetCandidate, ...]  # best first
+    hosts: tuple[HostGroup, ...]
+    simulations: int
+
+    @property
+    def reached(self) -> bool:
+        """A throughput that was asked for, within the simulator's own 1 %."""
+        return self.best.result.tokens_per_s >= AS_FAST * self.goal.tokens_per_s
+
+
+def plan_fleet(config: Config, goal: FleetGoal, progress: Progress | None = None, processes: int = 2) -> FleetPlan:
+    """Of several kinds of card, or within a budget; ConfigError where no choice of cards can do it."""
+    if config.costs.measured:
+        raise ConfigError("[costs] are of the processes of one machine, which has no kinds of card; leave them out")
+    fleet = counted(config)
+    with evaluator(processes) as evaluate:
+        search = FleetSearch(fleet, goal, evaluate, progress or (lambda done, total, text: None))
+        while search.rounds < ROUNDS and search.judge():
+            search.rounds += 1
+        return search.conclude()
+
+
+class FleetSearch:
+    def __init__(self, config: Config, goal: FleetGoal, evaluate: Evaluate, progress: Progress) -> None:
+        self.config = config
+        self.goal = goal
+        self.evaluate = evaluate
+        self.progress = progress
+        self.figures = FleetFigures(config)
+        self.scale = StageScale()
+        self.rounds = 0
+        self.found: dict[Config, FleetCandidate] = {}
+
+    # ------------------------------------------------------------------------------------------------------- phase one
+
+    def _solve(self, part: Part = WHOLE) -> FleetChoice | None:
+        """The best choice of a part of the problem. A replica's batch depends on how many there are, and few large ones
+        may do as well as many small ones: begin with several numbers."""
+        counts = {self.config.replicas, *[each.config.replicas for each in self.found.values()]}
+        settled = [choice for count in sorted(counts) if (choice := self._settled(count, part)) and choice.rate]
+        return min(settled, key=self._preference, default=None)
+
+    def _settled(self, replicas: int, part: Part) -> FleetChoice | None:
+        """Solve until there are as many replicas as their batch was taken for."""
+        choice = None
+        for _ in range(SOLUTIONS):
+            choice = best_fleet(self._problem(replicas, part), self.goal)
+            wanted = sum(count for _, count in choice.replicas) if choice else replicas
+            if wanted == replicas:
+                break
+            replicas = wanted
+        return choice
+
+    def _preference(self, choice: FleetChoice) -> tuple[float, float]:
+        dollars = choice.dollars(self.figures.kinds)
+        return (dollars, -choice.rate) if self.goal.tokens_per_s else (-choice.rate, dollars)
+
+    def _problem(self, replicas: int, part: Part = WHOLE) -> FleetProblem:
+        whole = self.figures.problem(replicas, self.scale, part.fresh)
+        kept = [number for number, option in enumerate(whole.trainers) if part.trains(option)]
+        far = frozenset((kept.index(trainer), kind) for trainer, kind in whole.too_far if trainer in set(kept))
+        return whole._replace(
+            trainers=tuple([whole.trainers[number] for number in kept]),
+            replicas=tuple([option for option in whole.replicas if part.generates(option)]),
+            too_far=far,
+        )
+
+    def _choices(self) -> Iterator[FleetChoice]:
+        best = self._solve()
+        if best is None:
+            raise ConfigError(self._refusal())
+        yield best
+        regardless = Part(fresh=False)  # the simulator keeps the staleness bound
+        parts = [regardless] if self.found else [regardless, *self._alone(best), *self._others(best)]
+        for part in parts:
+            other = self._solve(part)
+            if other and self._comes_near(other, best):
+                yield other
+
+    def _alone(self, best: FleetChoice) -> list[Part]:
+        """Each kind as the only one that generates: what it really reaches shows there."""
+        kinds = sorted({shape.kind for shape in self.figures.shapes})
+        return [Part(generates=lambda option, kind=kind: option.kind == kind) for kind in kinds]
+
+    def _others(self, best: FleetChoice) -> list[Part]:
+        """A trainer of another kind, or a size larger and smaller."""
+        sizes = [option.gpus for option in self.figures.trainers if option.kind == best.trainer.kind]
+        at = sizes.index(best.trainer.gpus)
+        beside = [(best.trainer.kind, sizes[index]) for index in (at + 1, at - 1) if 0 <= index < len(sizes)]
+        kinds = sorted({option.kind for option in self.figures.trainers} - {best.trainer.kind})
+        return [
+            *[Part(trains=lambda option, kind=kind: option.kind == kind) for kind in kinds],
+            *[Part(trains=lambda option, one=one: (option.kind, option.gpus) == one) for one in beside],
+        ]
+
+    def _comes_near(self, other: FleetChoice, best: FleetChoice) -> bool:
+        kinds = self.figures.kinds
+        per_dollar = [each.rate / max(each.dollars(kinds), 1e-9) for each in (other, best)]
+        return other.rate >= COMES_NEAR * best.rate and per_dollar[0] >= COMES_NEAR * per_dollar[1]
+
+    def _refusal(self) -> str:
+        if not self.figures.trainers or not self.figures.shapes:
+            what = "trains" if not self.figures.trainers else "holds a replica of"
+            return f"no kind of card in [cluster.cards] {what} {self.config.model.parameters / 1e9:.3g}B parameters"
+        everything = best_fleet(self._problem(self.config.replicas), FleetGoal())
+        if everything is None or not everything.rate:
+            return (
+                "no data would be fresh enough: versions take longer to the sites that generate than "
+                f"schedule.max_staleness = {self.config.schedule.max_staleness} allows; write more"
+            )
+        if self.goal.tokens_per_s:
+            return f"all cards together reach about {everything.rate:,.0f} tokens/s; write a lower --throughput"
+        cheapest = best_fleet(self._problem(self.config.replicas), FleetGoal(tokens_per_s=1e-3 * everything.rate))
+        least = cheapest.dollars(self.figures.kinds) if cheapest else 0.0
+        return f"a trainer and a replica cost ${least:,.2f} an hour at least; write a larger --budget"
+
+    # ---------------------------------------------------------------------------------------------------- judging
+
+    def judge(self) -> bool:
+        """Simulate the few best that have not been, and learn from the first what stages reach of their figures; False:
+        there were none."""
+        problem = self.figures.problem(self.config.replicas, StageScale())
+        new: dict[Config, FleetChoice] = {}
+        for choice in self._choices():
+            made = config_of(self.config, problem, choice)
+            if made not in self.found and made not in new and len(new) < JUDGED:
+                new[made] = choice
+        before, total = len(self.found), len(self.found) + len(new)
+        self.progress(before, total, "simulating the best fleets")
+        results = self.evaluate([_quick(each) for each in new])
+        for done, (made, result) in enumerate(zip(new, results, strict=True), before + 1):
+            if result:
+                dollars = new[made].dollars(self.figures.kinds)
+                self.found[made] = FleetCandidate(made, new[made], dollars, result)
+            self.progress(done, total, "simulating the best fleets")
+        self._learn([self.found[made] for made in new if made in self.found])
+        return bool(new)
+
+    def _learn(self, judged: Sequence[FleetCandidate]) -> None:
+        """What the stages reached of their figures, the program's own choice counting last."""
+        for each in reversed(judged):
+            shown = self.figures.shown_by(each.choice, each.result)
+            self.scale = self.scale._replace(generating={**self.scale.generating, **shown})
+            busy = each.result.tokens_per_s / (1.0 - min(each.result.trainer_idle, MOST_IDLE))
+            self.scale = self.scale._replace(training=busy / self.figures.rate_of(each.choice.trainer))
+        if judged and self.rounds and judged[0].result.tokens_per_s < self._target:
+            missed = judged[0].result.tokens_per_s / self.goal.tokens_per_s
+            self.scale = self.scale._replace(spare=self.scale.spare * missed)
+
+    @property
+    def _target(self) -> float:
+        return AS_FAST * self.goal.tokens_per_s
+
+    def conclude(self) -> FleetPlan:
+        if not self.found:
+            raise ConfigError("no fleet gets through in the simulator; lower the rates in [faults]")
+        ranked = sorted(self.found.values(), key=self._order)
+        best = ranked[0]
+        return FleetPlan(
+            asked=self.config,
+            goal=self.goal,
+            best=best,
+            others=tuple(ranked[1:]),
+            hosts=placement_of(best.config),
+            simulations=len(self.found),
+        )
+
+    def _order(self, each: FleetCandidate) -> tuple[float, ...]:
+        """Cheapest of those that reach the throughput, or the fastest; of those within 1 % of it the cheapest."""
+        rate, target = each.result.tokens_per_s, self.goal.tokens_per_s
+        if target:
+            return (0.0, each.dollars, -rate) if rate >= self._target else (1.0, -rate, each.dollars)
+        fastest = max(other.result.tokens_per_s for other in self.found.values())
+        return (0.0, each.dollars, -rate) if rate >= AS_FAST * fastest else (1.0, -rate, each.dollars)
+
+
+def _quick(config: Config) -> Config:
+    """For the judge: few steps, and as few heartbeats as steps of this length need, since nothing fails here."""
+    step_s = bound(config).step_s
+    heartbeat_s = max(config.health.heartbeat_s, min(step_s / BEATS, MOST_HEARTBEAT_S))
+    made = with_values(config, {"run.steps": STEPS, "health.heartbeat_s": heartbeat_s})
+    check_fit(made)
+    return made
+
+
+# --------------------------------------------------------------------------------------------------------- phase two
+
+
+def placement_of(config: Config) -> tuple[HostGroup, ...]:
+    """Ranks and replicas on the hosts of each kind, hosts that are alike together."""
+    trainer = config.trainer_kind
+    groups: list[HostGroup] = []
+    for kind in config.kinds:
+        loads = list(_loads(kind, config.trainer_gpus if kind == trainer else 0))
+        groups += [HostGroup(kind, len(list(alike)), *load) for load, alike in groupby(loads)]
+    return tuple([group for group in groups if group.ranks or group.replicas])
+
+
+def _loads(kind: GpuKind, taken: int) -> Iterator[tuple[int, int]]:
+    """Ranks and replicas of each host: ranks fill hosts one after the other."""
+    for first in range(0, kind.gpus, kind.gpus_per_host):
+        cards = min(kind.gpus_per_host, kind.gpus - first)
+        ranks = min(cards, max(0, taken - first))
+        yield ranks, (cards - ranks) // kind.ways
+
+
+def within(goal: FleetGoal) -> str:
+    """The goal in words."""
+    if goal.tokens_per_s:
+        return f"the cheapest for {goal.tokens_per_s:,.0f} tokens/s"
+    return f"the fastest for ${goal.budget:,.2f} an hour" if isfinite(goal.budget) else "the fastest with these cards"

@@ -1,0 +1,96 @@
+"""Plans for several kinds of card: what each goal chooses, where it runs, and what is refused."""
+
+from math import inf
+
+import pytest
+from test_kinds import fleet
+
+from tailrace.config import ConfigError, load, with_values
+from tailrace.planner.fleet_plan import placement_of, plan_fleet
+from tailrace.planner.fleet_program import FleetGoal
+from tailrace.planner.fleet_report import fleet_plan_json, render_fleet_plan
+
+pytest.importorskip("scipy")
+
+CARDS = {"H800": {"gpus": 8}, "H20": {"gpus": 16}}
+
+
+@pytest.fixture(scope="module")
+def small():
+    return fleet(CARDS, **{"split.trainer_gpus": 0, "cluster.sites": {}, "workload.prompts_per_step": 128})
+
+
+@pytest.fixture(scope="module")
+def plans(small):
+    return {
+        "have": plan_fleet(small, FleetGoal(), processes=1),
+        "budget": plan_fleet(small, FleetGoal(budget=12.0), processes=1),
+        "throughput": plan_fleet(small, FleetGoal(tokens_per_s=60_000.0), processes=1),
+    }
+
+
+def test_arithmetic_trains_and_bandwidth_generates(plans):
+    best = plans["have"].best
+    assert best.config.cluster.trainer_gpu == "H800"
+    assert {host.kind.name for host in best.config.fleet_hosts if host.replicas} >= {"H20"}
+
+
+def test_a_budget_is_kept_and_a_throughput_is_reached(plans):
+    assert plans["budget"].best.dollars <= 12.0
+    assert plans["throughput"].reached
+    assert plans["throughput"].best.dollars < plans["have"].best.dollars
+    assert plans["budget"].best.result.tokens_per_s < plans["have"].best.result.tokens_per_s
+
+
+def test_the_best_is_the_fastest_that_the_simulator_saw(plans):
+    plan = plans["have"]
+    assert all(each.result.tokens_per_s <= 1.011 * plan.best.result.tokens_per_s for each in plan.others)
+
+
+def test_what_is_to_be_pasted_makes_the_planned_fleet(plans, small, tmp_path):
+    text = render_fleet_plan(plans["budget"])
+    fragment = text.split("Paste into your config:\n\n")[1].split("\n\n     ")[0]
+    (tmp_path / "base.toml").write_text('[model]\npreset = "qwen2.5-1.5b"\n[cluster.cards.H800]\ngpus = 8\n')
+    (tmp_path / "plan.toml").write_text(fragment)
+    made = load([tmp_path / "base.toml", tmp_path / "plan.toml"])
+    assert made.kinds == plans["budget"].best.config.kinds
+    assert made.trainer_gpus == plans["budget"].best.config.trainer_gpus
+
+
+def test_every_card_of_the_placement_is_used_once(plans):
+    for plan in plans.values():
+        ranks = sum(group.nodes * group.ranks for group in plan.hosts)
+        replicas = sum(group.nodes * group.replicas for group in plan.hosts)
+        assert (ranks, replicas) == (plan.best.config.trainer_gpus, plan.best.config.replicas)
+        assert plan.hosts == placement_of(plan.best.config)
+
+
+def test_programs_get_plain_values(plans):
+    found = fleet_plan_json(plans["budget"])
+    assert found["goal"] == {"budget": 12.0}
+    assert found["best"]["dollars_per_hour"] <= 12.0
+    assert found["commands"][0].startswith("tailrace train FILE --trainer.ranks")
+
+
+def test_one_kind_of_card_is_planned_within_a_budget_too(small):
+    one = with_values(small, {"cluster.cards": {}, "cluster.gpu": "H100", "cluster.gpus": 8})
+    assert plan_fleet(one, FleetGoal(budget=12.0), processes=1).best.dollars <= 12.0
+
+
+@pytest.mark.parametrize(
+    ("goal", "sentence"),
+    [
+        (FleetGoal(budget=0.5), "a trainer and a replica cost"),
+        (FleetGoal(inf, 1e9), "all cards together reach about"),
+    ],
+)
+def test_a_goal_that_nothing_reaches_is_refused_with_what_would(small, goal, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        plan_fleet(small, goal, processes=1)
+
+
+def test_a_site_that_is_too_far_for_the_staleness_bound_gets_no_work(small):
+    cards = {"H800": {"gpus": 8}, "abroad": {"gpu": "H20", "gpus": 16, "site": "b", "dollars_per_hour": 0.1}}
+    far = fleet(cards, **{"cluster.sites": {"b": {"gbytes_per_s": 0.001}}, "split.trainer_gpus": 0})
+    best = plan_fleet(far, FleetGoal(), processes=1).best
+    assert len({host.kind.site for host in best.config.fleet_hosts}) == 1
