@@ -167,7 +167,7 @@ def measure(options: argparse.Namespace) -> Row:
     with TemporaryDirectory(dir="/dev/shm") as folder, bed_of(Path(folder), more) as bed:
         until(bed.run, lambda: bed.steps() >= 5, "five steps")
         rows = [trouble(bed, options.cut if trouble is cut_off else options.calm) for trouble in TROUBLES]
-        busy = bed.network.switch.busy_s
+        busy, ended = bed.network.switch.busy_s, endings(bed)
         status, _, err = bed.run.interrupt()
         assert status == 130, err
         proof = prove(bed.run.folder)
@@ -181,8 +181,17 @@ def measure(options: argparse.Namespace) -> Row:
             "joined": len(guests.joined(bed.run)),
             "left": len(guests.left(bed.run)),
             "proved": kept,
+            "workers_that_ended": ended,
             "switch_busy_s": round(busy, 1),
         }
+
+
+def endings(bed: Bed) -> dict[str, list[str]]:
+    """Of workers that are gone before the end: exit code and last words, by site."""
+    found = {
+        name: [one.child for one in workers if one.child.poll() is not None] for name, workers in bed.workers.items()
+    }
+    return {name: [f"{one.returncode} {one.communicate()[1][-300:]}" for one in gone] for name, gone in found.items()}
 
 
 def idle(run: Run, first: int, last: int) -> Row:

@@ -6,19 +6,19 @@ import pytest
 
 from drive import Drive, config
 from tailrace.config.tree import Schedule, ScheduleKind
-from tailrace.control.kinds import Kind, Measured, batch_sizes, shares, sort_out
+from tailrace.control.kinds import Kind, ReplicaFigures, batch_sizes, shares, sort_out
 from tailrace.control.repack import Move, View, plan, spread
 from tailrace.protocol import EngineWork, Generate, LoadWeights, Parked, Progressed, Release, TimerFired, TrajectoryMeta
 
 
 def test_replicas_that_are_about_as_fast_are_one_kind_and_share_evenly():
-    kinds, numbers = sort_out([Measured(rate, 1000) for rate in (100.0, 110.0, 0.0, 124.0)])
+    kinds, numbers = sort_out([ReplicaFigures(rate, 1000) for rate in (100.0, 110.0, 0.0, 124.0)])
     assert kinds == [Kind(pace=1.0, kv_capacity=1000, members=4)]
     assert numbers == [0, 0, 0, 0]
 
 
 def test_kinds_differ_in_speed_or_in_kv():
-    replicas = [Measured(400.0, 1000, 0.01), Measured(100.0, 1000, 0.04), Measured(390.0, 4000, 0.01)]
+    replicas = [ReplicaFigures(400.0, 1000, 0.01), ReplicaFigures(100.0, 1000, 0.04), ReplicaFigures(390.0, 4000, 0.01)]
     kinds, numbers = sort_out(replicas)
     assert numbers == [1, 0, 2]
     assert [kind.kv_capacity for kind in kinds] == [1000, 1000, 4000]
@@ -28,7 +28,7 @@ def test_kinds_differ_in_speed_or_in_kv():
 
 
 def test_whoever_is_at_home_has_no_share():
-    kinds, _ = sort_out([Measured(400.0, 1000), Measured(100.0, 1000, works=False)])
+    kinds, _ = sort_out([ReplicaFigures(400.0, 1000), ReplicaFigures(100.0, 1000, works=False)])
     assert [kind.members for kind in kinds] == [0, 1]
     assert kinds[1].pace == 1.0
 

@@ -28,6 +28,7 @@ from tailrace.protocol import (
     Late,
     LinkFailed,
     Parked,
+    PriceChanged,
     Progressed,
     PromptsAdded,
     RelayJoined,
@@ -378,7 +379,7 @@ def test_a_store_of_another_machine_is_not_believed_about_those_of_this_one(tmp_
 def test_for_every_event_it_is_said_who_may_report_it(tmp_path: Path) -> None:
     """A new one has to be entered in the table, or parts that report it are dropped."""
     noticed_here = {
-        *(RunStarted, HostJoined, HostLeft, Heartbeats, TimerFired, ControllerRestarted, SettingsChanged),
+        *(RunStarted, HostJoined, HostLeft, Heartbeats, TimerFired, ControllerRestarted, SettingsChanged, PriceChanged),
         *(ReplicaLost, RelayLost, StoreLost, TrainerLost, TrainerWaits),
     }
 

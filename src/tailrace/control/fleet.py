@@ -19,7 +19,7 @@ from typing import Literal
 import msgspec
 
 from tailrace.control import kinds
-from tailrace.control.kinds import Kind, Measured
+from tailrace.control.kinds import Kind, ReplicaFigures
 from tailrace.control.ledger import NONE, NOWHERE
 from tailrace.control.speed import DecodeCosts, Speed
 from tailrace.protocol import EngineWork, ReplicaJoined, UpdateChoice
@@ -144,7 +144,8 @@ class Fleet(msgspec.Struct):
         live = [one for one in self.replicas.values() if one.live]
         tails = [one.costs.step_s(1, 0) if one.costs else 0.0 for one in live]
         measured = [
-            Measured(one.rate, one.kv_capacity, tail, not one.resting) for one, tail in zip(live, tails, strict=True)
+            ReplicaFigures(one.rate, one.kv_capacity, tail, not one.resting)
+            for one, tail in zip(live, tails, strict=True)
         ]
         self.kinds, numbers = kinds.sort_out(measured)
         for replica, number in zip(live, numbers, strict=True):

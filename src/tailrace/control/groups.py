@@ -11,8 +11,6 @@ from tailrace.control.state import Context
 from tailrace.protocol import Assignment, Cancel, Ending, Forget
 from tailrace.types import ReplicaId
 
-RECENT = 0.05  # weight of the newest group in how long they take
-
 
 def close_if_complete(context: Context, group: Group) -> None:
     """Without unfinished samples a group goes to the buffer, unless more are needed, too few survived or they teach
@@ -20,12 +18,10 @@ def close_if_complete(context: Context, group: Group) -> None:
     filters.extend(context, group)
     if group.unfinished:
         return
-    seconds = context.now - group.opened_at
     if not context.ledger.close(group, context.config.groups.min_survivors):
         end(context, group, "failed")
     elif context.config.groups.filter != "none" and not filters.teaches(context.config, filters.note(context, group)):
         end(context, group, "stopped" if len(group.samples) < group.size else "filtered")
-    context.ledger.group_s += RECENT * (seconds - context.ledger.group_s)
 
 
 def end(context: Context, group: Group, how: Ending) -> None:

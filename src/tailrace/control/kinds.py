@@ -25,7 +25,7 @@ class Kind(msgspec.Struct):
     members: int = 0  # that are asked to generate
 
 
-class Measured(NamedTuple):
+class ReplicaFigures(NamedTuple):
     """What is known of a replica. 0: nothing yet."""
 
     rate: float  # tokens per second
@@ -34,7 +34,7 @@ class Measured(NamedTuple):
     works: bool = True  # it is asked to generate
 
 
-def sort_out(replicas: Sequence[Measured]) -> tuple[list[Kind], list[int]]:
+def sort_out(replicas: Sequence[ReplicaFigures]) -> tuple[list[Kind], list[int]]:
     """The kinds that there are, and of which each replica is. Whose rate is not known counts as the mean."""
     known = [one.rate for one in replicas if one.rate > 0.0]
     mean = sum(known) / len(known) if known else 1.0

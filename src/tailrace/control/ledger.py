@@ -105,7 +105,6 @@ class Ledger(msgspec.Struct):
     scoring: int = 0  # samples that judges have
     final: int = 0  # and of which nothing more will be generated
     finished_samples: int = 0
-    group_s: float = 0.0  # from the opening of a group until its last sample is done, of late
     finished_tokens: int = 0  # prompts included
     finished_prompts: int = 0  # tokens of their prompts
     next_group: GroupId = 0

@@ -17,9 +17,8 @@ from typing import Any
 import msgspec
 
 from tailrace.config.tree import Config
-from tailrace.control import activation, moves, provisioned, replicas, rounds, steps, stores, watch, weights, work
+from tailrace.control import activation, moves, replicas, rounds, steps, stores, watch, weights, work
 from tailrace.control.invariants import check_all
-from tailrace.control.provisioning import Provisioning
 from tailrace.control.state import Context, State
 from tailrace.protocol import (
     Checkpointed,
@@ -172,10 +171,6 @@ class ControlPlane:
             "filters/hard_base": self.state.history.hard_base,
             "filters/useful_share": self.state.history.useful_share,
         }
-
-    def provisioning(self) -> Provisioning | None:
-        """Whether the trainer would have to wait, by what has been measured."""
-        return provisioned.measured(self._context)
 
     def snapshot(self) -> bytes:
         return msgspec.msgpack.encode(self.state)

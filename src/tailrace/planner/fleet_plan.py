@@ -30,13 +30,14 @@ from tailrace.planner.fleet_program import (
     TrainerOption,
     best_fleet,
 )
-from tailrace.planner.fleet_rates import FleetFigures, StageScale, config_of, counted
+from tailrace.planner.fleet_rates import WAITS, FleetFigures, StageScale, config_of, counted
 from tailrace.planner.search import AS_FAST, Evaluate, Progress, evaluator
 from tailrace.sim.bound import bound
 from tailrace.sim.cost_model import check_fit
 from tailrace.sim.result import Result
 
-ROUNDS = 5  # of program and simulator
+ROUNDS = 8  # of program and simulator; most have little to simulate
+MORE = 0.95  # of its figures: what generation is taken to reach, where it was not enough
 SOLUTIONS = 4  # of the program until its replicas' batches fit their number
 JUDGED = 7  # candidates of a round
 STEPS = 5  # of a simulation, once it is steady
@@ -45,7 +46,7 @@ MOST_IDLE = 0.9  # of a trainer from which anything is learnt of its speed
 COMES_NEAR = 0.6  # of the best throughput or price: others are not worth a simulation
 
 
-class Part(NamedTuple):
+class ProblemPart(NamedTuple):
     """Of the problem of phase 1: which trainers and replicas it has."""
 
     trains: Callable[[TrainerOption], bool] = lambda option: True
@@ -53,7 +54,7 @@ class Part(NamedTuple):
     fresh: bool = True  # no site is too far
 
 
-WHOLE = Part()
+WHOLE = ProblemPart()
 
 
 class HostGroup(NamedTuple):
@@ -113,18 +114,18 @@ class FleetSearch:
 
     # ------------------------------------------------------------------------------------------------------- phase one
 
-    def _solve(self, part: Part = WHOLE) -> FleetChoice | None:
+    def _solve(self, part: ProblemPart = WHOLE) -> FleetChoice | None:
         """The best choice of a part of the problem. A replica's batch depends on how many there are, and few large ones
         may do as well as many small ones: begin with several numbers."""
         counts = {self.config.replicas, *[each.config.replicas for each in self.found.values()]}
         settled = [choice for count in sorted(counts) if (choice := self._settled(count, part)) and choice.rate]
         return min(settled, key=self._preference, default=None)
 
-    def _settled(self, replicas: int, part: Part) -> FleetChoice | None:
+    def _settled(self, replicas: int, part: ProblemPart) -> FleetChoice | None:
         """Solve until there are as many replicas as their batch was taken for."""
         choice = None
         for _ in range(SOLUTIONS):
-            choice = best_fleet(self._problem(replicas, part), self.goal)
+            choice = best_fleet(self._problem(replicas, part), self.goal._replace(tokens_per_s=self._target))
             wanted = sum(count for _, count in choice.replicas) if choice else replicas
             if wanted == replicas:
                 break
@@ -135,7 +136,7 @@ class FleetSearch:
         dollars = choice.dollars(self.figures.kinds)
         return (dollars, -choice.rate) if self.goal.tokens_per_s else (-choice.rate, dollars)
 
-    def _problem(self, replicas: int, part: Part = WHOLE) -> FleetProblem:
+    def _problem(self, replicas: int, part: ProblemPart = WHOLE) -> FleetProblem:
         whole = self.figures.problem(replicas, self.scale, part.fresh)
         kept = [number for number, option in enumerate(whole.trainers) if part.trains(option)]
         far = frozenset((kept.index(trainer), kind) for trainer, kind in whole.too_far if trainer in set(kept))
@@ -150,27 +151,35 @@ class FleetSearch:
         if best is None:
             raise ConfigError(self._refusal())
         yield best
-        regardless = Part(fresh=False)  # the simulator keeps the staleness bound
-        parts = [regardless] if self.found else [regardless, *self._alone(best), *self._others(best)]
-        for part in parts:
+        parts = [ProblemPart(fresh=False), *self._alone()]  # the simulator keeps the staleness bound
+        for part in parts if self.found else [*parts, *self._others(best)]:
             other = self._solve(part)
-            if other and self._comes_near(other, best):
+            if other and self._is_promising(other, best):
                 yield other
 
-    def _alone(self, best: FleetChoice) -> list[Part]:
+    def _is_promising(self, other: FleetChoice, best: FleetChoice) -> bool:
+        """At first what comes near the best; later what would be better than all that was simulated."""
+        if not self.found:
+            return self._comes_near(other, best)
+        leader = min(self.found.values(), key=self._order)
+        if self.goal.tokens_per_s:
+            return leader.result.tokens_per_s < self._target or other.dollars(self.figures.kinds) < leader.dollars
+        return other.rate > leader.result.tokens_per_s
+
+    def _alone(self) -> list[ProblemPart]:
         """Each kind as the only one that generates: what it really reaches shows there."""
         kinds = sorted({shape.kind for shape in self.figures.shapes})
-        return [Part(generates=lambda option, kind=kind: option.kind == kind) for kind in kinds]
+        return [ProblemPart(generates=lambda option, kind=kind: option.kind == kind) for kind in kinds]
 
-    def _others(self, best: FleetChoice) -> list[Part]:
+    def _others(self, best: FleetChoice) -> list[ProblemPart]:
         """A trainer of another kind, or a size larger and smaller."""
         sizes = [option.gpus for option in self.figures.trainers if option.kind == best.trainer.kind]
         at = sizes.index(best.trainer.gpus)
         beside = [(best.trainer.kind, sizes[index]) for index in (at + 1, at - 1) if 0 <= index < len(sizes)]
         kinds = sorted({option.kind for option in self.figures.trainers} - {best.trainer.kind})
         return [
-            *[Part(trains=lambda option, kind=kind: option.kind == kind) for kind in kinds],
-            *[Part(trains=lambda option, one=one: (option.kind, option.gpus) == one) for one in beside],
+            *[ProblemPart(trains=lambda option, kind=kind: option.kind == kind) for kind in kinds],
+            *[ProblemPart(trains=lambda option, one=one: (option.kind, option.gpus) == one) for one in beside],
         ]
 
     def _comes_near(self, other: FleetChoice, best: FleetChoice) -> bool:
@@ -197,14 +206,26 @@ class FleetSearch:
     # ---------------------------------------------------------------------------------------------------- judging
 
     def judge(self) -> bool:
-        """Simulate the few best that have not been, and learn from the first what stages reach of their figures; False:
-        there were none."""
+        """Simulate the few best that have not been, and learn from them what stages reach of their figures; False:
+        there is nothing more to try."""
         problem = self.figures.problem(self.config.replicas, StageScale())
-        new: dict[Config, FleetChoice] = {}
-        for choice in self._choices():
-            made = config_of(self.config, problem, choice)
-            if made not in self.found and made not in new and len(new) < JUDGED:
-                new[made] = choice
+        wanted = {config_of(self.config, problem, choice): choice for choice in self._choices()}
+        new = dict([each for each in wanted.items() if each[0] not in self.found][:JUDGED])
+        if not new:
+            return self._wants_more(next(iter(wanted)))
+        self._simulate(new)
+        self._learn([self.found[made] for made in new if made in self.found])
+        return True
+
+    def _wants_more(self, made: Config) -> bool:
+        """The program still believes in a choice that was seen to miss the throughput: ask it for more generation."""
+        known = self.found.get(made)
+        if known is None or known.result.tokens_per_s >= self._target:
+            return False
+        self.scale = self.scale._replace(spare=self.scale.spare * MORE)
+        return True
+
+    def _simulate(self, new: dict[Config, FleetChoice]) -> None:
         before, total = len(self.found), len(self.found) + len(new)
         self.progress(before, total, "simulating the best fleets")
         results = self.evaluate([_quick(each) for each in new])
@@ -213,19 +234,21 @@ class FleetSearch:
                 dollars = new[made].dollars(self.figures.kinds)
                 self.found[made] = FleetCandidate(made, new[made], dollars, result)
             self.progress(done, total, "simulating the best fleets")
-        self._learn([self.found[made] for made in new if made in self.found])
-        return bool(new)
 
     def _learn(self, judged: Sequence[FleetCandidate]) -> None:
         """What the stages reached of their figures, the program's own choice counting last."""
         for each in reversed(judged):
             shown = self.figures.shown_by(each.choice, each.result)
+            if each.result.trainer_idle <= WAITS:  # they were enough, and may be able to do more
+                shown = {kind: max(scale, self.scale.generating.get(kind, 1.0)) for kind, scale in shown.items()}
             self.scale = self.scale._replace(generating={**self.scale.generating, **shown})
             busy = each.result.tokens_per_s / (1.0 - min(each.result.trainer_idle, MOST_IDLE))
             self.scale = self.scale._replace(training=busy / self.figures.rate_of(each.choice.trainer))
-        if judged and self.rounds and judged[0].result.tokens_per_s < self._target:
-            missed = judged[0].result.tokens_per_s / self.goal.tokens_per_s
-            self.scale = self.scale._replace(spare=self.scale.spare * missed)
+        if judged and judged[0].result.tokens_per_s < self._target:
+            result = judged[0].result
+            if self.rounds or result.trainer_idle <= WAITS:  # else what was shown is enough to go by
+                missed = result.tokens_per_s / self.goal.tokens_per_s
+                self.scale = self.scale._replace(spare=self.scale.spare * missed)
 
     @property
     def _target(self) -> float:

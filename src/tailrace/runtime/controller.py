@@ -29,7 +29,6 @@ from typing import Any, NamedTuple, Protocol, TextIO
 from tailrace.config.resuming import differences
 from tailrace.config.tree import Config
 from tailrace.control.plane import ControlPlane
-from tailrace.control.provisioned import ProvisioningWatch
 from tailrace.control.state import State
 from tailrace.errors import TailraceError
 from tailrace.logs import open_log, to_stream
@@ -156,7 +155,6 @@ class Controller:
         self._log: TextIO = sys.stderr
         self._told_of_datagrams = False  # that they do not get through
         self._failures = 0  # samples in a row that could not be judged
-        self._provisioning = ProvisioningWatch()
         self._prices = PriceFile(store.folder)
         self._orders = Orders(self.components, store.trajectories, config.run.archive)
         self._own_actions: dict[type[Command], Callable[[Any], None]] = {
@@ -454,8 +452,6 @@ class Controller:
         """Once a step."""
         if trained.step + 1 == self.plane.state.training.version and not self.plane.state.training.taken:
             self._measure(trained.step, "controller", self.plane.learned())
-            if news := self._provisioning.look(self.plane.provisioning()):
-                self.note(news)
 
     def _measure(self, step: int, source: str, values: Mapping[str, float]) -> None:
         self.store.metrics.measure(self.now, step, source, values)
