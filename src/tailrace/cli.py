@@ -15,12 +15,13 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
-from tailrace import __version__
 from tailrace.errors import TailraceError, UsageError
 from tailrace.launch.arguments import BEST, RESUMING, add_samples
 from tailrace.launch.arguments import path as _path
 from tailrace.launch.arguments import whole as _whole
+from tailrace.launch.beginning import Beginning, Origin
 from tailrace.logs import LEVELS, drain_output, for_command, queue_output, set_level
+from tailrace.release import __version__
 
 if TYPE_CHECKING:
     from tailrace.launch.supervisor import Supervisor
@@ -70,7 +71,7 @@ def _run(words: list[str]) -> int:
     own, settings = _split(words, commands)
     arguments = parser.parse_args(own)
     command: Callable[[argparse.Namespace], int] = arguments.run
-    if settings and not hasattr(arguments, "files") and command is not _worker:
+    if settings and not hasattr(arguments, "files") and command not in (_worker, _fork):
         raise UsageError(f"{arguments.command} has no option {settings[0]}; see tailrace {arguments.command} --help")
     arguments.settings = settings
     set_level(arguments.log_level)
@@ -117,17 +118,27 @@ def _train(arguments: argparse.Namespace) -> int:
     from tailrace.launch.supervisor import Supervisor
 
     queue_output()
+    beginning = Beginning(arguments.resume, arguments.auto_resume, arguments.accept_changed_inputs)
     return Supervisor(read_secret(arguments.secret)).keep(
-        lambda supervisor: _guarded(lambda: _control(arguments, supervisor))
+        lambda supervisor: _guarded(lambda: _control(arguments.files, arguments.settings, beginning, supervisor))
     )
 
 
-def _control(arguments: argparse.Namespace, supervisor: Supervisor) -> int:
-    """Imported by the controller's process alone: its supervisor stays small."""
-    from tailrace.launch.controller import Resuming, control
+def _fork(arguments: argparse.Namespace) -> int:
+    from tailrace.launch.supervisor import Supervisor
 
-    resuming = Resuming(arguments.resume, arguments.auto_resume, arguments.accept_changed_inputs)
-    return control(arguments.files, arguments.settings, resuming, supervisor)
+    queue_output()
+    beginning = Beginning(origin=Origin(arguments.journal, arguments.version))
+    return Supervisor().keep(
+        lambda supervisor: _guarded(lambda: _control([], arguments.settings, beginning, supervisor))
+    )
+
+
+def _control(files: list[str], settings: list[str], beginning: Beginning, supervisor: Supervisor) -> int:
+    """Imported by the controller's process alone: its supervisor stays small."""
+    from tailrace.launch.controller import control
+
+    return control(files, settings, beginning, supervisor)
 
 
 def _worker(arguments: argparse.Namespace) -> int:
@@ -279,6 +290,10 @@ def _add_training(add: Add) -> None:
     train.add_argument("--secret", type=_path, metavar="FILE", help=secret)
     accept = "with --resume: go on though data, reward or model are not what the run was begun with"
     train.add_argument("--accept-changed-inputs", action="store_true", help=accept)
+
+    does = "begin another run with the weights and moments of a version of a run, and train it"
+    fork = _of_a_run(add("fork", _fork, does, f"Its settings are those of RUN. {SETTINGS} --run.name is needed."))
+    fork.add_argument("--version", type=_version, metavar="N", help="0: the start; unset: the newest checkpoint")
 
     does = "let this machine generate or train for a run elsewhere, until Ctrl-C or its end"
     worker = add("worker", _worker, does, OF_WORKER)

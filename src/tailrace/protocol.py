@@ -30,6 +30,7 @@ from tailrace.types import (
     Version,
 )
 
+SettingValue = bool | int | float | str | tuple[int | str, ...] | None
 UpdateChoice = Literal["take_along", "drain", "stay"]
 Role = Literal["replica", "relay", "trainer", "store"]
 # why a payload is not needed
@@ -383,6 +384,13 @@ class ControllerRestarted(Event):
     """Control was restored from snapshot and journal: silence until now says nothing about the others."""
 
 
+class SettingsChanged(Event):
+    """The run was resumed with other settings: these, by dotted key. A run that had come to its end goes on if it has
+    more to do now."""
+
+    values: dict[str, SettingValue]
+
+
 AnyEvent = (
     RunStarted
     | HostJoined
@@ -417,6 +425,7 @@ AnyEvent = (
     | Heartbeats
     | TimerFired
     | ControllerRestarted
+    | SettingsChanged
 )
 
 # ------------------------------------------------------------------------------------------------------------- commands

@@ -39,6 +39,7 @@ from tailrace.protocol import (
     RunStarted,
     SampleFailed,
     SamplesLost,
+    SettingsChanged,
     StoreJoined,
     StoreLost,
     TimerFired,
@@ -380,7 +381,7 @@ def test_for_every_event_it_is_said_who_may_report_it(tmp_path: Path) -> None:
     """A new one has to be entered in the table, or parts that report it are dropped."""
     noticed_here = {
         *(RunStarted, EvalSetsOpened, HostJoined, HostLeft, PriceChanged, Heartbeats, TimerFired),
-        ControllerRestarted,
+        *(ControllerRestarted, SettingsChanged),
         *(ReplicaLost, RelayLost, StoreLost, TrainerLost, TrainerWaits),
     }
 
@@ -407,7 +408,8 @@ def test_a_machine_says_at_which_site_it_is(tmp_path: Path) -> None:
         played.say("host-5/1", Offer(__version__, 1, site="oslo"))
         await played.turn()
         sites = [relay.site for relay in played.controller.state.relays.relays.values()]
-        assert sites[-1] == "oslo" and not any(sites[:-1])
+        assert sites[-1] == "oslo"
+        assert not any(sites[:-1])
 
     play(tmp_path / "run", scene)
 

@@ -9,7 +9,7 @@ from tailrace.types import KINDS
 
 BEST = "best"  # in place of a version
 RESUMING = {
-    "--resume": "go on exactly where the run of this name stopped",
+    "--resume": "go on where the run of this name stopped; its folder may be given for FILE",
     "--auto-resume": "go on with the run of this name if it was begun, else begin it: for a job that is started again",
 }
 SAMPLES_BY = {

@@ -17,6 +17,7 @@ import msgspec
 from tailrace.config.tree import Config
 from tailrace.obs.activity import WAITING, Activity, ReplicaLane
 from tailrace.obs.ending import LastStop
+from tailrace.obs.event_text import described
 from tailrace.obs.fold import Fold, GroupCounts, Savings, Staleness, staleness
 from tailrace.obs.idle import ROUNDS
 from tailrace.obs.moves import Moves
@@ -39,6 +40,7 @@ from tailrace.protocol import (
     ReplicaLost,
     RunStarted,
     SampleFailed,
+    SettingsChanged,
     Stop,
     TrainerJoined,
     TrainerLost,
@@ -339,6 +341,8 @@ def _notices(event: Event, commands: Sequence[Command]) -> Noticed:
         yield f"r{event.replica} could not load version {event.version}: {event.reason}", "warning"
     elif isinstance(event, ControllerRestarted):
         yield "resumed", "info"
+    elif isinstance(event, SettingsChanged):
+        yield f"settings changed: {described(event)}", "info"
     elif isinstance(event, Parked):
         yield from _moves(event, commands)
     for command in commands:
