@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from drive import Drive, config, only, published
 from tailrace.config.resuming import differences, fixed, goes_further, replaced
-from tailrace.config.tree import Config, Run, TaskSettings, Trainer
+from tailrace.config.tree import Config, EvalSettings, Run, TaskSettings, Trainer
 from tailrace.control.plane import ControlPlane
-from tailrace.protocol import ControllerRestarted, SettingsChanged, Stop, Train, TrainerJoined
+from tailrace.protocol import ControllerRestarted, EvalSetsOpened, SettingsChanged, Stop, Train, TrainerJoined
+from tailrace.scoring import EvalSet
 
 
 def ended() -> Drive:
@@ -60,3 +61,17 @@ def test_more_steps_or_more_prompts_are_further() -> None:
     assert goes_further(one, Config(run=Run(steps=4), task=TaskSettings(epochs=2)))
     assert goes_further(one, Config(run=Run(steps=3), task=TaskSettings(epochs=0)))
     assert not goes_further(one, Config(run=Run(steps=3), task=TaskSettings(epochs=1)))
+
+
+def test_a_run_whose_end_waits_for_an_evaluation_goes_on_for_more_steps() -> None:
+    drive = Drive(config("sync", run=Run(steps=1), eval=EvalSettings(every=1)), replicas=1)
+    drive.tell(EvalSetsOpened((EvalSet("held_out", 2),)))
+    drive.join_all()
+    drive.finish_all()
+    drive.train()
+    state = drive.plane.state
+    assert (state.stopped, state.evaluation.ending) == ("", "all steps are done")
+    drive.tell(SettingsChanged({"run.steps": 2}))
+    drive.tell(ControllerRestarted())
+    assert not state.evaluation.ending
+    assert state.training.step == 1, "it is at its next step"

@@ -182,8 +182,9 @@ def settings_changed(context: Context, event: SettingsChanged) -> None:
     state = context.state
     if "task.epochs" in event.values:
         state.exhausted = False  # whether there are more prompts is asked again
-    if state.stopped and not state.failed and context.training.version < context.config.run.steps:
-        state.stopped = ""
+    ended = state.stopped or state.evaluation.ending
+    if ended and not state.failed and context.training.version < context.config.run.steps:
+        state.stopped = state.evaluation.ending = ""
         _begin_next(context)
 
 
