@@ -217,7 +217,7 @@ class Finished(Event, omit_defaults=True):
 
     replica: ReplicaId
     meta: TrajectoryMeta
-    parts: dict[str, float] = field(default_factory=dict)
+    parts: dict[str, float] = field(default_factory=dict[str, float])
 
 
 class SampleFailed(Event):
