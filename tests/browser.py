@@ -5,9 +5,11 @@ from __future__ import annotations
 import base64
 import json
 import os
+import re
 import select
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -106,3 +108,19 @@ def browser(folder: Path) -> Iterator[Browser]:
         except subprocess.TimeoutExpired:
             child.kill()
             child.wait()
+
+
+@contextmanager
+def page_of(run: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The process, and the address that it says it listens on."""
+    command = [sys.executable, "-m", "tailrace", "page", str(run), *options]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    try:
+        line = child.stdout.readline()
+        found = re.search(r"https?://\S+/", line)
+        assert found, (line, child.communicate(timeout=DEADLINE_S))
+        yield child, found[0]
+    finally:
+        child.kill()
+        child.communicate(timeout=DEADLINE_S)

@@ -193,7 +193,7 @@ def _processes() -> Iterator[int]:
 def replayed(run: Run) -> ControlPlane:
     """The journal through a fresh control plane, audited on the way: nothing lost, doubled or too stale."""
     journal = Journal(run.folder)
-    plane = ControlPlane(journal.config)
+    plane = ControlPlane(journal.begun)
     audit = Audit(journal.config)
     for entry in journal.entries():
         commands = plane.handle(entry.now, entry.event)

@@ -73,7 +73,8 @@ def _requests(token: bytes) -> Iterator[bytes]:
 
 def _decoder(seeds: list[bytes], address: ListenAddress, token: str | None, sees_figures: bool) -> Decode:
     ticks = count(step=3600.0)  # who guessed wrong may soon guess again
-    app = PageApp(AccessControl(address, token, clock=lambda: next(ticks)), lambda: PageContent('"tag"', FIGURES))
+    answers = {"/data": lambda _: PageContent('"tag"', FIGURES)}
+    app = PageApp(AccessControl(address, token, clock=lambda: next(ticks)), answers)
     server = _Server(app)
 
     def decode(data: bytes) -> bool | None:

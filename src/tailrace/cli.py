@@ -15,12 +15,13 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
-from tailrace import __version__
 from tailrace.errors import TailraceError, UsageError
-from tailrace.launch.arguments import BEST, RESUMING
+from tailrace.launch.arguments import BEST, RESUMING, add_samples
 from tailrace.launch.arguments import path as _path
 from tailrace.launch.arguments import whole as _whole
+from tailrace.launch.beginning import Beginning, Origin
 from tailrace.logs import LEVELS, drain_output, for_command, queue_output, set_level
+from tailrace.release import __version__
 
 if TYPE_CHECKING:
     from tailrace.launch.supervisor import Supervisor
@@ -70,7 +71,7 @@ def _run(words: list[str]) -> int:
     own, settings = _split(words, commands)
     arguments = parser.parse_args(own)
     command: Callable[[argparse.Namespace], int] = arguments.run
-    if settings and not hasattr(arguments, "files") and command is not _worker:
+    if settings and not hasattr(arguments, "files") and command not in (_worker, _fork):
         raise UsageError(f"{arguments.command} has no option {settings[0]}; see tailrace {arguments.command} --help")
     arguments.settings = settings
     set_level(arguments.log_level)
@@ -117,17 +118,27 @@ def _train(arguments: argparse.Namespace) -> int:
     from tailrace.launch.supervisor import Supervisor
 
     queue_output()
+    beginning = Beginning(arguments.resume, arguments.auto_resume, arguments.accept_changed_inputs)
     return Supervisor(read_secret(arguments.secret)).keep(
-        lambda supervisor: _guarded(lambda: _control(arguments, supervisor))
+        lambda supervisor: _guarded(lambda: _control(arguments.files, arguments.settings, beginning, supervisor))
     )
 
 
-def _control(arguments: argparse.Namespace, supervisor: Supervisor) -> int:
-    """Imported by the controller's process alone: its supervisor stays small."""
-    from tailrace.launch.controller import Resuming, control
+def _fork(arguments: argparse.Namespace) -> int:
+    from tailrace.launch.supervisor import Supervisor
 
-    resuming = Resuming(arguments.resume, arguments.auto_resume, arguments.accept_changed_inputs)
-    return control(arguments.files, arguments.settings, resuming, supervisor)
+    queue_output()
+    beginning = Beginning(origin=Origin(arguments.journal, arguments.version))
+    return Supervisor().keep(
+        lambda supervisor: _guarded(lambda: _control([], arguments.settings, beginning, supervisor))
+    )
+
+
+def _control(files: list[str], settings: list[str], beginning: Beginning, supervisor: Supervisor) -> int:
+    """Imported by the controller's process alone: its supervisor stays small."""
+    from tailrace.launch.controller import control
+
+    return control(files, settings, beginning, supervisor)
 
 
 def _worker(arguments: argparse.Namespace) -> int:
@@ -189,10 +200,29 @@ def _story(arguments: argparse.Namespace) -> int:
     return print_story(arguments.journal, arguments.id)
 
 
+def _samples(arguments: argparse.Namespace) -> int:
+    from tailrace.launch.samples import ListOptions, print_samples
+
+    options = ListOptions(vars(arguments), arguments.json, arguments.prompts)
+    return print_samples(arguments.journal, arguments.id, options)
+
+
 def _page(arguments: argparse.Namespace) -> int:
     from tailrace.launch.page import serve_page
 
-    return serve_page(arguments.journal, arguments.listen, arguments.token_file, arguments.save)
+    return serve_page(arguments.journals, arguments.listen, arguments.token_file, arguments.save)
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from tailrace.launch.page import write_report
+
+    return write_report(arguments.journals, arguments.out)
+
+
+def _trace(arguments: argparse.Namespace) -> int:
+    from tailrace.launch.trace import write_trace
+
+    return write_trace(arguments.journal, arguments.out)
 
 
 def _log(arguments: argparse.Namespace) -> int:
@@ -267,6 +297,10 @@ def _add_training(add: Add) -> None:
     accept = "with --resume: go on though data, reward or model are not what the run was begun with"
     train.add_argument("--accept-changed-inputs", action="store_true", help=accept)
 
+    does = "begin another run with the weights and moments of a version of a run, and train it"
+    fork = _of_a_run(add("fork", _fork, does, f"Its settings are those of RUN. {SETTINGS} --run.name is needed."))
+    fork.add_argument("--version", type=_version, metavar="N", help="0: the start; unset: the newest checkpoint")
+
     does = "let this machine generate or train for a run elsewhere, until Ctrl-C or its end"
     worker = add("worker", _worker, does, OF_WORKER)
     worker.add_argument("--join", required=True, metavar="HOST:PORT", help="where the run listens (local.listen)")
@@ -335,8 +369,11 @@ def _add_looking(add: Add) -> None:
     ids = "trajectory t17, group g3, replica r0, relay h0, version v5 or prompt p3"
     story.add_argument("id", metavar="ID", help=ids)
 
+    add_samples(_of_a_run(add("samples", _samples, "read the samples of a run: all, by filter, or one in full")))
+
     shown = "show a run in the browser, while it goes on or afterwards, until Ctrl-C"
-    page = _of_a_run(add("page", _page, shown), RECORDED)
+    page = add("page", _page, shown)
+    page.add_argument("journals", nargs="+", type=_path, metavar="RUN", help=f"{RECORDED}; or a directory with runs")
     page.add_argument("--listen", metavar="ADDRESS:PORT", help="127.0.0.1:0, a free port for this machine only")
     token = "its content is asked for; needed where others can come; unset: TAILRACE_PAGE_TOKEN"
     page.add_argument("--token-file", type=_path, metavar="FILE", help=token)
@@ -347,6 +384,13 @@ def _add_looking(add: Add) -> None:
     logged.add_argument("--to", type=_names, required=True, metavar="A,B,...", help="which of them")
     logged.add_argument("--follow", action="store_true", help="until the run is over, rather than up to now")
     logged.add_argument("--again", action="store_true", help="from its beginning, as a new run of the tracker")
+
+    report = add("report", _report, "a run as one HTML file to send: figures, curves, timeline, samples, settings")
+    report.add_argument("journals", nargs="+", type=_path, metavar="RUN", help=f"{RECORDED}; several are compared")
+    report.add_argument("-o", "--out", type=_path, default="report.html", metavar="FILE.html", help="(report.html)")
+
+    trace = _of_a_run(add("trace", _trace, "what every process did, for Perfetto or chrome://tracing"), RECORDED)
+    trace.add_argument("-o", "--out", type=_path, default="trace.json", metavar="FILE.json", help="(trace.json)")
 
     compared = "run a journal through a fresh control plane and compare the commands"
     _of_a_run(add("replay", _replay, compared), RECORDED)

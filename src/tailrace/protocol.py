@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from msgspec import Meta
+from msgspec import Meta, field
 
 from tailrace.scoring import EvalResult, EvalSet
 from tailrace.types import (
@@ -30,6 +30,7 @@ from tailrace.types import (
     Version,
 )
 
+SettingValue = bool | int | float | str | tuple[int | str, ...] | None
 UpdateChoice = Literal["take_along", "drain", "stay"]
 Role = Literal["replica", "relay", "trainer", "store"]
 # why a payload is not needed
@@ -230,11 +231,13 @@ class GenerationResumed(Event):
     samples: tuple[JudgedTurn, ...]
 
 
-class Finished(Event):
-    """A sample is generated and scored; its payload is in its sample store."""
+class Finished(Event, omit_defaults=True):
+    """A sample is generated and scored; its payload is in its sample store. `parts`: what its reward is made of, for
+    people; control does not look at it."""
 
     replica: ReplicaId
     meta: TrajectoryMeta
+    parts: dict[str, float] = field(default_factory=dict[str, float])
 
 
 class SampleFailed(Event):
@@ -418,6 +421,13 @@ class ControllerRestarted(Event):
     """Control was restored from snapshot and journal: silence until now says nothing about the others."""
 
 
+class SettingsChanged(Event):
+    """The run was resumed with other settings: these, by dotted key. A run that had come to its end goes on if it has
+    more to do now."""
+
+    values: dict[str, SettingValue]
+
+
 AnyEvent = (
     RunStarted
     | HostJoined
@@ -456,6 +466,7 @@ AnyEvent = (
     | Heartbeats
     | TimerFired
     | ControllerRestarted
+    | SettingsChanged
 )
 
 # ------------------------------------------------------------------------------------------------------------- commands

@@ -273,7 +273,7 @@ def replica_recovery(run: Victim, tape: Tape, id: int, number: signal.Signals) -
 
 def _taken_over(run: Victim, id: int, at: float) -> tuple[float, float, dict[int, float]] | None:
     """When the replica was given up, when the last of its trajectories had a new place, and when each of them had."""
-    plane, held, known = ControlPlane(Journal(run.folder).config), set[int](), 0.0
+    plane, held, known = ControlPlane(Journal(run.folder).begun), set[int](), 0.0
     moved: dict[int, float] = {}
     for entry in entries(run):
         plane.handle(entry.now, entry.event)

@@ -4,37 +4,18 @@ from __future__ import annotations
 
 import http.client
 import json
-import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from decimal import ROUND_HALF_UP, Decimal
 from pathlib import Path
 
-from browser import browser
+from browser import browser, page_of
 from runs import DEADLINE_S, EMULATED, Run, replayed
 from tailrace.obs.summary import summarise
 
 TOKEN = "a-token-that-nobody-guesses"
-
-
-@contextmanager
-def page_of(run: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """The process, and the address that it says it listens on."""
-    command = [sys.executable, "-m", "tailrace", "page", str(run), *options]
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert child.stdout is not None
-    try:
-        line = child.stdout.readline()
-        found = re.search(r"https?://\S+/", line)
-        assert found, (line, child.communicate(timeout=DEADLINE_S))
-        yield child, found[0]
-    finally:
-        child.kill()
-        child.communicate(timeout=DEADLINE_S)
 
 
 def figures(address: str) -> dict:
@@ -67,7 +48,7 @@ def test_a_browser_shows_the_figures_of_a_run(tmp_path: Path) -> None:
         )
         assert seen.ask("document.querySelectorAll('#timeline rect.generating').length") > 0
         assert seen.ask("document.querySelectorAll('#timeline rect.scoring').length") > 0
-        assert "scoring" in seen.text("legend")
+        assert "judging" in seen.text("legend")
         assert seen.ask("document.querySelectorAll('#replicas tr').length") == len(live.activity.replicas)
         assert "v12 made by step 11" in seen.text("sentences")
         assert "starting the trainer, 1 relay and" in seen.text("notices")

@@ -224,7 +224,7 @@ class Fleet:
                 self.answers.append(Finished(id, meta))
         self.progress(command, len(self.held[id]))
 
-    def progress(self, command: Generate, running: int) -> None:
+    def progress(self, command: Generate | Evaluate, running: int) -> None:
         """Every second replica is four times as slow as the others."""
         for _ in range(FEWEST):
             steps, seconds = self.work[command.replica]

@@ -97,9 +97,10 @@ def test_held_out_prompts_are_played_on_vllm(tmp_path: Path):
     file = tmp_path / "run.toml"
     file.write_text(SETTINGS)
     found = measure(load([file]), None, lambda done, total: None)
-    assert (found.done, found.total, found.failed) == (16, 16, 0)
-    assert 0.1 < found.accuracy < 0.8  # what the start of the default recipe can do
-    assert found.mean_tokens > 5
+    (result,) = found.results
+    assert (found.done, found.total, result.failed) == (16, 16, 0)
+    assert 0.1 < result.accuracy < 0.8  # what the start of the default recipe can do
+    assert result.mean_tokens > 5
 
 
 @contextmanager

@@ -35,7 +35,7 @@ def record(folder: Path, words: list[str]) -> Config:
 
 def replayed(folder: Path) -> Replayed:
     journal = Journal(folder)
-    return replay(journal.entries(), journal.config)
+    return replay(journal.entries(), journal.begun)
 
 
 @pytest.mark.parametrize("kind", SCHEDULES)

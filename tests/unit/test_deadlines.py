@@ -86,7 +86,7 @@ def test_an_error_of_the_view_ends_the_run_at_once(monkeypatch: Any) -> None:
 
     async def driven() -> None:
         async with asyncio.timeout(10.0):
-            await train._drive(nothing, nothing, nothing, supervisor)
+            await train._drive(nothing, nothing, nothing, supervisor, None)
 
     with pytest.raises(OSError, match="the terminal is gone"):
         asyncio.run(driven())

@@ -67,7 +67,7 @@ class Page:
         self.listener = PageListener(ListenAddress("127.0.0.1", 0), QUICK)
         self.port: int = self.listener.getsockname()[1]
         access = AccessControl(ListenAddress("192.0.2.1" if tls else "127.0.0.1", self.port), token)
-        app = PageApp(access, lambda: PageContent('"tag"', content))
+        app = PageApp(access, {"/data": lambda query: PageContent('"tag"', content)})
         context = Identity().context if tls else None
         self.server = PageServer(AsgiApplication(app.respond, app.headers), self.listener, context)
         self.thread = threading.Thread(target=self.server.run, args=([self.listener],))
@@ -152,7 +152,8 @@ WRONG = {
     "a path out of here": (404, b"GET /../../etc/passwd HTTP/1.1\r\n" + HOST + b"\r\n"),
     "an encoded path": (404, b"GET /%2e%2e/run.db HTTP/1.1\r\n" + HOST + b"\r\n"),
     "a file of ours by its path": (404, b"GET /assets/page.js HTTP/1.1\r\n" + HOST + b"\r\n"),
-    "a query": (404, b"GET /data?token=x HTTP/1.1\r\n" + HOST + b"\r\n"),
+    "a query where there is none": (404, b"GET /page.js?run=1 HTTP/1.1\r\n" + HOST + b"\r\n"),
+    "a query that cannot be read": (400, b"GET /data?run=1&run=2 HTTP/1.1\r\n" + HOST + b"\r\n"),
     "another host's address": (404, b"GET http://localhost/data HTTP/1.1\r\n" + HOST + b"\r\n"),
     "a method": (405, b"DELETE /data HTTP/1.1\r\n" + HOST + b"\r\n"),
     "a form where there is none": (405, b"POST /data HTTP/1.1\r\n" + HOST + b"Content-Length: 0\r\n\r\n"),
@@ -621,10 +622,11 @@ def test_the_page_of_a_run_is_saved_as_one_file(tmp_path: Path, config: Config) 
     subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, timeout=60)
     saved = (tmp_path / "out.html").read_text(encoding="utf-8")
     data = json.loads(re.findall(r'id="data">(.*?)</script>', saved, re.DOTALL)[0])
-    assert data == shown(Follower(tmp_path / "run"))
-    assert "alert(1)" in data["run"]["notices"][-1][1]
+    assert data["/data?run=0"] == shown(Follower(tmp_path / "run"))
+    assert "alert(1)" in data["/data?run=0"]["run"]["notices"][-1][1]
+    assert "steps = 7" in data["/config"]["config"]
     assert "<script>alert" not in saved
-    assert not re.search(r"(?:src|href)=", saved), "it needs no server"
+    assert not re.search(r'(?:src|href)="(?!#)', saved), "it needs no server"
 
 
 # ---------------------------------------------------------------------------------------------------------- the command

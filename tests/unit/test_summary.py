@@ -245,7 +245,7 @@ def test_waiting_for_judges_is_a_state_of_its_own(tmp_path: Path) -> None:
     report = summarise(record(tmp_path / "run", run))
     assert replica_states(report) == [
         ("generating", 5.0, 7.0),
-        ("scoring", 7.0, 9.0),
+        ("environment", 7.0, 9.0),
         ("generating", 9.0, 10.0),
         ("scoring", 10.0, 13.0),
         ("idle", 13.0, 15.0),

@@ -197,13 +197,13 @@ def test_a_slow_judge_is_seen() -> None:
     (replica,) = live.view().replicas
     assert (replica.state, replica.running, replica.scoring) == ("scoring", 0, 1)
     text = "\n".join(drawn(live, 30))
-    assert "idle 90 % (scoring 90 %)" in text
+    assert "idle 90 % (judging 90 %)" in text
     meta = TrajectoryMeta(7, 1, 20, 0, 0, "stop", 1.0)
     live.see(10.0, TrainerJoined(1, 0), [])
     live.see(10.0, Finished(0, meta), [Train(1, 0, 0, True, (TrainGroup(0, (7,)),))])
     with watch(live, out):
         live.see(10.0, Trained(1, 0, 0), [])
-    assert "replicas 90 % (scoring 90 %)" in out.getvalue()
+    assert "replicas 90 % (judging 90 %)" in out.getvalue()
 
 
 def test_it_is_drawn_a_few_times_a_second(over: LiveRun) -> None:

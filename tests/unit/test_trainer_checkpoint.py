@@ -48,6 +48,22 @@ def test_a_restored_learner_goes_on_bit_for_bit(model, tmp_path):
         assert torch.equal(mine, theirs), name
 
 
+def test_another_run_takes_weights_and_moments_and_counts_anew(model, tmp_path):
+    """It may have a critic that the first had not."""
+    learner = Learner(settings(model))
+    learner.train_mini_batch(0, 0, *in_memory([group(1)]))
+    place = save(tmp_path, learner)
+    other = Learner(with_everything(model))
+    restore(other, place, anew=True)
+    assert (other.step, other.optimiser.updates) == (0, 0)
+    assert all(
+        torch.equal(mine, theirs) for (_, mine), (_, theirs) in zip(other.weights(), learner.weights(), strict=True)
+    )
+    moments = dict(other.optimiser.moments())
+    assert moments
+    assert all(torch.equal(moments[name], moment) for name, moment in learner.optimiser.moments())
+
+
 def test_a_checkpoint_is_a_folder_that_transformers_loads(model, tmp_path):
     learner = Learner(settings(model))
     learner.train_mini_batch(0, 0, *in_memory([group(1)]))

@@ -39,6 +39,7 @@ from tailrace.protocol import (
     RunStarted,
     SampleFailed,
     SamplesLost,
+    SettingsChanged,
     StoreJoined,
     StoreLost,
     TimerFired,
@@ -382,7 +383,7 @@ def test_for_every_event_it_is_said_who_may_report_it(tmp_path: Path) -> None:
     """A new one has to be entered in the table, or parts that report it are dropped."""
     noticed_here = {
         *(RunStarted, EvalSetsOpened, HostJoined, HostLeft, PriceChanged, Heartbeats, TimerFired),
-        ControllerRestarted,
+        *(ControllerRestarted, SettingsChanged),
         *(ReplicaLost, RelayLost, StoreLost, TrainerLost, TrainerWaits, WorkerRevoked, WorkerRefused),
     }
 

@@ -17,11 +17,12 @@ from tailrace.config.defaults import fleet_of, follow
 from tailrace.config.errors import ConfigError, refuse
 from tailrace.config.fields import BadValueError, accept, fields, open_table, sections
 from tailrace.config.files import Given, nested, read_file
+from tailrace.config.keywords import AS_KEYWORD, KEYWORD, read_keywords
 from tailrace.config.model_shapes import resolve
 from tailrace.config.options import read_words
 from tailrace.config.per_schedule import SECTION, apply, split_key
 from tailrace.config.render import changes
-from tailrace.config.suggestions import unknown
+from tailrace.config.suggestions import AS_OPTION, unknown
 from tailrace.config.tree import Config
 
 
@@ -31,6 +32,14 @@ def load(paths: Sequence[str | Path], overrides: Sequence[str] = (), otherwise: 
     for path in paths:
         settings |= read_file(path)
     return _build(settings | read_words(overrides))
+
+
+def from_keywords(keywords: Mapping[str, Any], paths: Sequence[str | Path] = ()) -> Config:
+    """Settings of a Python program, on top of those in files: `from_keywords({"group_size": 8}, ["base.toml"])`."""
+    settings = dict[str, Given]()
+    for path in paths:
+        settings |= read_file(path)
+    return _build(settings | read_keywords(keywords))
 
 
 def with_values(config: Config, values: Mapping[str, Any]) -> Config:
@@ -44,9 +53,13 @@ def with_values(config: Config, values: Mapping[str, Any]) -> Config:
 
 def with_options(config: Config, words: Sequence[str], section: str) -> Config:
     """A checked copy with some settings of one section changed, as they are written on a command line."""
-    given = refuse_other_sections(words, section)
+    return with_given(config, refuse_other_sections(words, section))
+
+
+def with_given(config: Config, given: Mapping[str, Given]) -> Config:
+    """A checked copy with settings changed that somebody wrote: what is wrong with one is told in their spelling."""
     kept = {key: Given(value, "") for key, value in (changes(config) | fleet_of(config)).items()}
-    return _build(kept | given)
+    return _build(kept | dict(given))
 
 
 def refuse_other_sections(words: Sequence[str], section: str) -> dict[str, Given]:
@@ -103,7 +116,9 @@ def _of_a_schedule(key: str, given: Given) -> Any:
 
 def _unknown(key: str, given: Given) -> str:
     if given.where.startswith("--"):
-        return _section_taken_for_value(key, "--") or unknown(key, "--")
+        return _section_taken_for_value(key, "--") or unknown(key, AS_OPTION)
+    if given.where == KEYWORD:
+        return _section_taken_for_value(key) or unknown(key, AS_KEYWORD)
     return _placed(_section_taken_for_value(key) or _value_taken_for_section(key) or unknown(key), given.where)
 
 
@@ -123,4 +138,4 @@ def _placed(sentence: str, where: str) -> str:
     """In a file: its name in front. An option: with its dashes. In a program: the sentence alone."""
     if where.startswith("--"):
         return f"--{sentence}"
-    return f"{where}: {sentence}" if where else sentence
+    return f"{where}: {sentence}" if where not in ("", KEYWORD) else sentence

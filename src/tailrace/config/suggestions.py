@@ -6,7 +6,8 @@ another section, or misspelt (`spelling.py`), or simply unknown.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 from tailrace.config.fields import fields, leaf, sections
 from tailrace.config.other_frameworks import FRAMEWORK_NAMES, FrameworkName
@@ -16,20 +17,40 @@ TELLING = 9  # letters of a last word that says enough without its section
 RENAMED = {"costs.train_part": "costs.train_mini_batch", "groups.attempts": "groups.max_failures"}
 
 
-def unknown(key: str, dashes: str = "") -> str:
-    """A sentence about a key that is not ours: whose name it is, or the one it looks like. Options get `dashes`."""
-    written, kind = dashes + key, "an option" if dashes else "a setting"
+class Spelling(NamedTuple):
+    """How a setting is written where it was given: what it is called there, and a key of ours."""
+
+    kind: str
+    write: Callable[[str], str]
+
+
+IN_A_FILE = Spelling("a setting", str)
+AS_OPTION = Spelling("an option", "--{}".format)
+
+
+def unknown(key: str, spelling: Spelling = IN_A_FILE) -> str:
+    """A sentence about a key that is not ours: whose name it is, or the one it looks like."""
+    kind, write = spelling
+    written = write(key)
     if key in RENAMED:
-        return f"{written} is called {dashes}{RENAMED[key]} now; write that"
+        return f"{written} is called {write(RENAMED[key])} now; write that"
     found = _framework_name(key)
-    if found and not found.key:
-        return f"{written} is {found.framework}'s name, and there is nothing like it here: {found.note}"
     if found:
-        note = f" ({found.note})" if found.note else ""
-        return f"{written} is {found.framework}'s name, not {kind} here; write {dashes}{found.key}{note}"
+        return f"{written} is {found.framework}'s name, {_instead(found, spelling)}"
     meant = nearest(key)
-    advice = f"did you mean {dashes}{meant}?" if meant else "--dry-run prints every setting"
+    advice = f"did you mean {write(meant)}?" if meant else "--dry-run prints every setting"
     return f"{written} is not {kind}; {advice}"
+
+
+def _instead(found: FrameworkName, spelling: Spelling) -> str:
+    kind, write = spelling
+    simulated = f"; to simulate, {write(found.simulated)}" if found.simulated else ""
+    if found.key:
+        note = f" ({found.note})" if found.note else ""
+        return f"not {kind} here; write {write(found.key)}{note}{simulated}"
+    if simulated:
+        return f"not {kind} here: {found.note}{simulated}"
+    return f"and there is nothing like it here: {found.note}"
 
 
 def nearest(key: str) -> str | None:
@@ -55,8 +76,13 @@ def _misspelt(section: str, word: str) -> str | None:
 
 
 def _without_section(key: str) -> list[str]:
-    """`lengths.sigma` for `workload.lengths.sigma`; and `actor.model.path`, whose end is ours."""
-    return [each for each in fields() if each.endswith(f".{key}") or key.endswith(f".{each}")]
+    """`lengths.sigma` for `workload.lengths.sigma`; `actor.model.path`, whose end is ours; `run_seed`, with a dot."""
+    joined = key.replace(".", "_")
+    return [
+        each
+        for each in fields()
+        if each.endswith(f".{key}") or key.endswith(f".{each}") or each.replace(".", "_") == joined
+    ]
 
 
 def _in_another_section(key: str) -> list[str]:

@@ -203,6 +203,7 @@ class TaskSettings(Section):
     sandbox: Literal["strong", "weak"] = "strong"  # python: weak runs programs even where they cannot be walled off
     max_turns: Count = 1  # with a tool: 3, unless it is given
     shuffle: bool = True
+    start: Natural = 0  # prompts of the sequence that are left out at its beginning: an earlier run had them
     epochs: Natural = 0  # passes over the rows before the run ends; 0: until all steps are done
 
     def __hash__(self) -> int:  # a Config is a key in the planner, and a table has no hash of its own

@@ -61,6 +61,7 @@ from tailrace.protocol import (
     SampleFailed,
     SamplesLost,
     ScoringStarted,
+    SettingsChanged,
     StoreJoined,
     StoreLost,
     TimerFired,
@@ -122,20 +123,28 @@ HANDLERS: dict[type[Event], Callable[[Context, Any], None]] = {
     Heartbeats: watch.heartbeats,
     TimerFired: watch.timer_fired,
     ControllerRestarted: watch.controller_restarted,
+    SettingsChanged: steps.settings_changed,
 }
+AFTER_THE_END = (ControllerRestarted, SettingsChanged)  # the last order may not have been sent; there may be more to do
 INFORMING = (Progressed, Heartbeats)  # nothing is decided after them
 
 
 class ControlPlane:
+    """`config`: what the run was begun with. What has changed since is in the state, and in the journal."""
+
     def __init__(self, config: Config, state: State | None = None) -> None:
-        self.config = config
         self.state = state or State()
         self._context = Context(config, self.state)
+
+    @property
+    def config(self) -> Config:
+        """As it is now."""
+        return self._context.config
 
     def handle(self, now: float, event: Event) -> list[Command]:
         context = self._context
         context.clear(now)
-        if not self.state.stopped or type(event) is ControllerRestarted:  # its last order may not have been sent
+        if not self.state.stopped or type(event) in AFTER_THE_END:
             HANDLERS[type(event)](context, event)
         if not self.state.stopped and type(event) not in INFORMING:
             self._decide(context)

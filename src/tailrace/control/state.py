@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from tailrace.config.resuming import replaced
 from tailrace.config.tree import Config
 from tailrace.control import sampling
 from tailrace.control.fleet import Fleet, Replica
@@ -16,7 +17,7 @@ from tailrace.control.schedules import traits
 from tailrace.control.storage import Stores
 from tailrace.control.strangers import Workers
 from tailrace.control.training import Training
-from tailrace.protocol import Command, SetTimer
+from tailrace.protocol import Command, SetTimer, SettingValue
 from tailrace.scoring import EvalSet, PromptScore
 from tailrace.types import EVALUATION, GroupId, ReplicaId, StoreId, TrajectoryId, Version
 
@@ -116,6 +117,7 @@ class State(msgspec.Struct):
     failed: bool = False  # it is over because it could not go on; whoever resumes it has mended the cause
     repacks: int = 0
     moved: int = 0
+    settings: dict[str, SettingValue] = {}  # those that differ from what the run was begun with
 
     def assigned(self, id: TrajectoryId, attempt: int) -> Sample | EvalSample | None:
         """The sample, of training or of an evaluation, if a replica has it under this very assignment."""
@@ -131,7 +133,7 @@ class Context:
     """
 
     def __init__(self, config: Config, state: State) -> None:
-        self.config = config
+        self.config = replaced(config, state.settings)
         self.traits = traits(config)
         self.mini_batch_sizes = sampling.mini_batch_sizes(config.workload.prompts_per_step, config.trainer.mini_batches)
         self.ledger = state.ledger
@@ -142,6 +144,11 @@ class Context:
         self.evaluation = state.evaluation
         self.state = state
         self.clear(0.0)
+
+    def reconfigure(self, values: dict[str, SettingValue]) -> None:
+        """Decide by these settings from now on."""
+        self.state.settings = self.state.settings | values
+        self.config = replaced(self.config, values)
 
     def clear(self, now: float) -> None:
         self.now = now

@@ -8,7 +8,17 @@ from tailrace.control import activation, evaluation, filters, groups, health, sa
 from tailrace.control.ledger import NONE
 from tailrace.control.state import Context
 from tailrace.control.training import PickedGroup
-from tailrace.protocol import Checkpointed, Forget, Stop, Trained, TrainerJoined, TrainerLost, TrainerWaits, TrainFailed
+from tailrace.protocol import (
+    Checkpointed,
+    Forget,
+    SettingsChanged,
+    Stop,
+    Trained,
+    TrainerJoined,
+    TrainerLost,
+    TrainerWaits,
+    TrainFailed,
+)
 
 
 def train(context: Context) -> None:
@@ -144,6 +154,10 @@ def _version_made(context: Context) -> None:
     if context.training.version >= context.config.run.steps:
         _end(context, "all steps are done")
         return
+    _begin_next(context)
+
+
+def _begin_next(context: Context) -> None:
     sizes = context.mini_batch_sizes
     most = sampling.admission_limit(context.config)
     context.state.pacing.step_made(context.training.version, most, context.config.workload.prompts_per_step, max(sizes))
@@ -160,6 +174,18 @@ def _end(context: Context, reason: str, failed: bool = False) -> None:
     """Now, or once the last version is evaluated."""
     if failed or not evaluation.ends_after(context, reason):
         stop(context, reason, failed)
+
+
+def settings_changed(context: Context, event: SettingsChanged) -> None:
+    """A run that had come to its end goes on if it may have more steps now."""
+    context.reconfigure(event.values)
+    state = context.state
+    if "task.epochs" in event.values:
+        state.exhausted = False  # whether there are more prompts is asked again
+    ended = state.stopped or state.evaluation.ending
+    if ended and not state.failed and context.training.version < context.config.run.steps:
+        state.stopped = state.evaluation.ending = ""
+        _begin_next(context)
 
 
 def _measure(context: Context) -> None:

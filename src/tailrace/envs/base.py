@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Any, Literal, Protocol
 
+import msgspec
+
 from tailrace.types import Row, Struct
 
 __all__ = ["UNSCORED", "Answer", "Faulted", "Observed", "Row", "Scored", "Task", "Turn"]
@@ -27,9 +29,10 @@ class Turn(Struct):
 
 
 class Scored(Struct, tag=True):
-    """The episode is over."""
+    """The episode is over. `parts`: what the reward is made of, by name, for whoever reads the sample."""
 
     reward: float
+    parts: dict[str, float] = msgspec.field(default_factory=dict)
 
 
 class Observed(Struct, tag=True):

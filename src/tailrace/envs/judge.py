@@ -21,7 +21,7 @@ from tailrace.config.errors import ConfigError
 from tailrace.envs.base import UNSCORED, Answer, Faulted, Observed, Row, Scored, Task, Turn
 from tailrace.envs.imports import described
 from tailrace.envs.judge_wire import Frames, Judged, Question, Ready, Refused, Setup, frame
-from tailrace.envs.rewards import RewardError, finite
+from tailrace.envs.rewards import RewardError, finite, parts_of
 from tailrace.envs.tasks import build_task, prepare
 from tailrace.watchdog import show_stacks_when_asked
 
@@ -58,7 +58,7 @@ def answer_to(task: Task, row: Row, transcript: tuple[Turn, ...]) -> Answer:
 def _checked(answer: Any) -> Answer:
     """A class of the user's may answer anything, with any kind of number in it."""
     if isinstance(answer, Scored):
-        return Scored(finite(answer.reward, "the task scored", answer.reward))
+        return Scored(finite(answer.reward, "the task scored", answer.reward), parts_of(answer.parts))
     if not isinstance(answer, Answer):
         raise RewardError(f"the task answered {type(answer).__name__} instead of Scored or Observed")
     if isinstance(answer, Observed) and not isinstance(answer.text, str):

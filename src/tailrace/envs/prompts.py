@@ -81,7 +81,7 @@ class Prompts:
     def number(self, index: int) -> int:
         """Which row of the data the sequence shows at an index."""
         size = len(self.task)
-        epoch, position = divmod(index, size)
+        epoch, position = divmod(index + self.config.task.start, size)
         return order(self.config.run.seed, epoch, size)[position] if self.config.task.shuffle else position
 
     def _row(self, index: int) -> Row:

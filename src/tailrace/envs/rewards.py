@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, cast
 
 from tailrace.config.errors import ConfigError
 from tailrace.envs import answers
-from tailrace.envs.base import Row, Turn
+from tailrace.envs.base import Row, Scored, Turn
 from tailrace.envs.imports import load_object
 from tailrace.errors import TailraceError
 
@@ -29,6 +29,7 @@ BUILT_IN: dict[str, Callable[[], answers.Match]] = {
     "exact": lambda: answers.exact,
     "math_verify": answers.math_verify,
 }
+MOST_PARTS, LONGEST_PART = 32, 64  # of a reward: how many, and the letters of a name
 KNOWN = "f(completion, answer), f(prompts, completions, **columns) or f(data_source, solution_str, ground_truth)"
 
 
@@ -58,13 +59,18 @@ class UserReward(NamedTuple):
     path: str
 
     def __call__(self, row: Row, transcript: Transcript) -> float:
+        return self.scored(row, transcript).reward
+
+    def scored(self, row: Row, transcript: Transcript) -> Scored:
+        """With what the function tells of its reward beside it."""
         arguments = self.arguments(row, transcript)
         result = self.function(**self._accepted(arguments))
         if inspect.isawaitable(result):
             import asyncio
 
             result = asyncio.run(_awaited(result))
-        return as_reward(result, self.path, one_of_a_list="completions" in arguments)
+        reward = as_reward(result, self.path, one_of_a_list="completions" in arguments)
+        return Scored(reward, parts_of(result))
 
     def check(self, row: Row) -> None:
         """ConfigError if a row like this lacks what the function wants. Nothing is called."""
@@ -152,6 +158,19 @@ def last_words(transcript: Transcript) -> str:
 
 
 # ------------------------------------------------------------------------------------------------------------ results
+
+
+def scored_by(reward: Reward, row: Row, transcript: Transcript) -> Scored:
+    return reward.scored(row, transcript) if isinstance(reward, UserReward) else Scored(reward(row, transcript))
+
+
+def parts_of(result: Any) -> dict[str, float]:
+    """The finite numbers beside "score" in a dict (verl). They are shown and nothing depends on them, so that what is
+    no number is left out instead of being an error."""
+    found = cast("dict[Any, Any]", result) if isinstance(result, dict) else {}
+    named = [(str(name)[:LONGEST_PART], value) for name, value in found.items() if name != "score"]
+    numbers_in = [(name, float(value)) for name, value in named if isinstance(value, numbers.Real)]
+    return {name: value for name, value in numbers_in[:MOST_PARTS] if math.isfinite(value) and name.isprintable()}
 
 
 def as_reward(result: Any, path: str, one_of_a_list: bool = False) -> float:

@@ -50,7 +50,7 @@ def open_source(config: Config) -> PromptSource:
 
     tokenizer, context = load_tokenizer(config.model.path), context_length(config.model.path)
     examine(config, tokenizer, context)
-    source = Limited(Prompts(build_task(config), tokenizer, config, context), config.task.epochs)
+    source = Limited(Prompts(build_task(config), tokenizer, config, context), config.task.epochs, config.task.start)
     _refuse_too_few(config, source.total)
     return source
 
@@ -81,11 +81,11 @@ def _require(*packages: str) -> None:
 
 
 class Limited:
-    """The prompts of a task, `task.epochs` times over."""
+    """The prompts of a task, `task.epochs` times over, less those before `task.start`."""
 
-    def __init__(self, prompts: Prompts, epochs: int) -> None:
+    def __init__(self, prompts: Prompts, epochs: int, start: int = 0) -> None:
         self._prompts = prompts
-        self.total = epochs * len(prompts.task) if epochs else None
+        self.total = max(0, epochs * len(prompts.task) - start) if epochs else None
 
     @property
     def eval_sets(self) -> tuple[EvalSet, ...]:

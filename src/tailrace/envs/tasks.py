@@ -17,7 +17,7 @@ from tailrace.config.tree import Config, TaskSettings
 from tailrace.envs.base import Row, Scored, Task, Turn
 from tailrace.envs.data import HELD_OUT, Split, read_split
 from tailrace.envs.imports import described, find, load_object
-from tailrace.envs.rewards import BUILT_IN, Reward, UserReward, load_reward, needs_answer
+from tailrace.envs.rewards import BUILT_IN, Reward, UserReward, load_reward, needs_answer, scored_by
 from tailrace.envs.tools import ToolUse
 
 
@@ -82,7 +82,7 @@ class OwnTask:
         return self.rows.held_out
 
     def respond(self, row: Row, transcript: tuple[Turn, ...]) -> Scored:
-        return Scored(self.reward(row, transcript))
+        return scored_by(self.reward, row, transcript)
 
     score = respond  # a reward sees the whole transcript, however it ends
 

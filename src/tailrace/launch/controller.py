@@ -1,12 +1,15 @@
-"""What the controller's process of `tailrace train` does, after its supervisor has forked it: settings, limits, the
-run."""
+"""What the controller's process of `tailrace train` and `tailrace fork` does, after its supervisor has forked it:
+settings, limits, the run."""
 
 from __future__ import annotations
 
 import logging
-from typing import NamedTuple
+from pathlib import Path
 
-from tailrace.config import load
+from tailrace.config import Config, ConfigError, load
+from tailrace.config.load import with_given
+from tailrace.config.options import read_words
+from tailrace.launch.beginning import Beginning
 from tailrace.launch.limits import allow_files, needed_files
 from tailrace.launch.supervisor import Supervisor
 from tailrace.runtime.placement import refuse_lacking_interface
@@ -14,28 +17,52 @@ from tailrace.runtime.placement import refuse_lacking_interface
 log = logging.getLogger(__name__)
 
 
-class Resuming(NamedTuple):
-    """What to do about a run of this name that is there already."""
-
-    resume: bool = False
-    auto: bool = False  # resume it if there is one, else begin it
-    accept: bool = False  # a run that is resumed may have other inputs than before
+def control(files: list[str], settings: list[str], beginning: Beginning, supervisor: Supervisor) -> int:
+    config, folder = _told(files, settings, beginning)
+    return drive(config, folder, beginning, supervisor)
 
 
-def control(files: list[str], settings: list[str], resuming: Resuming, supervisor: Supervisor) -> int:
-    config = load(files, settings)
+def drive(config: Config, folder: Path, beginning: Beginning, supervisor: Supervisor) -> int:
+    """A run with these settings in this folder, to its end; returns the exit code."""
     allow_files(needed_files(config))
     refuse_lacking_interface(config)
     from tailrace.launch.cards import deal_cards
-    from tailrace.launch.folder import has_run, is_complete, run_folder
+    from tailrace.launch.folder import has_run, is_over
     from tailrace.launch.train import train
 
-    folder = run_folder(config, files)
-    begun = resuming.auto and has_run(folder)
-    if begun and is_complete(folder) and not supervisor.begun:
+    begun = beginning.auto and has_run(folder)
+    if begun and not supervisor.begun and is_over(folder, config):
         log.info("%s has a complete run; nothing is left to do", folder)
         return 0
-    resume = resuming.resume or begun
-    dealt = deal_cards(config, folder, resume, supervisor.begun)
+    beginning = beginning._replace(resume=beginning.resume or begun)
+    if supervisor.begun and beginning.origin:
+        config = _as_begun(folder)
+    dealt = deal_cards(config, folder, beginning.resume, supervisor.begun)
     allow_files(needed_files(dealt.config))
-    return 0 if train(dealt, folder, resume, supervisor, resuming.accept) else 130
+    return 0 if train(dealt, folder, beginning, supervisor) else 130
+
+
+def _told(files: list[str], settings: list[str], beginning: Beginning) -> tuple[Config, Path]:
+    from tailrace.launch.folder import has_run, run_folder
+
+    if beginning.origin:
+        from tailrace.launch.fork import forked
+
+        return forked(beginning.origin, read_words(settings))
+    if len(files) == 1 and has_run(Path(files[0])):
+        return _of_run(Path(files[0]), settings, beginning)
+    config = load(files, settings)
+    return config, run_folder(config, files)
+
+
+def _of_run(run: Path, settings: list[str], beginning: Beginning) -> tuple[Config, Path]:
+    """A run in place of its file of settings: it has them all."""
+    if not beginning.resume and not beginning.auto:
+        raise ConfigError(f"{run} is a run; go on with it by --resume, or make another of it with tailrace fork {run}")
+    return with_given(_as_begun(run), read_words(settings)), run
+
+
+def _as_begun(run: Path) -> Config:
+    from tailrace.store.journal import Journal
+
+    return Journal(run).config

@@ -14,7 +14,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from textwrap import indent
 
-from tailrace import __version__
 from tailrace.config import Config, ConfigError, load, with_values
 from tailrace.config.tree import SCHEDULES, Cluster
 from tailrace.launch.cards import dealt_among, imagined
@@ -24,6 +23,7 @@ from tailrace.model import device
 from tailrace.model.device import Survey
 from tailrace.obs.event_text import counted
 from tailrace.obs.tables import render_table
+from tailrace.release import __version__
 from tailrace.types import Card
 
 PACKAGES = (

@@ -4,48 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tailrace import __version__
 from tailrace.config.errors import ConfigError
-from tailrace.config.fields import fields, read
+from tailrace.config.fields import read
+from tailrace.config.resuming import fixed, goes_further
 from tailrace.config.tree import Config
 from tailrace.envs import inputs
 from tailrace.obs.summary import JSON as SUMMARY
+from tailrace.release import __version__
 from tailrace.store.folder import is_being_written
 from tailrace.store.journal import Journal
-from tailrace.store.run import FAILED, RunStore
+from tailrace.store.run import RunStore
 from tailrace.store.waiting import to_terminal
 
-# What a resumed run may be given anew: nothing that control decides by, because its decisions so far are replayed.
-MAY_CHANGE = {
-    "run.steps",
-    "run.name",
-    "run.folder",
-    "run.archive",
-    "run.evaluate",
-    "log.to",
-    "log.project",
-    "log.samples",
-    "local.port",
-    "local.listen",
-    "local.start_s",
-    "local.wait_s",
-    "local.ranks",  # a checkpoint is resumed on any number of ranks, anywhere
-    "trainer.ranks",
-    "trainer.interface",
-    "trainer.collective_s",
-    "rollout.cards",  # the machine may be another one
-    "rollout.memory",
-    "rollout.device",
-    "trainer.cards",
-    "trainer.device",
-    "trainer.learning_rate",  # that of a run that has diverged was too high
-    "trainer.critic_learning_rate",
-    "trainer.max_grad_norm",
-    "trainer.sharding",
-    "relay.streams",
-    "relay.transport",
-    "relay.interface",
-}
 CHECKPOINTS = "checkpoints"
 RELEASE, RELEASES = "tailrace", "releases"  # in the run's meta table
 LONGEST_NAME = 200  # bytes; file systems take 255
@@ -67,9 +37,15 @@ def is_complete(folder: Path) -> bool:
     return Journal(folder).complete
 
 
+def is_over(folder: Path, config: Config) -> bool:
+    """It came to its end, and has nothing more to do with these settings either."""
+    journal = Journal(folder)
+    return journal.complete and not goes_further(journal.config, config)
+
+
 def begin_store(folder: Path, config: Config) -> RunStore:
     """A new run."""
-    _refuse_taken(folder)
+    refuse_taken(folder)
     pins = inputs.pinned(config)
     store = RunStore.create(folder, config)
     inputs.record(store.meta, pins)
@@ -95,7 +71,8 @@ def take_over_store(folder: Path, config: Config) -> RunStore:
 
 
 def _reopened(folder: Path, config: Config) -> RunStore:
-    store = RunStore.reopen(folder)
+    before = Journal(folder).config
+    store = RunStore.reopen(folder, complete=goes_further(before, config))
     try:
         _refuse_other(store.config, config, folder)
     except ConfigError:
@@ -105,15 +82,13 @@ def _reopened(folder: Path, config: Config) -> RunStore:
 
 
 def _configured(store: RunStore, config: Config) -> RunStore:
-    """It goes on now, also if it had failed."""
-    store.meta.configure(config)
-    store.meta.set(FAILED, "")
-    store.commit()
+    store.go_on(config)
     (store.folder / SUMMARY).unlink(missing_ok=True)
     return store
 
 
-def _refuse_taken(folder: Path) -> None:
+def refuse_taken(folder: Path) -> None:
+    """ConfigError if there is a run."""
     if not has_run(folder):
         return
     another = "begin another with --run.name NAME"
@@ -135,13 +110,10 @@ def _note_release(store: RunStore) -> None:
 
 
 def _refuse_other(before: Config, now: Config, folder: Path) -> None:
-    for key in fields():
-        if read(before, key) != read(now, key) and key not in MAY_CHANGE:
-            raise ConfigError(
-                f"{folder} was begun with {key} = {read(before, key)!r}, and now it is {read(now, key)!r}; "
-                "a resumed run goes on with the settings that it had"
-            )
-    if now.run.steps < before.run.steps:
+    for key in fixed(before, now):
         raise ConfigError(
-            f"{folder} was begun for {before.run.steps} steps; write run.steps = {before.run.steps} or more"
+            f"{folder} was begun with {key} = {read(before, key)!r}, and now it is {read(now, key)!r}, which a run "
+            f"cannot change; go on with what it had, or make another run of it with tailrace fork {folder}"
         )
+    if now.run.steps < before.run.steps:
+        raise ConfigError(f"{folder} has {before.run.steps} steps; write run.steps = {before.run.steps} or more")

@@ -19,7 +19,7 @@ from tailrace.protocol import RecordEvaluation
 from tailrace.scoring import EvalResult
 from tailrace.store.journal import Journal
 from tailrace.trainer.export import as_model_folder, write_model
-from tailrace.trainer.manifest import CheckpointError, check, found_in, step_of
+from tailrace.trainer.manifest import ORIGIN, CheckpointError, check, found_in, step_of
 from tailrace.types import RIGHT_ABOVE
 
 log = logging.getLogger(__name__)
@@ -104,6 +104,8 @@ def weights_of(journal: Journal, version: int | str | None) -> Path:
     saved = {step_of(path): path for path in found_in(run / CHECKPOINTS)}
     if version is None and saved:
         version = max(saved)
+    if not version and (origin := found_in(run / ORIGIN)):
+        version, saved = step_of(origin[0]), {step_of(origin[0]): origin[0]}
     if not version:
         from tailrace.model.load import model_folder
 

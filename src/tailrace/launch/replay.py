@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from tailrace import __version__
 from tailrace.logs import output
 from tailrace.obs.progress import Progress
+from tailrace.release import __version__
 from tailrace.sim.replay import render_difference, replay
 from tailrace.store.journal import Journal
 
@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 def replay_run(run: Path) -> int:
     journal = Journal(run)
     with Progress("replaying") as progress:
-        replayed = replay(journal.entries(), journal.config, lambda done: progress(done, 0, "events"))
+        replayed = replay(journal.entries(), journal.begun, lambda done: progress(done, 0, "events"))
     if not journal.complete:
         log.info("note: the journal ends without a clean end: the run was interrupted, or goes on")
     if replayed.difference is None:

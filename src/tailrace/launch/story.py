@@ -23,4 +23,9 @@ def print_story(run: Path, label: str) -> int:
     output(render_story([StoryLine(last.now, str(ending_of(journal.meta, journal.path.parent, last.stop)))]))
     if known := known_trajectories(run, kind, number):
         output(render_known(known))
+    if kind == "trajectory" and known and journal.meta.get("driver") != "simulation":
+        from tailrace.launch.samples import print_sample  # numpy and a tokenizer are for those who need them
+
+        output("")
+        print_sample(run, number)
     return 0

@@ -18,9 +18,11 @@ from tailrace.config.errors import ConfigError
 from tailrace.config.tree import Config
 from tailrace.envs.sources import PromptSource, open_source, steps_short
 from tailrace.errors import TailraceError
+from tailrace.launch.beginning import Beginning
 from tailrace.launch.cards import Dealt, record_cards
 from tailrace.launch.evaluation import measure
 from tailrace.launch.folder import CHECKPOINTS, begin_store, resume_store, take_over_store
+from tailrace.launch.fork import begin_fork
 from tailrace.launch.log import Trackers
 from tailrace.launch.machines import invite, withdraw
 from tailrace.launch.supervisor import Supervisor
@@ -40,6 +42,7 @@ from tailrace.store.journal import Journal
 from tailrace.store.run import RunStore
 from tailrace.store.waiting import to_terminal
 from tailrace.trainer.export import as_model_folder
+from tailrace.trainer.manifest import ORIGIN
 from tailrace.weights.shared_memory import clear_abandoned
 from tailrace.wire import descriptors
 from tailrace.wire.keys import Keyring
@@ -52,9 +55,8 @@ DIVERGED = (
 )
 
 
-def train(dealt: Dealt, folder: Path, resume: bool, supervisor: Supervisor, accept: bool = False) -> bool:
-    """Run until it is over (True) or interrupted (False). The folder has everything that came of it. `accept`: a run
-    that is resumed may have other inputs than before."""
+def train(dealt: Dealt, folder: Path, beginning: Beginning, supervisor: Supervisor) -> bool:
+    """Run until it is over (True) or interrupted (False). The folder has everything that came of it."""
     config = dealt.config
     if supervisor.begun and Journal(folder).complete:
         return _complete(folder, "the run was over already")
@@ -67,19 +69,19 @@ def train(dealt: Dealt, folder: Path, resume: bool, supervisor: Supervisor, acce
     clear_abandoned()
     keys = Keyring(supervisor.secret, supervisor.token)
     handle = RunHandle(keys, supervisor.lifeline, read_records(folder) if supervisor.begun else None, dealt.deal)
-    store = _opened(folder, config, resume, supervisor, accept)
+    store = _opened(folder, config, beginning, supervisor)
     record_cards(store.meta, dealt.cards)
     supervisor.begin()
     trackers = Trackers(folder, config)
     try:
         if _evaluates(config) and store.meta.get(f"accuracy_{BEFORE}") is None:
-            _evaluate(store, config, None, BEFORE)
+            _evaluate(store, config, _newest(folder / ORIGIN), BEFORE)
             store.commit()
         reason, complete = asyncio.run(_drive(store, config, handle, supervisor, eval_sets))
         clear_abandoned()  # of relays that were killed and did not come back before the end
         store.run_folder.refuse_moved()
         if complete and _evaluates(config):
-            _evaluate(store, config, _newest(folder), AFTER)
+            _evaluate(store, config, _newest(folder / CHECKPOINTS), AFTER)
     except BaseException as error:
         _close(store, complete=False, failed=_fatal(error))
         trackers.close()
@@ -105,10 +107,12 @@ def _notes(dealt: Dealt, source: PromptSource) -> Iterator[str]:
     yield steps_short(dealt.config, source)
 
 
-def _opened(folder: Path, config: Config, resume: bool, supervisor: Supervisor, accept: bool) -> RunStore:
+def _opened(folder: Path, config: Config, beginning: Beginning, supervisor: Supervisor) -> RunStore:
     if supervisor.begun:
         return take_over_store(folder, config)
-    return resume_store(folder, config, accept) if resume else begin_store(folder, config)
+    if beginning.resume:
+        return resume_store(folder, config, beginning.accept)
+    return begin_fork(folder, config, beginning.origin) if beginning.origin else begin_store(folder, config)
 
 
 def _close(store: RunStore, complete: bool, failed: str = "") -> None:
@@ -165,7 +169,7 @@ def _evaluate(store: RunStore, config: Config, weights: Path | None, when: str) 
 def _newest(folder: Path) -> Path | None:
     from tailrace.trainer.checkpoint import newest
 
-    return newest(folder / CHECKPOINTS)
+    return newest(folder)
 
 
 async def _drive(

@@ -1,21 +1,23 @@
 """What every replica and the trainer were doing, when and for how long.
 
-    replica:  starting -> idle <-> generating | scoring | pulling;  lost -> (joins again)
-    trainer:  starting -> idle <-> training;                        lost -> (joins again)
+    replica:  starting -> idle <-> generating | scoring | environment | pulling;  lost -> (joins again)
+    trainer:  starting -> idle <-> training;                                      lost -> (joins again)
 
 A replica without work is idle: admission gave it none. One that has nothing to generate, but samples with a judge, is
-scoring. An idle trainer waits for data. Until the first sample is assigned, at the beginning as after a resumption,
-all processes count as starting, and starting does not count as idle. Spans are kept only where a timeline is wanted.
-What each of them has to do comes from the fold.
+scoring, or waits for their environment if one of them may be generated further. An idle trainer waits for data. Until
+the first sample is assigned, at the beginning as after a resumption, all processes count as starting, and starting does
+not count as idle. Spans are kept only where a timeline is wanted. What each of them has to do comes from the fold.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from tailrace.obs.fold import Fold
+from tailrace.obs.idle import IdleCauses
+from tailrace.obs.spans import SpanLog
 from tailrace.protocol import (
     Command,
     ControllerRestarted,
@@ -39,7 +41,8 @@ from tailrace.types import ReplicaId
 
 BUSY = ("generating", "pulling", "training")
 BRIEF = ("pulling", "lost")  # drawn however short they are
-COUNTED = (*BUSY, "scoring", "idle", "lost")  # starting is not counted
+WAITING = ("scoring", "environment")  # for judges
+COUNTED = (*BUSY, *WAITING, "idle", "lost")  # starting is not counted
 
 
 class StateSpan(NamedTuple):
@@ -57,9 +60,12 @@ class Lane:
         self.alive = False
         self.seconds: defaultdict[str, float] = defaultdict(float)  # by state
         self.spans: list[StateSpan] | None = [] if keep_spans else None
+        self.log: SpanLog | None = None  # all of its states, to be looked at closely
         self._counted_until = now
 
-    def enter(self, state: str, now: float) -> None:
+    def enter(self, state: str, now: float, version: int = -1) -> None:
+        if self.log is not None:
+            self.log.enter(state, version, now)
         if state == self.state:
             return
         self.count(now)
@@ -84,12 +90,17 @@ class ReplicaLane(Lane):
     waiting = 0
 
 
+LaneKind = TypeVar("LaneKind", bound=Lane)
+
+
 class Activity:
-    def __init__(self, fold: Fold, keep_spans: bool = False) -> None:
+    def __init__(self, fold: Fold, keep_spans: bool = False, keep_log: bool = False) -> None:
         self.fold = fold
         self.keep_spans = keep_spans
+        self.keep_log = keep_log
         self.replicas: dict[ReplicaId, ReplicaLane] = {}
-        self.trainer = Lane(0.0, keep_spans)
+        self.trainer = self._logged(Lane(0.0, keep_spans))
+        self.idle_causes = IdleCauses()
         self.first_sample_at: float | None = None
         self.starting = True  # no work was assigned since the controller was started
 
@@ -102,9 +113,13 @@ class Activity:
             self._controller_restarted(changed)
         for command in commands:
             self._command(now, command, changed)
+        self.idle_causes.advance(now)
         for id in changed:
-            self._replica(id, now).enter(self._replica_state(id), now)
-        self.trainer.enter(self._trainer_state(), now)
+            lane, state = self._replica(id, now), self._replica_state(id)
+            self.idle_causes.change(lane.state, state)
+            lane.enter(state, now, self.fold.replica(id).version)
+        self.trainer.enter(self._trainer_state(), now, len(self.fold.steps))
+        self.idle_causes.settle(self)
 
     def idle(self, lanes: Sequence[Lane], now: float) -> float:
         """The share of the counted time in which these were not busy."""
@@ -123,9 +138,14 @@ class Activity:
 
     # ------------------------------------------------------------------------------------------------------- events
 
+    def _logged(self, lane: LaneKind) -> LaneKind:
+        lane.log = SpanLog(lane.since) if self.keep_log else None
+        return lane
+
     def _replica(self, id: ReplicaId, now: float) -> ReplicaLane:
         if id not in self.replicas:
-            self.replicas[id] = ReplicaLane(now, self.keep_spans)
+            self.replicas[id] = self._logged(ReplicaLane(now, self.keep_spans))
+            self.idle_causes.change("", "starting")
         return self.replicas[id]
 
     def _replica_event(self, now: float, event: Event, changed: set[ReplicaId]) -> None:
@@ -195,7 +215,9 @@ class Activity:
             return "pulling"
         if record.generating > 0:
             return "generating"
-        return "scoring" if record.scoring > 0 else self._idle
+        if record.scoring > 0:
+            return "scoring" if record.judging == record.scoring else "environment"
+        return self._idle
 
     def _trainer_state(self) -> str:
         if not self.trainer.alive:

@@ -25,6 +25,7 @@ STALENESS_TITLE = "Staleness in versions: mean, max shaded"
 STATES = {
     "generating": "g",
     "scoring": "c",
+    "environment": "e",
     "pulling": "p",
     "repacked": "r",
     "training": "t",

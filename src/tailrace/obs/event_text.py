@@ -57,6 +57,7 @@ from tailrace.protocol import (
     Route,
     SampleFailed,
     ScoringStarted,
+    SettingsChanged,
     SkipPrompts,
     Start,
     Train,
@@ -79,6 +80,10 @@ UPDATES: dict[UpdateChoice, Callable[[Explain], str]] = {
     "drain": lambda one: f"takes no more work before v{one.version}, with {counted(one.samples, 'sample')} in hand",
     "stay": lambda one: f"lets v{one.version} pass, with {counted(one.samples, 'sample')} in hand",
 }
+
+
+def described(event: SettingsChanged) -> str:
+    return ", ".join(f"{key} = {value}" for key, value in event.values.items())
 
 
 class PeakLoad(msgspec.Struct):
@@ -125,6 +130,7 @@ class EventText:
             Trained: self._trained,
             Checkpointed: self._checkpointed,
             ControllerRestarted: self._controller_restarted,
+            SettingsChanged: self._settings_changed,
             Generate: self._generate,
             Evaluate: self._evaluate,
             RecordEvaluation: self._record_evaluation,
@@ -444,6 +450,9 @@ class EventText:
     def _controller_restarted(self, _: ControllerRestarted) -> Sentences:
         for id in self.fold.replicas:
             yield ("replica", id), "the controller was restored from the journal"
+
+    def _settings_changed(self, event: SettingsChanged) -> Sentences:
+        yield ("version", len(self.fold.steps)), f"the run goes on from here with {described(event)}"
 
     # ------------------------------------------------------------------------------------------------------- weights
 

@@ -67,6 +67,7 @@ class SampleRecord(msgspec.Struct, gc=False):
     failures: int = 0  # of earlier attempts
     state: str = "running"  # running, scoring, parked, handed_in, lost, failed, cancelled, finished, trained
     turn: int = 0
+    final: bool = False  # of one that is scoring: the judge's answer ends it
     tokens: int = 0
     oldest: Version = 0
     reward: float | None = None
@@ -104,6 +105,7 @@ class ReplicaRecord(msgspec.Struct):
     assigned: dict[TrajectoryId, None] = {}  # all that it has
     scoring: int = 0  # of these: a judge has them
     evaluating: dict[TrajectoryId, int] = {}  # samples of an evaluation that it has, and their attempts
+    judging: int = 0  # of these again: its answer ends the sample; the others wait for their environment
 
     @property
     def generating(self) -> int:
@@ -364,6 +366,7 @@ class Fold:
         if sample.state in ASSIGNED:
             record = self.replicas[sample.replica]
             record.scoring -= sample.state == "scoring"
+            record.judging -= sample.state == "scoring" and sample.final
             record.assigned.pop(id, None)
             sample.state = state
             self.changed.add(sample.replica)
@@ -380,15 +383,17 @@ class Fold:
 
     def _scoring_started(self, event: ScoringStarted) -> None:
         for sample, one in self.turns(event):
-            self._enter_turn(sample, one.turn, "scoring")
+            self._enter_turn(sample, one, "scoring")
 
     def _generation_resumed(self, event: GenerationResumed) -> None:
         for sample, one in self.turns(event):
-            self._enter_turn(sample, one.turn, "running")
+            self._enter_turn(sample, one, "running")
 
-    def _enter_turn(self, sample: SampleRecord, turn: int, state: str) -> None:
-        self.replicas[sample.replica].scoring += (state == "scoring") - (sample.state == "scoring")
-        sample.turn, sample.state = turn, state
+    def _enter_turn(self, sample: SampleRecord, one: JudgedTurn, state: str) -> None:
+        record, before, now = self.replicas[sample.replica], sample.state == "scoring", state == "scoring"
+        record.scoring += now - before
+        record.judging += (now and one.final) - (before and sample.final)
+        sample.turn, sample.state, sample.final = one.turn, state, one.final
         self.changed.add(sample.replica)
 
     def _finished(self, event: Finished) -> None:

@@ -22,9 +22,10 @@ def asset(name: str) -> str:
     return (ASSETS / name).read_text(encoding="utf-8")
 
 
-def report(title: str, body: str, scripts: Sequence[str], data: Any) -> str:
-    """`body` is HTML of ours; `data` is anything that msgspec encodes, and what the scripts draw."""
-    style, code = asset("page.css"), [asset("charts.js"), *scripts]
+def report(title: str, body: str, scripts: Sequence[str], data: Any, style: str = "") -> str:
+    """`body` is HTML of ours; `data` is anything that msgspec encodes, and what the scripts draw; `style` comes on top
+    of that of all reports."""
+    style, code = asset("page.css") + style, [asset("charts.js"), *scripts]
     policy = f"default-src 'none'; style-src {_hash(style)}; script-src {' '.join(map(_hash, code))}"
     ending = "\n".join(f"<script>{each}</script>" for each in code)
     return f"""<!doctype html>

@@ -15,9 +15,12 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from tailrace.config.tree import Config
-from tailrace.obs.activity import Activity, ReplicaLane
+from tailrace.obs.activity import WAITING, Activity, ReplicaLane
 from tailrace.obs.ending import LastStop
+from tailrace.obs.event_text import described
 from tailrace.obs.fold import Fold, GroupCounts, Savings, Staleness, staleness
+from tailrace.obs.idle import ROUNDS
+from tailrace.obs.moves import Moves
 from tailrace.obs.spending import Spending
 from tailrace.protocol import (
     Activate,
@@ -39,6 +42,7 @@ from tailrace.protocol import (
     ReplicaLost,
     RunStarted,
     SampleFailed,
+    SettingsChanged,
     Stop,
     TrainerJoined,
     TrainerLost,
@@ -97,6 +101,7 @@ class RunView(msgspec.Struct, frozen=True, kw_only=True):
     trainer_idle: float
     rollout_idle: float
     rollout_shares: Mapping[str, float]  # by state
+    idle_causes: Mapping[str, Mapping[str, float]]  # of replicas and trainer: shares of their idle time
     repacks: int
     moved: int
     failures: int  # attempts at samples
@@ -119,11 +124,15 @@ class RunView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LiveRun:
-    def __init__(self, config: Config, timeline: bool = False, name: str = "", keep_trained: bool = False) -> None:
+    def __init__(
+        self, config: Config, timeline: bool = False, name: str = "", keep_trained: bool = False, log: bool = False
+    ) -> None:
         self.config = config
         self.name = name or config.run.name or "run"
         self.fold = Fold(config, keep_trained)
-        self.activity = Activity(self.fold, timeline)
+        self.activity = Activity(self.fold, timeline, log)
+        self.activity.idle_causes.rounds = config.schedule.kind in ROUNDS
+        self.moves = Moves()
         self.spending = Spending()
         self.notices: deque[Notice] = deque(maxlen=NOTICES)
         self.noticed: Counter[Level] = Counter()  # ever, so that a reader knows which are new
@@ -145,6 +154,7 @@ class LiveRun:
         fold, starting = self.fold, self.activity.first_sample_at is None
         fold.see(self.seconds, event, commands)
         self.activity.see(self.seconds, event, commands)
+        self.moves.see(self.seconds, event, commands)
         self.spending.see(self.seconds, event, commands)
         if isinstance(event, SampleFailed) and not fold.ignored and _is_power_of_ten(fold.failures):
             so_far = f"{_count(fold.failures, 'attempt')} at samples failed so far"
@@ -232,7 +242,8 @@ class LiveRun:
     @property
     def rollout_scoring(self) -> float:
         """The share of the time in which they had nothing to generate and waited for judges."""
-        return self.activity.shares(list(self.activity.replicas.values()), self.seconds).get("scoring", 0.0)
+        shares = self.activity.shares(list(self.activity.replicas.values()), self.seconds)
+        return sum(shares.get(state, 0.0) for state in WAITING)
 
     def view(self, now: float | None = None) -> RunView:
         """The figures as they are; `now` is the controller's clock, which goes on while nothing happens."""
@@ -258,6 +269,7 @@ class LiveRun:
             trainer_idle=self.activity.idle([self.activity.trainer], seconds),
             rollout_idle=self.activity.idle(list(lanes.values()), seconds),
             rollout_shares=self.activity.shares(list(lanes.values()), seconds),
+            idle_causes=self.activity.idle_causes.shares(),
             repacks=fold.repacks,
             moved=fold.moved,
             failures=fold.failures,
@@ -333,6 +345,8 @@ def _notices(event: Event, commands: Sequence[Command]) -> Noticed:
         yield f"r{event.replica} could not load version {event.version}: {event.reason}", "warning"
     elif isinstance(event, ControllerRestarted):
         yield "resumed", "info"
+    elif isinstance(event, SettingsChanged):
+        yield f"settings changed: {described(event)}", "info"
     elif isinstance(event, Parked):
         yield from _moves(event, commands)
     for command in commands:

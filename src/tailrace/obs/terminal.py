@@ -23,6 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tailrace.logs import output
+from tailrace.obs.activity import WAITING
 from tailrace.obs.fold import StepRecord
 from tailrace.obs.live import MEAN_STEPS, LiveRun, Notice, ReplicaView, RunView
 from tailrace.obs.tables import percent
@@ -36,12 +37,18 @@ GAP = "   "  # between two figures
 STATE_STYLES = {
     "generating": "cyan",
     "scoring": "magenta",
+    "environment": "magenta",
     "training": "green",
     "pulling": "blue",
     "idle": "yellow",
     "lost": "bold red",
 }
-WHY_IDLE = {"scoring": "scoring", "idle": "no work admitted", "lost": "lost"}
+WHY_IDLE = {
+    "scoring": "judging",
+    "environment": "waiting for the environment",
+    "idle": "no work admitted",
+    "lost": "lost",
+}
 FIGURES = ("loss", "kl", "entropy", "grad_norm")  # of the trainer, if it measures them
 
 
@@ -119,8 +126,8 @@ def step_line(step: StepRecord, view: RunView) -> str:
 
 
 def _scoring(view: RunView) -> str:
-    share = view.rollout_shares.get("scoring", 0.0)
-    return f" (scoring {percent(share)})" if share >= 0.005 else ""
+    share = sum(view.rollout_shares.get(state, 0.0) for state in WAITING)
+    return f" (judging {percent(share)})" if share >= 0.005 else ""
 
 
 # -------------------------------------------------------------------------------------------------------- the screen

@@ -1,10 +1,10 @@
 """The addresses of the page: a fixed table, in which nothing of a request ever names a file.
 
     /             the page                 with a token: authenticated clients only; others see the form
-    /data         all figures, JSON        the same
+    /data ...     JSON (see `answers`)     the same; these alone take a query
     /metrics      for Prometheus           the same
     /login        the form, and where it goes (POST)
-    /page.css  /charts.js  /page.js  /icon.svg
+    /page.css  /icon.svg  and the scripts
 
 Every answer, errors too, has the same headers: the browser may load nothing from elsewhere, run no script but ours,
 show the page in no frame and keep no figures.
@@ -12,12 +12,13 @@ show the page in no frame and keep no figures.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from tailrace.errors import TailraceError
 from tailrace.obs import html
 from tailrace.page.access import AccessControl
-from tailrace.page.follow import PageContent
+from tailrace.page.answers import Answer, BadQueryError, parse_query
 from tailrace.page.http import Header, PageRequest, PageResponse, text_response
 from tailrace.page.prometheus import CONTENT_TYPE, exposition
 
@@ -37,6 +38,8 @@ SECURITY_HEADERS: tuple[Header, ...] = (
 )
 HSTS: Header = ("Strict-Transport-Security", "max-age=86400")
 WRONG_TOKEN_DELAY_S = 1.0  # what a wrong token costs
+SCRIPTS = ("charts.js", "load.js", "curves.js", "overview.js", "tokens.js", "samples.js", "prompts.js", "metrics.js")
+SCRIPTS += ("timeline.js", "settings.js", "runs.js", "page.js")  # in this order
 HTML, CSS, SCRIPT = "text/html; charset=utf-8", "text/css; charset=utf-8", "text/javascript; charset=utf-8"
 FORM_ERROR = "<!-- trouble -->"
 TOO_MANY = "Too many wrong tokens came from there; wait a little."
@@ -46,25 +49,26 @@ Handler = Callable[[PageRequest], PageResponse]
 
 
 class PageApp:
-    def __init__(self, access: AccessControl, latest: Callable[[], PageContent]) -> None:
+    def __init__(self, access: AccessControl, answers: Mapping[str, Answer]) -> None:
         self._access = access
-        self._latest = latest
+        self._answers = answers
         self._form = _asset("login.html")
         self._table: dict[str, dict[str, Handler]] = {
             "/": _read_only(self._private(_file("page.html", HTML), self._show_form)),
-            "/data": _read_only(self._private(self._data, self._refuse)),
             "/metrics": _read_only(self._private(self._metrics, self._refuse)),
             "/login": {**_read_only(lambda _: self._form_page(200)), "POST": self._log_in},
             "/page.css": _read_only(_file("page.css", CSS)),
-            "/charts.js": _read_only(_file("charts.js", SCRIPT)),
-            "/page.js": _read_only(_file("page.js", SCRIPT)),
+            "/work.css": _read_only(_file("work.css", CSS)),
             "/icon.svg": _read_only(_file("icon.svg", "image/svg+xml")),
         }
+        self._table |= {f"/{name}": _read_only(_file(name, SCRIPT)) for name in SCRIPTS}
+        self._table |= {address: _read_only(self._private(self._data, self._refuse)) for address in answers}
 
     def respond(self, request: PageRequest) -> PageResponse:
         if not self._access.host_allowed(request):
             return text_response(421, "This page is only for its own machine; open it as localhost or 127.0.0.1.")
-        methods = self._table.get(request.target)
+        address, query, _ = request.target.partition("?")
+        methods = self._table.get(address) if not query or address in self._answers else None
         if methods is None:
             return text_response(404, "There is no such page here.")
         handler = methods.get(request.method)
@@ -79,14 +83,25 @@ class PageApp:
     # -------------------------------------------------------------------------------------------------------- handlers
 
     def _data(self, request: PageRequest) -> PageResponse:
-        latest = self._latest()
-        tag = ("ETag", latest.tag)
-        if latest.tag and request.header("if-none-match") == latest.tag:
+        """Worked out elsewhere: it may read much."""
+        return PageResponse(200, work=lambda: self._answer(request))
+
+    def _answer(self, request: PageRequest) -> PageResponse:
+        address, _, query = request.target.partition("?")
+        try:
+            found = self._answers[address](parse_query(query))
+        except BadQueryError as error:
+            return text_response(400, str(error))
+        except TailraceError as error:
+            return text_response(409, str(error))
+        tag = ("ETag", found.tag)
+        if found.tag and request.header("if-none-match") == found.tag:
             return PageResponse(304, headers=(tag,))
-        return PageResponse(200, latest.content, "application/json", (tag,))
+        return PageResponse(200, found.content, "application/json", (tag,))
 
     def _metrics(self, request: PageRequest) -> PageResponse:
-        return PageResponse(200, exposition(self._latest().content), CONTENT_TYPE)
+        figures = self._answers["/data"]
+        return PageResponse(200, work=lambda: PageResponse(200, exposition(figures({}).content), CONTENT_TYPE))
 
     def _private(self, handler: Handler, otherwise: Handler) -> Handler:
         """For authenticated clients only."""

@@ -60,7 +60,7 @@ class PageData(msgspec.Struct, frozen=True):
 
 class Figures:
     def __init__(self, config: Config) -> None:
-        self.live = LiveRun(config, timeline=True, keep_trained=True)
+        self.live = LiveRun(config, timeline=True, keep_trained=True, log=True)
         self.live.fold.before = self._describe
         self.read = 0
         self._curve = Curve()

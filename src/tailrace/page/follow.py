@@ -19,6 +19,7 @@ import msgspec
 from tailrace.obs.ending import ending_of
 from tailrace.obs.summary import held_out
 from tailrace.page.figures import Figures, RunState
+from tailrace.page.timeline import TimelineQuery, TimelineView, timeline
 from tailrace.store.database import JournalError
 from tailrace.store.journal import Journal
 from tailrace.store.metrics import measurements
@@ -43,6 +44,7 @@ class Follower:
         self.latest = PageContent("", b"{}")
         self._trouble = ""
         self._stopping = threading.Event()
+        self._folding = threading.Lock()
         self._thread = threading.Thread(target=self._follow, name="follower", daemon=True)
         self.poll()
 
@@ -51,7 +53,13 @@ class Follower:
 
     def stop(self) -> None:
         self._stopping.set()
-        self._thread.join(timeout=10 * POLL_S)
+        if self._thread.is_alive():
+            self._thread.join(timeout=10 * POLL_S)
+
+    def timeline(self, asked: TimelineQuery) -> TimelineView:
+        """Asked for by other threads."""
+        with self._folding:
+            return timeline(self._figures.live, asked)
 
     def _follow(self) -> None:
         more = True
@@ -61,7 +69,8 @@ class Follower:
     def poll(self) -> bool:
         """Take in what is new; whether there may be more."""
         try:
-            more, trouble = self._read(), ""
+            with self._folding:
+                more, trouble = self._read(), ""
         except (JournalError, OSError) as error:
             more, trouble = False, str(error)
         except Exception as error:  # an entry that nobody of ours wrote: this is the thread's border

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 MAX_HEAD = 8 << 10
 MAX_BODY = 1 << 10
 LINGER_S = 1.0
+AT_ONCE = 3  # responses that are worked out
 LINGER_BYTES = 64 << 10  # read and dropped of a body that was refused
 
 log = logging.getLogger(__name__)
@@ -45,6 +46,7 @@ class PageResponse(NamedTuple):
     delay_s: float = 0.0  # before it is sent; the connection ends with it
     unread: bool = False  # the request was refused before its body was read
     authenticated: bool = False  # the client has shown the token
+    work: Callable[[], PageResponse] | None = None  # gives the response, in a thread: it may take a while
 
 
 def text_response(status: int, text: str, *headers: Header) -> PageResponse:
@@ -58,10 +60,11 @@ class AsgiApplication:
     ) -> None:
         self._respond = respond
         self._headers = headers
+        self._working = asyncio.Semaphore(AT_ONCE)
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
         try:
-            response = await self._response(_request(scope), receive)
+            response = await self._worked_out(await self._response(_request(scope), receive))
         except Exception:  # the border of a request
             log.exception("a request of the page cannot be answered")
             response = text_response(500, "The page cannot answer this; its log says why.")._replace(unread=True)
@@ -74,6 +77,14 @@ class AsgiApplication:
         if response.unread:
             await _drain(receive)
             await send({"type": "http.response.body"})
+
+    async def _worked_out(self, response: PageResponse | None) -> PageResponse | None:
+        """Few at once: everybody else is answered meanwhile."""
+        if response is None or response.work is None:
+            return response
+        async with self._working:
+            done = await asyncio.to_thread(response.work)
+        return done._replace(authenticated=response.authenticated)
 
     def headers(self, response: PageResponse) -> list[tuple[bytes, bytes]]:
         length = [("Content-Length", str(len(response.body)))] if response.status != 304 else []

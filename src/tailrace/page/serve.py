@@ -1,37 +1,45 @@
-"""`tailrace page`: follows a run and serves its page, until Ctrl-C."""
+"""`tailrace page`: follows runs and serves their page, until Ctrl-C."""
 
 from __future__ import annotations
 
 import socket
 import ssl
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from tailrace.logs import output
 from tailrace.page.access import AccessControl, ListenAddress, find_token, parse_listen
+from tailrace.page.answers import RunAnswers
 from tailrace.page.app import PageApp
-from tailrace.page.follow import Follower
 from tailrace.page.http import AsgiApplication
+from tailrace.page.indexers import Indexers
+from tailrace.page.runs import RunLibrary
 from tailrace.page.server import PageListener, PageServer
 
 DEFAULT = "127.0.0.1:0"
+SWITCH_S = 0.0005  # between threads: who reads a long history lets those go first who answer
 
 
-def serve(run: Path, listen: str, token_file: Path | None) -> int:
+def serve(runs: Sequence[Path], listen: str, token_file: Path | None) -> int:
     """Until it is told to end. What is wrong is refused before anything is opened."""
+    sys.setswitchinterval(SWITCH_S)
     address = parse_listen(listen)
     token = find_token(address, token_file)
-    follower = Follower(run)
+    library = RunLibrary(runs)
+    library.follower(0)
     tls, fingerprint = (None, "") if address.loopback else _identity()
     listener = PageListener(address)
     address = ListenAddress(address.host, listener.getsockname()[1])
-    app = PageApp(AccessControl(address, token), lambda: follower.latest)
+    app = PageApp(AccessControl(address, token), RunAnswers(library).table)
     greeting = _greeting(address, fingerprint)
-    follower.start()
+    indexers = Indexers(library)
     try:
         asgi = AsgiApplication(app.respond, app.headers)
         PageServer(asgi, listener, tls, ready=lambda: output(greeting)).run([listener])
     finally:
-        follower.stop()
+        indexers.stop()
+        library.stop()
     return 0
 
 

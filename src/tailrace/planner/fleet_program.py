@@ -18,7 +18,11 @@ can be placed. The goal is most T, then fewest dollars; or fewest dollars with T
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ctypes
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from math import inf
 from typing import Any, NamedTuple
 
@@ -29,7 +33,6 @@ from tailrace.config.kinds import GpuKind
 
 SOLVER_S = 20.0  # at most, for one solution
 EQUAL = 1e-6  # share of the throughput that counts as none
-PRESOLVE = False  # with it, HiGHS now and then prints to the standard output; these programs are small
 
 
 class KindSupply(NamedTuple):
@@ -168,13 +171,14 @@ class FleetSolver:
         below = np.full(len(self.rows), -np.inf)
         below[0] = 1.0
         upper = self._row(y=1.0, z=1.0, x=self.fits.max(axis=1), rate=np.inf)
-        found = optimize.milp(
-            goal,
-            integrality=self._row(y=1, z=1, x=1),
-            bounds=optimize.Bounds(self._row(rate=least), upper),
-            constraints=optimize.LinearConstraint(self.rows, below, above),
-            options={"time_limit": SOLVER_S, "mip_rel_gap": EQUAL, "presolve": PRESOLVE},
-        )
+        with _output_kept_clean():
+            found = optimize.milp(
+                goal,
+                integrality=self._row(y=1, z=1, x=1),
+                bounds=optimize.Bounds(self._row(rate=least), upper),
+                constraints=optimize.LinearConstraint(self.rows, below, above),
+                options={"time_limit": SOLVER_S, "mip_rel_gap": EQUAL},
+            )
         return None if found.x is None else self._choice(found.x)
 
     def _choice(self, values: np.ndarray) -> FleetChoice:
@@ -182,6 +186,20 @@ class FleetSolver:
         pairs = zip(self.problem.replicas, counts.tolist(), strict=True)
         trainer = self.problem.trainers[int(values[: self.trainers].argmax())]
         return FleetChoice(trainer, tuple([(option, count) for option, count in pairs if count]))
+
+
+@contextmanager
+def _output_kept_clean() -> Iterator[None]:
+    """HiGHS prints a line to the standard output now and then, where a plan as JSON is due: to the standard error."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        ctypes.CDLL(None).fflush(None)  # what its C library still has
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def _solver() -> Any:

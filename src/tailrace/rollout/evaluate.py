@@ -83,9 +83,9 @@ def _play(runner: Runner, sets: tuple[EvalSet, ...], samples: int) -> Iterator[E
     scores = [PromptScore() for one in sets for _ in range(one.prompts)]
     while runner.episodes:
         ended = runner.step()
-        for episode, reward, _ in ended:
-            score = scores[(episode.request.trajectory - EVALUATION) // samples]
-            score.add(reward, episode.completion_tokens, episode.finish)
+        for one in ended:
+            score = scores[(one.episode.request.trajectory - EVALUATION) // samples]
+            score.add(one.reward, one.episode.completion_tokens, one.episode.finish)
         if ended:
             yield _so_far(sets, scores, samples)
 

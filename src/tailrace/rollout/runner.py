@@ -62,6 +62,7 @@ class Outcome(NamedTuple):
     episode: Episode
     reward: float | None
     reason: str = ""
+    parts: dict[str, float] | None = None  # of the reward
 
 
 class Runner:
@@ -168,7 +169,7 @@ class Runner:
         del self.episodes[key[0]]
         self.engine.forget([key[0]])
         if isinstance(answer, Scored):
-            return Outcome(episode, answer.reward)
+            return Outcome(episode, answer.reward, parts=answer.parts)
         return Outcome(episode, None, answer.reason if isinstance(answer, Faulted) else UNSCORED)
 
     def _observed(self, episode: Episode, text: str) -> None:

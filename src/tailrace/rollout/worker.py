@@ -261,18 +261,18 @@ class RolloutWorker:
 
         def finish(receipt: Receipt | None) -> None:
             if receipt is not None:
-                self.controller.report(self._over(meta), (receipt,))
+                self.controller.report(self._over(meta, outcome.parts or {}), (receipt,))
             self._unstored.discard(key)
 
         self._unstored.add(key)
         self._store([outcome.episode])
         self.samples.complete(*key, outcome.episode.completion_tokens, finish, outcome.episode.request.store)
 
-    def _over(self, meta: TrajectoryMeta) -> Finished | HandedIn:
+    def _over(self, meta: TrajectoryMeta, parts: dict[str, float]) -> Finished | HandedIn:
         """A stranger's sample is not finished by that: others check and judge it."""
         if self.spec.worker:
             return HandedIn(self.spec.id, (meta,))
-        return Finished(self.spec.id, meta)
+        return Finished(self.spec.id, meta, parts)
 
     def _report_scoring(self) -> None:
         """Whose turn a judge has had for a while, and who goes on after that; a few times a second at most, so that

@@ -8,9 +8,9 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
-from tailrace import __version__
 from tailrace.config.tree import Config
 from tailrace.protocol import Dismiss, HostJoined, WorkerRefused
+from tailrace.release import __version__
 from tailrace.runtime.hosts import Host, Hosts
 from tailrace.runtime.local import HostRecord
 from tailrace.runtime.placement import refusal

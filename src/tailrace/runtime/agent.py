@@ -24,11 +24,11 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from tailrace import __version__
 from tailrace.config import with_options
 from tailrace.config.dealing import deal_elsewhere
 from tailrace.config.tree import Config
 from tailrace.errors import TailraceError
+from tailrace.release import __version__
 from tailrace.runtime.hosts import LONGEST
 from tailrace.runtime.local import LocalProcesses, Process, how_it_ended, last_lines
 from tailrace.store.folder import RunFolder, identity_of

@@ -26,6 +26,7 @@ from functools import partial
 from math import inf
 from typing import Any, NamedTuple, Protocol, TextIO
 
+from tailrace.config.resuming import differences
 from tailrace.config.tree import Config
 from tailrace.control.plane import ControlPlane
 from tailrace.control.state import State
@@ -52,6 +53,7 @@ from tailrace.protocol import (
     RunStarted,
     SampleFailed,
     SetTimer,
+    SettingsChanged,
     SkipPrompts,
     Start,
     Stop,
@@ -154,7 +156,7 @@ class Controller:
         self._allowance = Allowance()
         self.server = self._server(store.heard)
         self.components = Components(config, handle, store.run_folder, self.server, self)
-        self.plane, self.resumed = _restored(store, config)
+        self.plane, self.resumed = _restored(store)
         self.stopped = ""
         self.error: RunError | None = None
         self._began = time.monotonic() - store.last_now
@@ -256,7 +258,9 @@ class Controller:
         sets = self.state.evaluation.sets if self._eval_sets is None else self._eval_sets
         evaluation = [EvalSetsOpened(sets)] if sets != self.state.evaluation.sets else []
         if self.resumed:
-            return [ControllerRestarted(), *self.components.missing(self.handle.left), *evaluation]
+            changed = differences(self.plane.config, self.config)
+            restarted = [ControllerRestarted(), *self.components.missing(self.handle.left), *evaluation]
+            return [SettingsChanged(changed), *restarted] if changed else restarted
         return [RunStarted(self.config.local.replicas, self.config.local.relays, stores=1), *evaluation]
 
     def interrupt(self) -> None:
@@ -399,9 +403,10 @@ class Controller:
         """What the table of trajectories has to know of an event."""
         trajectories = self.store.trajectories
         match event:
-            case Finished(_, meta):
+            case Finished(_, meta, parts):
                 self._failures = 0
-                trajectories.finish(meta)
+                if trajectories.finish(meta):
+                    trajectories.explain(meta.id, parts)
             case SampleFailed(replica, trajectory, attempt, reason):
                 ours = self.components.is_ours("replica", replica) and not self._is_strangers(trajectory)
                 if trajectories.fail(trajectory, attempt, reason) and ours:
@@ -619,11 +624,11 @@ class Controller:
             self._wake.set()  # nobody else may have anything more to say
 
 
-def _restored(store: RunStore, config: Config) -> tuple[ControlPlane, bool]:
+def _restored(store: RunStore) -> tuple[ControlPlane, bool]:
     """The control plane where the journal left it; a fresh one if there is no journal yet."""
     if store.last_seq == 0:
-        return ControlPlane(config), False
-    plane, seq = _from_snapshot(store, config)
+        return ControlPlane(store.begun), False
+    plane, seq = _from_snapshot(store, store.begun)
     for entry in store.entries(seq):
         plane.handle(entry.now, entry.event)
     return plane, True

@@ -234,7 +234,7 @@ class Validation:
         wrong = _own_replica(sender, event) or self._bad_meta(sender, meta)
         if not wrong and (meta.reward is None or not isfinite(meta.reward)):
             return f"t{meta.id} with the reward {meta.reward}"
-        return wrong
+        return wrong or _bad_figures("replica", event.parts)
 
     def _sample_failed(self, sender: Sender, event: SampleFailed) -> str:
         return _own_replica(sender, event) or self._not_given(sender, event.trajectory, event.attempt)

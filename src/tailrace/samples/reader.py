@@ -94,6 +94,18 @@ class SampleReader:
             found.append(StoredSample(id, head.group, head.prompt, (prompts[head.prompt], *self._pieces(id, head))))
         return found
 
+    def expect(self, ids: Sequence[TrajectoryId]) -> None:
+        """From now on these are asked for, and no others: what is not noted yet of them is looked through once. In a
+        file that nobody of this process writes."""
+        among = _list(ids)
+        rows = self._query(f"SELECT * FROM trajectories WHERE id {AMONG}", (among,))
+        heads = {row[0]: read_head(self._path, row) for row in rows}
+        noted = last_noted(self._path, self._query(NOTED))
+        for id, number, *segment in self._query(f"{ADDED_SINCE} AND trajectory_id {AMONG}", (noted, among)):
+            if number > heads[id].last:
+                heads[id] = extended_head(self._path, id, heads[id], number, *segment)
+        self._head_of = heads.get
+
     def is_forgotten(self, trajectory: TrajectoryId) -> bool:
         """By its row alone: the heads that are in memory are brought up to date a moment after a commit."""
         return self._query("SELECT payload != 'live' FROM trajectories WHERE id = ?", (trajectory,)) == [(1,)]

@@ -18,8 +18,8 @@ class TensorBoardSink:
         self._rows = position
 
     def log(self, row: Logged) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore
+        from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore
 
         values = [Summary.Value(tag=name, simple_value=value) for name, value in row.values.items()]
         if row.samples:
@@ -36,9 +36,9 @@ class TensorBoardSink:
 
 
 def _text(tag: str, text: str) -> Any:
-    from tensorboard.compat.proto.summary_pb2 import Summary
-    from tensorboard.compat.proto.tensor_pb2 import TensorProto
-    from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
+    from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore
+    from tensorboard.compat.proto.tensor_pb2 import TensorProto  # pyright: ignore
+    from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto  # pyright: ignore
     from tensorboard.plugins.text.metadata import create_summary_metadata
 
     shape = TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)])

@@ -36,8 +36,8 @@ class WandbSink:
     def log(self, row: Logged) -> None:
         values: dict[str, Any] = {"step": row.step, **row.values}
         if row.samples:
-            data = [[getattr(one, name) for name in COLUMNS] for one in row.samples]
-            values["samples"] = self._table(columns=COLUMNS, data=data)
+            data: list[Any] = [[getattr(one, name) for name in COLUMNS] for one in row.samples]
+            values["samples"] = self._table(columns=list[Any](COLUMNS), data=data)
         self._run.log(values)
         self._rows += 1
 

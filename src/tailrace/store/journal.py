@@ -1,6 +1,6 @@
 """The journal of a run: every event that control handled, and the commands that came of it, in `run.db`.
 
-    meta(key, value)           format, tailrace, driver, created, config (TOML); complete (last seq); failed (why)
+    meta(key, value)           format, tailrace, driver, created, config, begun (TOML); complete (last seq); failed
     journal(seq, now, kind, event, commands, crc)
                                seq counts from 1 without gaps; event and commands are JSON text; crc is that of the row
                                and of all rows before it
@@ -24,10 +24,10 @@ from typing import NamedTuple, Self
 
 import msgspec
 
-from tailrace import __version__
 from tailrace.config import Config, render, with_values
 from tailrace.config.files import flat, read_toml
 from tailrace.protocol import AnyCommand, AnyEvent, Command, Event
+from tailrace.release import __version__
 from tailrace.store.database import (
     DAMAGE,
     FILE,
@@ -47,6 +47,7 @@ from tailrace.types import MALFORMED
 __all__ = ["FILE", "FORMAT", "Entry", "Journal", "JournalError", "JournalWriter", "refuse_existing"]
 
 FORMAT = 3
+BEGUN = "begun"  # in `meta`: the settings that its journal begins with; unset: those that it has
 RUN = "run"  # in `meta`: by which the files of its sample stores are known
 BATCH = 2000  # events per transaction
 SCHEMA = """
@@ -82,7 +83,13 @@ class Meta:
     def set(self, key: str, value: str) -> None:
         self._database.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, value))
 
+    def remove(self, key: str) -> None:
+        self._database.execute("DELETE FROM meta WHERE key = ?", (key,))
+
     def configure(self, config: Config) -> None:
+        """What it goes on with. What it was begun with is kept: the journal is replayed from there."""
+        if self.get(BEGUN) is None:
+            self.set(BEGUN, self.get("config") or "")
         self.set("config", _frozen(config))
 
 
@@ -184,8 +191,17 @@ class Journal:
 
     @property
     def config(self) -> Config:
+        """As the run has them now."""
+        return self._settings("config")
+
+    @property
+    def begun(self) -> Config:
+        """The settings that it was begun with: those that have changed since are in the journal."""
+        return self._settings(BEGUN if self.meta.get(BEGUN) else "config")
+
+    def _settings(self, key: str) -> Config:
         try:
-            return with_values(Config(), dict(flat(read_toml(self.meta["config"]))))
+            return with_values(Config(), dict(flat(read_toml(self.meta[key]))))
         except (KeyError, ValueError) as error:
             raise JournalError(f"{self.path} has settings that {self._readers} cannot read: {error}") from error
 

@@ -44,7 +44,7 @@ class RunStore:
 
     def __init__(self, folder: RunFolder, config: Config, database: Database, found: Journal | None = None) -> None:
         self.run_folder = folder
-        self.config = config  # that the run was begun with
+        self.config = config  # that the run has had until now
         self.meta = Meta(database)
         self.trajectories = TrajectoryTable(database)
         self.metrics = Metrics(database)
@@ -67,11 +67,12 @@ class RunStore:
             raise
 
     @classmethod
-    def reopen(cls, folder: Path) -> Self:
+    def reopen(cls, folder: Path, complete: bool = False) -> Self:
+        """`complete`: also one that came to its end; `go_on` says that it has more to do now."""
         run_folder = RunFolder(file_of(folder).parent)
         try:
             found = Journal(folder)
-            _refuse_ended(folder, found)
+            _refuse_ended(folder, found, complete)
             found.check()
             return cls(run_folder, found.config, Database.reopen(found.path), found)
         except BaseException:
@@ -132,6 +133,18 @@ class RunStore:
 
     # --------------------------------------------------------------------------------------------------- resuming
 
+    @property
+    def begun(self) -> Config:
+        """The settings with which its journal begins."""
+        return self._found.begun if self._found else self.config
+
+    def go_on(self, config: Config) -> None:
+        """With these settings, also if it had failed or come to its end."""
+        self.meta.configure(config)
+        self.meta.set(FAILED, "")
+        self.meta.remove("complete")
+        self.commit()
+
     def newest_snapshot(self) -> Snapshot | None:
         """The newest that is as it was written. None is no loss: the journal has everything from the first event on."""
         rows = self._database.execute("SELECT seq, state, crc FROM snapshots ORDER BY seq DESC")
@@ -179,11 +192,12 @@ class RunStore:
         self.close(complete=False)
 
 
-def _refuse_ended(folder: Path, found: Journal) -> None:
+def _refuse_ended(folder: Path, found: Journal, complete: bool) -> None:
     if found.meta.get("driver") == "simulation":
         raise JournalError(f"{folder} is a simulation, which cannot be resumed; run it again into another directory")
-    if found.complete:
+    if found.complete and not complete:
+        steps = found.config.run.steps
         raise JournalError(
-            f"{folder} is complete, so there is nothing to resume; to train it further, begin another run "
-            f"with --run.name NAME and --model.path at one of its checkpoints ({folder / 'checkpoints'})"
+            f"{folder} is complete; to train it further, resume it with more steps (--run.steps {2 * steps}), or make "
+            f"another run of one of its checkpoints with tailrace fork {folder}"
         )

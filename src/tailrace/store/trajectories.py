@@ -3,6 +3,8 @@
     trajectories(id, attempt, group_id, prompt_id, store, state, tokens, oldest, newest, finish, reward, reason, step,
                  payload, crc)
 
+    reward_parts(trajectory_id, name, value)    what rewards are made of, where they tell
+
 The tokens themselves are in the files of the sample stores (see `samples`). The controller writes this table as events
 are handled, and commits it with the journal. What the trainer is told of a sample has a checksum (crc: of id, tokens,
 oldest, newest, finish and reward): what a disk or a careless copy has damaged is refused, never trained on.
@@ -10,7 +12,7 @@ oldest, newest, finish and reward): what a disk or a careless copy has damaged i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import inf, isfinite, nan
 from pathlib import Path
 from typing import NamedTuple
@@ -39,6 +41,10 @@ CREATE TABLE trajectories (
     finish TEXT NOT NULL DEFAULT '', reward REAL, reason TEXT NOT NULL DEFAULT '', step INTEGER,
     payload TEXT NOT NULL DEFAULT 'live', crc INTEGER);
 CREATE INDEX trajectories_of ON trajectories (prompt_id);
+"""
+REWARD_PARTS = """
+CREATE TABLE IF NOT EXISTS reward_parts
+    (trajectory_id INTEGER, name TEXT, value REAL, PRIMARY KEY (trajectory_id, name))
 """
 ASSIGN = """
 INSERT INTO trajectories (id, attempt, group_id, prompt_id, store, state) VALUES (?, ?, ?, ?, ?, 'running')
@@ -96,6 +102,13 @@ class TrajectoryTable:
             reward = as_stored(reward)
         values = (meta.tokens, meta.oldest, meta.newest, meta.finish, reward)
         return self._end(meta.id, meta.attempt, ("finished", *values, "", _crc(meta.id, *values), meta.id))
+
+    def explain(self, trajectory: TrajectoryId, parts: Mapping[str, float]) -> None:
+        """What a reward is made of. The table is there once a run has any."""
+        if parts:
+            self._database.execute(REWARD_PARTS)
+            rows = [(trajectory, name, value) for name, value in parts.items()]
+            self._database.executemany("INSERT OR REPLACE INTO reward_parts VALUES (?, ?, ?)", rows)
 
     def fail(self, trajectory: TrajectoryId, attempt: int, reason: str) -> bool:
         return self._end(trajectory, attempt, ("failed", None, None, None, "", None, reason, None, trajectory))
@@ -183,6 +196,21 @@ def _known(run: Path, which: str, values: Values) -> list[KnownTrajectory]:
             ]
     except DAMAGE as error:
         raise JournalError(f"{path} is damaged: {reason(error)}") from error
+
+
+def reward_parts(run: Path, ids: Iterable[TrajectoryId]) -> dict[TrajectoryId, dict[str, float]]:
+    """What the rewards of these are made of, as far as that is told."""
+    path = file_of(run)
+    found: dict[TrajectoryId, dict[str, float]] = {}
+    try:
+        with reading(path) as connection:
+            if has_table(connection, "reward_parts"):
+                query = f"SELECT trajectory_id, name, value FROM reward_parts WHERE trajectory_id {AMONG}"
+                for id, name, value in connection.execute(query, (_list(ids),)):
+                    found.setdefault(id, {})[name] = value
+    except DAMAGE as error:
+        raise JournalError(f"{path} is damaged: {reason(error)}") from error
+    return found
 
 
 def _crc(*values: object) -> int:

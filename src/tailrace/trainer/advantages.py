@@ -12,6 +12,9 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
+from tailrace.config.tree import Groups, Trainer
+from tailrace.types import RIGHT_ABOVE
+
 Floats = NDArray[np.float64]
 SPREAD_FLOOR = 1e-6  # keeps a group whose rewards differ by next to nothing from being blown up
 
@@ -48,6 +51,13 @@ GROUP_ADVANTAGES: dict[str, Callable[[Floats], Floats]] = {
     "rloo": rloo,
     "beta": beta,
 }
+
+
+def group_advantages(rewards: Floats, settings: Trainer, rules: Groups) -> Floats:
+    """Of a group as it is trained; zeros where a critic says how good each token was."""
+    estimate = GROUP_ADVANTAGES.get(settings.advantage, np.zeros_like)
+    keeps = settings.advantage == "beta" and float(rewards.mean()) > RIGHT_ABOVE
+    return np.zeros_like(rewards) if rules.same(rewards.tolist()) and not keeps else estimate(rewards)
 
 
 def gae(reward: float, values: Floats, gamma: float, lam: float) -> tuple[Floats, Floats]:

@@ -15,10 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tailrace.config.tree import Config, Groups, Trainer
-from tailrace.trainer.advantages import GROUP_ADVANTAGES, gae
+from tailrace.trainer.advantages import gae, group_advantages
 from tailrace.trainer.packing import Pack, SampleArrays, assign, deal, input_tokens, lay_out, read
 from tailrace.trainer.reader import SampleInfo, TrajectoryReader
-from tailrace.types import RIGHT_ABOVE, TOKEN_BYTES, Segment, Trajectory
+from tailrace.types import TOKEN_BYTES, Segment, Trajectory
 
 Floats = NDArray[np.float64]
 LARGEST = 1e12  # reward; squared and summed over all parameters it still is a number in float32
@@ -124,10 +124,7 @@ def token_credits(members: Sequence[int], batch: MiniBatch, values: Floats, sett
 
 def _group(group: Sequence[SampleInfo], settings: Trainer, rules: Groups) -> Iterator[tuple[SampleInfo, float, float]]:
     rewards = _within_reach(np.array([_reward(info) for info in group]))
-    estimate = GROUP_ADVANTAGES.get(settings.advantage, np.zeros_like)
-    keeps = settings.advantage == "beta" and float(rewards.mean()) > RIGHT_ABOVE
-    advantages = np.zeros_like(rewards) if rules.same(rewards.tolist()) and not keeps else estimate(rewards)
-    yield from zip(group, rewards, advantages, strict=True)
+    yield from zip(group, rewards, group_advantages(rewards, settings, rules), strict=True)
 
 
 def _within_reach(rewards: Floats) -> Floats:

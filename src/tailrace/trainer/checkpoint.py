@@ -99,14 +99,17 @@ def prune(folder: Path, keep: int, archive_every: int = 0, good: int = -1, spare
         shutil.rmtree(path, ignore_errors=True)
 
 
-def restore(learner: Learner, folder: Path) -> None:
-    """Put the learner where it was when this checkpoint was saved."""
+def restore(learner: Learner, folder: Path, anew: bool = False) -> None:
+    """Put the learner where it was when this checkpoint was saved. `anew`: it is another run's, so steps are counted
+    from 0, the schedule of the learning rate begins, and there may be a critic that the other had not."""
     state = read_state(folder)
+    if anew:
+        state = msgspec.structs.replace(state, step=0, updates=0)
     with SavedTensors(folder) as saved:
         parameters = dict(learner.model.named_parameters())
         _read_weights(saved, "model", parameters, folder)
         learner.optimiser.load(state.updates, dict(_moments(saved, "optimizer", parameters)))
-        if learner.critic is not None:
+        if learner.critic is not None and not (anew and not saved.section("critic")):
             parameters = dict(learner.critic.named_parameters())
             _read_weights(saved, "critic", parameters, folder)
             learner.critic.optimiser.load(state.updates, dict(_moments(saved, "critic", parameters)))

@@ -14,6 +14,7 @@ from tailrace.types import MALFORMED
 from tailrace.weights.checksum import checksum
 
 PREFIX = "step-"
+ORIGIN = "origin"  # beside the checkpoints of a run that was made from another: the one that it began with
 LAYOUT = 2
 LONGEST_STATE = 1 << 20  # bytes of state.json: a few hundred, and a hundred more for every file
 NAME = re.compile(rf"{PREFIX}[0-9]{{8,12}}")

@@ -18,6 +18,7 @@ import msgspec
 
 from tailrace.samples.client import SampleClient
 from tailrace.trainer.emulated import EmulatedLearner
+from tailrace.trainer.manifest import ORIGIN
 from tailrace.trainer.pace import BYTES_PER_PARAMETER
 from tailrace.trainer.reader import SampleInfo, StoreReader
 from tailrace.trainer.spared import NONE_SPARED, SparedSteps
@@ -180,6 +181,7 @@ class SaveCommand(RankCommand):
 
 class RestoreCommand(RankCommand):
     checkpoint: str
+    anew: bool = False  # it is another run's
 
 
 class LeaveCommand(RankCommand):
@@ -326,11 +328,12 @@ class NativeRankGroup(_Group["Learner"]):
     def restore(self, checkpoints: Path, at_most: int) -> int:
         from tailrace.trainer import checkpoint
 
-        found = checkpoint.newest(checkpoints, at_most)
+        own = checkpoint.newest(checkpoints, at_most)
+        found = own or checkpoint.newest(checkpoints.parent / ORIGIN)
         if found is None:
             return 0
-        self._tell(RestoreCommand(str(found)))
-        checkpoint.restore(self.learner, found)
+        self._tell(RestoreCommand(str(found), anew=own is None))
+        checkpoint.restore(self.learner, found, anew=own is None)
         return self.learner.step
 
     def save(self, checkpoints: Path, step: int, good: Version, spared: SparedSteps = NONE_SPARED) -> None:
@@ -386,8 +389,8 @@ class NativeRankGroup(_Group["Learner"]):
                 self._send(command)
             case SaveCommand(checkpoints):
                 checkpoint.save(Path(checkpoints), self.learner)
-            case RestoreCommand(folder):
-                checkpoint.restore(self.learner, Path(folder))
+            case RestoreCommand(folder, anew):
+                checkpoint.restore(self.learner, Path(folder), anew)
             case _:
                 super()._obey(command, client)
 

@@ -3,9 +3,9 @@
 "use strict";
 
 const STATES = {
-  g: "generating", c: "scoring", p: "pulling", r: "repacked", t: "training", i: "idle", l: "lost", s: "starting",
+  g: "generating", c: "scoring", e: "environment", p: "pulling", r: "repacked", t: "training", i: "idle", l: "lost", s: "starting",
 };
-const STATE_WORDS = { pulling: "pulling weights", repacked: "emptied by repack" };
+const STATE_WORDS = { scoring: "judging", environment: "waiting for the environment", pulling: "pulling weights", repacked: "emptied by repack" };
 const BRIEF = ["pulling", "repacked", "lost"]; // drawn last, however short they are
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -85,14 +85,13 @@ function timeTicks(seconds, most) {
 
 class Frame {
   // An emptied SVG with two scales, each from the lower to the upper end.
-  constructor(svg, across, up, { pad = PAD, log = false } = {}) {
+  constructor(svg, across, up, { pad = PAD, log = false, logUp = log } = {}) {
     this.svg = svg;
     this.pad = pad;
     this.width = Math.max(120, svg.clientWidth);
     this.height = Math.max(40, svg.clientHeight);
-    const bend = log ? Math.log : Number;
-    const scale = ([low, high]) => (value) => (bend(value) - bend(low)) / ((bend(high) - bend(low)) || 1);
-    [this.across, this.up] = [scale(across), scale(up)];
+    const scale = ([low, high], bend) => (value) => (bend(value) - bend(low)) / ((bend(high) - bend(low)) || 1);
+    [this.across, this.up] = [scale(across, log ? Math.log : Number), scale(up, logUp ? Math.log : Number)];
     svg.replaceChildren();
     svg.setAttribute("viewBox", `0 0 ${this.width} ${this.height}`);
   }

@@ -1,0 +1,87 @@
+"""What looking at a run costs it: the default recipe with three pages open against none, in alternation.
+
+    python benchmarks/page_cost.py [--rounds 5] [--pages 3]
+
+Each page is a `tailrace page` with the process of its text index; a client asks each for figures and samples once a
+second, as a browser does. Writes benchmarks/results/page_cost.json. Run it on a quiet machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from statistics import median
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+
+from browser import page_of  # noqa: E402
+
+RECIPE = ROOT / "examples" / "running_total" / "running_total.toml"
+
+
+@contextmanager
+def looking(run: Path) -> Iterator[None]:
+    """Somebody has the page of this run open."""
+    with page_of(run) as (_, address):
+        ended = threading.Event()
+        thread = threading.Thread(target=_ask, args=(address, ended))
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+
+
+def _ask(address: str, ended: threading.Event) -> None:
+    while not ended.wait(1.0):
+        for target in ("data", "samples"):
+            with suppress(OSError):
+                urllib.request.urlopen(address + target, timeout=10).read()
+
+
+def training_s(folder: Path, pages: int) -> float:
+    """Seconds in which the run was running, as it says itself."""
+    command = [sys.executable, "-m", "tailrace", "train", str(RECIPE), "--run.name", "run", "--run.evaluate", "false"]
+    child = subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    run = folder / "runs" / "run"
+    while not (run / "run.db").exists():
+        assert child.poll() is None, "the run did not start"
+        time.sleep(0.1)
+    with ExitStack() as opened:
+        for _ in range(pages):
+            opened.enter_context(looking(run))
+        assert child.wait() == 0
+    return json.loads((run / "summary.json").read_text())["wall_s"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--pages", type=int, default=3)
+    arguments = parser.parse_args()
+    taken: dict[int, list[float]] = {0: [], arguments.pages: []}
+    for _ in range(arguments.rounds):
+        for pages, seconds in taken.items():
+            with tempfile.TemporaryDirectory() as name:
+                seconds.append(training_s(Path(name), pages))
+    without, with_pages = (median(seconds) for seconds in taken.values())
+    out = {"cores": os.cpu_count(), "pages": arguments.pages, "ratio": with_pages / without}
+    out |= {"wall_s": {str(pages): seconds for pages, seconds in taken.items()}}
+    (ROOT / "benchmarks" / "results" / "page_cost.json").write_text(json.dumps(out, indent=1) + "\n")
+    print(json.dumps(out, indent=1))
+
+
+if __name__ == "__main__":
+    main()

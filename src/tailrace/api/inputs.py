@@ -1,0 +1,108 @@
+"""What a Python program gives a run, as the command line takes it: a folder, a file of settings, rows, a reward.
+
+Settings are checked here, in the caller's process, so a mistake is an exception before anything is started.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from itertools import chain, count
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+
+from tailrace.api.functions import write_reward
+from tailrace.config import Config, ConfigError, from_keywords, render
+from tailrace.launch.folder import has_run, refuse_taken, run_folder
+from tailrace.store.folder import PRIVATE, PRIVATE_FOLDER
+
+INPUTS = "inputs"  # in the folder of a run
+SETTINGS = "settings.toml"
+File = str | PathLike[str]
+
+
+def write_inputs(files: Iterable[File], given: Mapping[str, Any]) -> tuple[Config, Path, Path]:
+    """Settings, folder of the run, and the file that has them all. Nothing is written where they are refused."""
+    paths = [Path(fspath(file)) for file in files]
+    settings = _settings(given)
+    data = {key: settings.pop(key) for key in ("task.data", "task.eval_data") if _is_rows(settings.get(key))}
+    reward = settings.pop("task.reward") if callable(settings.get("task.reward")) else None
+    folder = _folder(from_keywords(settings, paths), paths, "run.name" in settings)
+    refuse_taken(folder)
+    inputs = folder / INPUTS
+    inputs.mkdir(PRIVATE_FOLDER, parents=True, exist_ok=True)
+    settings |= {key: str(_write_rows(rows, inputs / f"{key[5:]}.jsonl")) for key, rows in data.items()}
+    settings |= {"task.reward": write_reward(reward, inputs)} if reward is not None else {}
+    settings |= {"run.folder": str(folder.parent), "run.name": folder.name}
+    config = from_keywords(settings, paths)
+    (inputs / SETTINGS).touch(PRIVATE)
+    (inputs / SETTINGS).write_text(render(config))
+    return config, folder, inputs / SETTINGS
+
+
+def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
+    """`model`, `data`, `reward`, `eval_data` and `name` are the settings that nearly every call has."""
+    short = {"data": "task.data", "eval_data": "task.eval_data", "reward": "task.reward", "name": "run.name"}
+    found = {short.get(name, name): value for name, value in given.items() if value is not None}
+    model = found.pop("model", None)
+    if isinstance(model, str | PathLike):
+        return found | {"model.path": model}
+    if model is not None and not isinstance(model, Mapping):
+        raise ConfigError(
+            f"model is {type(model).__name__}; write the path of a directory (a model in memory is written with "
+            "model.save_pretrained(PATH), and its tokenizer likewise)"
+        )
+    return found if model is None else found | {"model": model}
+
+
+def _folder(config: Config, paths: list[Path], named: bool) -> Path:
+    """Where nobody named the run: `NAME-2` where there is a `NAME` already, and so on."""
+    folder = run_folder(config, [str(path) for path in paths] or [_program()])
+    if named or config.run.name:
+        return folder
+    others = (folder.with_name(f"{folder.name}-{number}") for number in count(2))
+    return next(each for each in chain((folder,), others) if not has_run(each))
+
+
+def _program() -> str:
+    """The name of the script; that of a notebook is not known."""
+    main = getattr(sys.modules.get("__main__"), "__file__", None)
+    return str(main) if main and "ipykernel" not in main else "notebook"
+
+
+def _is_rows(value: Any) -> bool:
+    return value is not None and not isinstance(value, str | PathLike)
+
+
+def _write_rows(rows: Any, file: Path) -> Path:
+    """A list of dictionaries, a pandas frame or a Hugging Face dataset, as JSONL."""
+    try:
+        lines = [msgspec.json.encode(row, enc_hook=_plain) for row in _rows(rows)]
+    except TypeError as error:
+        raise ConfigError(f"a row of {file.stem} cannot be written as JSON: {error}; write text and numbers") from None
+    file.touch(PRIVATE)
+    file.write_bytes(b"".join(line + b"\n" for line in lines))
+    return file
+
+
+def _rows(rows: Any) -> list[dict[str, Any]]:
+    if hasattr(rows, "to_list") and hasattr(rows, "features"):  # a dataset
+        rows = rows.to_list()
+    elif hasattr(rows, "to_dict") and hasattr(rows, "columns"):  # a frame
+        rows = rows.to_dict("records")
+    found = list(cast("Iterable[Any]", rows))
+    wrong = next((row for row in found if not isinstance(row, Mapping)), None)
+    if wrong is not None:
+        raise ConfigError(f"a row of the data is {type(wrong).__name__}; write dictionaries with 'prompt' and 'answer'")
+    return found
+
+
+def _plain(value: Any) -> Any:
+    """Numbers and lists of NumPy."""
+    for name in ("item", "tolist"):
+        if hasattr(value, name) and (name == "tolist" or getattr(value, "shape", None) == ()):
+            return getattr(value, name)()
+    raise TypeError(f"{type(value).__name__} is no JSON")

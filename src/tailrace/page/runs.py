@@ -1,0 +1,136 @@
+"""The runs that a page shows, by number: those that were named, and those in folders that were named.
+
+A run is followed from the moment that somebody looks at it, and at most `FOLLOWED` are at once: who was looked at least
+recently is read anew the next time. What a request names is a number in this list, never a path.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from tailrace.browse.decoding import TokenDecoder, decoder_of
+from tailrace.config.tree import Config
+from tailrace.obs.ending import RunEnding, ending_of
+from tailrace.page.follow import Follower
+from tailrace.store.database import FILE, JournalError
+from tailrace.store.journal import Journal
+
+FOLLOWED = 6
+MOST_RUNS = 500
+
+
+class ListedRun(msgspec.Struct, frozen=True):
+    number: int
+    name: str
+    created: str
+    schedule: str
+    steps: int  # that it is to have
+    ended: RunEnding
+    trouble: str = ""
+
+
+class RunLibrary:
+    def __init__(self, paths: Sequence[Path]) -> None:
+        """JournalError if there is no run to show."""
+        self._named = paths
+        self._paths: list[Path] = []
+        self._followers: OrderedDict[int, Follower] = OrderedDict()
+        self._decoders: dict[int, TokenDecoder] = {}
+        self._lock = threading.RLock()
+        self._look()
+        if not self._paths:
+            raise JournalError(
+                f"there is no run in {paths[0]}; name the directory of a run, or one that has runs in it"
+            )
+
+    def path(self, number: int) -> Path:
+        with self._lock:
+            if number >= len(self._paths):
+                raise JournalError(f"there is no run {number} here; there are {len(self._paths)}")
+            return self._paths[number]
+
+    def config(self, number: int) -> Config:
+        return Journal(self.path(number)).config
+
+    def decoder(self, number: int) -> TokenDecoder:
+        """Loaded once; one that knows no tokenizer is tried again."""
+        with self._lock:
+            found = self._decoders.get(number)
+            if found is None or not found.known:
+                path = self.path(number)
+                found = self._decoders[number] = decoder_of(self.config(number), path)
+            return found
+
+    def follower(self, number: int) -> Follower:
+        with self._lock:
+            found = self._followers.pop(number, None)
+            if found is None:
+                found = Follower(self.path(number))
+                found.start()
+            self._followers[number] = found
+            left = self._followers.popitem(last=False)[1] if len(self._followers) > FOLLOWED else None
+        if left is not None:
+            left.stop()
+        return found
+
+    def followed_to_the_end(self, number: int) -> Follower:
+        """All of its history is read, once, by this thread."""
+        found = Follower(self.path(number))
+        while found.poll():
+            pass
+        with self._lock:
+            self._followers[number] = found
+        return found
+
+    def looked_at(self) -> Sequence[int]:
+        """The last one last."""
+        with self._lock:
+            return tuple(self._followers)
+
+    def list(self) -> list[ListedRun]:
+        self._look()
+        with self._lock:
+            paths = list(enumerate(self._paths))
+        return [_listed(number, path) for number, path in paths]
+
+    def stop(self) -> None:
+        with self._lock:
+            for follower in self._followers.values():
+                follower.stop()
+
+    def _look(self) -> None:
+        """New ones come to the end, so that numbers stay."""
+        found = [run for path in self._named for run in _runs_in(path)]
+        with self._lock:
+            new = [run for run in dict.fromkeys(found) if run not in self._paths]
+            self._paths += new[: MOST_RUNS - len(self._paths)]
+
+
+def _runs_in(path: Path) -> list[Path]:
+    """The run itself, or all in a folder that is none, the newest first."""
+    if not path.is_dir() or (path / FILE).exists():
+        Journal(path)
+        return [path]
+    inside = [each for each in path.iterdir() if (each / FILE).is_file()]
+    return sorted(inside, key=lambda each: -(each / FILE).stat().st_mtime)
+
+
+def _listed(number: int, path: Path) -> ListedRun:
+    try:
+        journal = Journal(path)
+        config, folder = journal.config, journal.path.parent
+        ended = ending_of(journal.meta, folder, None)
+        created = journal.meta.get("created", "")
+        return ListedRun(number, _name(path, config), created, config.schedule.kind, config.run.steps, ended)
+    except (JournalError, OSError) as error:
+        return ListedRun(number, path.name, "", "", 0, RunEnding("interrupted", ""), str(error))
+
+
+def _name(path: Path, config: Config) -> str:
+    folder = path if path.is_dir() else path.parent
+    return config.run.name or folder.resolve().name

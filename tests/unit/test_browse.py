@@ -1,0 +1,158 @@
+"""Samples of a run for people: found by what they are, shown as what they are, indexed beside the run."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sample_runs import Written, written_run
+from tailrace.browse.console import plain
+from tailrace.browse.decoding import BROKEN, TokenDecoder, decoder_of
+from tailrace.browse.index import SearchIndex, build, state_of
+from tailrace.browse.index_file import INDEX, BrowseError
+from tailrace.browse.listing import SampleFilter, find_samples
+from tailrace.browse.prompts import PromptFilter, prompt_rates
+from tailrace.browse.sample import view_samples
+from tailrace.store.journal import Journal
+from tailrace.store.trajectories import known_trajectories
+
+HOSTILE = "<script>alert(1)</script>\x1b[2J\x1b]0;owned\x07\u202e\r gone"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    with written_run(tmp_path / "run") as written:
+        written.ask("what is six times seven", "name a river", rows=[7, 9])
+        written.answer(
+            Written(0, ["it is 42, I think"], 1.0, parts={"format": 0.5}),
+            Written(0, ["<tool>6 * 7</tool>", "42", "so forty two"], 0.0, version=1),
+            Written(1, [HOSTILE], 0.25, version=2),
+            Written(1, ["the river"], None, reason="the reward raised ValueError: no number"),
+        )
+        written.ask("what is six times seven", rows=[7])
+        written.answer(Written(2, ["forty two"], 1.0, version=3), Written(2, ["42"], 1.0, version=3))
+        written.begin(Written(2, ["still thinki"], version=3))
+    return tmp_path / "run"
+
+
+def command(*words: str) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-m", "tailrace", *words]
+    wide = {**os.environ, "COLUMNS": "200"}
+    return subprocess.run(line, capture_output=True, text=True, timeout=120, check=False, env=wide)
+
+
+def ids(run: Path, **asked: object) -> list[int]:
+    list(build(run))
+    return [one.id for one in find_samples(run, SampleFilter(**asked)).samples]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("asked", "found"),
+    [
+        ({}, [6, 5, 4, 3, 2, 1, 0]),
+        ({"order": "oldest", "limit": 2, "offset": 1}, [1, 2]),
+        ({"text": "forty"}, [4, 1]),
+        ({"text": '"it is" think'}, [0]),
+        ({"text": "thin*"}, [0]),
+        ({"text": 'script" OR NEAR('}, []),
+        ({"asked": "river"}, [3, 2]),
+        ({"text": "42", "min_reward": 0.5}, [5, 0]),
+        ({"row": 7, "max_reward": 0.5}, [1]),
+        ({"prompt": 1}, [3, 2]),
+        ({"group": 0}, [1, 0]),
+        ({"version": 2}, [2]),
+        ({"failed": True}, [3]),
+        ({"error": "valueerror"}, [3]),
+        ({"state": "running"}, [6]),
+        ({"min_tokens": 17, "max_tokens": 17}, [0]),
+        ({"order": "best", "limit": 3}, [5, 4, 0]),
+        ({"order": "shortest", "limit": 1}, [5]),
+    ],
+)
+def test_samples_are_found_by_what_they_are(run: Path, asked: dict[str, object], found: list[int]) -> None:
+    assert ids(run, **asked) == found
+
+
+def test_a_sample_is_shown_with_its_turns_versions_and_log_probs(run: Path) -> None:
+    journal = Journal(run)
+    decoder = decoder_of(journal.config, run)
+    view, tools = view_samples(run, journal.config, known_trajectories(run, "group", 0), decoder)
+    assert [(each.origin, each.version, each.text) for each in tools.passages] == [
+        ("prompt", None, "what is six times seven"),
+        ("policy", 1, "<tool>6 * 7</tool>"),
+        ("environment", None, "42"),
+        ("policy", 1, "so forty two"),
+    ]
+    assert tools.passages[1].calls == ["6 * 7"]
+    assert tools.passages[1].logprobs[0] == pytest.approx(-0.1)
+    assert (view.parts, view.columns) == ({"format": 0.5}, {"answer": "42"})
+    assert (view.advantage, tools.advantage) == (0.7071, -0.7071)
+    (growing,) = view_samples(run, journal.config, known_trajectories(run, "trajectory", 6), decoder, most=30)
+    assert (growing.passages[1].text, growing.hidden) == ("still t", 5), "what there is of it, as far as is asked for"
+
+
+def test_a_letter_of_several_tokens_belongs_to_the_last_of_them() -> None:
+    text = "aß水b"
+    decoder = TokenDecoder(lambda ids: bytes(ids).decode(errors="replace"), known=True)
+    pieces = decoder.pieces(list(text.encode()))
+    assert pieces == ["a", "", "ß", "", "", "水", "b"]
+    assert "".join(decoder.pieces([*b"ab", 0xFF])) == f"ab{BROKEN}"
+
+
+def test_nothing_in_a_sample_steers_the_terminal(run: Path) -> None:
+    for words in (["t2"], ["--text", "alert"], ["--order", "oldest"]):
+        shown = command("samples", str(run), *words).stdout
+        assert "<script>alert(1)</script>\\x1b[2J" in shown
+        assert not {"\x1b", "\x07", "\r", "\u202e"} & set(shown)
+    assert plain("a\tb\nc\x9b\u2028") == "a\tb\nc\\x9b\\u2028"
+
+
+def test_the_console_lists_samples_and_shows_one_in_full(run: Path) -> None:
+    listed = command("samples", str(run), "--text", "forty", "--max-reward", "0.5").stdout
+    assert listed.splitlines()[-1] == "1 of 1 samples"
+    assert listed.startswith("t1  g0  p0  finished  reward 0")
+    story = command("story", str(run), "t1")
+    assert "calls a tool: 6 * 7" in story.stdout, story.stderr
+    (row,) = command("samples", str(run), "t0", "--json").stdout.splitlines()
+    assert json.loads(row)["parts"] == {"format": 0.5}
+    for words, sentence in ((["t99"], "no sample"), (["--order", "up"], "order"), (["--text", "!"], "no letter")):
+        refused = command("samples", str(run), *words)
+        assert (refused.returncode, sentence in refused.stderr) == (2, True), refused.stderr
+
+
+def test_prompts_are_listed_by_how_often_they_passed_over_time(run: Path) -> None:
+    list(build(run))
+    river, times = prompt_rates(run, PromptFilter())
+    assert (river.row, river.samples, river.passed, river.failed) == (9, 2, 0, 1)
+    assert [(visit.version, visit.passed, visit.samples) for visit in times.history] == [(1, 1, 2), (3, 2, 2)]
+    assert prompt_rates(run, PromptFilter(order="rising"))[0].row == 7
+    shown = command("samples", str(run), "--prompts").stdout
+    assert shown.startswith("row 9          0 of 2      passed, 1 failed"), shown
+    assert "what is six times seven" in shown
+
+
+def test_the_index_follows_a_run_has_one_writer_and_is_made_anew_if_it_is_not_ours(tmp_path: Path) -> None:
+    with written_run(tmp_path / "run") as written:
+        written.ask("q")
+        written.answer(Written(0, ["first words"]))
+        assert ids(tmp_path / "run", text="words") == [0]
+        written.answer(Written(0, ["second words"]))
+        index = SearchIndex(tmp_path / "run")
+        with pytest.raises(BrowseError, match="another process"):
+            SearchIndex(tmp_path / "run")
+        assert ids(tmp_path / "run", text="words") == [0], "who finds it locked, reads what is there"
+        index.close()
+        assert ids(tmp_path / "run", text="words") == [1, 0]
+        written.store.trajectories.assign([written.begin(Written(0, ["third"]))])
+    path = tmp_path / "run" / INDEX
+    assert state_of(tmp_path / "run").samples == 2
+    assert path.stat().st_mode & 0o777 == 0o600
+    path.write_bytes(b"no database")
+    with pytest.raises(BrowseError, match="no text index"):
+        find_samples(tmp_path / "run", SampleFilter(text="words"))
+    assert ids(tmp_path / "run", text="words") == [1, 0]
