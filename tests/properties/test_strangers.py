@@ -8,20 +8,24 @@ import random
 import msgspec
 from hypothesis import example, given
 from hypothesis import strategies as st
-from test_machine import ACTIONS, GUEST, QUICK, REPLICAS, Fleet, small, troubled
+from test_machine import ACTIONS, GUEST, QUICK, REPLICAS, Fleet, evaluated, small, troubled
 
 from tailrace.config.tree import Config, Local, Strangers
 from tailrace.protocol import (
     CheckFailed,
     Command,
     CutOff,
+    Evaluate,
     Event,
     Finished,
     Generate,
+    GenerationResumed,
     HandedIn,
     Heartbeats,
     HostJoined,
     Late,
+    ScoringStarted,
+    TimerFired,
     TrajectoryMeta,
     WorkerRefused,
     WorkerRevoked,
@@ -32,7 +36,7 @@ STRANGER, CHECKER = REPLICAS, 0
 
 def with_strangers(seed: int) -> Config:
     """Without rounds, which a stranger could hold up."""
-    config, draw = small(seed), random.Random(f"strangers {seed}")
+    config, draw = (evaluated if seed % 2 else small)(seed), random.Random(f"strangers {seed}")
     kind = draw.choice(["trajectory", "adaptive", "partial"])
     schedule = msgspec.structs.replace(config.schedule, kind=kind)
     return msgspec.structs.replace(
@@ -52,13 +56,15 @@ class StrangerFleet(Fleet):
         self.cut_off += isinstance(command, CutOff) and command.role == "replica"
         super().obey(command)
 
-    def generate(self, command: Generate) -> None:
-        """A stranger hands in; a checker finds something wrong with few of them."""
+    def generate(self, command: Generate | Evaluate) -> None:
+        """A stranger hands in, and has no judges; a checker finds something wrong with few of them."""
         before = len(self.answers)
         super().generate(command)
-        self.answers[before:] = [self.as_stranger(command, one) for one in self.answers[before:]]
+        judges = ScoringStarted | GenerationResumed
+        said = [one for one in self.answers[before:] if command.replica != STRANGER or not isinstance(one, judges)]
+        self.answers[before:] = [self.as_stranger(command, one) for one in said]
 
-    def as_stranger(self, command: Generate, answer: Event) -> Event:
+    def as_stranger(self, command: Generate | Evaluate, answer: Event) -> Event:
         if command.replica == STRANGER and isinstance(answer, Finished):
             meta = msgspec.structs.replace(answer.meta, reward=None)
             return HandedIn(STRANGER, (meta,))
@@ -77,6 +83,7 @@ class StrangerFleet(Fleet):
             self.now += number % 4
             late = Late("replica", STRANGER, self.incarnations.get(("replica", STRANGER), 0), number % 9)
             self.hear(Heartbeats((late,)))
+            self.hear(TimerFired("health"))
         else:
             super().act(choice, number)
 

@@ -295,7 +295,7 @@ def _strangers_can_be_checked(config: Config) -> Iterator[str]:
         return
     if not config.local.listen:
         yield "strangers.checkers is set, but nobody can join; write local.listen, an address of this host"
-    if isinstance(config.local.replicas, int) and config.local.replicas < checkers:
+    if not config.local.is_auto and config.local.replicas < checkers:
         yield f"strangers.checkers are replicas of this host; write local.replicas = {checkers} or more"
     if kind in ("sync", "one_step", "stream"):
         yield f"with schedule.kind = '{kind}' a stranger could hold up everybody; write 'trajectory' or 'adaptive'"
