@@ -147,7 +147,7 @@ def _worker(arguments: argparse.Namespace) -> int:
     queue_output()
     room = (arguments.replicas, arguments.ranks, arguments.store)
     patience = Patience(arguments.wait, arguments.stay)
-    return work(arguments.join, arguments.key, *room, arguments.settings, patience, arguments.site)
+    return work(arguments.join, arguments.key, *room, arguments.settings, patience, arguments.site or "")
 
 
 def _price(arguments: argparse.Namespace) -> int:
@@ -313,7 +313,7 @@ def _add_training(add: Add) -> None:
     worker.add_argument("--store", type=_path, metavar="DIR", help=store)
 
     site = "where this machine is, if far away: weights cross the link to a site once, and are handed on there"
-    worker.add_argument("--site", type=_site, default="", metavar="NAME", help=site)
+    worker.add_argument("--site", type=_site, metavar="NAME", help=site)
     wait = "for so long the run need not be there yet (0)"
     worker.add_argument("--wait", type=_seconds, default=0.0, metavar="SECONDS", help=wait)
     stay = "when the run stops without being complete, wait for it again: it may be resumed"

@@ -46,7 +46,7 @@ def test_a_finished_run_is_extended_and_its_journal_still_replays(tmp_path: Path
 
 
 def test_a_run_goes_on_with_another_learning_rate_kl_and_checkpoints(tmp_path: Path) -> None:
-    run = Run(tmp_path, NATIVE)
+    run = Run(tmp_path, NATIVE, "--trainer.checkpoint_every", "1")
     run.finish("--run.steps", "2")
     new = ["--trainer.learning_rate", "1e-4", "--trainer.kl", "0.1", "--trainer.keep_checkpoints", "3"]
     run.finish("--run.steps", "4", "--resume", *new)

@@ -28,10 +28,18 @@ REST = {  # what else a command needs
     "page": ["RUN"],
     "replay": ["RUN"],
     "doctor": [BOX],
+    "fork": ["RUN", "--version", "1", "--run.name", "b"],
+    "price": ["RUN", "r0", "0.5"],
+    "samples": ["RUN", "t0"],
+    "log": ["RUN", "--to", "jsonl"],
+    "report": ["RUN"],
+    "trace": ["RUN"],
     "launch": ["k8s", BOX, "--image", "tailrace:latest"],
 }
 MEANINGFUL = {("simulate", "--record", name) for name in [*NUMBERS, FOLDER] if name}
 MEANINGFUL |= {("train", "--secret", name) for name in [*NUMBERS, FOLDER] if name}  # a dry run reads no secret
+MEANINGFUL |= {(name, "-o", file) for name in ("report", "trace") for file in NUMBERS if file}
+MEANINGFUL |= {("price", "dollars", "0"), ("price", "dollars", "1.5"), ("plan", "--throughput", "1.5")}
 NOTES = ("tailrace: note: ", "tailrace: waiting up to ")
 _, COMMANDS = _parser()
 VALUED = [(name, action) for name, parser in COMMANDS.items() for action in parser._actions if action.nargs != 0]
@@ -68,7 +76,9 @@ def test_an_absurd_value_of_an_option_is_one_sentence(
 def _words(command: str, action: Action, value: str) -> list[str]:
     if action.option_strings:
         return [*REST[command], f"{action.option_strings[0]}={value}"]
-    place = {"files": BOX, "journal": "RUN", "what": "schedules", "id": "t0", "placer": "k8s"}[action.dest]
+    if action.dest == "id":
+        return [REST[command][0], value, *REST[command][2:]]
+    place = {"files": BOX, "journal": "RUN", "journals": "RUN", "dollars": "0.5", "what": "schedules", "placer": "k8s"}[action.dest]
     return [value if word == place else word for word in REST[command]]
 
 

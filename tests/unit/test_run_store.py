@@ -100,7 +100,7 @@ def simulate(folder: Path, config: Config) -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (end_complete, "is complete, so there is nothing to resume; to train it further"),
+        (end_complete, "is complete; to train it further, resume it with more steps"),
         (simulate, "is a simulation, which cannot be resumed"),
         (lambda folder, _: folder.mkdir(), "has no run.db"),
         (lambda *_: None, "there is no run"),

@@ -18,6 +18,7 @@ from tailrace.trainer.divergence import DivergedError, Divergence, way_back
 from tailrace.trainer.manifest import found_in
 from tailrace.trainer.pace import CheckpointPace
 from tailrace.trainer.reader import in_memory
+from tailrace.trainer.spared import SparedSteps
 from tailrace.trainer.step import Learner
 from tailrace.trainer.worker import TrainerWorker
 from tailrace.wire.messages import Ended, Ordered
@@ -145,7 +146,7 @@ class Scripted:
     def train(self, step: int, part: int, *samples: object) -> dict[str, float]:
         return dict(next(self.updates))
 
-    def save(self, folder: Path, step: int, good: int) -> None:
+    def save(self, folder: Path, step: int, good: int, spared: SparedSteps) -> None:
         checkpoints(folder, step)
         prune(folder, 2, good=good)
 
@@ -163,7 +164,7 @@ def worker(folder: Path, *updates: dict[str, float]) -> Any:
     one.rank_group, one.checkpoints, one.divergence = Scripted(*updates), folder, Divergence()
     one.controller = SimpleNamespace(incarnation=1, measure=lambda *_: None, report=said.append)
     one.pace = CheckpointPace(1, 1, 0, 0.0)
-    one.samples = None
+    one.samples, one.spared = None, SparedSteps(0)
     one.began_at, one.step, one.saved, one.mini_batch = 0, 0, 0, 0
     for step in range(len(updates)):
         one._obey(Ordered(Train(1, step, 0, True, ())))

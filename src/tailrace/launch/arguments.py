@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from tailrace.types import KINDS
-
+LETTERS = "pgtrhsv"  # before the number of a prompt, group, trajectory...: `types.KINDS`
 BEST = "best"  # in place of a version
 RESUMING = {
     "--resume": "go on where the run of this name stopped; its folder may be given for FILE",
@@ -37,7 +36,7 @@ def path(text: str) -> Path:
 
 def number(text: str) -> int:
     """Of a step, or of what people see with a letter in front: 12, v12, p12."""
-    digits = text[1:] if text[:1] in KINDS else text
+    digits = text[1:] if text[:1] and text[0] in LETTERS else text
     if not digits.isdecimal() or len(digits) > 15:
         raise argparse.ArgumentTypeError(f"'{text}' is not a number; write 12, or p12 for a prompt")
     return int(digits)

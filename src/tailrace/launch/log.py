@@ -54,7 +54,7 @@ def log_run(run: Path, to: Sequence[str], follow: bool, again: bool) -> int:
 
 
 def _known(names: Sequence[str]) -> tuple[SinkName, ...]:
-    for name in names:
+    for name in names or [""]:
         if name not in NAMES:
             raise UsageError(f"--to has '{name}', which is no tracker; there are {', '.join(NAMES)}")
     return cast("tuple[SinkName, ...]", tuple(names))
