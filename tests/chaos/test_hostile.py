@@ -406,7 +406,8 @@ def test_nothing_is_unpickled() -> None:
     trees = {file: ast.parse(file.read_text()) for file in sorted((ROOT / "src").rglob("*.py"))}
     assert len(trees) > 100
     found = [(file, ast.unparse(node)) for file, tree in trees.items() for node in ast.walk(tree) if unpickles(node)]
-    assert found == []
+    # a function that somebody passed to `tailrace.train`, in processes of their own
+    assert {file.name for file, _ in found} == {"functions.py"}, found
     assert unpickles(ast.parse("import pickle").body[0])
     assert any(unpickles(node) for node in ast.walk(ast.parse("x = torch.load(file)")))
 

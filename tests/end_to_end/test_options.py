@@ -34,12 +34,18 @@ REST = {  # what else a command needs
     "log": ["RUN", "--to", "jsonl"],
     "report": ["RUN"],
     "trace": ["RUN"],
+    "workers": ["RUN"],
     "launch": ["k8s", BOX, "--image", "tailrace:latest"],
 }
 MEANINGFUL = {("simulate", "--record", name) for name in [*NUMBERS, FOLDER] if name}
 MEANINGFUL |= {("train", "--secret", name) for name in [*NUMBERS, FOLDER] if name}  # a dry run reads no secret
 MEANINGFUL |= {(name, "-o", file) for name in ("report", "trace") for file in NUMBERS if file}
-MEANINGFUL |= {("price", "dollars", "0"), ("price", "dollars", "1.5"), ("plan", "--throughput", "1.5")}
+MEANINGFUL |= {
+    ("price", "dollars", "0"),
+    ("price", "dollars", "1.5"),
+    ("plan", "--throughput", "1.5"),
+    ("workers", "--reason", ""),
+}
 NOTES = ("tailrace: note: ", "tailrace: waiting up to ")
 _, COMMANDS = _parser()
 VALUED = [(name, action) for name, parser in COMMANDS.items() for action in parser._actions if action.nargs != 0]
@@ -78,7 +84,8 @@ def _words(command: str, action: Action, value: str) -> list[str]:
         return [*REST[command], f"{action.option_strings[0]}={value}"]
     if action.dest == "id":
         return [REST[command][0], value, *REST[command][2:]]
-    place = {"files": BOX, "journal": "RUN", "journals": "RUN", "dollars": "0.5", "what": "schedules", "placer": "k8s"}[action.dest]
+    runs = {"journal": "RUN", "journals": "RUN"}
+    place = {"files": BOX, **runs, "dollars": "0.5", "what": "schedules", "placer": "k8s"}[action.dest]
     return [value if word == place else word for word in REST[command]]
 
 

@@ -75,8 +75,8 @@ def test_a_slow_judge_is_seen_in_the_journal_the_terminal_the_summary_and_on_the
     ]
     assert scored
     assert all(one.final for one in scored)
-    assert re.search(r"step 4/4 .* replicas \d+ % \(scoring \d+ %\)", out)
-    assert re.search(r"^idle .* replicas \d+ % \(scoring \d+ %\)", out, re.MULTILINE), "in the table at the end"
+    assert re.search(r"step 4/4 .* replicas \d+ % \(judging \d+ %\)", out)
+    assert re.search(r"^idle .* replicas \d+ % \(judging \d+ %\)", out, re.MULTILINE), "in the table at the end"
     summary = json.loads((run.folder / "summary.json").read_text())
     assert 0 < summary["rollout_scoring"] <= summary["rollout_idle"]
     page = Follower(run.folder)
@@ -86,6 +86,7 @@ def test_a_slow_judge_is_seen_in_the_journal_the_terminal_the_summary_and_on_the
 
 
 FILTERED = ("--groups.filter", "all", "--workload.difficulty.rows", "24", "--workload.group_size", "4")
+FILTERED += ("--filters.first_samples", "2")
 
 
 @pytest.mark.parametrize("filters", [(), FILTERED], ids=["unfiltered", "filtered"])
@@ -195,7 +196,7 @@ def test_a_port_in_use_and_a_name_in_use_are_refused(tmp_path):
     status, _, err = run.start().wait()
     assert (status, "has a complete run; look at it with tailrace page" in err, "--resume" in err) == (2, True, False)
     status, _, err = run.start("--resume").wait()
-    assert (status, "is complete, so there is nothing to resume" in err) == (2, True)
+    assert (status, "is complete; to train it further" in err) == (2, True)
 
 
 def test_resume_refuses_other_settings_and_a_run_that_is_not_there(tmp_path):

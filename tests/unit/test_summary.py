@@ -254,7 +254,7 @@ def test_waiting_for_judges_is_a_state_of_its_own(tmp_path: Path) -> None:
     assert report.summary.rollout_scoring == pytest.approx(5 / 10)
     table = StringIO()
     write_summary(tmp_path / "run", table)
-    assert "replicas 70 % (scoring 50 %)" in table.getvalue()
+    assert "replicas 70 % (judging 50 %)" in table.getvalue()
 
 
 @pytest.mark.parametrize("faults", [{}, FAULTS], ids=["calm", "faults"])

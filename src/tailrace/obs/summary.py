@@ -239,7 +239,7 @@ def _before_and_after(figure: HeldOut) -> str:
 
 
 def _idle(summary: Summary) -> str:
-    scoring = f" (scoring {percent(summary.rollout_scoring)})" if summary.rollout_scoring >= 0.005 else ""
+    scoring = f" (judging {percent(summary.rollout_scoring)})" if summary.rollout_scoring >= 0.005 else ""
     return f"trainer {percent(summary.trainer_idle)}, replicas {percent(summary.rollout_idle)}{scoring}"
 
 
