@@ -45,6 +45,7 @@ MEANINGFUL |= {
     ("price", "dollars", "1.5"),
     ("plan", "--throughput", "1.5"),
     ("workers", "--reason", ""),
+    ("workers", "journal", FOLDER),  # a key may be made before the run
 }
 NOTES = ("tailrace: note: ", "tailrace: waiting up to ")
 _, COMMANDS = _parser()

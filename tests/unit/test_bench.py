@@ -23,7 +23,7 @@ def summary(tokens_per_s: float) -> Summary:
     ) | {"ledger": GroupCounts(0, 0, 0, 0, 0, 0, 0, 0)}
     whole = {"ended": RunEnding("complete"), "staleness": Staleness(), "savings": Savings()}
     unmeasured = dict.fromkeys(("accuracy", "mean_reward"), HeldOut(None, None))
-    return Summary(**BLANK, **nobody, **whole, **unmeasured, tokens_per_s=tokens_per_s)
+    return Summary(**BLANK, **nobody, **whole, **unmeasured, strangers={}, tokens_per_s=tokens_per_s)
 
 
 def test_a_schedule_that_cannot_run_with_these_settings_is_left_out_at_the_start(
