@@ -58,7 +58,7 @@ def prompts(config: Any, count: int) -> list[Any]:
     from tailrace.engines.base import Job
     from tailrace.rollout.build import held_out_rows
 
-    rows = held_out_rows(config)
+    _, rows = held_out_rows(config)
     most = config.workload.max_completion_tokens
     return [Job(id, id, rows[id % len(rows)].tokens, rows[id % len(rows)].length, most) for id in range(count)]
 
