@@ -23,6 +23,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from math import inf
 from typing import Any, NamedTuple
 
@@ -68,7 +69,12 @@ class FleetProblem(NamedTuple):
             return 0
         kind, chosen = self.kinds[replica.kind], self.trainers[trainer]
         supply = GpuKind(kind.name, kind.gpus, kind.gpus_per_host, replica.ways)
-        return sum(supply.replicas_on_hosts(chosen.gpus if chosen.kind == replica.kind else 0))
+        return _room(supply, chosen.gpus if chosen.kind == replica.kind else 0)
+
+
+@lru_cache(maxsize=1 << 16)  # a plan solves hundreds of programs with the same cards
+def _room(supply: GpuKind, taken: int) -> int:
+    return sum(supply.replicas_on_hosts(taken))
 
 
 class FleetChoice(NamedTuple):
