@@ -1,4 +1,4 @@
-"""Every schedule, and evaluation while training, in real runs: every result belongs to one version, and the best checkpoints stay."""
+"""Every schedule, and evaluation while training, in real runs: a result belongs to one version, and the best stay."""
 
 from __future__ import annotations
 
