@@ -62,7 +62,9 @@ def found(run: Run, kind: type) -> list:
     return [entry.event for entry in Journal(run.folder).entries() if isinstance(entry.event, kind)]
 
 
-@pytest.mark.parametrize("settings", [EMULATED, NATIVE], ids=["emulated", "native"])
+@pytest.mark.parametrize(
+    "settings", [pytest.param(EMULATED, marks=pytest.mark.soak), NATIVE], ids=["emulated", "native"]
+)
 def test_an_honest_stranger_generates_for_a_run_and_every_check_passes(tmp_path: Path, settings: str):
     with open_run(tmp_path, settings, "--local.replicas", "1", "--strangers.check_share", "0.5") as (run, join):
         stranger = join("alice")
