@@ -49,7 +49,7 @@ MEANINGFUL |= {
     ("workers", "--reason", ""),
     ("workers", "journal", FOLDER),  # a key may be made before the run
 }
-NOTES = ("tailrace: note: ", "tailrace: waiting up to ")
+NOTES = ("tailrace: note: ", "tailrace: waiting up to ", "planning: ")  # the last on a busy machine
 _, COMMANDS = _parser()
 VALUED = [(name, action) for name, parser in COMMANDS.items() for action in parser._actions if action.nargs != 0]
 
