@@ -32,7 +32,6 @@ def compare(family: str) -> None:
     from tailrace.engines.graphs import GraphExecutor
     from unit import test_engine as case
 
-    case.FAMILIES[family].num_hidden_layers = 2  # the interpreter is slow
     model, work = case.tiny(family), case.jobs(group_size=2, lengths=(3, 17))
     work[1] = msgspec.structs.replace(work[1], failures=2)  # so its random numbers are not those of its id
     config = case.settings(temperature=1.0, kv_tokens=96, block_tokens=16, prefill_tokens=7, max_running=4)
