@@ -52,7 +52,7 @@ def test_a_machine_that_dies_takes_its_components_along_and_comes_back_as_a_new_
         ends_well(run)
 
 
-@pytest.mark.parametrize("kind", ["sync", "partial"])
+@pytest.mark.parametrize("kind", ["partial", pytest.param("sync", marks=pytest.mark.soak)])
 def test_under_other_schedules_machines_come_and_go_too(tmp_path, kind):
     with a_run(tmp_path, "--run.steps", "1000", "--schedule.kind", kind) as (run, join):
         guest = join("--replicas", "2")
@@ -62,23 +62,7 @@ def test_under_other_schedules_machines_come_and_go_too(tmp_path, kind):
         ends_well(run)
 
 
-def test_its_components_are_started_again_like_any_other(tmp_path):
-    with a_run(tmp_path, "--run.steps", "1000") as (run, join):
-        guest = join("--replicas", "2")
-        at_work(run, 1, 2)
-        before = guest.components()
-        os.kill(before["replica1"], signal.SIGKILL)
-        os.kill(before["relay1"], signal.SIGKILL)
-        run.until(
-            lambda: guest.components().keys() == before.keys() and guest.components() != before, "both to be back"
-        )
-        at_work(run, 1, 2)
-        assert guest.components()["replica2"] == before["replica2"]
-        assert not left(run)
-        ends_well(run)
-
-
-def test_a_new_controller_finds_the_machines_that_had_joined(tmp_path):
+def test_a_new_controller_finds_the_machines_that_had_joined_and_starts_their_components_again(tmp_path):
     with a_run(tmp_path, "--run.steps", "1000") as (run, join):
         guest = join("--replicas", "2")
         at_work(run, 1, 2)
@@ -90,6 +74,15 @@ def test_a_new_controller_finds_the_machines_that_had_joined(tmp_path):
             at_work(run, 0, 1, 2)
         assert guest.components() == before
         assert (len(joined(run)), left(run), run.events("%Lost")) == (1, [], 0)
+
+        os.kill(before["replica1"], signal.SIGKILL)
+        os.kill(before["relay1"], signal.SIGKILL)
+        run.until(
+            lambda: guest.components().keys() == before.keys() and guest.components() != before, "both to be back"
+        )
+        at_work(run, 1, 2)
+        assert guest.components()["replica2"] == before["replica2"]
+        assert not left(run)
         ends_well(run)
 
 

@@ -62,7 +62,9 @@ def found(run: Run, kind: type) -> list:
     return [entry.event for entry in Journal(run.folder).entries() if isinstance(entry.event, kind)]
 
 
-@pytest.mark.parametrize("settings", [EMULATED, NATIVE], ids=["emulated", "native"])
+@pytest.mark.parametrize(
+    "settings", [pytest.param(EMULATED, marks=pytest.mark.soak), NATIVE], ids=["emulated", "native"]
+)
 def test_an_honest_stranger_generates_for_a_run_and_every_check_passes(tmp_path: Path, settings: str):
     with open_run(tmp_path, settings, "--local.replicas", "1", "--strangers.check_share", "0.5") as (run, join):
         stranger = join("alice")
@@ -102,29 +104,33 @@ def test_a_key_is_revoked_while_its_worker_works(tmp_path: Path):
     assert revoked.reason == "the laptop was stolen"
 
 
-@pytest.mark.parametrize(
-    ("lie", "kind"),
-    [
-        ("tokens", CheckFailed),
-        ("logprobs", CheckFailed),
-        ("best_of_many", CheckFailed),
-        ("cut_short", CheckFailed),
-        ("other_version", WorkerRefused),
-        ("a_reward", WorkerRefused),
-        ("another_sample", WorkerRefused),
-        ("a_failure", WorkerRefused),
-    ],
-)
-def test_a_stranger_that_lies_is_found_out_and_nothing_of_it_is_left(tmp_path: Path, lie: str, kind: type):
-    with open_run(tmp_path, EMULATED, *ENDLESS, "--strangers.check_share", "1") as (run, join):
-        stranger = join("mallory", lie)
-        run.until(lambda: run.events(kind.__name__), "its end")
-        assert stranger.child.wait(PATIENCE_S) == 2
+FOUND_OUT = {  # what each liar is dismissed for
+    "tokens": CheckFailed,
+    "logprobs": CheckFailed,
+    "best_of_many": CheckFailed,
+    "cut_short": CheckFailed,
+    "other_version": WorkerRefused,
+    "a_reward": WorkerRefused,
+    "another_sample": WorkerRefused,
+    "a_failure": WorkerRefused,
+}
+
+
+def test_strangers_that_lie_are_found_out_and_nothing_of_them_is_left(tmp_path: Path):
+    """One after the other, each named after its lie."""
+    slowly = ("--costs.train_mini_batch", "0.2")
+    with open_run(tmp_path, EMULATED, *ENDLESS, *slowly, "--strangers.check_share", "1") as (run, join):
+        for lie in FOUND_OUT:
+            assert join(lie, lie).child.wait(PATIENCE_S) == 2, lie
         goes_on(run)
-    dismissed = [c for e in Journal(run.folder).entries() for c in e.commands if isinstance(c, Dismiss)]
-    assert [one.worker for one in dismissed] == ["mallory"]
+    entries = list(Journal(run.folder).entries())
+    dismissed = [(one, type(entry.event)) for entry in entries for one in entry.commands if isinstance(one, Dismiss)]
+    assert {one.worker: kind for one, kind in dismissed} == FOUND_OUT
     assert not trained_of_strangers(run)
-    assert summarise(run.folder).summary.strangers["mallory"].excluded == dismissed[0].reason
+    records = summarise(run.folder).summary.strangers
+    assert {one.worker: records[one.worker].excluded for one, _ in dismissed} == {
+        one.worker: one.reason for one, _ in dismissed
+    }
 
 
 def test_a_stranger_that_samples_many_times_with_a_real_model_is_found_out(tmp_path: Path):

@@ -128,9 +128,14 @@ def test_a_pool_too_small_for_one_sequence(tmp_path):
     ("body", "words"),
     [
         ("raise KeyError('gold')", "gold"),
-        ("import time; time.sleep(60)", "did not answer"),
-        ("return float('nan')", "nan"),
-        ("return [1.0, 2.0]", "judge"),
+        *[  # what the judges make of each is tested with them
+            pytest.param(*case, marks=pytest.mark.soak)
+            for case in (
+                ("import time; time.sleep(60)", "did not answer"),
+                ("return float('nan')", "nan"),
+                ("return [1.0, 2.0]", "judge"),
+            )
+        ],
     ],
 )
 def test_a_reward_that_raises_hangs_or_answers_nonsense(tmp_path, body, words):

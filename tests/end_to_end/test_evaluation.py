@@ -1,4 +1,4 @@
-"""Evaluation while training, in real runs: every result belongs to one version, and the best checkpoints stay."""
+"""Every schedule, and evaluation while training, in real runs: a result belongs to one version, and the best stay."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from runs import EMULATED, NATIVE, Run
+from runs import EMULATED, NATIVE, Run, nothing_is_left, replayed
 from tailrace.envs.running_total import RunningTotal
 from tailrace.protocol import Evaluate, RecordEvaluation
 from tailrace.store.journal import Journal
@@ -50,10 +50,13 @@ def tailrace(*words: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("kind", ["sync", "partial", "trajectory"])
-def test_every_sample_of_an_evaluation_is_of_its_version_and_no_other(tmp_path, kind):
-    run = Run(tmp_path, EMULATED, "--schedule.kind", kind, *EVALUATED)
+@pytest.mark.parametrize("kind", ["sync", "one_step", "stream", "partial", "trajectory"])
+def test_every_schedule_runs_to_its_end_and_a_version_is_evaluated_by_samples_of_its_own(tmp_path, kind):
+    run = Run(tmp_path, EMULATED, "--schedule.kind", kind, "--local.relays", "2", *EVALUATED)
     run.finish()
+    ledger = replayed(run).state.ledger
+    assert ledger.tally.trained == 12 * 4
+    assert ledger.tally.started == ledger.tally.ended + len(ledger.groups)
     found, given = versions_of_samples(run), given_for(run)
     assert {one.version for one in recorded(run)} >= {0, 12}
     assert len(found) == 12 * len(recorded(run))
@@ -62,7 +65,7 @@ def test_every_sample_of_an_evaluation_is_of_its_version_and_no_other(tmp_path, 
     assert [one["version"] for one in summary["evaluations"]] == [one.version for one in recorded(run)]
     names = {one.name for one in measurements(run.folder) if one.source == "eval"}
     assert names >= {"eval/held_out/avg@2", "eval/held_out/pass@2", "eval/held_out/reward"}
-    assert "the same commands" in tailrace("replay", str(run.folder))
+    run.until(lambda: nothing_is_left(run), "its processes to be gone")
 
 
 def test_interrupted_in_the_middle_of_an_evaluation_it_is_evaluated_all_the_same(tmp_path):
@@ -99,14 +102,14 @@ def own_sets(folder: Path) -> str:
 
 
 def test_several_sets_greedily_and_the_best_checkpoints_stay(tmp_path):
-    run = Run(tmp_path, own_sets(tmp_path), "--schedule.kind", "sync", "--run.steps", "5")
+    run = Run(tmp_path, own_sets(tmp_path), "--schedule.kind", "sync", "--run.steps", "4")
     out = run.finish()
     results = recorded(run)
-    assert [one.version for one in results] == [1, 2, 3, 4, 5]
-    assert [[one.name for one in each.results] for each in results] == [["small", "other"]] * 5
+    assert [one.version for one in results] == [1, 2, 3, 4]
+    assert [[one.name for one in each.results] for each in results] == [["small", "other"]] * 4
     best = results[-1].best
     kept = {int(path.name.removeprefix("step-")) for path in (run.folder / "checkpoints").glob("step-*")}
-    assert kept == {4, 5, *best}, "the newest two, from which it is resumed, and the best"
+    assert kept == {3, 4, *best}, "the newest two, from which it is resumed, and the best"
     assert any(line.startswith("best ") and f"v{best[0]}" in line for line in out.splitlines())
     accuracy = next(one.results[0].accuracy for one in results if one.version == best[0])
     again = tailrace("eval", str(run.folder), "--version", str(best[0]))

@@ -13,6 +13,7 @@ import pytest
 
 import tailrace
 from runs import EMULATED, START
+from tailrace.store.journal import Journal
 
 PATIENCE_S = 150  # for a cell
 SETTINGS = f"""
@@ -66,16 +67,13 @@ def test_a_script_trains_with_its_own_function_and_reads_the_run_as_rows(tmp_pat
         assert run.checkpoints[-1]["version"] == 2 and run.checkpoints[-1]["bytes"] > 1000
         assert run.path.name == "mine"
 
-        run.resume(steps=3, learning_rate=5e-5, show=False, callbacks=[note])
-        assert seen == [0, 1, 2], "earlier steps are not told again"
-        assert [row["lr"] for row in run.metrics] == [1e-4, 1e-4, 5e-5]
         other = tailrace.fork(run, version=2, name="other", steps=1, show=False)
         assert other.state == "complete" and len(other.metrics) == 1
 
         import pandas
         frame = pandas.DataFrame(run.metrics)
-        assert list(frame["step"]) == [0, 1, 2] and frame["reward"].min() >= 0.75
-        assert len(pandas.DataFrame(run.samples(text=False))) >= 12
+        assert list(frame["step"]) == [0, 1] and frame["reward"].min() >= 0.75
+        assert len(pandas.DataFrame(run.samples(text=False))) >= 8
         print("all is well")
         """,
     )
@@ -109,25 +107,24 @@ def test_what_cannot_be_sent_and_what_is_misspelt_is_refused_by_name(tmp_path: P
 def test_a_run_beside_the_program_can_be_stopped_and_resumed(tmp_path: Path) -> None:
     file = tmp_path / "emulated.toml"
     file.write_text(EMULATED)
-    first = tailrace.train(
-        file,
-        folder=str(tmp_path / "runs"),
-        steps=100_000,
-        wait=False,
-        show=False,
-        callbacks=[lambda run, row: row["step"] >= 2],
-    )
+    common: dict[str, Any] = {"folder": str(tmp_path / "runs"), "show": False}
+    first = tailrace.train(file, steps=100_000, wait=False, callbacks=[lambda run, row: row["step"] >= 2], **common)
     first.wait(120)
     assert first.state == "interrupted"
     assert len(first.metrics) >= 3
-    again = tailrace.train(file, folder=str(tmp_path / "runs"), steps=3, show=False)
+
+    seen: list[int] = []
+    again = tailrace.train(file, steps=2, **common)
     assert (again.path.name, again.state) == ("emulated-2", "complete"), "nobody has named it"
+    again.resume(steps=3, learning_rate=5e-5, show=False, callbacks=[lambda run, row: seen.append(row["step"])])
+    assert seen == [2], "earlier steps are not told again"
+    assert Journal(again.path).config.trainer.learning_rate == 5e-5
 
     def fails(run: tailrace.Run, row: dict[str, Any]) -> None:
         raise LookupError("of the callback")
 
     with pytest.raises(LookupError, match="of the callback"):
-        tailrace.train(file, folder=str(tmp_path / "runs"), name="third", steps=100_000, show=False, callbacks=[fails])
+        tailrace.train(file, name="third", steps=100_000, callbacks=[fails], **common)
     assert tailrace.Run(tmp_path / "runs" / "third").state == "interrupted"
 
 
@@ -147,11 +144,10 @@ def test_a_notebook_trains_with_functions_of_its_cells(tmp_path: Path) -> None:
     try:
         run_cell(client, SETTINGS)
         run_cell(client, "half = 0.5\ndef judge(completion, answer):\n    return half + 0.25")
-        run_cell(client, "run = tailrace.train(data=rows, reward=judge, **settings)")
-        run_cell(client, "assert run.state == 'complete' and run.path.name == 'notebook', run")
+        run_cell(client, "reward = lambda completion, answer: judge(completion, answer)")
+        run_cell(client, "run = tailrace.train(data=rows, reward=reward, wait=False, **settings)")
+        run_cell(client, "assert run.wait().state == 'complete' and run.path.name == 'notebook', run")
         run_cell(client, "assert [row['reward'] for row in run.metrics] == [0.75, 0.75], run.metrics")
-        run_cell(client, "later = tailrace.train(data=rows, reward=lambda completion: half, wait=False, **settings)")
-        run_cell(client, "assert later.wait().metrics[-1]['reward'] == 0.5 and later.path.name == 'notebook-2'")
     finally:
         client.stop_channels()
         manager.shutdown_kernel(now=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import gc
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -28,6 +29,14 @@ SHAPE = LlamaConfig(
     initializer_range=0.6,
 )
 Fails = Callable[[BatchPlan], bool]
+
+
+@pytest.fixture(autouse=True)
+def _quick_collection() -> Iterator[None]:
+    """Garbage is collected at every failure; what the tests have in memory by now need not be looked through."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def engine(blocks: int = 512) -> NativeEngine:
