@@ -11,7 +11,7 @@ give, and relays keep it until the evaluation is over. A version that nobody can
 everything, is given up: the newest one is evaluated in its place, from the beginning.
 
 When the run is to end, its last version is evaluated before (`ending`): training work is put aside, and all replicas
-help.
+help, those too that were sent home (`activation`).
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def ends_after(context: Context, reason: str) -> bool:
         return False
     evaluation.ending = reason
     _put_work_aside(context)
-    context.more_work = True
+    context.fleet_changed = context.more_work = True
     return True
 
 
