@@ -136,6 +136,21 @@ def test_what_a_restarted_trainer_has_to_repeat_is_replaced_where_it_was_lost():
     assert (tally.trained, tally.lost) == (2, 1)
 
 
+def test_a_round_makes_one_group_more_for_each_that_was_lost_after_it_was_trained():
+    drive = fleet("sync")
+    trained_in_two_stores(drive)
+    drive.train()
+    drive.tell(HostLeft(GUEST, "it was switched off"))
+    drive.tell(TrainerLost(1, "killed"))
+    drive.tell(TrainerJoined(2, 0))
+    drive.finish_all()
+    drive.train()
+    drive.store_everywhere(1)
+    drive.load(0)
+    drive.finish_all()
+    assert [(one.step, len(one.groups)) for one in drive.orders(Train) if one.incarnation == 2] == [(0, 2), (1, 2)]
+
+
 def test_what_two_checkpoints_cover_may_be_lost():
     drive = fleet()
     trained_in_two_stores(drive)
