@@ -39,6 +39,7 @@ from tailrace.protocol import (
 )
 from tailrace.scoring import EvalResult, PromptScore, summed_up
 from tailrace.types import EVALUATION, StoreId, TrajectoryId, Version
+from tailrace.wording import counted
 
 BESIDE = 0.25  # share of a replica's batch that evaluation may have beside training work
 
@@ -357,9 +358,9 @@ def _why_end(context: Context) -> str:
     if evaluation.ending and evaluation.version == NONE:
         return evaluation.ending
     if patience and evaluation.without_gain >= patience:
-        best = evaluation.best[0]
+        best, found = evaluation.best[0], counted(evaluation.without_gain, "evaluation")
         return (
-            f"stopped early: {evaluation.without_gain} evaluations in a row were no better than v{best.version} "
+            f"stopped early: {found} in a row {'was' if patience == 1 else 'were'} no better than v{best.version} "
             f"({best.score:.3f}; eval.patience)"
         )
     return ""

@@ -70,6 +70,7 @@ from tailrace.protocol import (
     WorkerRevoked,
 )
 from tailrace.types import EVALUATION, GroupId, HostId, ReplicaId, TrajectoryId, Version, label
+from tailrace.wording import counted
 
 Subject = tuple[str, int]
 Sentences = Iterator[tuple[Subject, str]]
@@ -557,14 +558,6 @@ def _extent(meta: TrajectoryMeta) -> str:
 
 def under(oldest: Version, newest: Version) -> str:
     return f"version {oldest}" if oldest == newest else f"versions {oldest} to {newest}"
-
-
-def counted(number: int, noun: str) -> str:
-    return f"{number:,} {noun if number == 1 else plural(noun)}"
-
-
-def plural(noun: str) -> str:
-    return "trajectories" if noun == "trajectory" else f"{noun}s"
 
 
 def span(kind: str, numbers: Iterable[int]) -> str:
