@@ -15,7 +15,8 @@ from typing import Any
 
 import msgspec
 
-from tailrace.obs.fold import Fold, SampleRecord
+from tailrace.obs.fold import Fold
+from tailrace.obs.records import SampleRecord
 from tailrace.protocol import (
     Activate,
     Cancel,

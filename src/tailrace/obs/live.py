@@ -18,10 +18,12 @@ from tailrace.config.tree import Config
 from tailrace.obs.activity import WAITING, Activity, ReplicaLane
 from tailrace.obs.ending import LastStop
 from tailrace.obs.event_text import described
-from tailrace.obs.fold import Fold, GroupCounts, Savings, Staleness, staleness
+from tailrace.obs.fold import Fold, GroupCounts
 from tailrace.obs.idle import ROUNDS
 from tailrace.obs.moves import Moves
+from tailrace.obs.savings import Savings
 from tailrace.obs.spending import Spending
+from tailrace.obs.trained_steps import Staleness, staleness
 from tailrace.protocol import (
     Activate,
     Command,

@@ -16,10 +16,13 @@ import msgspec
 from tailrace.logs import output
 from tailrace.obs.charts import MEAN_OF, Curve, RunCharts, run_charts
 from tailrace.obs.ending import RunEnding, ending_of
-from tailrace.obs.fold import GroupCounts, Savings, Staleness, StrangerRecord, staleness
+from tailrace.obs.fold import GroupCounts
 from tailrace.obs.live import LiveRun
+from tailrace.obs.records import StrangerRecord
+from tailrace.obs.savings import Savings
 from tailrace.obs.spending import Spent
 from tailrace.obs.tables import percent, print_table
+from tailrace.obs.trained_steps import Staleness, staleness
 from tailrace.protocol import RecordEvaluation
 from tailrace.store.folder import PRIVATE
 from tailrace.store.journal import Journal
