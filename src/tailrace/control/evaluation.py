@@ -358,9 +358,7 @@ def _why_end(context: Context) -> str:
     if evaluation.ending and evaluation.version == NONE:
         return evaluation.ending
     if patience and evaluation.without_gain >= patience:
-        best, found = evaluation.best[0], counted(evaluation.without_gain, "evaluation")
-        return (
-            f"stopped early: {found} in a row {'was' if patience == 1 else 'were'} no better than v{best.version} "
-            f"({best.score:.3f}; eval.patience)"
-        )
+        best, number = evaluation.best[0], evaluation.without_gain
+        found = f"{counted(number, 'evaluation')} in a row {'was' if number == 1 else 'were'}"
+        return f"stopped early: {found} no better than v{best.version} ({best.score:.3f}; eval.patience)"
     return ""

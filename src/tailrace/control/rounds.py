@@ -33,14 +33,13 @@ def advance(context: Context) -> None:
 
 def _end_or_reopen(context: Context) -> None:
     """A round is over when nothing of it is left to do. It goes on if its groups are open again, because a sample store
-    was lost: the next round may need the weights of a step that waits for them."""
+    was lost, and the weights that the next round needs are those of a step that waits for them."""
     round = context.state.round
     unfinished = bool(round.to_open or context.ledger.open_groups)
     if round.running and not unfinished:
-        round.number += 1
-    elif unfinished and not round.running:
-        round.number -= 1
-    round.running = unfinished
+        round.running, round.number = False, round.number + 1
+    elif unfinished and not round.running and context.training.step < _version(context, round.number):
+        round.running, round.number = True, round.number - 1
 
 
 def _is_generated(context: Context) -> bool:
