@@ -42,6 +42,7 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "chaos"), str(ROOT / "src")]
 
 import guests  # noqa: E402
+from fleet import FLEET  # noqa: E402
 from guests import LIES, Guest, on_hosts, trained_of_strangers  # noqa: E402
 from hosts import Network, SiteLink, hosts, missing  # noqa: E402
 from proof import prove  # noqa: E402
@@ -64,43 +65,22 @@ MINI_BATCH_S, MINI_BATCHES = 2.0, 2
 WEIGHT_MBYTES = 20.0
 STRANGER = 1 + MACHINES * len(SITES)  # number of its host
 START_S = 600.0  # for 30 processes on a busy machine
-FLEET = f"""
-[model]
-preset = "smollm2-135m"
-[workload]
-prompts_per_step = 8
-group_size = 4
-prompt_tokens = 16
-max_completion_tokens = 400
-[workload.lengths]
-median = 60
-sigma = 0.6
-[rollout]
-engine = "emulated"
-kv_tokens = 8000
-stream_tokens = 64
-[trainer]
-engine = "emulated"
-mini_batches = {MINI_BATCHES}
-checkpoint_every = 10
-[costs]
-decode_step = 0.05
-decode_sequence = 0.0002
-train_mini_batch = {MINI_BATCH_S}
-weight_mbytes = {WEIGHT_MBYTES}
-[schedule]
-kind = "trajectory"
-max_staleness = 4
-[repack]
-every_s = 5.0
-[strangers]
-checkers = 1
-[local]
-replicas = 1
-relays = 1
-[run]
-steps = 100000
-"""
+SLOWER = {  # than tests/chaos/fleet.py, whose workload it is; all replicas are elsewhere, but for a checker
+    "rollout.stream_tokens": 64,
+    "trainer.mini_batches": MINI_BATCHES,
+    "trainer.checkpoint_every": 10,
+    "costs.decode_step": 0.05,
+    "costs.decode_sequence": 0.0002,
+    "costs.train_mini_batch": MINI_BATCH_S,
+    "costs.weight_mbytes": WEIGHT_MBYTES,
+    "schedule.kind": "trajectory",
+    "schedule.max_staleness": 4,
+    "repack.every_s": 5.0,
+    "strangers.checkers": 1,
+    "local.replicas": 1,
+    "local.relays": 1,
+    "run.steps": 100_000,
+}
 Row = dict[str, Any]
 
 
@@ -248,7 +228,8 @@ class bed_of:  # noqa: N801
 
     def __init__(self, folder: Path, more: list[str]) -> None:
         guests.DEADLINE_S = runs.DEADLINE_S = START_S
-        self._hosts = on_hosts(STRANGER + 1, folder, FLEET, *more)
+        slower = [f"--{key}={value}" for key, value in SLOWER.items()]
+        self._hosts = on_hosts(STRANGER + 1, folder, FLEET, *slower, *more)
 
     def __enter__(self) -> Bed:
         network, run, join = self._hosts.__enter__()

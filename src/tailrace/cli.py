@@ -16,10 +16,9 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from tailrace.errors import TailraceError, UsageError
-from tailrace.launch.arguments import BEST, RESUMING, add_samples
-from tailrace.launch.arguments import path as _path
-from tailrace.launch.arguments import whole as _whole
+from tailrace.launch import arguments as values
 from tailrace.launch.beginning import Beginning, Origin
+from tailrace.launch.command_words import split_words
 from tailrace.logs import LEVELS, drain_output, for_command, queue_output, set_level
 from tailrace.release import __version__
 
@@ -68,7 +67,7 @@ def _run(words: list[str]) -> int:
     if not words:
         parser.print_help()
         return 0
-    own, settings = _split(words, commands)
+    own, settings = split_words(words, commands)
     arguments = parser.parse_args(own)
     command: Callable[[argparse.Namespace], int] = arguments.run
     if settings and not hasattr(arguments, "files") and command not in (_worker, _fork):
@@ -274,48 +273,56 @@ def _parser() -> tuple[_Parser, dict[str, _Parser]]:
 
 def _add_simulating(add: Add) -> None:
     simulate = _of_files(add("simulate", _simulate, "simulate the schedules side by side", SETTINGS))
-    simulate.add_argument("--gpus", type=_counts, metavar="N,N,...", help="numbers of GPUs to simulate instead of one")
-    simulate.add_argument("--schedules", type=_names, metavar="A,B,...", help="only these schedules")
+    simulate.add_argument(
+        "--gpus", type=values.counts, metavar="N,N,...", help="numbers of GPUs to simulate instead of one"
+    )
+    simulate.add_argument("--schedules", type=values.names, metavar="A,B,...", help="only these schedules")
     simulate.add_argument("--json", action="store_true", help="one JSON object for programs instead of a table")
-    simulate.add_argument("--plot", type=_path, metavar="FILE", help="draw throughput and timeline (.png or .html)")
-    simulate.add_argument("--record", type=_path, metavar="DIR", help="keep the journal of a single simulation there")
+    simulate.add_argument(
+        "--plot", type=values.path, metavar="FILE", help="draw throughput and timeline (.png or .html)"
+    )
+    simulate.add_argument(
+        "--record", type=values.path, metavar="DIR", help="keep the journal of a single simulation there"
+    )
 
     plan = _of_files(add("plan", _plan, "find the best split, schedule and settings for a fleet", SETTINGS))
     plan.add_argument("--json", action="store_true", help="one JSON object for programs")
     budget = "the fastest fleet for so much an hour, of the cards in the settings"
-    plan.add_argument("--budget", type=_amount, metavar="DOLLARS", help=budget)
+    plan.add_argument("--budget", type=values.amount, metavar="DOLLARS", help=budget)
     throughput = "the cheapest fleet that trains so many tokens per second"
-    plan.add_argument("--throughput", type=_amount, metavar="TOKENS_PER_S", help=throughput)
+    plan.add_argument("--throughput", type=values.amount, metavar="TOKENS_PER_S", help=throughput)
 
 
 def _add_training(add: Add) -> None:
     train = _of_files(add("train", _train, "train a model with real processes on this machine", SETTINGS))
-    for option, text in RESUMING.items():
+    for option, text in values.RESUMING.items():
         train.add_argument(option, action="store_true", help=text)
     secret = "what the keys of the run are made from, 64 hex digits; unset: TAILRACE_RUN_SECRET, or a new one"
-    train.add_argument("--secret", type=_path, metavar="FILE", help=secret)
+    train.add_argument("--secret", type=values.path, metavar="FILE", help=secret)
     accept = "with --resume: go on though data, reward or model are not what the run was begun with"
     train.add_argument("--accept-changed-inputs", action="store_true", help=accept)
 
     does = "begin another run with the weights and moments of a version of a run, and train it"
     fork = _of_a_run(add("fork", _fork, does, f"Its settings are those of RUN. {SETTINGS} --run.name is needed."))
-    fork.add_argument("--version", type=_version, metavar="N", help="0: the start; unset: the newest checkpoint")
+    fork.add_argument("--version", type=values.version, metavar="N", help="0: the start; unset: the newest checkpoint")
 
     does = "let this machine generate or train for a run elsewhere, until Ctrl-C or its end"
     worker = add("worker", _worker, does, OF_WORKER)
     worker.add_argument("--join", required=True, metavar="HOST:PORT", help="where the run listens (local.listen)")
     replicas = "how many to start here (1; with --ranks: 0); auto: one for each GPU"
-    worker.add_argument("--replicas", type=_replicas, metavar="N", help=replicas)
-    worker.add_argument("--ranks", type=_ranks, default=0, metavar="M", help="ranks of its trainer to start here (0)")
+    worker.add_argument("--replicas", type=values.replicas, metavar="N", help=replicas)
+    worker.add_argument(
+        "--ranks", type=values.ranks, default=0, metavar="M", help="ranks of its trainer to start here (0)"
+    )
     key = "join.key of the run's folder; unset: TAILRACE_JOIN_KEY has its content"
-    worker.add_argument("--key", type=_path, metavar="FILE", help=key)
+    worker.add_argument("--key", type=values.path, metavar="FILE", help=key)
     store = "keep the tokens that are generated here in this directory; unset: they go to the run's machine"
-    worker.add_argument("--store", type=_path, metavar="DIR", help=store)
+    worker.add_argument("--store", type=values.path, metavar="DIR", help=store)
 
     site = "where this machine is, if far away: weights cross the link to a site once, and are handed on there"
-    worker.add_argument("--site", type=_site, metavar="NAME", help=site)
+    worker.add_argument("--site", type=values.site, metavar="NAME", help=site)
     wait = "for so long the run need not be there yet (0)"
-    worker.add_argument("--wait", type=_seconds, default=0.0, metavar="SECONDS", help=wait)
+    worker.add_argument("--wait", type=values.seconds, default=0.0, metavar="SECONDS", help=wait)
     stay = "when the run stops without being complete, wait for it again: it may be resumed"
     worker.add_argument("--stay", action="store_true", help=stay)
 
@@ -327,22 +334,24 @@ def _add_training(add: Add) -> None:
 
     price = _of_a_run(add("price", _price, "set what an hour of a replica costs, while the run goes on"))
     price.add_argument("id", metavar="ID", help="replica r3, or host h2 for all replicas there")
-    price.add_argument("dollars", type=_dollars, metavar="DOLLARS", help="0: it costs nothing")
+    price.add_argument("dollars", type=values.dollars, metavar="DOLLARS", help="0: it costs nothing")
 
     evaluate = _of_a_run(add("eval", _eval, "held-out accuracy of a version of a run"))
     which = "0: the start; best: of those evaluated while training; unset: the newest"
-    evaluate.add_argument("--version", type=_version, metavar="N", help=which)
+    evaluate.add_argument("--version", type=values.version, metavar="N", help=which)
 
     export = _of_a_run(add("export", _export, "a version of a run as a Hugging Face model directory"))
-    export.add_argument("--out", type=_path, metavar="DIR", help="a directory that does not exist yet")
-    export.add_argument("--version", type=_version, metavar="N", help=which)
+    export.add_argument("--out", type=values.path, metavar="DIR", help="a directory that does not exist yet")
+    export.add_argument("--version", type=values.version, metavar="N", help=which)
     rows = "write all samples, with text, tokens and log-probs, into a parquet file instead"
-    export.add_argument("--trajectories", type=_path, metavar="FILE", help=rows)
+    export.add_argument("--trajectories", type=values.path, metavar="FILE", help=rows)
 
     bench = add("bench", _bench, "run all schedules for real, side by side", SETTINGS)
     bench.add_argument("what", choices=["schedules"], help="what to compare")
     _of_files(bench)
-    bench.add_argument("--rounds", type=_rounds, default=1, metavar="N", help="run each so often and take the median")
+    bench.add_argument(
+        "--rounds", type=values.rounds, default=1, metavar="N", help="run each so often and take the median"
+    )
     bench.add_argument("--json", action="store_true", help="one JSON object for programs")
 
 
@@ -369,28 +378,36 @@ def _add_looking(add: Add) -> None:
     ids = "trajectory t17, group g3, replica r0, relay h0, version v5 or prompt p3"
     story.add_argument("id", metavar="ID", help=ids)
 
-    add_samples(_of_a_run(add("samples", _samples, "read the samples of a run: all, by filter, or one in full")))
+    values.add_samples(_of_a_run(add("samples", _samples, "read the samples of a run: all, by filter, or one in full")))
 
     shown = "show a run in the browser, while it goes on or afterwards, until Ctrl-C"
     page = add("page", _page, shown)
-    page.add_argument("journals", nargs="+", type=_path, metavar="RUN", help=f"{RECORDED}; or a directory with runs")
+    page.add_argument(
+        "journals", nargs="+", type=values.path, metavar="RUN", help=f"{RECORDED}; or a directory with runs"
+    )
     page.add_argument("--listen", metavar="ADDRESS:PORT", help="127.0.0.1:0, a free port for this machine only")
     token = "its content is asked for; needed where others can come; unset: TAILRACE_PAGE_TOKEN"
-    page.add_argument("--token-file", type=_path, metavar="FILE", help=token)
-    page.add_argument("--save", type=_path, metavar="FILE.html", help="write the page as one file that needs no server")
+    page.add_argument("--token-file", type=values.path, metavar="FILE", help=token)
+    page.add_argument(
+        "--save", type=values.path, metavar="FILE.html", help="write the page as one file that needs no server"
+    )
 
     told = "tell a tracker of a run: jsonl, tensorboard, wandb or trackio"
     logged = _of_a_run(add("log", _log, told))
-    logged.add_argument("--to", type=_names, required=True, metavar="A,B,...", help="which of them")
+    logged.add_argument("--to", type=values.names, required=True, metavar="A,B,...", help="which of them")
     logged.add_argument("--follow", action="store_true", help="until the run is over, rather than up to now")
     logged.add_argument("--again", action="store_true", help="from its beginning, as a new run of the tracker")
 
     report = add("report", _report, "a run as one HTML file to send: figures, curves, timeline, samples, settings")
-    report.add_argument("journals", nargs="+", type=_path, metavar="RUN", help=f"{RECORDED}; several are compared")
-    report.add_argument("-o", "--out", type=_path, default="report.html", metavar="FILE.html", help="(report.html)")
+    report.add_argument(
+        "journals", nargs="+", type=values.path, metavar="RUN", help=f"{RECORDED}; several are compared"
+    )
+    report.add_argument(
+        "-o", "--out", type=values.path, default="report.html", metavar="FILE.html", help="(report.html)"
+    )
 
     trace = _of_a_run(add("trace", _trace, "what every process did, for Perfetto or chrome://tracing"), RECORDED)
-    trace.add_argument("-o", "--out", type=_path, default="trace.json", metavar="FILE.json", help="(trace.json)")
+    trace.add_argument("-o", "--out", type=values.path, default="trace.json", metavar="FILE.json", help="(trace.json)")
 
     compared = "run a journal through a fresh control plane and compare the commands"
     _of_a_run(add("replay", _replay, compared), RECORDED)
@@ -415,132 +432,8 @@ def _of_files(command: _Parser, count: str = "+") -> _Parser:
 
 
 def _of_a_run(command: _Parser, which: str = "the directory of a run") -> _Parser:
-    command.add_argument("journal", type=_path, metavar="RUN", help=which)
+    command.add_argument("journal", type=values.path, metavar="RUN", help=which)
     return command
-
-
-def _split(words: list[str], commands: dict[str, _Parser]) -> tuple[list[str], list[str]]:
-    """The command's own words, and the settings among them: every other `--name`, with the value that follows it."""
-    name, rest = words[0], words[1:]
-    if name.startswith("-"):
-        return words, []
-    if name not in commands:
-        raise UsageError(f"there is no command '{name}'; {_nearest_command(name, list(commands))}")
-    own, settings, command = [name], list[str](), commands[name]
-    while rest and rest[0] in _inner(command):
-        command = _inner(command)[rest[0]]
-        own.append(rest.pop(0))
-    takes_value = {o: a.nargs != 0 for a in command._actions for o in a.option_strings}
-    while rest:
-        word = rest.pop(0)
-        option, equals, _ = word.partition("=")
-        if not word.startswith("--") or word == "--" or option in takes_value:
-            own.append(word)
-            if takes_value.get(option) and not equals and rest:
-                own.append(rest.pop(0))
-            continue
-        _refuse_misspelt(option, [each for each in takes_value if each.startswith("--")])
-        settings.append(word)
-        if not equals and rest and not rest[0].startswith("--") and not _is_lone_flag(option, rest[0]):
-            settings.append(rest.pop(0))
-    return own, settings
-
-
-def _inner(command: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    """The commands of a command."""
-    groups = [each for each in command._actions if isinstance(each, argparse._SubParsersAction)]
-    return dict(groups[0].choices) if groups else {}
-
-
-def _is_lone_flag(option: str, following: str) -> bool:
-    """`--repack.enabled run.toml`: the word after a yes-or-no setting is not its value unless it says yes or no."""
-    from tailrace.config.fields import fields, is_bool
-
-    key = option[2:].replace("-", "_")
-    return key in fields() and is_bool(key) and following.lower() not in ("true", "false", "unset")
-
-
-def _refuse_misspelt(option: str, known: list[str]) -> None:
-    from tailrace.config.spelling import near
-
-    close = near(option, known, short=4)
-    if close and "." not in option:
-        raise UsageError(f"there is no option {option}; did you mean {close}?")
-
-
-def _nearest_command(name: str, known: list[str]) -> str:
-    from tailrace.config.spelling import near
-
-    close = near(name, known, short=3)
-    return f"did you mean '{close}'?" if close else f"the commands are {', '.join(known)}"
-
-
-def _version(text: str) -> int | str:
-    number = text.removeprefix("v")
-    if text == BEST:
-        return text
-    if not number.isdecimal():
-        raise argparse.ArgumentTypeError(f"'{text}' is not a version; write --version 12, or best")
-    return int(number)
-
-
-def _replicas(text: str) -> int | str:
-    return text if text == "auto" else _whole(text, 1024, "a number of replicas; write --replicas 2, or auto", least=0)
-
-
-def _ranks(text: str) -> int:
-    return _whole(text, 1024, "a number of ranks; write --ranks 2", least=0)
-
-
-def _site(text: str) -> str:
-    if not text or len(text) > 64 or not text.isprintable():
-        raise argparse.ArgumentTypeError(f"'{text}' is not the name of a site; write --site oslo")
-    return text
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds <= 1e7:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a number of seconds; write --wait 600")
-    return seconds
-
-
-def _dollars(text: str) -> float:
-    try:
-        dollars = float(text)
-    except ValueError:
-        dollars = -1.0
-    if not 0 <= dollars <= 1e6:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a price; write dollars an hour, such as 0.4")
-    return dollars
-
-
-def _rounds(text: str) -> int:
-    return _whole(text, 100, "a number of rounds; write --rounds 3")
-
-
-def _names(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",") if name.strip()]
-
-
-def _counts(text: str) -> list[int]:
-    names = _names(text)
-    if not names or not all(name.isdecimal() and int(name) > 0 for name in names):
-        raise argparse.ArgumentTypeError(f"'{text}' is not a list of GPU counts; write --gpus 64,256,1024")
-    return sorted({int(name) for name in names})
-
-
-def _amount(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < 1e15:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a number above 0; write one such as 100")
-    return value
 
 
 if __name__ == "__main__":

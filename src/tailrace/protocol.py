@@ -575,7 +575,7 @@ class Activate(Command):
     incarnation: Natural
     active: bool
     cost: float  # dollars for a million useful tokens of this replica; 0: not known, or free
-    needed: float  # useful tokens per second, so that the trainer does not wait; 0: not known yet
+    needed: float  # useful tokens per second, so that the trainer does not wait; 0: all are needed
     there: float  # useful tokens per second of all that are to generate
 
 

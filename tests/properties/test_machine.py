@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import pytest
@@ -390,6 +391,7 @@ def nonsense(draw: random.Random) -> Event:
 
 
 ACTIONS = st.lists(st.tuples(st.integers(0, 15), st.integers(0, 10**6)), min_size=40, max_size=250)
+World = TypeVar("World", bound=Fleet)
 QUICK = settings(
     max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
 )
@@ -397,7 +399,10 @@ LONG = settings(QUICK, max_examples=5000)
 
 
 def keep_promises(seed: int, actions: list[tuple[int, int]], made: Callable[[int], Config] = small) -> Fleet:
-    fleet = Fleet(made(seed))
+    return play(Fleet(made(seed)), actions)
+
+
+def play(fleet: World, actions: list[tuple[int, int]]) -> World:
     for choice, number in actions:
         if fleet.over:
             break

@@ -8,7 +8,7 @@ import random
 import msgspec
 from hypothesis import example, given
 from hypothesis import strategies as st
-from test_machine import ACTIONS, GUEST, QUICK, REPLICAS, Fleet, evaluated, small, troubled
+from test_machine import ACTIONS, GUEST, QUICK, REPLICAS, Fleet, evaluated, play, small, troubled
 
 from tailrace.config.tree import Config, Local, Strangers
 from tailrace.protocol import (
@@ -103,26 +103,20 @@ def nonsense_of_strangers(draw: random.Random) -> Event:
     return draw.choice(makers)()
 
 
-def play(seed: int, actions: list[tuple[int, int]]) -> StrangerFleet:
-    fleet = StrangerFleet(with_strangers(seed))
-    for choice, number in actions:
-        if fleet.over:
-            break
-        fleet.act(choice, number)
-    fleet.audit.finish(fleet.plane)
-    return fleet
+def strangers(seed: int, actions: list[tuple[int, int]]) -> StrangerFleet:
+    return play(StrangerFleet(with_strangers(seed)), actions)
 
 
 @given(st.integers(0, 200), ACTIONS)
 @example(1, troubled(1)[:250])
 @QUICK
 def test_no_history_breaks_an_invariant_with_a_stranger_in_it(seed, actions):
-    play(seed, actions)
+    strangers(seed, actions)
 
 
 def test_its_work_is_trained_and_it_is_cut_off_now_and_then():
     """Else the test above would say little."""
-    fleets = [play(seed, quieter(seed)) for seed in range(12)]
+    fleets = [strangers(seed, quieter(seed)) for seed in range(12)]
     workers = [fleet.plane.state.strangers.workers["alice"] for fleet in fleets]
     assert sum(one.handed_in for one in workers) > 50
     assert sum(one.passed for one in workers) > 10

@@ -9,8 +9,10 @@ import pytest
 from tailrace.config import load
 from tailrace.launch.bench import WITHOUT_REPACK, BenchRow, _plans, print_rows
 from tailrace.obs.ending import RunEnding
-from tailrace.obs.fold import GroupCounts, Savings, Staleness
+from tailrace.obs.fold import GroupCounts
+from tailrace.obs.savings import Savings
 from tailrace.obs.summary import HeldOut, Summary
+from tailrace.obs.trained_steps import Staleness
 
 BLANK = dict.fromkeys(
     ("wall_s", "steps", "trained_groups", "trained_samples", "trained_tokens", "repacks", "moved", "publish_stall_s"), 0

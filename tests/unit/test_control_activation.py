@@ -3,17 +3,21 @@
 import pytest
 
 from drive import Drive, config
+from tailrace.config.tree import EvalSettings, Run
 from tailrace.control.activation import Priced, choose
 from tailrace.control.margin import LEAST, Margin
 from tailrace.protocol import (
     Activate,
     EngineWork,
+    EvalSetsOpened,
+    Evaluate,
     Generate,
     LoadWeights,
     PriceChanged,
     Progressed,
     ReplicaLost,
 )
+from tailrace.scoring import EvalSet
 
 
 def priced(id, price, rate=100.0, active=True):
@@ -59,9 +63,9 @@ def test_the_margin_grows_when_the_trainer_waited_and_is_given_time():
 # ------------------------------------------------------------------------------------------------ through the plane
 
 
-def priced_fleet(*prices, train_s=10.0):
+def priced_fleet(*prices, train_s=10.0, **sections):
     """Every replica makes 100 tokens per second; the trainer takes 40 in `train_s` for a step of 8 samples."""
-    drive = Drive(config(prompts=2, size=4), replicas=len(prices))
+    drive = Drive(config(prompts=2, size=4, **sections), replicas=len(prices))
     drive.join_all()
     drive.tell(PriceChanged((0,), prices[0]))
     for replica, price in enumerate(prices):
@@ -133,3 +137,17 @@ def test_a_trainer_that_waits_calls_them_back():
         step(drive, 0.1)
     assert not at_home(drive)
     assert drive.plane.state.training.version > 3
+
+
+def test_at_the_end_all_are_called_back_to_evaluate():
+    """Else nobody would, were the last one at work lost."""
+    drive = priced_fleet(2.0, 1.0, run=Run(steps=2), eval=EvalSettings(every=2))
+    drive.tell(EvalSetsOpened((EvalSet("held_out", 4),)))
+    assert at_home(drive) == {0}
+    drive.fetch()
+    step(drive)
+    drive.store_everywhere(2)
+    assert not at_home(drive)
+    drive.tell(ReplicaLost(1, 1, "the spot market took it"))
+    drive.load(0)
+    assert (drive.orders(Evaluate)[-1].replica, drive.orders(Evaluate)[-1].version) == (0, 2)

@@ -26,9 +26,9 @@ from tailrace.protocol import (
 GUEST = 1  # a machine that joined with replica 1, relay 1 and sample store 1
 
 
-def fleet() -> Drive:
+def fleet(kind: Any = "trajectory") -> Drive:
     """Replica 0 writes to store 0, replica 1 to the store of its own machine."""
-    schedule: Any = Schedule(kind="trajectory", max_staleness=100, max_inflight=4)
+    schedule = Schedule(kind=kind, max_staleness=100, max_inflight=4)
     drive = Drive(config(prompts=2, size=2, schedule=schedule), replicas=1, stores=1)
     drive.tell(HostJoined(GUEST, (1,), store=True))
     return drive.join_all()
@@ -104,6 +104,20 @@ def test_what_was_picked_and_cannot_be_fetched_is_generated_anew_and_another_gro
     assert drive.plane.state.ledger.tally.lost == 0
 
 
+def test_a_round_that_was_over_goes_on_where_its_samples_are_lost():
+    """The next one would wait for ever for the step that they are to make."""
+    drive = fleet("one_step")
+    drive.finish_all()
+    order = drive.orders(Train)[-1]
+    drive.finish_all()
+    assert not drive.running(), "two rounds are generated, and the third needs version 1"
+    drive.tell(HostLeft(GUEST, "it was switched off"))
+    drive.tell(TrainFailed(1, order.step, order.mini_batch, "store 1 is gone"))
+    drive.finish_all()
+    again = drive.orders(Train)[-1]
+    assert (again.step, len(again.groups), {store for one in again.groups for store in one.stores}) == (0, 2, set())
+
+
 def test_what_a_restarted_trainer_has_to_repeat_is_replaced_where_it_was_lost():
     drive = fleet()
     order = trained_in_two_stores(drive)
@@ -120,6 +134,21 @@ def test_what_a_restarted_trainer_has_to_repeat_is_replaced_where_it_was_lost():
     drive.train()
     tally = drive.plane.state.ledger.tally
     assert (tally.trained, tally.lost) == (2, 1)
+
+
+def test_a_round_makes_one_group_more_for_each_that_was_lost_after_it_was_trained():
+    drive = fleet("sync")
+    trained_in_two_stores(drive)
+    drive.train()
+    drive.tell(HostLeft(GUEST, "it was switched off"))
+    drive.tell(TrainerLost(1, "killed"))
+    drive.tell(TrainerJoined(2, 0))
+    drive.finish_all()
+    drive.train()
+    drive.store_everywhere(1)
+    drive.load(0)
+    drive.finish_all()
+    assert [(one.step, len(one.groups)) for one in drive.orders(Train) if one.incarnation == 2] == [(0, 2), (1, 2)]
 
 
 def test_what_two_checkpoints_cover_may_be_lost():

@@ -162,6 +162,7 @@ def test_a_gguf_file_is_converted_once_even_by_two_at_a_time(
         ({"sampling.top_p": 0.9, "sampling.top_k": 50}, {}, ["sampling.top_p is 0.9 and sampling.top_k is 50:"]),
         ({"sampling.temperature": 0, "sampling.top_k": 1}, {}, ["sampling.temperature is 0: all samples"]),
         ({"sampling.temperature": 0.7}, {}, []),
+        ({"rollout.speeds": [1, 0.5]}, {}, ['rollout.speeds has no effect with rollout.engine = "native"']),
         ({}, {"router_aux_loss_coef": 0.001}, ["(router_aux_loss_coef = 0.001 in config.json)"]),
         ({}, {"text_config": {"router_aux_loss_coef": 0.01}}, ["(router_aux_loss_coef = 0.01 in config.json)"]),
         ({}, {"router_aux_loss_coef": 0.0}, []),

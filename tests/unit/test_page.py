@@ -26,8 +26,8 @@ import pytest
 from tailrace.config import Config, load
 from tailrace.obs.activity import COUNTED, Lane
 from tailrace.obs.charts import POINTS, SPANS, Curve, lane_view
-from tailrace.obs.fold import Staleness, StepRecord
 from tailrace.obs.html import asset
+from tailrace.obs.trained_steps import Staleness, StepRecord
 from tailrace.page.access import (
     ATTEMPTS,
     TRACKED_CLIENTS,

@@ -8,6 +8,7 @@ import pytest
 
 from drive import Drive, config
 from tailrace.cli import main
+from tailrace.config import ConfigError, load
 from tailrace.config.tree import Config
 from tailrace.obs.spending import Spending
 from tailrace.protocol import Activate, GiveUp, PriceChanged, ReplicaJoined
@@ -67,3 +68,14 @@ def test_what_is_spent_are_the_hours_at_work() -> None:
     assert spent.dollars == pytest.approx(1 + 1 + 2 + 4)
     assert spent.dollars_of_all == pytest.approx(1 + 2 + 4 + 5)
     assert spent.sent_home == 1
+
+
+@pytest.mark.parametrize(("given", "prices"), [("0.4", (0.4,)), ("0.4,1", (0.4, 1.0)), ("[0.4, 1]", (0.4, 1.0))])
+def test_prices_are_given_as_a_shell_likes_them(given, prices):
+    words = ["--model.preset", "qwen2.5-0.5b", "--rollout.prices", given]
+    assert load([], words).rollout.prices == prices
+
+
+def test_what_is_no_list_of_prices_is_told_what_one_is():
+    with pytest.raises(ConfigError, match="wants a list of numbers of 0 or more"):
+        load([], ["--rollout.prices", "cheap"])

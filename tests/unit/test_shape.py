@@ -34,7 +34,7 @@ def test_no_metaphor_stands_for_a_usual_thing(shape: Shape) -> None:
 
 def test_the_command_line_only_parses_and_calls_the_commands(shape: Shape) -> None:
     used = {module.split(".")[1] for module in shape.imports["tailrace.cli"] if "." in module}
-    assert used == {"config", "errors", "launch", "logs", "release"}
+    assert used == {"errors", "launch", "logs", "release"}
 
 
 def test_every_kind_of_import_makes_a_cycle(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from tailrace.config.card_memory import refuse_small
 from tailrace.config.errors import ConfigError
 from tailrace.config.tree import WITHOUT_CARDS, Config, Rollout, Trainer
 from tailrace.types import Card, CardShare, Struct
+from tailrace.wording import counted
 
 TO_ITSELF = 0.85  # of a card's memory, for replicas that have it to themselves
 BESIDE_TRAINER = 0.3  # for replicas that share it with a trainer: master weights, moments, gradients, activations
@@ -138,8 +139,8 @@ def _named_for_ranks(trainer: Trainer, cards: int, ranks: int) -> list[int]:
     _refuse_unknown("trainer.cards", trainer.cards, cards)
     if len(trainer.cards) != ranks:
         raise ConfigError(
-            f"trainer.cards is {list(trainer.cards)}, {_number_of(len(trainer.cards), 'card')} for "
-            f"{_number_of(ranks, 'rank')} (trainer.ranks); write one card for each rank, such as "
+            f"trainer.cards is {list(trainer.cards)}, {counted(len(trainer.cards), 'card')} for "
+            f"{counted(ranks, 'rank')} (trainer.ranks); write one card for each rank, such as "
             f"{[rank % cards for rank in range(ranks)]}"
         )
     return list(trainer.cards)
@@ -267,10 +268,6 @@ def _refuse_bad_places(config: Config, each: int, places: Sequence[Sequence[int]
                 f"rollout.cards gives one replica the cards {list(place)}, the same one twice; write {each} different "
                 "ones for each replica"
             )
-
-
-def _number_of(count: int, noun: str) -> str:
-    return f"{count} {noun}{'s' * (count != 1)}"
 
 
 def _without_numbers(config: Config) -> Config:

@@ -148,7 +148,7 @@ def is_list(key: str) -> bool:
 
 def is_list_of_numbers(key: str) -> bool:
     kind = fields()[key].kind
-    return isinstance(kind, VarTupleType) and isinstance(kind.item_type, IntType)
+    return isinstance(kind, VarTupleType) and isinstance(kind.item_type, IntType | FloatType)
 
 
 def is_list_of_words(key: str) -> bool:
@@ -194,6 +194,8 @@ def _wanted(field: Field) -> str:
             return "true or false"
         case VarTupleType(IntType()):
             return "a list of whole numbers of 0 or more, such as [0, 1]"
+        case VarTupleType(FloatType() as each):
+            return f"a list of numbers{_range(each)}, such as [1, 0.5]"
         case VarTupleType(LiteralType(words)):
             return f"a list of {', '.join([repr(word) for word in words])}"
         case VarTupleType():

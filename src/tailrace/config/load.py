@@ -28,18 +28,24 @@ from tailrace.config.tree import Config
 
 def load(paths: Sequence[str | Path], overrides: Sequence[str] = (), otherwise: Sequence[str] = ()) -> Config:
     """`load(["base.toml", "mine.toml"], ["--schedule.kind", "sync"])`. `otherwise`: options for what nobody has set."""
-    settings = read_words(otherwise)
-    for path in paths:
-        settings |= read_file(path)
-    return _build(settings | read_words(overrides))
+    return _build(read_words(otherwise) | read_files(paths) | read_words(overrides))
+
+
+def load_section(paths: Sequence[str | Path], overrides: Sequence[str], section: str) -> Config:
+    """What files and options say of one section. Everything else is at its plain default, whatever they say."""
+    given = read_files(paths) | read_words(overrides)
+    values = _accepted({key: value for key, value in given.items() if key.startswith(f"{section}.")})
+    return msgspec.convert(nested(values), Config)
+
+
+def read_files(paths: Sequence[str | Path]) -> dict[str, Given]:
+    """The settings of these files, those of later ones on top."""
+    return {key: value for path in paths for key, value in read_file(path).items()}
 
 
 def from_keywords(keywords: Mapping[str, Any], paths: Sequence[str | Path] = ()) -> Config:
     """Settings of a Python program, on top of those in files: `from_keywords({"group_size": 8}, ["base.toml"])`."""
-    settings = dict[str, Given]()
-    for path in paths:
-        settings |= read_file(path)
-    return _build(settings | read_keywords(keywords))
+    return _build(read_files(paths) | read_keywords(keywords))
 
 
 def with_values(config: Config, values: Mapping[str, Any]) -> Config:

@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from tailrace.config.kinds import FleetHost, GpuKind, fleet_hosts, kinds_of
+from tailrace.wording import counted
 
 ScheduleKind = Literal["sync", "one_step", "stream", "partial", "trajectory", "adaptive"]
 SCHEDULES: tuple[ScheduleKind, ...] = ("sync", "one_step", "stream", "partial", "trajectory", "adaptive")
@@ -693,7 +694,7 @@ class Config(Section):
     def size(self) -> str:
         """How large the fleet is, in words."""
         count, noun = (self.replicas, "replica") if self.costs.measured else (self.cluster.gpus, "GPU")
-        return f"{count:,} {noun}{'s' * (count != 1)}"
+        return counted(count, noun)
 
     @property
     def replicas_per_host(self) -> int:

@@ -99,9 +99,9 @@ def _switch(context: Context, replica: Replica) -> None:
 
 
 def _needed(context: Context) -> float:
-    """Useful tokens per second, so that the trainer does not wait; 0: not known yet."""
+    """Useful tokens per second, so that the trainer does not wait; 0: not known yet, or all wait for an evaluation."""
     ledger, training = context.ledger, context.training
-    if not training.train_s or not ledger.finished_samples:
+    if not training.train_s or not ledger.finished_samples or context.evaluation.ending:
         return 0.0
     tokens = (ledger.finished_tokens - ledger.finished_prompts) / ledger.finished_samples
     return context.state.margin.value * tokens * context.config.workload.trajectories_per_step / training.train_s

@@ -11,7 +11,7 @@ give, and relays keep it until the evaluation is over. A version that nobody can
 everything, is given up: the newest one is evaluated in its place, from the beginning.
 
 When the run is to end, its last version is evaluated before (`ending`): training work is put aside, and all replicas
-help.
+help, those too that were sent home (`activation`).
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from tailrace.protocol import (
 )
 from tailrace.scoring import EvalResult, PromptScore, summed_up
 from tailrace.types import EVALUATION, StoreId, TrajectoryId, Version
+from tailrace.wording import counted
 
 BESIDE = 0.25  # share of a replica's batch that evaluation may have beside training work
 
@@ -82,7 +83,7 @@ def ends_after(context: Context, reason: str) -> bool:
         return False
     evaluation.ending = reason
     _put_work_aside(context)
-    context.more_work = True
+    context.fleet_changed = context.more_work = True
     return True
 
 
@@ -357,9 +358,7 @@ def _why_end(context: Context) -> str:
     if evaluation.ending and evaluation.version == NONE:
         return evaluation.ending
     if patience and evaluation.without_gain >= patience:
-        best = evaluation.best[0]
-        return (
-            f"stopped early: {evaluation.without_gain} evaluations in a row were no better than v{best.version} "
-            f"({best.score:.3f}; eval.patience)"
-        )
+        best, number = evaluation.best[0], evaluation.without_gain
+        found = f"{counted(number, 'evaluation')} in a row {'was' if number == 1 else 'were'}"
+        return f"stopped early: {found} no better than v{best.version} ({best.score:.3f}; eval.patience)"
     return ""

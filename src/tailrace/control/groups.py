@@ -25,11 +25,9 @@ def close_if_complete(context: Context, group: Group) -> None:
 
 
 def end(context: Context, group: Group, how: Ending) -> None:
-    """A group leaves without being trained. In a round another one takes its place."""
+    """A group leaves without being trained."""
     context.send(Forget(context.ledger.end(group, how), how))
-    context.more_work = True
-    if context.traits.rounds:
-        context.state.round.to_open += 1
+    context.lose_place()
 
 
 def drop_doomed(context: Context) -> None:

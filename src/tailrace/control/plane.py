@@ -151,16 +151,17 @@ class ControlPlane:
         return context.commands
 
     def _decide(self, context: Context) -> None:
-        """The trainer first, then the weights it made, then work for the replicas, then moves between them."""
+        """The weights that the trainer made and its next step first, then who is to generate, then work for these, and
+        moves between them."""
         weights.publish(context)
         if not self.state.stopped:
             steps.train(context)
+        if not self.state.stopped and context.fleet_changed:
+            activation.decide(context)
         if not self.state.stopped and (reason := evaluation.advance(context)):
             steps.stop(context, reason)
         if self.state.stopped or self.state.evaluation.ending:
             return
-        if context.fleet_changed:
-            activation.decide(context)
         if context.traits.rounds:
             rounds.advance(context)
         else:

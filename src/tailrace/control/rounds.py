@@ -1,6 +1,7 @@
 """Schedules with a barrier (`sync`, `one_step`, `stream`): the whole fleet generates one step's groups at a time.
 
 round:  all replicas pull -> groups opened and shared evenly -> all generated -> next round
+        next round -> this one again    where generated samples are lost with their store
 
 The barrier is one of generation: what judges still have of a round does not keep replicas from the next one. A step
 waits for the whole of its own round (`sampling.pick`), so where the next round needs that step, it waits for the judges
@@ -17,10 +18,8 @@ from tailrace.types import Version
 
 def advance(context: Context) -> None:
     """Finish the round, bring all replicas to the next version, begin the next round; as far as possible now."""
-    round, ledger = context.state.round, context.ledger
-    if round.running and not round.to_open and not ledger.open_groups:
-        round.running = False
-        round.number += 1
+    round = context.state.round
+    _end_or_reopen(context)
     if not round.running and _fleet_is_at(context, _version(context, round.number)):
         round.running = True
         round.to_open += context.config.workload.prompts_per_step
@@ -30,6 +29,17 @@ def advance(context: Context) -> None:
     if round.running:
         round.to_open -= len(filters.open_groups(context, round.to_open, round.number))
         _spread_waiting(context)
+
+
+def _end_or_reopen(context: Context) -> None:
+    """A round is over when nothing of it is left to do. It goes on if its groups are open again, because a sample store
+    was lost, and the weights that the next round needs are those of a step that waits for them."""
+    round = context.state.round
+    unfinished = bool(round.to_open or context.ledger.open_groups)
+    if round.running and not unfinished:
+        round.running, round.number = False, round.number + 1
+    elif unfinished and not round.running and context.training.step < _version(context, round.number):
+        round.running, round.number = True, round.number - 1
 
 
 def _is_generated(context: Context) -> bool:

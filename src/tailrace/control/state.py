@@ -164,6 +164,11 @@ class Context:
     def touch(self, replica: Replica) -> None:
         self.touched[replica.id] = replica
 
+    def lose_place(self) -> None:
+        """A step will not have a group that it was to have. In a round another one takes its place."""
+        self.more_work = True
+        self.state.round.to_open += self.traits.rounds
+
     def admits(self, lag: int = 0) -> int:
         """How many more groups may be opened, under weights that are `lag` versions behind. While there is no trainer
         nobody knows how much it will need, and generation goes on as far as the staleness bound allows."""

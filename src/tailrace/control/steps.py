@@ -19,6 +19,7 @@ from tailrace.protocol import (
     TrainerWaits,
     TrainFailed,
 )
+from tailrace.wording import counted
 
 
 def train(context: Context) -> None:
@@ -48,14 +49,10 @@ def _ran_out(context: Context) -> None:
     partly = f", {training.taken} of them trained for a step that is not complete" if training.taken else ""
     _end(
         context,
-        f"the prompts ran out after {_counted(training.version, 'step')}: {_counted(left, 'group')} left over, too few "
+        f"the prompts ran out after {counted(training.version, 'step')}: {counted(left, 'group')} left over, too few "
         f"for one more of {prompts}{partly}",
         failed=training.version == 0,
     )
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 def _train_on_picked(context: Context, wanted: int, left: int) -> None:

@@ -76,6 +76,7 @@ def remove_lost(context: Context) -> None:
             context.ledger.lose_trained(picked.prompt)
             context.stores.found_missing(picked.samples)
             context.send(Forget(tuple(picked.samples), "lost"))
+            context.lose_place()
         else:
             context.ledger.put_back(group)
             samples = [context.ledger.samples[id] for id in context.ledger.survivors(group)]

@@ -11,6 +11,7 @@ from tailrace.config.tree import HELD_OUT, Config
 from tailrace.envs.inputs import Pins, pinned, refuse_changed
 from tailrace.scoring import EvalSet
 from tailrace.types import EVALUATION, TOKEN_BYTES, Row
+from tailrace.wording import counted
 
 if TYPE_CHECKING:
     from tailrace.envs.prompts import Prompts
@@ -71,7 +72,8 @@ def steps_short(config: Config, source: PromptSource) -> str:
         return ""
     enough, left = divmod(total, config.workload.prompts_per_step)
     rest = f"; {left:,} will be left over" if left else ""
-    return f"task.epochs gives {total:,} prompts, enough for {enough:,} of {config.run.steps:,} steps{rest}"
+    steps = counted(config.run.steps, "step")
+    return f"task.epochs gives {counted(total, 'prompt')}, enough for {enough:,} of {steps}{rest}"
 
 
 def _require(*packages: str) -> None:

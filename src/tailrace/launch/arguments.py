@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
+from math import nan
 from pathlib import Path
 
 LETTERS = "pgtrhsv"  # before the number of a prompt, group, trajectory...: `types.KINDS`
@@ -28,6 +30,16 @@ def whole(text: str, most: int, what: str, least: int = 1) -> int:
     return int(text)
 
 
+def real(text: str, fits: Callable[[float], bool], what: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = nan
+    if not fits(value):
+        raise argparse.ArgumentTypeError(f"'{text}' is not {what}")
+    return value
+
+
 def path(text: str) -> Path:
     if not text:
         raise argparse.ArgumentTypeError("an empty name is no path; write one")
@@ -40,6 +52,56 @@ def number(text: str) -> int:
     if not digits.isdecimal() or len(digits) > 15:
         raise argparse.ArgumentTypeError(f"'{text}' is not a number; write 12, or p12 for a prompt")
     return int(digits)
+
+
+def version(text: str) -> int | str:
+    number = text.removeprefix("v")
+    if text == BEST:
+        return text
+    if not number.isdecimal():
+        raise argparse.ArgumentTypeError(f"'{text}' is not a version; write --version 12, or best")
+    return int(number)
+
+
+def replicas(text: str) -> int | str:
+    return text if text == "auto" else whole(text, 1024, "a number of replicas; write --replicas 2, or auto", least=0)
+
+
+def ranks(text: str) -> int:
+    return whole(text, 1024, "a number of ranks; write --ranks 2", least=0)
+
+
+def site(text: str) -> str:
+    if not text or len(text) > 64 or not text.isprintable():
+        raise argparse.ArgumentTypeError(f"'{text}' is not the name of a site; write --site oslo")
+    return text
+
+
+def seconds(text: str) -> float:
+    return real(text, lambda value: 0 <= value <= 1e7, "a number of seconds; write --wait 600")
+
+
+def dollars(text: str) -> float:
+    return real(text, lambda value: 0 <= value <= 1e6, "a price; write dollars an hour, such as 0.4")
+
+
+def rounds(text: str) -> int:
+    return whole(text, 100, "a number of rounds; write --rounds 3")
+
+
+def names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def counts(text: str) -> list[int]:
+    listed = names(text)
+    if not listed or not all(name.isdecimal() and int(name) > 0 for name in listed):
+        raise argparse.ArgumentTypeError(f"'{text}' is not a list of GPU counts; write --gpus 64,256,1024")
+    return sorted({int(name) for name in listed})
+
+
+def amount(text: str) -> float:
+    return real(text, lambda value: 0 < value < 1e15, "a number above 0; write one such as 100")
 
 
 def add_samples(command: argparse.ArgumentParser) -> None:

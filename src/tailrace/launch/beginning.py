@@ -20,3 +20,4 @@ class Beginning(NamedTuple):
     auto: bool = False  # resume it if there is one, else begin it
     accept: bool = False  # a run that is resumed may have other inputs than before
     origin: Origin | None = None
+    files: tuple[str, ...] = ()  # of settings

@@ -7,7 +7,7 @@ import logging
 from pathlib import Path
 
 from tailrace.config import Config, ConfigError, load
-from tailrace.config.load import with_given
+from tailrace.config.load import load_section, with_given
 from tailrace.config.options import read_words
 from tailrace.launch.beginning import Beginning
 from tailrace.launch.limits import allow_files, needed_files
@@ -19,7 +19,8 @@ log = logging.getLogger(__name__)
 
 def control(files: list[str], settings: list[str], beginning: Beginning, supervisor: Supervisor) -> int:
     config, folder = _told(files, settings, beginning)
-    return drive(config, folder, beginning, supervisor)
+    of_settings = tuple([file for file in files if Path(file) != folder])
+    return drive(config, folder, beginning._replace(files=of_settings), supervisor)
 
 
 def drive(config: Config, folder: Path, beginning: Beginning, supervisor: Supervisor) -> int:
@@ -51,8 +52,12 @@ def _told(files: list[str], settings: list[str], beginning: Beginning) -> tuple[
         return forked(beginning.origin, read_words(settings))
     if len(files) == 1 and has_run(Path(files[0])):
         return _of_run(Path(files[0]), settings, beginning)
-    config = load(files, settings)
-    return config, run_folder(config, files)
+    folder = run_folder(load_section(files, settings, "run"), files)
+    if (beginning.resume or beginning.auto) and has_run(folder):
+        from tailrace.launch.resumed import resumed
+
+        return resumed(folder, files, settings), folder
+    return load(files, settings), folder
 
 
 def _of_run(run: Path, settings: list[str], beginning: Beginning) -> tuple[Config, Path]:

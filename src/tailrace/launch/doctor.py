@@ -21,10 +21,10 @@ from tailrace.launch.deal_table import describe_deal
 from tailrace.logs import output
 from tailrace.model import device
 from tailrace.model.device import Survey
-from tailrace.obs.event_text import counted
 from tailrace.obs.tables import render_table
 from tailrace.release import __version__
 from tailrace.types import Card
+from tailrace.wording import counted
 
 PACKAGES = (
     ("matplotlib", "--plot can write .png", "--plot can write .html only; install tailrace[plot] for .png"),
@@ -162,6 +162,7 @@ def _training(config: Config) -> Iterator[Section]:
         return
     work, local, emulated = config.workload, config.local, config.rollout.engine == "emulated"
     longest = work.prompt_tokens + work.max_completion_tokens
+    samples = f"{counted(work.prompts_per_step, 'prompt')} x {counted(work.group_size, 'sample')}"
     pool = f"{config.rollout.kv_tokens:,} tokens" if config.rollout.kv_tokens else "what memory allows"
     elsewhere = f", {config.local_ranks} of them here" if config.local_ranks < config.trainer.ranks else ""
     ranks = f"a trainer of {config.trainer.ranks} ranks{elsewhere}" if config.trainer.ranks > 1 else "a trainer"
@@ -172,7 +173,7 @@ def _training(config: Config) -> Iterator[Section]:
             ("task", "none: prompts are numbers" if emulated else _task(config)),
             *_engine_facts(config),
             ("processes", f"{counted(local.replicas, 'replica')}, {counted(local.relays, 'relay')} and {ranks}"),
-            ("a step", f"{work.prompts_per_step:,} prompts x {work.group_size} samples, {_mini_batches(config)}"),
+            ("a step", f"{samples}, {_mini_batches(config)}"),
             ("KV of a replica", f"{pool}; a sequence may take {longest:,} (max_completion_tokens with the prompt)"),
             *_checkpoint_facts(config),
         ],
@@ -265,7 +266,8 @@ def _no_fleet(config: Config) -> str:
 
 def _settings_facts(config: Config) -> list[tuple[str, str]]:
     if config.costs.measured:
-        return [("processes", f"{config.replicas} replicas, {config.hosts} relays and a trainer, as [costs] measured")]
+        replicas, relays = counted(config.replicas, "replica"), counted(config.hosts, "relay")
+        return [("processes", f"{replicas}, {relays} and a trainer, as [costs] measured")]
     model, cluster = config.model, config.cluster
     active = f", {model.active / 1e9:.3g}B active" if model.active < model.parameters else ""
     shape = f"{model.parameters / 1e9:.3g}B parameters{active}, {model.weight_bytes / 1e9:,.1f} GB of weights"
@@ -285,7 +287,10 @@ def _one_kind_facts(config: Config, split: str) -> list[tuple[str, str]]:
     idle = config.rollout_gpus - config.replicas * ways
     return [
         ("cluster", f"{cluster.gpus:,} x {cluster.gpu}, {cluster.gpus_per_host} a host: {split}"),
-        ("replicas", f"{config.replicas:,} of {_gpus_each(ways)}" + (f", {idle} GPUs left over" if idle else "")),
+        (
+            "replicas",
+            f"{config.replicas:,} of {_gpus_each(ways)}" + (f", {counted(idle, 'GPU')} left over" if idle else ""),
+        ),
     ]
 
 
@@ -298,7 +303,7 @@ def _kinds_facts(config: Config) -> list[tuple[str, str]]:
         replicas = sum(host.replicas for host in hosts if host.kind == kind)
         trains = f"{config.trainer_gpus:,} train, " if kind == trainer else ""
         at = f" at {kind.site}" if kind.site else ""
-        what = f"{kind.gpus:,}, {kind.gpus_per_host} a host{at}: {trains}{replicas:,} replicas"
+        what = f"{kind.gpus:,}, {kind.gpus_per_host} a host{at}: {trains}{counted(replicas, 'replica')}"
         facts.append((kind.name, f"{what} of {_gpus_each(kind.ways)}"))
     return facts
 
@@ -352,7 +357,7 @@ def _weights_facts(config: Config) -> list[tuple[str, str]]:
         ("push", f"{_seconds(costs.push())}: trainer to master relay, the trainer's only stall"),
         (
             "broadcast",
-            f"{_seconds(costs.everywhere())}: to the relays of {hosts:,} hosts, while everybody works",
+            f"{_seconds(costs.everywhere())}: to the relays of {counted(hosts, 'host')}, while everybody works",
         ),
         ("pull", f"{_seconds(costs.pull(remote=False))}: relay to replica, when it suits the replica"),
     ]

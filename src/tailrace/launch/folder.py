@@ -15,6 +15,7 @@ from tailrace.store.folder import is_being_written
 from tailrace.store.journal import Journal
 from tailrace.store.run import RunStore
 from tailrace.store.waiting import to_terminal
+from tailrace.wording import counted
 
 CHECKPOINTS = "checkpoints"
 RELEASE, RELEASES = "tailrace", "releases"  # in the run's meta table
@@ -116,4 +117,6 @@ def _refuse_other(before: Config, now: Config, folder: Path) -> None:
             f"cannot change; go on with what it had, or make another run of it with tailrace fork {folder}"
         )
     if now.run.steps < before.run.steps:
-        raise ConfigError(f"{folder} has {before.run.steps} steps; write run.steps = {before.run.steps} or more")
+        raise ConfigError(
+            f"{folder} has {counted(before.run.steps, 'step')}; write run.steps = {before.run.steps} or more"
+        )

@@ -26,6 +26,7 @@ from tailrace.sinks.base import SinkName
 from tailrace.sinks.follow import feed
 from tailrace.sinks.packages import NAMES, check_packages, open_sink
 from tailrace.store.folder import PRIVATE, PRIVATE_FOLDER
+from tailrace.wording import counted
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +50,7 @@ def log_run(run: Path, to: Sequence[str], follow: bool, again: bool) -> int:
             raise
         except Exception as error:  # the border to somebody else's package
             raise UsageError(f"{name} failed: {type(error).__name__}: {error}") from error
-        output(f"{name}: {rows:,} rows of {run}")
+        output(f"{name}: {counted(rows, 'row')} of {run}")
     return 0
 
 

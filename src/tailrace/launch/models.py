@@ -21,6 +21,7 @@ from tailrace.store.journal import Journal
 from tailrace.trainer.export import as_model_folder, write_model
 from tailrace.trainer.manifest import ORIGIN, CheckpointError, check, found_in, step_of
 from tailrace.types import RIGHT_ABOVE
+from tailrace.wording import counted
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +67,7 @@ def export_trajectories(run: Path, out: Path) -> int:
         raise ConfigError(f"{out} cannot be written ({error.strerror}); name another file") from None
     finally:
         draft.unlink(missing_ok=True)
-    output(f"{count:,} samples of {run} are in {out}")
+    output(f"{counted(count, 'sample')} of {run} in {out}")
     return 0
 
 

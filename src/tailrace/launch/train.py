@@ -25,6 +25,7 @@ from tailrace.launch.folder import CHECKPOINTS, begin_store, resume_store, take_
 from tailrace.launch.fork import begin_fork
 from tailrace.launch.log import Trackers
 from tailrace.launch.machines import invite, withdraw
+from tailrace.launch.resumed import note_files
 from tailrace.launch.supervisor import Supervisor
 from tailrace.launch.view import LiveView
 from tailrace.launch.vllm_python import check_vllm
@@ -71,6 +72,7 @@ def train(dealt: Dealt, folder: Path, beginning: Beginning, supervisor: Supervis
     handle = RunHandle(keys, supervisor.lifeline, read_records(folder) if supervisor.begun else None, dealt.deal)
     store = _opened(folder, config, beginning, supervisor)
     record_cards(store.meta, dealt.cards)
+    note_files(store.meta, beginning.files)
     supervisor.begin()
     trackers = Trackers(folder, config)
     try:

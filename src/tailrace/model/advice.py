@@ -13,9 +13,18 @@ ROUTER_LOSSES = ("router_aux_loss_coef", "router_z_loss_coef", "aux_loss_coef", 
 
 
 def advice(config: Config) -> Iterator[str]:
+    yield from _about_speeds(config)
     if config.trainer.engine == "native" and config.model.path:
         yield from _about_sampling(config)
         yield from _about_experts(Path(config.model.path).expanduser())
+
+
+def _about_speeds(config: Config) -> Iterator[str]:
+    if config.rollout.speeds and config.rollout.engine != "emulated":
+        yield (
+            f'rollout.speeds has no effect with rollout.engine = "{config.rollout.engine}", whose replicas are as fast '
+            'as their machines; it is for simulations and rollout.engine = "emulated": leave it out'
+        )
 
 
 def _about_sampling(config: Config) -> Iterator[str]:

@@ -13,8 +13,8 @@ from math import ceil, floor, log10
 import msgspec
 
 from tailrace.obs.activity import BRIEF, Lane, StateSpan
-from tailrace.obs.fold import StepRecord
 from tailrace.obs.live import LiveRun
+from tailrace.obs.trained_steps import StepRecord
 from tailrace.types import label
 
 POINTS = 300  # of a curve

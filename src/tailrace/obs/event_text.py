@@ -9,13 +9,16 @@ page what came last.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import Any
 
 import msgspec
 
-from tailrace.obs.fold import Fold, SampleRecord
+from tailrace.obs.fold import Fold
+from tailrace.obs.records import SampleRecord
+from tailrace.obs.sentences import Sentences, span, under
+from tailrace.obs.weights_text import ABOUT_WEIGHTS
 from tailrace.protocol import (
     Activate,
     Cancel,
@@ -25,7 +28,6 @@ from tailrace.protocol import (
     ControllerRestarted,
     CutOff,
     Dismiss,
-    Drop,
     Evaluate,
     Event,
     Explain,
@@ -38,23 +40,15 @@ from tailrace.protocol import (
     HostJoined,
     HostLeft,
     KeepCheckpoints,
-    LinkFailed,
-    LoadWeights,
     Parked,
     PriceChanged,
     Progressed,
     PromptsAdded,
-    Publish,
-    PublishFailed,
-    PullFailed,
     RecordEvaluation,
-    RelayJoined,
-    RelayLost,
     Release,
     ReplicaJoined,
     ReplicaLost,
     Request,
-    Route,
     SampleFailed,
     ScoringStarted,
     SettingsChanged,
@@ -64,16 +58,11 @@ from tailrace.protocol import (
     Trained,
     TrajectoryMeta,
     UpdateChoice,
-    VersionStored,
-    WeightsLoaded,
     WorkerRefused,
     WorkerRevoked,
 )
 from tailrace.types import EVALUATION, GroupId, HostId, ReplicaId, TrajectoryId, Version, label
-
-Subject = tuple[str, int]
-Sentences = Iterator[tuple[Subject, str]]
-
+from tailrace.wording import counted
 
 UPDATES: dict[UpdateChoice, Callable[[Explain], str]] = {
     "take_along": lambda one: f"takes {counted(one.samples, 'sample')} along to v{one.version}",
@@ -120,13 +109,6 @@ class EventText:
             Finished: self._finished,
             SampleFailed: self._sample_failed,
             Parked: self._parked,
-            WeightsLoaded: self._weights_loaded,
-            PullFailed: self._pull_failed,
-            RelayJoined: self._relay_joined,
-            RelayLost: self._relay_lost,
-            LinkFailed: self._link_failed,
-            PublishFailed: self._publish_failed,
-            VersionStored: self._version_stored,
             Trained: self._trained,
             Checkpointed: self._checkpointed,
             ControllerRestarted: self._controller_restarted,
@@ -137,17 +119,14 @@ class EventText:
             KeepCheckpoints: self._keep_checkpoints,
             Release: self._release,
             Cancel: self._cancel,
-            LoadWeights: self._load_weights,
             Explain: self._explain,
             Activate: self._activate,
             PriceChanged: self._price_changed,
             Train: self._train,
-            Publish: self._publish,
-            Route: self._route,
-            Drop: self._drop,
             Forget: self._forget,
             GiveUp: self._give_up,
             Start: self._start,
+            **ABOUT_WEIGHTS,
         }
 
     def describe(self, message: Event | Command) -> Sentences:
@@ -454,55 +433,6 @@ class EventText:
     def _settings_changed(self, event: SettingsChanged) -> Sentences:
         yield ("version", len(self.fold.steps)), f"the run goes on from here with {described(event)}"
 
-    # ------------------------------------------------------------------------------------------------------- weights
-
-    def _publish(self, command: Publish) -> Sentences:
-        made = "the first weights, " if command.version == 0 else ""
-        yield ("version", command.version), f"{made}on the way from the trainer to h{command.relay}"
-        yield ("relay", command.relay), f"gets v{command.version} from the trainer, as master relay"
-
-    def _version_stored(self, event: VersionStored) -> Sentences:
-        yield ("version", event.version), f"stored on h{event.relay}"
-        yield ("relay", event.relay), f"v{event.version} stored"
-
-    def _load_weights(self, command: LoadWeights) -> Sentences:
-        yield ("replica", command.replica), f"pulls v{command.version} from h{command.relay}"
-        yield ("relay", command.relay), f"r{command.replica} pulls v{command.version} from it"
-        yield ("version", command.version), f"r{command.replica} pulls it from h{command.relay}"
-
-    def _weights_loaded(self, event: WeightsLoaded) -> Sentences:
-        yield ("replica", event.replica), f"v{event.version} loaded"
-        yield ("version", event.version), f"loaded by r{event.replica}"
-
-    def _pull_failed(self, event: PullFailed) -> Sentences:
-        yield ("replica", event.replica), f"could not load v{event.version}: {event.reason}"
-        yield ("version", event.version), f"r{event.replica} could not load it: {event.reason}"
-
-    def _drop(self, command: Drop) -> Sentences:
-        yield ("relay", command.relay), f"told to drop v{command.version}, which has no reader"
-        yield ("version", command.version), f"dropped from h{command.relay}"
-
-    def _route(self, command: Route) -> Sentences:
-        targets = ", ".join(f"h{id}" for id in command.targets) or "no relay"
-        yield ("relay", command.relay), f"told to forward to {targets} (route {command.revision})"
-
-    def _relay_joined(self, event: RelayJoined) -> Sentences:
-        again = f" again (incarnation {event.incarnation})" if event.incarnation > 1 else ""
-        held = ", ".join(f"v{version}" for version in event.versions) or "nothing"
-        yield ("relay", event.relay), f"h{event.relay} joined{again}, holding {held}"
-
-    def _relay_lost(self, event: RelayLost) -> Sentences:
-        yield ("relay", event.relay), f"lost (incarnation {event.incarnation}): {event.reason}"
-
-    def _link_failed(self, event: LinkFailed) -> Sentences:
-        yield ("relay", event.relay), f"cannot reach h{event.target}: {event.reason}"
-        yield ("relay", event.target), f"cannot be reached from h{event.relay}: {event.reason}"
-
-    def _publish_failed(self, event: PublishFailed) -> Sentences:
-        text = f"did not get from the trainer to h{event.relay}: {event.reason}"
-        yield ("version", event.version), text
-        yield ("relay", event.relay), f"v{event.version} {text}"
-
 
 def _about_several(replica: ReplicaId, what: str, ids: Sequence[TrajectoryId]) -> Sentences:
     if ids:
@@ -553,24 +483,3 @@ def _why_forgotten(members: Sequence[SampleRecord], command: Forget) -> str:
 
 def _extent(meta: TrajectoryMeta) -> str:
     return f"{counted(meta.tokens, 'token')}, {under(meta.oldest, meta.newest)}"
-
-
-def under(oldest: Version, newest: Version) -> str:
-    return f"version {oldest}" if oldest == newest else f"versions {oldest} to {newest}"
-
-
-def counted(number: int, noun: str) -> str:
-    return f"{number:,} {noun if number == 1 else plural(noun)}"
-
-
-def plural(noun: str) -> str:
-    return "trajectories" if noun == "trajectory" else f"{noun}s"
-
-
-def span(kind: str, numbers: Iterable[int]) -> str:
-    """`t3`, `t0 to t9`, or `t0 to t90, 12 in all` where some between are missing."""
-    ordered = sorted(numbers)
-    if len(ordered) == 1:
-        return label(kind, ordered[0])
-    ends = f"{label(kind, ordered[0])} to {label(kind, ordered[-1])}"
-    return ends if ordered[-1] - ordered[0] + 1 == len(ordered) else f"{ends}, {len(ordered):,} in all"

@@ -17,6 +17,9 @@ from typing import Any
 import msgspec
 
 from tailrace.config.tree import Config
+from tailrace.obs.records import ASSIGNED, ReplicaRecord, SampleRecord, StrangerRecord
+from tailrace.obs.savings import Savings, SavingsCount
+from tailrace.obs.trained_steps import BatchTotals, MiniBatchId, TrainedSteps, totals
 from tailrace.protocol import (
     Cancel,
     Command,
@@ -51,117 +54,7 @@ from tailrace.protocol import (
 )
 from tailrace.protocol import Ending as GroupEnd
 from tailrace.scoring import TRUNCATED
-from tailrace.types import EVALUATION, GroupId, HostId, PromptId, ReplicaId, TrajectoryId, Version
-
-MiniBatchId = tuple[int, int]  # step and its mini-batch
-LARGEST_REWARD = 1e100  # a larger one counts as this in the means that are shown: their sums stay finite
-ASSIGNED = ("running", "scoring")  # states in which a replica has a sample
-
-
-class SampleRecord(msgspec.Struct, gc=False):
-    group: GroupId
-    prompt: PromptId
-    attempt: int
-    replica: ReplicaId
-    prompt_tokens: int
-    failures: int = 0  # of earlier attempts
-    state: str = "running"  # running, scoring, parked, handed_in, lost, failed, cancelled, finished, trained
-    turn: int = 0
-    final: bool = False  # of one that is scoring: the judge's answer ends it
-    tokens: int = 0
-    oldest: Version = 0
-    reward: float | None = None
-    truncated: bool = False
-
-
-class CompletionLengths(msgspec.Struct, frozen=True):
-    """Of samples, without their prompts: sum, extremes, and how many had no room for more."""
-
-    samples: int = 0
-    tokens: int = 0
-    shortest: int = 0
-    longest: int = 0
-    truncated: int = 0
-
-    def __add__(self, other: CompletionLengths) -> CompletionLengths:
-        shortest = min([one.shortest for one in (self, other) if one.samples], default=0)
-        samples, tokens = self.samples + other.samples, self.tokens + other.tokens
-        longest, truncated = max(self.longest, other.longest), self.truncated + other.truncated
-        return CompletionLengths(samples, tokens, shortest, longest, truncated)
-
-    @property
-    def mean(self) -> float:
-        return self.tokens / max(1, self.samples)
-
-    @property
-    def truncated_share(self) -> float:
-        return self.truncated / max(1, self.samples)
-
-
-class ReplicaRecord(msgspec.Struct):
-    incarnation: int = 0
-    host: HostId = -1
-    version: Version = -1
-    assigned: dict[TrajectoryId, None] = {}  # all that it has
-    scoring: int = 0  # of these: a judge has them
-    evaluating: dict[TrajectoryId, int] = {}  # samples of an evaluation that it has, and their attempts
-    judging: int = 0  # of these again: its answer ends the sample; the others wait for their environment
-
-    @property
-    def generating(self) -> int:
-        """Waiting ones included."""
-        return len(self.assigned) - self.scoring + len(self.evaluating)
-
-
-class StrangerRecord(msgspec.Struct):
-    """A worker with a key of its own."""
-
-    replicas: list[ReplicaId] = []
-    handed_in: int = 0  # samples
-    scored: int = 0  # of these, again
-    excluded: str = ""  # why
-
-    def __str__(self) -> str:
-        share = f"{self.handed_in:,} samples handed in, {self.scored:,} scored again"
-        return f"{share}; quarantined: {self.excluded}" if self.excluded else share
-
-
-class BatchTotals(msgspec.Struct):
-    """Sums over what the trainer was given: a mini-batch, or several that add up."""
-
-    groups: int = 0
-    tokens: int = 0  # prompts included
-    ages: Counter[int] = msgspec.field(default_factory=Counter)  # samples by the staleness of their oldest token
-    rewards: float = 0.0
-    squared_rewards: float = 0.0
-    rewarded: int = 0
-    lengths: CompletionLengths = CompletionLengths()
-    useful: int = 0  # groups whose rewards differ: the others have no advantage
-    mini_batches: int = 1
-
-    def add(self, other: BatchTotals) -> None:
-        self.groups += other.groups
-        self.tokens += other.tokens
-        self.ages += other.ages
-        self.rewards += other.rewards
-        self.squared_rewards += other.squared_rewards
-        self.lengths += other.lengths
-        self.rewarded += other.rewarded
-        self.useful += other.useful
-        self.mini_batches += other.mini_batches
-
-    @property
-    def samples(self) -> int:
-        return self.ages.total()
-
-    @property
-    def reward(self) -> float | None:
-        return self.rewards / self.rewarded if self.rewarded else None
-
-    @property
-    def reward_std(self) -> float:
-        mean = self.reward or 0.0
-        return max(0.0, self.squared_rewards / max(1, self.rewarded) - mean**2) ** 0.5
+from tailrace.types import EVALUATION, GroupId, ReplicaId, TrajectoryId, Version
 
 
 class GroupCounts(msgspec.Struct, frozen=True):
@@ -175,45 +68,6 @@ class GroupCounts(msgspec.Struct, frozen=True):
     failed: int
     lost: int  # with their store, when a step that had trained them was to be repeated
     in_flight: int
-
-
-class Savings(msgspec.Struct, frozen=True):
-    """What was not generated, because it would have taught nothing."""
-
-    skipped_prompts: int = 0  # by their history
-    stopped_groups: int = 0  # before all of their samples were started
-    unstarted_samples: int = 0  # of these
-    left_out_samples: int = 0  # generated, but not trained on: wrong ones of groups with few right ones
-    tokens: int = 0  # of the samples that were not started, if they had been as long as the others on average
-
-    def __bool__(self) -> bool:
-        return bool(self.skipped_prompts or self.stopped_groups or self.left_out_samples)
-
-    def __str__(self) -> str:
-        cut = f"{self.skipped_prompts:,} prompts skipped, {self.stopped_groups:,} groups stopped early"
-        spared = f"{self.unstarted_samples:,} samples not generated (about {self.tokens:,} tokens)"
-        return f"{cut}: {spared}; {self.left_out_samples:,} wrong ones not trained on"
-
-
-class Staleness(msgspec.Struct, frozen=True):
-    mean: float = 0.0
-    p95: float = 0.0
-    max: int = 0
-
-
-class StepRecord(msgspec.Struct, frozen=True):
-    """One finished step."""
-
-    step: int
-    ended: float
-    groups: int
-    samples: int
-    tokens: int
-    reward: float | None
-    staleness: Staleness
-    useful: int = 0  # groups whose rewards differ
-    reward_std: float = 0.0
-    lengths: CompletionLengths = CompletionLengths()
 
 
 class Fold:
@@ -230,8 +84,8 @@ class Fold:
         self.version: Version = -1  # the newest that a relay has
         self.groups_started = 0
         self.groups_ended: Counter[GroupEnd] = Counter()
-        self.total = BatchTotals(mini_batches=0)  # everything trained
-        self.steps: list[StepRecord] = []
+        self._trained_steps = TrainedSteps()
+        self.total, self.steps = self._trained_steps.total, self._trained_steps.steps
         self.repacks = 0
         self.moved = 0
         self.evaluations: list[RecordEvaluation] = []
@@ -239,15 +93,10 @@ class Fold:
         self.failed_samples = 0  # those whose last attempt did
         self.finished_tokens = 0  # of finished samples, prompts included
         self.finished_samples = 0
-        self.skipped_prompts = 0
+        self._savings = SavingsCount()
         self.strangers: dict[str, StrangerRecord] = {}  # by the names of their keys
-        self._unstarted = 0  # samples of groups that were stopped
-        self._left_out = 0
         self.training: Train | None = None  # the order that the trainer has not answered
         self.trainer_incarnation = 0
-        self._given: dict[MiniBatchId, tuple[Train, BatchTotals]] = {}  # to the trainer, which has not reported them
-        self._last_trained: MiniBatchId = (-1, 0)
-        self._step = BatchTotals(mini_batches=0)  # what is trained of the present step
         self._stopped = False
         self._now = 0.0
         self._handlers: dict[type[Event | Command], Callable[[Any], None]] = {
@@ -305,9 +154,8 @@ class Fold:
 
     @property
     def savings(self) -> Savings:
-        mean, stopped = self.finished_tokens / max(1, self.finished_samples), self.groups_ended["stopped"]
-        tokens = round(self._unstarted * mean)
-        return Savings(self.skipped_prompts, stopped, self._unstarted, self._left_out, tokens)
+        mean = self.finished_tokens / max(1, self.finished_samples)
+        return self._savings.so_far(self.groups_ended["stopped"], mean)
 
     # ------------------------------------------------------------------------------------------------------ samples
 
@@ -355,7 +203,7 @@ class Fold:
             self.changed.add(replica)
 
     def _skip_prompts(self, command: SkipPrompts) -> None:
-        self.skipped_prompts += len(command.prompts)
+        self._savings.skipped_prompts += len(command.prompts)
 
     def _note_started(self, group: GroupId) -> None:
         if group >= self.groups_started:
@@ -424,20 +272,19 @@ class Fold:
         self.failed_samples += sample.failures + 1 >= self.max_failures
 
     def _parked(self, event: Parked) -> None:
-        for meta in event.samples:
-            sample = self.current(meta.id, meta.attempt)
-            if sample is not None and sample.replica == event.replica:
-                self._release(meta.id, sample, "parked")
-                sample.tokens, sample.oldest = meta.tokens, meta.oldest
-                self.moved += 1
+        self.moved += self._given_back(event, "parked")
 
     def _handed_in(self, event: HandedIn) -> None:
-        for meta in event.samples:
-            sample = self.current(meta.id, meta.attempt)
-            if sample is not None and sample.replica == event.replica:
-                self._release(meta.id, sample, "handed_in")
-                sample.tokens, sample.oldest = meta.tokens, meta.oldest
-                self._stranger_with(event.replica).handed_in += 1
+        self._stranger_with(event.replica).handed_in += self._given_back(event, "handed_in")
+
+    def _given_back(self, event: Parked | HandedIn, state: str) -> int:
+        """How many of these samples the replica had; it has them no longer."""
+        known = [(meta, self.current(meta.id, meta.attempt)) for meta in event.samples]
+        held = [(meta, sample) for meta, sample in known if sample is not None and sample.replica == event.replica]
+        for meta, sample in held:
+            self._release(meta.id, sample, state)
+            sample.tokens, sample.oldest = meta.tokens, meta.oldest
+        return len(held)
 
     def _stranger_with(self, replica: ReplicaId) -> StrangerRecord:
         found = [one for one in self.strangers.values() if replica in one.replicas]
@@ -507,8 +354,7 @@ class Fold:
     # ----------------------------------------------------------------------------------------------------- training
 
     def is_pending(self, command: Train) -> bool:
-        """The trainer was given this mini-batch before and has not reported it."""
-        return (command.step, command.mini_batch) in self._given
+        return self._trained_steps.is_pending(command)
 
     def answers(self, event: Trained) -> bool:
         order = self.training
@@ -516,28 +362,19 @@ class Fold:
         return asked == (event.incarnation, event.step, event.mini_batch)
 
     def _train(self, command: Train) -> None:
-        id = (command.step, command.mini_batch)
         self.training = command
-        if id > self._last_trained and id not in self._given:  # else the trainer repeats it
-            self._given[id] = command, self._totals(command)
+        if not self._trained_steps.is_repeated(command):
+            self._trained_steps.give(command, self._totals(command))
 
     def _totals(self, command: Train) -> BatchTotals:
-        batch = BatchTotals(len(command.groups))
-        self._left_out += sum([self._finished_of(one.group) - len(one.trajectories) for one in command.groups])
+        self._savings.left_out += sum([self._finished_of(one.group) - len(one.trajectories) for one in command.groups])
         samples = [self.samples.get(id) for group in command.groups for id in group.trajectories]
         known = [sample for sample in samples if sample is not None]  # not all, if this fold began after the run did
-        batch.tokens = sum([sample.prompt_tokens + sample.tokens for sample in known])
-        batch.ages = Counter([command.step - sample.oldest for sample in known])
-        rewards = [sample.reward for sample in known if sample.reward is not None]
-        bounded = [max(-LARGEST_REWARD, min(LARGEST_REWARD, reward)) for reward in rewards]
-        batch.rewards, batch.squared_rewards = sum(bounded), sum([reward * reward for reward in bounded])
-        batch.rewarded = len(rewards)
-        batch.lengths = _lengths_of(known)
-        batch.useful = sum([self._is_useful(one.trajectories) for one in command.groups])
+        useful = sum([self._is_useful(one.trajectories) for one in command.groups])
         if not self.keep_trained:
             for group in command.groups:
                 self._remove(group.trajectories)
-        return batch
+        return totals(len(command.groups), useful, command.step, known)
 
     def _is_useful(self, trajectories: Sequence[TrajectoryId]) -> bool:
         found = [self.samples[id].reward for id in trajectories if id in self.samples]
@@ -555,7 +392,7 @@ class Fold:
         self.training = None
         self._complete((event.step, event.mini_batch))
         if order.last:
-            self._end_step(event.step)
+            self._trained_steps.end_step(event.step, self._now)
 
     def _trainer_joined(self, event: TrainerJoined) -> None:
         """What is in its weights counts as trained, though the report was lost."""
@@ -564,11 +401,10 @@ class Fold:
             return
         self.trainer_incarnation = event.incarnation
         self.training = None
-        for id in sorted(self._given):
-            if id < (event.step, event.mini_batch):
-                self._complete(id)
+        for id in self._trained_steps.given_before((event.step, event.mini_batch)):
+            self._complete(id)
         if event.step > 0:
-            self._end_step(event.step - 1)
+            self._trained_steps.end_step(event.step - 1, self._now)
 
     def _trainer_lost(self, event: TrainerLost) -> None:
         if event.incarnation == self.trainer_incarnation:
@@ -577,13 +413,11 @@ class Fold:
             self.ignored = True
 
     def _complete(self, id: MiniBatchId) -> None:
-        if id not in self._given:
+        given = self._trained_steps.complete(id)
+        if given is None:
             return
-        command, batch = self._given.pop(id)
-        self._last_trained = id
+        command, batch = given
         self.groups_ended["trained"] += batch.groups
-        self.total.add(batch)
-        self._step.add(batch)
         if self.keep_trained:
             self._mark_trained(command)
 
@@ -592,14 +426,6 @@ class Fold:
             for id in group.trajectories:
                 if id in self.samples:
                     self.samples[id].state = "trained"
-
-    def _end_step(self, step: int) -> None:
-        batch = self._step
-        if not batch.groups or self._last_trained[0] != step:
-            return  # it ended before; the trainer has repeated it
-        figures = (batch.groups, batch.samples, batch.tokens, batch.reward, staleness(batch.ages), batch.useful)
-        self.steps.append(StepRecord(step, self._now, *figures, batch.reward_std, batch.lengths))
-        self._step = BatchTotals(mini_batches=0)
 
     def _forget(self, command: Forget) -> None:
         if command.reason == "evaluated":
@@ -610,7 +436,7 @@ class Fold:
         if command.reason == "lost":
             self.groups_ended["trained"] -= 1
         elif command.reason == "stopped":
-            self._unstarted += self.group_size - len(command.trajectories)
+            self._savings.unstarted += self.group_size - len(command.trajectories)
         if command.reason not in ("trained", "regenerate"):  # counted when it was trained; still in flight
             self.groups_ended[command.reason] += 1
 
@@ -638,23 +464,3 @@ def _assigned(request: Request, replica: ReplicaId, version: Version, before: Sa
         tokens=tokens,
         oldest=oldest,
     )
-
-
-def _lengths_of(samples: Sequence[SampleRecord]) -> CompletionLengths:
-    tokens = [sample.tokens for sample in samples]
-    extremes = (min(tokens, default=0), max(tokens, default=0))
-    return CompletionLengths(len(tokens), sum(tokens), *extremes, sum([sample.truncated for sample in samples]))
-
-
-def staleness(ages: Counter[int]) -> Staleness:
-    """Mean, 95th percentile and maximum of a count of ages."""
-    total = ages.total()
-    if not total:
-        return Staleness()
-    mean = sum(age * count for age, count in ages.items()) / total
-    seen = 0
-    for age in sorted(ages):
-        seen += ages[age]
-        if seen >= 0.95 * total:
-            return Staleness(mean, float(age), max(ages))
-    raise AssertionError("unreachable: the ages add up to their total")

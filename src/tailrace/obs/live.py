@@ -18,10 +18,12 @@ from tailrace.config.tree import Config
 from tailrace.obs.activity import WAITING, Activity, ReplicaLane
 from tailrace.obs.ending import LastStop
 from tailrace.obs.event_text import described
-from tailrace.obs.fold import Fold, GroupCounts, Savings, Staleness, staleness
+from tailrace.obs.fold import Fold, GroupCounts
 from tailrace.obs.idle import ROUNDS
 from tailrace.obs.moves import Moves
+from tailrace.obs.savings import Savings
 from tailrace.obs.spending import Spending
+from tailrace.obs.trained_steps import Staleness, staleness
 from tailrace.protocol import (
     Activate,
     Command,
@@ -49,6 +51,7 @@ from tailrace.protocol import (
     TrainerWaits,
 )
 from tailrace.types import ReplicaId, Version, label
+from tailrace.wording import counted
 
 MEAN_STEPS = 10  # over which the reward and the rate that are shown are averaged
 NOTICES = 50  # kept to be shown
@@ -157,7 +160,7 @@ class LiveRun:
         self.moves.see(self.seconds, event, commands)
         self.spending.see(self.seconds, event, commands)
         if isinstance(event, SampleFailed) and not fold.ignored and _is_power_of_ten(fold.failures):
-            so_far = f"{_count(fold.failures, 'attempt')} at samples failed so far"
+            so_far = f"{counted(fold.failures, 'attempt')} at samples failed so far"
             self._notice(f"{so_far}; t{event.trajectory}: {event.reason}", "warning")
         if starting and self.activity.first_sample_at is not None:
             self._notice("all processes are up; the first samples are assigned", "info")
@@ -303,8 +306,8 @@ class LiveRun:
         if not steps:
             return 0.0, 0, 0
         whole = len(self.fold.steps) == len(steps)
-        start, counted = (self.first_sample_at, steps) if whole else (steps[0].ended, steps[1:])
-        return steps[-1].ended - start, len(counted), sum(step.tokens for step in counted)
+        start, those = (self.first_sample_at, steps) if whole else (steps[0].ended, steps[1:])
+        return steps[-1].ended - start, len(those), sum(step.tokens for step in those)
 
     def _recent_rate(self) -> float:
         seconds, _, tokens = self._window()
@@ -326,7 +329,7 @@ def _notices(event: Event, commands: Sequence[Command]) -> Noticed:
     """Sentences for what is out of the ordinary, and for the milestones of a run."""
     if isinstance(event, RunStarted):
         yield (
-            f"starting the trainer, {_count(event.relays, 'relay')} and {_count(event.replicas, 'replica')}",
+            f"starting the trainer, {counted(event.relays, 'relay')} and {counted(event.replicas, 'replica')}",
             "info",
         )
     elif isinstance(event, HostJoined):
@@ -367,7 +370,7 @@ def _notices(event: Event, commands: Sequence[Command]) -> Noticed:
 def _brought(event: HostJoined) -> str:
     """What a machine has room for."""
     counts = ((len(event.replicas), "replica"), (event.ranks, "rank"))
-    return " and ".join([_count(number, noun) for number, noun in counts if number]) or "nothing"
+    return " and ".join([counted(number, noun) for number, noun in counts if number]) or "nothing"
 
 
 def _is_power_of_ten(number: int) -> bool:
@@ -386,7 +389,7 @@ def _moves(event: Parked, commands: Sequence[Command]) -> Noticed:
         if isinstance(command, Generate) and command.replica != event.replica:
             moved = sum(request.resume for request in command.requests)
             if moved:
-                yield f"repack: {_count(moved, 'sample')} moved from r{event.replica} to r{command.replica}", "detail"
+                yield f"repack: {counted(moved, 'sample')} moved from r{event.replica} to r{command.replica}", "detail"
 
 
 def _endings(commands: Sequence[Command]) -> Noticed:
@@ -394,8 +397,4 @@ def _endings(commands: Sequence[Command]) -> Noticed:
     for reason, why in words.items():
         ended = sum(isinstance(command, Forget) and command.reason == reason for command in commands)
         if ended:
-            yield f"{_count(ended, 'group')} dropped: {why}", "detail"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'s' * (number != 1)}"
+            yield f"{counted(ended, 'group')} dropped: {why}", "detail"

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from tailrace.config.tree import Config
 from tailrace.errors import TailraceError
-from tailrace.obs.event_text import EventText, Subject, counted, plural, span, under
+from tailrace.obs.event_text import EventText
 from tailrace.obs.fold import Fold
+from tailrace.obs.sentences import Subject, span, under
 from tailrace.protocol import Command, Event
 from tailrace.store.journal import Entry
 from tailrace.types import label, parse_label
+from tailrace.wording import counted, plural
 
 if TYPE_CHECKING:
     from tailrace.store.trajectories import KnownTrajectory

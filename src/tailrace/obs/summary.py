@@ -16,15 +16,19 @@ import msgspec
 from tailrace.logs import output
 from tailrace.obs.charts import MEAN_OF, Curve, RunCharts, run_charts
 from tailrace.obs.ending import RunEnding, ending_of
-from tailrace.obs.fold import GroupCounts, Savings, Staleness, StrangerRecord, staleness
+from tailrace.obs.fold import GroupCounts
 from tailrace.obs.live import LiveRun
+from tailrace.obs.records import StrangerRecord
+from tailrace.obs.savings import Savings
 from tailrace.obs.spending import Spent
 from tailrace.obs.tables import percent, print_table
+from tailrace.obs.trained_steps import Staleness, staleness
 from tailrace.protocol import RecordEvaluation
 from tailrace.store.folder import PRIVATE
 from tailrace.store.journal import Journal
 from tailrace.store.metrics import measurements
 from tailrace.types import RIGHT_ABOVE, Version
+from tailrace.wording import counted
 
 JSON, PICTURE = "summary.json", "summary.png"
 BEFORE, AFTER = "before", "after"  # training
@@ -127,11 +131,15 @@ def draw(report: Report, path: Path) -> str:
 
 def _subtitle(report: Report) -> str:
     summary, accuracy = report.summary, report.summary.accuracy
-    words = [f"schedule {report.live.config.schedule.kind}", f"{summary.steps:,} steps in {summary.wall_s:,.0f} s"]
+    words = [
+        f"schedule {report.live.config.schedule.kind}",
+        f"{counted(summary.steps, 'step')} in {summary.wall_s:,.0f} s",
+    ]
     if accuracy.before is not None and accuracy.after is not None:
         change = f"{accuracy.before:.2f} → {accuracy.after:.2f}"
         words.append(f"held-out accuracy (rewards above {RIGHT_ABOVE:g}) {change}")
-    words += [f"{summary.trained_samples:,} samples trained", f"{summary.moved:,} moved in {summary.repacks:,} repacks"]
+    words.append(f"{counted(summary.trained_samples, 'sample')} trained")
+    words.append(f"{summary.moved:,} moved in {counted(summary.repacks, 'repack')}")
     return "   ·   ".join(words)
 
 
@@ -206,10 +214,10 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
         ("trained", f"{summary.trained_samples:,} samples, {summary.trained_tokens:,} tokens (prompts included)"),
         ("trained tokens/s", f"{summary.tokens_per_s:,.0f}"),
         ("staleness", f"{ages.mean:.2f} mean, {ages.p95:.0f} p95, {ages.max} max"),
-        ("repacks", f"{summary.repacks:,}, {summary.moved:,} samples moved"),
+        ("repacks", f"{summary.repacks:,}, {counted(summary.moved, 'sample')} moved"),
         ("stall per weight publish", f"{summary.publish_stall_s:.3f} s"),
         ("idle", _idle(summary)),
-        ("failed samples", f"{summary.failed_samples:,}; {summary.failed_attempts:,} attempts failed in all"),
+        ("failed samples", f"{summary.failed_samples:,}; {counted(summary.failed_attempts, 'attempt')} failed in all"),
         ("groups", f"{ledger.started:,} started = {ends} + {ledger.in_flight:,} in flight"),
     ]
     rows += _curves(summary)

@@ -16,6 +16,7 @@ import msgspec
 from tailrace.obs.activity import StateSpan
 from tailrace.obs.charts import REPLICAS, LaneView, encode_lane, merge, ticks
 from tailrace.obs.tables import result_cells
+from tailrace.wording import counted
 
 Result = Mapping[str, Any]
 ReplicaSpans = Sequence[tuple[int, str, float, float]]
@@ -187,7 +188,7 @@ def _strip(name: str, spans: ReplicaSpans, row: Result | None, seconds: float) -
 
 
 def _count(shown: int, there: int) -> str:
-    return f"{shown:,} of {there:,} replicas" if shown < there else f"{there:,} replica{'s' * (there != 1)}"
+    return f"{shown:,} of {there:,} replicas" if shown < there else counted(there, "replica")
 
 
 def _evenly(items: Sequence[int], most: int) -> list[int]:

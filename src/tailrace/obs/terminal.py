@@ -24,9 +24,9 @@ from rich.text import Text
 
 from tailrace.logs import output
 from tailrace.obs.activity import WAITING
-from tailrace.obs.fold import StepRecord
 from tailrace.obs.live import MEAN_STEPS, LiveRun, Notice, ReplicaView, RunView
 from tailrace.obs.tables import percent
+from tailrace.obs.trained_steps import StepRecord
 
 REFRESH_S = 0.25
 BAR = 24  # characters

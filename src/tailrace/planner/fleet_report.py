@@ -7,11 +7,11 @@ from typing import Any
 
 import msgspec
 
-from tailrace.obs.event_text import counted
 from tailrace.obs.tables import percent, render_table
 from tailrace.planner.fleet_plan import FleetCandidate, FleetPlan, HostGroup, within
 from tailrace.planner.sizing_report import settings_toml
 from tailrace.sim.provisioning import advice_on, provision_of
+from tailrace.wording import counted
 
 COLUMNS = ("", "tokens/s", "trainer\nidle", "rollout\nidle", "staleness\nmean/max", "$ an\nhour", "$ per M\ntokens")
 

@@ -9,12 +9,12 @@ import msgspec
 
 from tailrace.config.fields import leaf
 from tailrace.config.render import literal
-from tailrace.obs.event_text import counted
 from tailrace.obs.tables import render_table
 from tailrace.planner.launch_command import LaunchCommand
 from tailrace.planner.placement import NodeGroup, Placement
 from tailrace.planner.sizing import Sizing, TrainerSize
 from tailrace.sim.publishing import PublishPlan, Traffic
+from tailrace.wording import counted
 
 MEMORY_COLUMNS = {
     "weights": "weights",

@@ -28,7 +28,6 @@ from typing import Any, NamedTuple, Protocol, TextIO
 
 from tailrace.config.resuming import differences
 from tailrace.config.tree import Config
-from tailrace.control.plane import ControlPlane
 from tailrace.control.state import State
 from tailrace.errors import TailraceError
 from tailrace.logs import open_log, to_stream
@@ -44,14 +43,12 @@ from tailrace.protocol import (
     EvalSetsOpened,
     Event,
     Explain,
-    Finished,
     GiveUp,
     HostLeft,
     RecordEvaluation,
     RelayJoined,
     ReplicaJoined,
     RunStarted,
-    SampleFailed,
     SetTimer,
     SettingsChanged,
     SkipPrompts,
@@ -70,8 +67,10 @@ from tailrace.runtime.grants import reconciliation
 from tailrace.runtime.lag import LoopLag
 from tailrace.runtime.local import Process
 from tailrace.runtime.orders import Orders
+from tailrace.runtime.outcomes import Outcomes
 from tailrace.runtime.prices import price_changes
 from tailrace.runtime.provisioning_watch import ProvisioningWatch
+from tailrace.runtime.restored import restored
 from tailrace.runtime.validation import LONGEST_REASON, Sender, Validation, shortened
 from tailrace.runtime.worker_keys import WorkerKeys
 from tailrace.scoring import EvalSet
@@ -81,7 +80,6 @@ from tailrace.store.prices import PriceFile
 from tailrace.store.run import RunStore
 from tailrace.store.waiting import PAUSE_S, Locked, to_terminal
 from tailrace.trainer.pace import BYTES_PER_PARAMETER
-from tailrace.types import MALFORMED, TrajectoryId
 from tailrace.watchdog import Watchdog
 from tailrace.wire.keys import HOST
 from tailrace.wire.messages import (
@@ -156,7 +154,7 @@ class Controller:
         self._allowance = Allowance()
         self.server = self._server(store.heard)
         self.components = Components(config, handle, store.run_folder, self.server, self)
-        self.plane, self.resumed = _restored(store)
+        self.plane, self.resumed = restored(store)
         self.stopped = ""
         self.error: RunError | None = None
         self._began = time.monotonic() - store.last_now
@@ -176,7 +174,7 @@ class Controller:
         self._crash: BaseException | None = None
         self._log: TextIO = sys.stderr
         self._told_of_datagrams = False  # that they do not get through
-        self._failures = 0  # samples in a row that could not be judged
+        self._outcomes = Outcomes(config, store.trajectories, self.components, self.fail)
         self._prices = PriceFile(store.folder)
         self._orders = Orders(self.components, store.trajectories, config.run.archive)
         self._own_actions: dict[type[Command], Callable[[Any], None]] = {
@@ -371,7 +369,7 @@ class Controller:
             if self._is_refused(happened):
                 continue
             event = happened.event
-            self._keep(event)
+            self._outcomes.note(self.state, event)
             commands = self.plane.handle(now, event)
             seq = self.store.record(now, event, commands)
             self._introduce_stores(event)
@@ -399,27 +397,6 @@ class Controller:
                 self.components.refuse(process, complaint)
         return process.refused
 
-    def _keep(self, event: Event) -> None:
-        """What the table of trajectories has to know of an event."""
-        trajectories = self.store.trajectories
-        match event:
-            case Finished(_, meta, parts):
-                self._failures = 0
-                if trajectories.finish(meta):
-                    trajectories.explain(meta.id, parts)
-            case SampleFailed(replica, trajectory, attempt, reason):
-                ours = self.components.is_ours("replica", replica) and not self._is_strangers(trajectory)
-                if trajectories.fail(trajectory, attempt, reason) and ours:
-                    self._count_failure(reason)
-            case Trained(incarnation, step, mini_batch) if self.state.training.awaits(incarnation, step, mini_batch):
-                trajectories.trained([id for group in self.state.training.picked for id in group.trajectories], step)
-            case _:
-                pass
-
-    def _is_strangers(self, trajectory: TrajectoryId) -> bool:
-        sample = self.state.ledger.samples.get(trajectory)
-        return sample is not None and bool(sample.check)
-
     def _introduce_stores(self, event: Event) -> None:
         """A store that joins hears what is under way, and everybody hears where it is; so does whoever joins later."""
         match event:
@@ -436,13 +413,6 @@ class Controller:
                 self.components.stores.tell_one("trainer", TRAINER)
             case _:
                 pass
-
-    def _count_failure(self, reason: str) -> None:
-        """One sample may fail; when none succeeds any more, going on would only burn the prompts. What fails on another
-        machine may be that machine's fault: control puts it in quarantine."""
-        self._failures += 1
-        if self._failures >= 2 * self.config.workload.group_size * self.config.groups.max_failures:
-            self.fail(f"{self._failures} samples in a row could not be judged; the last one because {reason}")
 
     # ---------------------------------------------------------------------------------------------------------- hearing
 
@@ -622,25 +592,6 @@ class Controller:
         else:
             self.stopped = command.reason
             self._wake.set()  # nobody else may have anything more to say
-
-
-def _restored(store: RunStore) -> tuple[ControlPlane, bool]:
-    """The control plane where the journal left it; a fresh one if there is no journal yet."""
-    if store.last_seq == 0:
-        return ControlPlane(store.begun), False
-    plane, seq = _from_snapshot(store, store.begun)
-    for entry in store.entries(seq):
-        plane.handle(entry.now, entry.event)
-    return plane, True
-
-
-def _from_snapshot(store: RunStore, config: Config) -> tuple[ControlPlane, int]:
-    """With the event after which it was taken. One of another release may not fit: the journal has everything."""
-    snapshot = store.newest_snapshot()
-    with suppress(*MALFORMED):
-        if snapshot is not None:
-            return ControlPlane.restore(config, snapshot.state), snapshot.seq
-    return ControlPlane(config), 0
 
 
 def _sender(process: Process) -> Sender:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tailrace.config.tree import Config
+from tailrace.wording import counted
 
 
 class Provision:
@@ -21,7 +22,7 @@ class Provision:
         self._since: dict[str, float] = {}  # when each wait began
 
     def for_ranks(self, missing: int) -> str:
-        more = f"{missing} more rank{'s' * (missing != 1)}"
+        more = counted(missing, "more rank")
         return f"the trainer waits for {more}: {self._join} --ranks {missing}"
 
     def for_replicas(self) -> str:

@@ -14,7 +14,8 @@ from typing import NamedTuple
 import msgspec
 
 from tailrace.config.tree import Config
-from tailrace.obs.fold import Fold, GroupEnd, Staleness, staleness
+from tailrace.obs.fold import Fold, GroupEnd
+from tailrace.obs.trained_steps import Staleness, staleness
 from tailrace.sim.bound import bound
 from tailrace.sim.cost_model import CostModel
 from tailrace.sim.processes import SimReplica, SimTrainer
@@ -166,7 +167,7 @@ class Meter:
             bound_tokens_per_s=best.tokens_per_s,
             limit=best.limit,
             useful_groups_per_s=sum(step.useful for step in self.fold.steps[start:end]) / seconds,
-            skipped=self.fold.skipped_prompts,
+            skipped=self.fold.savings.skipped_prompts,
             filtered=counted.ended["filtered"] + counted.ended["stopped"],
             decoded_by_kind=self._decoded_by_kind() if self.config.kinds else {},
         )

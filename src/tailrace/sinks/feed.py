@@ -12,8 +12,8 @@ from pathlib import Path
 from statistics import fmean
 
 from tailrace.config.tree import Config
-from tailrace.obs.fold import StepRecord
 from tailrace.obs.live import LiveRun
+from tailrace.obs.trained_steps import StepRecord
 from tailrace.protocol import Command, Evaluate, RecordEvaluation, Train
 from tailrace.sinks.base import Logged, SampleText
 from tailrace.sinks.sample_text import SampleTexts

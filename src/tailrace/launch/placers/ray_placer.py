@@ -20,6 +20,7 @@ from tailrace.launch.placers.fleet import LaunchError
 from tailrace.launch.placers.ray_agent import AgentEnd, AgentOrder
 from tailrace.launch.placers.ray_cluster import ClusterNode, RayCluster, slowness
 from tailrace.launch.placers.ray_messages import Failed, Found, FromPlacer, Go, Order, Said, line, read_from_launcher
+from tailrace.wording import counted
 
 TURN_S = 1.0
 STOP_S = 10.0  # for the agents to leave
@@ -104,10 +105,11 @@ class Placing:
         each = self._order.each
         cards, replicas = each.cards_for(node.cards), each.replicas_for(node.cards)
         actor = self._cluster.hold(node, cards)
-        ranks = f" and {each.ranks} trainer ranks" if each.ranks else ""
+        ranks = f" and {counted(each.ranks, 'trainer rank')}" if each.ranks else ""
         words = each.worker_words(self._go.join, node.cards)
         order = AgentOrder(words, {VARIABLE: self._go.key}, cards, self._go.folder, self._go.threads)
-        self._say(Said(f"node {node}: an agent with {replicas} replicas{ranks} on {cards} cards"))
+        has = f"{counted(replicas, 'replica')}{ranks} on {counted(cards, 'card')}"
+        self._say(Said(f"node {node}: an agent with {has}"))
         self._pending.add(node.id)
         return PlacedAgent(node, actor, actor.where.remote(), actor.run.remote(order), time.monotonic())
 
