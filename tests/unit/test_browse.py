@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 
 from sample_runs import Written, written_run
+from tailrace.browse.conditions import SampleFilter
 from tailrace.browse.console import plain
 from tailrace.browse.decoding import BROKEN, TokenDecoder, decoder_of
 from tailrace.browse.index import SearchIndex, build, state_of
 from tailrace.browse.index_file import INDEX, BrowseError
-from tailrace.browse.listing import SampleFilter, find_samples
+from tailrace.browse.listing import find_samples
 from tailrace.browse.prompts import PromptFilter, prompt_rates
 from tailrace.browse.sample import view_samples
 from tailrace.store.journal import Journal

@@ -2,7 +2,7 @@
 
     /runs                              the runs that there are
     /data      run                     all figures of the overview
-    /samples   run and a filter        samples (`browse.listing.SampleFilter`), with the beginning of their texts
+    /samples   run and a filter        samples (`browse.conditions.SampleFilter`), with the beginning of their texts
     /sample    run, id                 one in full
     /group     run, id                 all of a group in full, side by side
     /prompts   run, order              prompts by pass rate over time
@@ -24,8 +24,9 @@ from urllib.parse import parse_qsl
 import msgspec
 from msgspec import Meta
 
+from tailrace.browse.conditions import SampleFilter
 from tailrace.browse.index import state_of
-from tailrace.browse.listing import SampleFilter, find_samples
+from tailrace.browse.listing import find_samples
 from tailrace.browse.prompts import PromptFilter, prompt_rates
 from tailrace.browse.sample import completion_text, view_samples
 from tailrace.browse.tokens import SampleTokens, read_tokens
