@@ -27,6 +27,11 @@ MARKS = {"training": (-1, EVALUATION), "evaluation": (EVALUATION - 1, 1 << 62)} 
 FIRST = {name: str(first) for name, (first, _) in MARKS.items()} | {"widest": "0"}
 COLUMNS = "id, group_id, prompt_id, state, tokens, oldest, newest, finish, reward, step"
 HAS_SETTLED = "payload <> 'live' AND state <> 'lost'"
+MARK = "(SELECT CAST(value AS INTEGER) FROM search.meta WHERE key = '{}')"
+RECENT = f"""
+SELECT id FROM search.unsettled UNION ALL SELECT id FROM trajectories WHERE id > {MARK.format("training")} AND id < ?
+UNION ALL SELECT id FROM trajectories WHERE id > {MARK.format("evaluation")} LIMIT ?
+"""
 STATEMENTS = (
     "CREATE TABLE settled (id INTEGER PRIMARY KEY, group_id INTEGER, prompt_id INTEGER, state TEXT, tokens INTEGER, "
     "oldest INTEGER, newest INTEGER, finish TEXT, reward REAL, step INTEGER)",
@@ -98,11 +103,7 @@ def _number(index: sqlite3.Connection, name: str) -> int:
 
 def recent_samples(connection: sqlite3.Connection) -> list[int] | None:
     """All that are not settled, of a run to which its index is attached as `search`; None: too many."""
-    marks: dict[str, str] = dict(connection.execute("SELECT key, value FROM search.meta"))
-    query = """SELECT id FROM search.unsettled UNION ALL SELECT id FROM trajectories WHERE id > ? AND id < ?
-               UNION ALL SELECT id FROM trajectories WHERE id > ? LIMIT ?"""
-    values = (int(marks["training"]), EVALUATION, int(marks["evaluation"]), MOST_RECENT + 1)
-    found = [id for (id,) in connection.execute(query, values)]
+    found = [id for (id,) in connection.execute(RECENT, (EVALUATION, MOST_RECENT + 1))]
     return found if len(found) <= MOST_RECENT else None
 
 

@@ -43,6 +43,7 @@ from tailrace.store.trajectories import KnownTrajectory, known_trajectories
 BEGINNING = 300  # letters of a sample's text in a list
 GROUP_TOKENS = 4000  # of each sample of a group
 MOST_FIELDS = 24
+MOST_MEMBERS = 200  # of a group
 
 Query = dict[str, str]
 Answer = Callable[[Query], PageContent]
@@ -101,7 +102,7 @@ class RunAnswers:
 
     def group(self, asked: OneQuery) -> Any:
         path = self._library.path(asked.run)
-        known = known_trajectories(path, "group", asked.id)
+        known = find_samples(path, SampleFilter(group=asked.id, order="oldest", limit=MOST_MEMBERS)).samples
         decoder = self._library.decoder(asked.run)
         return {"samples": view_samples(path, self._library.config(asked.run), known, decoder, GROUP_TOKENS)}
 
