@@ -38,6 +38,8 @@ def eval_curves(evaluations: Sequence[RecordEvaluation]) -> EvalCurves:
     curves: dict[str, EvalCurve] = {}
     for one in _thinned(evaluations):
         for result in one.results[:SETS]:
+            if result.failed >= result.prompts * result.samples:
+                continue  # no sample has a verdict, as in a simulation
             curve = curves.setdefault(result.name, EvalCurve(result.name, result.samples, []))
             passed = result.passed.get(result.samples, result.accuracy)
             curve.points.append(EvalPoint(one.version, result.accuracy, passed, result.mean_reward))

@@ -40,12 +40,12 @@ function stepTicks(low, high, most) {
   return found;
 }
 
-function drawCurves(svg, curves, { axis, log, smooth, dots = false, where = null }) {
-  // curves: [{ name, points: [[step, time, value]] }]; where: words for a place on the axis
+function drawCurves(svg, curves, { axis, log, smooth, dots = false, shares = false, where = null }) {
+  // curves: [{ name, points: [[step, time, value]] }]; shares: from 0 to 1 where all values lie there; where: words for a place on the axis
   const at = axis === "step" ? 0 : 1;
   const raw = curves.map((curve) => curve.points.map((p) => [p[at], p[2]]).filter(([, y]) => Number.isFinite(y) && (!log || y > 0)));
   const lines = raw.map((points) => (smooth > 0 ? smoothed(points, smooth) : points));
-  const range = spread(raw.flat().map(([, y]) => y), log), xs = raw.flat().map(([x]) => x);
+  const ys = raw.flat().map(([, y]) => y), range = shares && ys.length && ys.every((y) => y >= 0 && y <= 1) ? [0, 1.04] : spread(ys, log), xs = raw.flat().map(([x]) => x);
   const across = [Math.min(0, ...xs), Math.max(1e-6, ...xs)];
   const frame = new Frame(svg, across, range || [0, 1], { logUp: log });
   if (!range) return frame.text(frame.width / 2, frame.height / 2, "no data yet", "middle");

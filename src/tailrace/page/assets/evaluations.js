@@ -20,7 +20,7 @@ function evaluations(data) {
     const svg = card.querySelector("svg"), title = evalTitle(kind, words, sets);
     card.querySelector("figcaption").textContent = title;
     svg.setAttribute("aria-label", `${title}; ${curves.map(evalWords).join("; ")}`);
-    if (!card.hidden) drawCurves(svg, curves, { axis: "step", log: false, smooth: 0, dots: true, where: (version) => `v${version}` });
+    if (!card.hidden) drawCurves(svg, curves, { axis: "step", log: false, smooth: 0, dots: true, shares: true, where: (version) => `v${version}` });
     card.querySelector(".legend").replaceChildren(...curveLegend(curves));
   });
   say("evaluations-best", best.length ? `best versions so far: ${best.slice(0, 8).map((version) => `v${version}`).join(", ")}` : "");

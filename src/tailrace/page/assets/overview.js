@@ -34,8 +34,9 @@ function tiles(data) {
   const change = (from, to) => `${fixed(from, 2)} → ${to === null ? "…" : fixed(to, 2)}`;
   say("accuracy", before === null && after === null ? "–" : change(before, after));
   const rewards = mean.before === null && mean.after === null ? "" : `, mean reward ${change(mean.before, mean.after)}`;
-  if (newest && after === null) say("accuracy", `${before === null ? "" : `${fixed(before, 2)} → `}${fixed(newest[1], 2)} (v${newest[0]})`);
-  say("accuracy-more", before === null && !newest ? "not measured" : `share of rewards above ${about.right_above}${rewards}`);
+  const meanwhile = newest && after === null;
+  if (meanwhile) say("accuracy", before === null ? fixed(newest[1], 2) : change(before, newest[1]));
+  say("accuracy-more", before === null && !newest ? "not measured" : `${meanwhile ? `v${newest[0]}; ` : ""}share of rewards above ${about.right_above}${rewards}`);
   say("rate", whole(run.tokens_per_s));
   say("rate-more", `10-step mean; ${short(run.trained_tokens)} in all`);
   say("staleness", fixed(run.staleness.mean, 2));
