@@ -1,15 +1,21 @@
-"""A run whose replicas are all far away: three sites behind slow, lossy links, one cut off for a minute, one killed.
+"""A run whose replicas are all far away: three sites behind slow, lossy links. One is cut off for a minute, one is
+killed, and a stranger lies.
 
     sudo python benchmarks/sites.py                          # writes benchmarks/results/sites.json
     sudo python benchmarks/sites.py --whole                  # the same without differences between versions
     sudo python benchmarks/sites.py --calm 20 --cut 20       # shorter
 
-Home has controller, trainer, store and one relay. Each site is two machines (network namespaces) with `tailrace worker
---site`, two replicas each: twelve in all. Round trips, rates and loss are in `SITES`. The switch, tests/chaos/hosts.py,
-has a link for each site, which its machines share. Trainer and engines are emulated: they take the time that
-`[costs]` says, and a version has so many megabytes, of which every step moves one element in a hundred.
+Home has controller, trainer, store, one relay and the replica that checks what strangers hand in. Each site is two
+machines (network namespaces) with `tailrace worker --site`, two replicas each: twelve in all. Round trips, rates and
+loss are in `SITES`. The switch, tests/chaos/hosts.py, has a link for each site, which its machines share. Trainer and
+engines are emulated: they take the time that `[costs]` says, and a version has so many megabytes, of which every step
+moves one element in a hundred.
 
-Phases: calm; the middle site cut off; calm again, as it comes back; the last site killed (-9). For each: steps, the
+A stranger is one more machine at the near site, with a key of its own; it hands in log-probs that are not those of its
+tokens.
+
+Phases: calm; the middle site cut off; calm again, as it comes back; the stranger joins, until it is sent away; the last
+site killed (-9). For each: steps, the
 learner's idle share (of the time, that in which the trainer had no mini-batch, by the journal), and bytes over each
 site's link in both directions for each version. At the end `tests/chaos/proof.py` goes through the journal and the
 stores: nothing was lost, and nothing counted twice. `network`: what the test network carries by itself, as plain TCP to
@@ -36,12 +42,14 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "chaos"), str(ROOT / "src")]
 
 import guests  # noqa: E402
-from guests import Guest, on_hosts  # noqa: E402
+from guests import LIES, Guest, on_hosts, trained_of_strangers  # noqa: E402
 from hosts import Network, SiteLink, hosts, missing  # noqa: E402
 from proof import prove  # noqa: E402
 
 import runs  # noqa: E402
 from runs import Run  # noqa: E402
+from tailrace.launch.workers import workers  # noqa: E402
+from tailrace.obs.summary import summarise  # noqa: E402
 from tailrace.protocol import Train, Trained  # noqa: E402
 from tailrace.store.journal import Journal  # noqa: E402
 
@@ -54,7 +62,8 @@ SITES: dict[str, dict[str, float]] = {
 MACHINES, REPLICAS = 2, 2  # of a site; of a machine
 MINI_BATCH_S, MINI_BATCHES = 2.0, 2
 WEIGHT_MBYTES = 20.0
-START_S = 600.0  # for 28 processes on a busy machine
+STRANGER = 1 + MACHINES * len(SITES)  # number of its host
+START_S = 600.0  # for 30 processes on a busy machine
 FLEET = f"""
 [model]
 preset = "smollm2-135m"
@@ -80,11 +89,14 @@ decode_sequence = 0.0002
 train_mini_batch = {MINI_BATCH_S}
 weight_mbytes = {WEIGHT_MBYTES}
 [schedule]
+kind = "trajectory"
 max_staleness = 4
 [repack]
 every_s = 5.0
+[strangers]
+checkers = 1
 [local]
-replicas = 0
+replicas = 1
 relays = 1
 [run]
 steps = 100000
@@ -100,6 +112,7 @@ class Bed:
     run: Run
     links: dict[str, SiteLink]
     machines: dict[str, list[int]]  # numbers of hosts
+    join: Callable[..., Guest]
     workers: dict[str, list[Guest]] = field(default_factory=dict[str, list[Guest]])
     _at: tuple[int, int, dict[str, int]] = (0, 0, {})
 
@@ -159,7 +172,27 @@ def back(bed: Bed, seconds: float) -> Row:
     return bed.measure("the middle site comes back")
 
 
-TROUBLES: list[Callable[[Bed, float], Row]] = [calm, cut_off, back, killed]
+def lied_to(bed: Bed, seconds: float) -> Row:
+    """Until it is sent away, and for so long at least."""
+    workers(bed.run.folder, "mallory", None, "")
+    bed.begin()
+    began = time.monotonic()
+    liar = bed.join(STRANGER, key="workers/mallory.key", program=(sys.executable, str(LIES), "logprobs"))
+    until(bed.run, lambda: bed.run.events("HandedIn"), "something handed in")
+    worked = time.monotonic()
+    assert liar.child.wait(START_S) == 2, liar.child.communicate()[1]
+    found_after_s = time.monotonic() - worked
+    time.sleep(max(0.0, seconds - (time.monotonic() - began)))
+    return bed.measure("a stranger lies") | {"found_after_s": round(found_after_s, 1)}
+
+
+def lies_told(run: Run) -> Row:
+    record = summarise(run.folder).summary.strangers["mallory"]
+    trained = len(trained_of_strangers(run))
+    return {"handed_in": record.handed_in, "checked": record.scored, "trained": trained, "excluded": record.excluded}
+
+
+TROUBLES: list[Callable[[Bed, float], Row]] = [calm, cut_off, back, lied_to, killed]
 
 
 def measure(options: argparse.Namespace) -> Row:
@@ -181,6 +214,7 @@ def measure(options: argparse.Namespace) -> Row:
             "joined": len(guests.joined(bed.run)),
             "left": len(guests.left(bed.run)),
             "proved": kept,
+            "stranger": lies_told(bed.run),
             "workers_that_ended": ended,
             "switch_busy_s": round(busy, 1),
         }
@@ -214,14 +248,15 @@ class bed_of:  # noqa: N801
 
     def __init__(self, folder: Path, more: list[str]) -> None:
         guests.DEADLINE_S = runs.DEADLINE_S = START_S
-        self._hosts = on_hosts(1 + MACHINES * len(SITES), folder, FLEET, *more)
+        self._hosts = on_hosts(STRANGER + 1, folder, FLEET, *more)
 
     def __enter__(self) -> Bed:
         network, run, join = self._hosts.__enter__()
-        bed = Bed(network, run, {}, {})
+        bed = Bed(network, run, {}, {}, join)
         for number, (name, link) in enumerate(SITES.items()):
             bed.machines[name] = [1 + MACHINES * number + each for each in range(MACHINES)]
-            bed.links[name] = network.place(bed.machines[name], **link)
+            strangers = [STRANGER] if name == "near" else []
+            bed.links[name] = network.place(bed.machines[name] + strangers, **link)
         words = ("--replicas", str(REPLICAS), "--stay", "--wait", "3600", "--site")
         for name, numbers in bed.machines.items():
             bed.workers[name] = [join(number, *words, name) for number in numbers]

@@ -16,12 +16,14 @@ from hosts import Network, clear_abandoned, hosts
 from proof import Proof, prove
 
 from runs import EMULATED, Run, nothing_is_left
-from tailrace.protocol import HostJoined, HostLeft
+from tailrace.protocol import Generate, HandedIn, HostJoined, HostLeft, Train
 from tailrace.runtime.local import read_records
 from tailrace.store.journal import Journal
 
 DEADLINE_S = 60.0
 PORT = 4777  # of a controller in a network of its own
+HONEST = (sys.executable, "-m", "tailrace")
+LIES = Path(__file__).parent / "lying.py"  # run with the name of a lie instead
 LISTEN = ("--local.listen", "127.0.0.1", "--local.replicas", "1")
 
 
@@ -34,7 +36,7 @@ class Guest:
         *options: str,
         inside: tuple[str, ...] = (),
         key: str | None = None,
-        program: tuple[str, ...] = (sys.executable, "-m", "tailrace"),
+        program: tuple[str, ...] = HONEST,
     ) -> None:
         folder.mkdir(exist_ok=True)
         self.folder = folder.resolve()
@@ -116,10 +118,10 @@ def on_hosts(
         run = Run(folder, settings, "--local.listen", where, "--local.port", str(PORT), *options)
         run.inside = network[0].inside
 
-        def join(number: int, *more: str) -> Guest:
-            join_words = ("--join", f"{where}:{PORT}", "--key", str(run.folder / "join.key"))
+        def join(number: int, *more: str, key: str = "join.key", program: tuple[str, ...] = HONEST) -> Guest:
+            join_words = ("--join", f"{where}:{PORT}", "--key", str(run.folder / key), *more)
             inside = tuple(network[number].inside)
-            guests.append(Guest(folder / f"guest{len(guests)}", *join_words, *more, inside=inside))
+            guests.append(Guest(folder / f"guest{len(guests)}", *join_words, inside=inside, program=program))
             return guests[-1]
 
         run.start()
@@ -141,6 +143,20 @@ def joined(run: Run) -> list[HostJoined]:
 
 def left(run: Run) -> list[HostLeft]:
     return [entry.event for entry in Journal(run.folder).entries() if isinstance(entry.event, HostLeft)]
+
+
+def trained_of_strangers(run: Run) -> set[int]:
+    """The samples that were trained on as a stranger has handed them in."""
+    made, trained = set[int](), set[int]()
+    for entry in Journal(run.folder).entries():
+        if isinstance(entry.event, HandedIn):
+            made |= {meta.id for meta in entry.event.samples}
+        for command in entry.commands:
+            if isinstance(command, Generate):
+                made -= {request.trajectory for request in command.requests if not request.resume}
+            if isinstance(command, Train):
+                trained |= made & {id for group in command.groups for id in group.trajectories}
+    return trained
 
 
 def finished(run: Run, replica: int) -> int:

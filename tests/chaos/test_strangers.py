@@ -9,12 +9,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from guests import Guest, address
+from guests import HONEST, LIES, Guest, address, trained_of_strangers
 
 from runs import EMULATED, NATIVE, Run, replayed
 from tailrace.launch.workers import workers
 from tailrace.obs.summary import summarise
-from tailrace.protocol import CheckFailed, Dismiss, Generate, HandedIn, Train, WorkerRefused, WorkerRevoked
+from tailrace.protocol import CheckFailed, Dismiss, WorkerRefused, WorkerRevoked
 from tailrace.runtime.local import read_records
 from tailrace.store.journal import Journal
 
@@ -30,7 +30,6 @@ STRANGERS = (
 )
 ENDLESS = ("--local.replicas", "2", "--run.steps", "100000")
 PATIENCE_S = 120.0
-LIES = Path(__file__).parent / "lying.py"
 
 Join = Callable[..., Guest]
 
@@ -46,7 +45,7 @@ def open_run(folder: Path, settings: str, *options: str) -> Iterator[tuple[Run, 
         def join(name: str, lie: str = "") -> Guest:
             workers(run.folder, name, None, "")
             words = ("--join", address(run), "--key", str(run.folder / "workers" / f"{name}.key"))
-            program = (sys.executable, str(LIES), lie) if lie else (sys.executable, "-m", "tailrace")
+            program = (sys.executable, str(LIES), lie) if lie else HONEST
             guests.append(Guest(folder / name, *words, program=program))
             return guests[-1]
 
@@ -57,20 +56,6 @@ def open_run(folder: Path, settings: str, *options: str) -> Iterator[tuple[Run, 
             guest.child.wait(PATIENCE_S)
         if run.child is not None and run.child.poll() is None:
             run.kill()
-
-
-def trained_of_strangers(run: Run) -> set[int]:
-    """The samples that were trained on as a stranger has handed them in."""
-    made, trained = set[int](), set[int]()
-    for entry in Journal(run.folder).entries():
-        if isinstance(entry.event, HandedIn):
-            made |= {meta.id for meta in entry.event.samples}
-        for command in entry.commands:
-            if isinstance(command, Generate):
-                made -= {request.trajectory for request in command.requests if not request.resume}
-            if isinstance(command, Train):
-                trained |= made & {id for group in command.groups for id in group.trajectories}
-    return trained
 
 
 def found(run: Run, kind: type) -> list:

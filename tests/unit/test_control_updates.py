@@ -66,6 +66,19 @@ def test_what_would_come_too_late_is_not_started_on_old_weights():
     assert chosen(full, batch=200.0, pace_s=200.0, late_share=[0.2]) == "take_along"
 
 
+@pytest.mark.parametrize(
+    ("due_s", "at_stake", "choice"),
+    [
+        (90, 100_000, "drain"),  # 70 s if it runs out, 108 s in a full batch
+        (90, 1_000, "take_along"),  # not worth that
+        (60, 100_000, "take_along"),  # lost in any case
+        (120, 100_000, "take_along"),  # in time in any case
+    ],
+)
+def test_what_would_be_dropped_in_a_full_batch_runs_out_before_it(due_s, at_stake, choice):
+    assert chosen([InFlight(4_000, 6_000, due_s, at_stake)] * 3) == choice
+
+
 def test_without_mixing_it_runs_out():
     choice, costs = choose(situation([InFlight(4_000, 6_000)] * 3, may_mix=False, may_stay=False))
     assert (choice, costs.recompute_s, costs.stay_s) == ("drain", None, None)

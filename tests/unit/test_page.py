@@ -63,11 +63,22 @@ class Reply(NamedTuple):
 class Page:
     """A server in a thread of its own."""
 
-    def __init__(self, token: str | None = None, tls: bool = False, content: bytes = FIGURES) -> None:
+    def __init__(
+        self,
+        token: str | None = None,
+        tls: bool = False,
+        content: bytes = FIGURES,
+        wait: Callable[[], object] = lambda: None,
+    ) -> None:
         self.listener = PageListener(ListenAddress("127.0.0.1", 0), QUICK)
         self.port: int = self.listener.getsockname()[1]
         access = AccessControl(ListenAddress("192.0.2.1" if tls else "127.0.0.1", self.port), token)
-        app = PageApp(access, {"/data": lambda query: PageContent('"tag"', content)})
+
+        def answer(query: object) -> PageContent:
+            wait()
+            return PageContent('"tag"', content)
+
+        app = PageApp(access, {"/data": answer})
         context = Identity().context if tls else None
         self.server = PageServer(AsgiApplication(app.respond, app.headers), self.listener, context)
         self.thread = threading.Thread(target=self.server.run, args=([self.listener],))
@@ -233,6 +244,17 @@ def test_a_client_that_sends_no_more_is_still_answered(page) -> None:
         caller.sendall(b"GET /data HTTP/1.1\r\n" + HOST + b"\r\n")
         caller.shutdown(socket.SHUT_WR)
         assert received(caller).endswith(FIGURES)
+
+
+def test_who_still_works_on_an_answer_does_not_hold_up_the_end(opened) -> None:
+    asked, never = threading.Event(), threading.Event()
+    page = opened(wait=lambda: (asked.set(), never.wait()))
+    with closing(page.call()) as caller:
+        caller.sendall(b"GET /data HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+        assert asked.wait(DEADLINE_S)
+        page.close()
+        assert not page.thread.is_alive()
+    never.set()
 
 
 def test_a_refused_body_that_is_still_being_sent_does_not_reset_the_response(page) -> None:

@@ -241,7 +241,7 @@ class Sampling(Section):
 class Schedule(Section):
     """Which policy of the control plane runs."""
 
-    kind: ScheduleKind = "trajectory"
+    kind: ScheduleKind = "adaptive"
     max_staleness: Natural = 4  # versions between a trajectory's oldest token and the step that trains on it
     staleness_policy: Literal["drop", "wait"] = "drop"
     order: Literal["fifo", "freshest", "oldest"] | None = None  # unset: oldest for trajectory and adaptive, else fifo

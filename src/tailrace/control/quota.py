@@ -65,6 +65,10 @@ def timely_share(context: Context, lag: int, step_s: float) -> float:
     schedule, workload = context.config.schedule, context.config.workload
     if schedule.staleness_policy != "drop":
         return 1.0
-    last_pick = 1.0 - 1.0 / len(context.mini_batch_sizes)  # of a step
-    limit = (schedule.max_staleness - lag - HALF_A_STEP + last_pick) * context.training.pace_s / step_s
+    limit = (schedule.max_staleness - lag - HALF_A_STEP + last_pick(context)) * context.training.pace_s / step_s
     return context.ledger.lengths.useful_share(limit, workload.group_size, workload.max_completion_tokens)
+
+
+def last_pick(context: Context) -> float:
+    """When the last mini-batch of a step is picked, as a share of the step."""
+    return 1.0 - 1.0 / len(context.mini_batch_sizes)

@@ -12,11 +12,15 @@
   end by the expected lengths of its samples, and the cheapest moment to take the rest along is the cost of draining;
 - staying costs staleness: each version that a new sample lags behind is priced at `STALENESS` of its tokens, and where
   late groups are dropped, at what will be lost so. With every version that a replica lets pass, the next one is worth
-  more to it.
+  more to it;
+- taking along and staying keep the batch full: that costs the groups that come too late in a full batch, though they
+  would not in one that runs out.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from math import inf
 from typing import NamedTuple
 
 from tailrace.control.speed import DecodeCosts
@@ -30,6 +34,8 @@ class InFlight(NamedTuple):
 
     context: float  # tokens of KV
     left: float  # tokens that it is expected to get yet
+    due_s: float = inf  # its group is dropped if it takes longer
+    at_stake: float = 0.0  # its part of the tokens that are lost then
 
 
 class Situation(NamedTuple):
@@ -54,8 +60,9 @@ class ChoiceCosts(NamedTuple):
 
 def choose(now: Situation) -> tuple[UpdateChoice, ChoiceCosts]:
     """The cheapest; where costs are equal, what keeps versions apart."""
-    recompute = now.costs.prefill_token * now.kv if now.may_mix else None
-    costs = ChoiceCosts(recompute, drain_s(now), _stay_s(now) if now.may_stay else None)
+    late_s = _late_s(now)
+    recompute = now.costs.prefill_token * now.kv + late_s if now.may_mix else None
+    costs = ChoiceCosts(recompute, drain_s(now), _stay_s(now) + late_s if now.may_stay else None)
     options: list[tuple[float, UpdateChoice]] = [(costs.drain_s, "drain")]
     if costs.stay_s is not None:
         options.append((costs.stay_s, "stay"))
@@ -69,33 +76,64 @@ def _stay_s(now: Situation) -> float:
     return now.pace_s * sum(STALENESS * behind + late for behind, late in enumerate(now.late_share, 1))
 
 
+def _late_s(now: Situation) -> float:
+    """What comes too late in a batch that is filled up, and would not in one that runs out."""
+    if all(one.due_s == inf for one in now.samples):
+        return 0.0
+    batch = _full_batch(now)
+    step_s = now.costs.step_s(batch, batch * _mean_context(now))
+    late = elapsed_s = 0.0
+    for stretch in _running_out(now):
+        elapsed_s += stretch.seconds
+        sample = stretch.until
+        late += sample.at_stake * (elapsed_s <= sample.due_s < sample.left * step_s)
+    return late / _full_rate(now)
+
+
 def drain_s(now: Situation) -> float:
     """Of the cheapest moment from the first sample's end on."""
     if not now.batch:
         return 0.0
     full = _full_rate(now)
-    lost, best = 0.0, float("inf")
-    kv, samples = now.kv, sorted(now.samples, key=lambda one: one.left)
-    elapsed = 0.0
-    for index, sample in enumerate(samples):
-        running = len(samples) - index
-        steps = max(0.0, sample.left - elapsed)
-        kv += running * steps / 2
-        seconds = steps * now.costs.step_s(running, kv)
-        lost += seconds * _idle_share(now, running, kv, full)
-        kv += running * steps / 2 - sample.context - sample.left
-        elapsed = max(elapsed, sample.left)
-        rest = now.costs.prefill_token * max(0.0, kv)
-        if now.may_mix or running == 1:
-            best = min(best, lost + rest)
+    lost, best = 0.0, inf
+    for stretch in _running_out(now):
+        lost += stretch.seconds * _idle_share(now, stretch.running, stretch.kv, full)
+        if now.may_mix or stretch.running == 1:
+            best = min(best, lost + now.costs.prefill_token * max(0.0, stretch.kv_left))
         if lost >= best:
             break
     return best
 
 
+class Stretch(NamedTuple):
+    """Of a batch that gets nothing more: up to the end of its next sample."""
+
+    until: InFlight
+    running: int  # samples, this one included
+    seconds: float
+    kv: float  # in the middle
+    kv_left: float  # once the sample has ended
+
+
+def _running_out(now: Situation) -> Iterator[Stretch]:
+    kv, elapsed = now.kv, 0.0
+    samples = sorted(now.samples, key=lambda one: one.left)
+    for index, sample in enumerate(samples):
+        running = len(samples) - index
+        steps = max(0.0, sample.left - elapsed)
+        middle = kv + running * steps / 2
+        kv = middle + running * steps / 2 - sample.context - sample.left
+        elapsed = max(elapsed, sample.left)
+        yield Stretch(sample, running, steps * now.costs.step_s(running, middle), middle, kv)
+
+
 def _full_rate(now: Situation) -> float:
-    batch = max(now.batch, float(len(now.samples)), 1.0)
+    batch = _full_batch(now)
     return now.costs.rate(batch, batch * _mean_context(now))
+
+
+def _full_batch(now: Situation) -> float:
+    return max(now.batch, float(len(now.samples)), 1.0)
 
 
 def _mean_context(now: Situation) -> float:

@@ -9,7 +9,8 @@ from math import inf
 
 from tailrace.control import update_costs, weights
 from tailrace.control.fleet import Replica
-from tailrace.control.quota import even_share, quota, timely_share
+from tailrace.control.ledger import NONE, Group
+from tailrace.control.quota import even_share, last_pick, quota, timely_share
 from tailrace.control.speed import DecodeCosts
 from tailrace.control.state import Context
 from tailrace.protocol import Explain, UpdateChoice
@@ -77,9 +78,27 @@ def in_flight(context: Context, replica: Replica) -> list[update_costs.InFlight]
     samples: list[update_costs.InFlight] = []
     for id in replica.assigned:
         sample = ledger.samples[id]
-        tokens = sample.grown(replica.steps) + ledger.groups[sample.group].prompt.tokens
-        samples.append(update_costs.InFlight(tokens, ledger.expected_left(sample, replica.steps, most)))
+        group = ledger.groups[sample.group]
+        tokens = sample.grown(replica.steps) + group.prompt.tokens
+        left = ledger.expected_left(sample, replica.steps, most)
+        samples.append(update_costs.InFlight(tokens, left, _due_s(context, group), _at_stake(context, group)))
     return samples
+
+
+def _due_s(context: Context, group: Group) -> float:
+    """From now until the last mini-batch is picked that may take it."""
+    schedule, training = context.config.schedule, context.training
+    if schedule.staleness_policy != "drop" or group.oldest == NONE:
+        return inf
+    steps = group.oldest + schedule.max_staleness - training.version + last_pick(context)
+    return steps * training.pace_s - (context.now - training.made_at)
+
+
+def _at_stake(context: Context, group: Group) -> float:
+    """Tokens of a group, for each of its samples that is not finished."""
+    ledger = context.ledger
+    mean = ledger.finished_tokens / max(1, ledger.finished_samples)
+    return context.config.workload.group_size * mean / max(1, group.unfinished)
 
 
 def _opportunity(context: Context, replica: Replica, costs: DecodeCosts) -> tuple[float, float]:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 MAX_HEAD = 8 << 10
@@ -83,7 +85,7 @@ class AsgiApplication:
         if response is None or response.work is None:
             return response
         async with self._working:
-            done = await asyncio.to_thread(response.work)
+            done = await _in_thread(response.work)
         return done._replace(authenticated=response.authenticated)
 
     def headers(self, response: PageResponse) -> list[tuple[bytes, bytes]]:
@@ -106,6 +108,27 @@ class AsgiApplication:
             if len(body) > MAX_BODY:
                 return text_response(413, f"A form has at most {MAX_BODY} bytes.")._replace(unread=more)
         return self._respond(request._replace(body=body))
+
+
+async def _in_thread(work: Callable[[], PageResponse]) -> PageResponse:
+    """In a thread of its own that nobody waits for when the page ends: asyncio's own pool would be waited for."""
+    loop, done = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
+
+    def run() -> None:
+        try:
+            settle = partial(_settle, done.set_result, work())
+        except Exception as error:  # told to whoever asked
+            settle = partial(_settle, done.set_exception, error)
+        with suppress(RuntimeError):  # the page has ended meanwhile
+            loop.call_soon_threadsafe(settle)
+
+    threading.Thread(target=run, name="answer", daemon=True).start()
+    return await done
+
+
+def _settle(settle: Callable[[Any], None], outcome: Any) -> None:
+    with suppress(asyncio.InvalidStateError):  # whoever asked has gone
+        settle(outcome)
 
 
 def _request(scope: Any) -> PageRequest:
