@@ -223,6 +223,7 @@ def measure(folder: Path, work: Path, patience_s: float) -> dict[str, Any]:
         found["search"] = {name: seconds_of(address[0], query) for name, query in asked.items()}
         found["prompts_s"] = prompts_s(address[0])
         found["server_mb"] = memory_mb(child.pid)
+        found["indexed_samples_at_the_end"] = state_of(folder).samples
     finally:
         child.kill()
         child.wait()
