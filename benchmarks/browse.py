@@ -14,12 +14,15 @@ import argparse
 import json
 import os
 import re
+import sqlite3
 import subprocess
 import sys
 import tempfile
 import time
 import urllib.parse
 import urllib.request
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -32,6 +35,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 from browser import browser, page_of  # noqa: E402
 from tailrace.browse.decoding import decoder_of  # noqa: E402
 from tailrace.browse.index import build, state_of  # noqa: E402
+from tailrace.browse.index_file import INDEX  # noqa: E402
 from tailrace.config import Config, load  # noqa: E402
 from tailrace.protocol import (  # noqa: E402
     Finished,
@@ -141,9 +145,26 @@ def queries(config: Config, folder: Path) -> dict[str, dict[str, str]]:
         "a beginning": {"text": f"{rare[:4]}*"},
         "a common word and a reward": {"text": common, "min_reward": "0.5"},
         "a word that is nowhere": {"text": "qqzzyyxx"},
+        "a common word, best first": {"text": common, "order": "best"},
+        "a common word of prompts": {"asked": common},
+        "a rare word of prompts": {"asked": rare},
         "best first": {"order": "best"},
-        "a version": {"version": "7"},
+        "worst first": {"order": "worst"},
+        "shortest first": {"order": "shortest"},
+        "a reward": {"min_reward": "0.5"},
+        "a reward that is nowhere": {"min_reward": "2"},
         "longer than any": {"min_tokens": "1000"},
+        "a length and a reward, worst first": {"max_tokens": "400", "max_reward": "0.5", "order": "worst"},
+        "an early version": {"version": "7"},
+        "a step": {"step": "1000"},
+        "a group": {"group": "60000"},
+        "a prompt": {"prompt": "60000"},
+        "a row of the data": {"row": "7"},
+        "failed": {"failed": "true"},
+        "an error": {"error": "timeout"},
+        "a state": {"state": "stale"},
+        "ended by length": {"finish": "length"},
+        "far down": {"min_reward": "0.5", "offset": "9950"},
     }
 
 
@@ -202,6 +223,7 @@ def measure(folder: Path, work: Path, patience_s: float) -> dict[str, Any]:
         found["search"] = {name: seconds_of(address[0], query) for name, query in asked.items()}
         found["prompts_s"] = prompts_s(address[0])
         found["server_mb"] = memory_mb(child.pid)
+        found["indexed_samples_at_the_end"] = state_of(folder).samples
     finally:
         child.kill()
         child.wait()
@@ -268,16 +290,29 @@ def make(folder: Path, samples: int) -> float:
 
 
 def made_run(folder: Path, samples: int) -> dict[str, float]:
-    """The run and its index; what making them took is noted beside them."""
-    note = folder / "made.json"
+    return noted(folder / "made.json", lambda: {"make_s": make(folder, samples)}) | noted(
+        folder / "indexed.json", lambda: indexed(folder)
+    )
+
+
+def noted(note: Path, work: Callable[[], dict[str, float]]) -> dict[str, float]:
+    """What making something took is written beside it, and it is made once."""
     if not note.exists():
-        make_s, began = make(folder, samples), time.perf_counter()
-        before = memory_mb(os.getpid())["VmRSS"]
-        for _ in build(folder):
-            pass
-        figures = {"make_s": make_s, "index_s": time.perf_counter() - began, "before_index_mb": before}
-        note.write_text(json.dumps({**figures, "index_peak_mb": memory_mb(os.getpid())["VmHWM"]}))
+        note.write_text(json.dumps(work()))
     return json.loads(note.read_text())
+
+
+def indexed(folder: Path) -> dict[str, float]:
+    """What filters compare comes first (`settled`), then words."""
+    before, began = memory_mb(os.getpid())["VmRSS"], time.perf_counter()
+    figures = {"settled_s": 0.0, "settled_mb": 0.0}
+    for read in build(folder):
+        if not read:
+            with closing(sqlite3.connect(folder / INDEX)) as index:
+                pages = index.execute("SELECT page_count * page_size FROM pragma_page_count, pragma_page_size")
+                figures = {"settled_s": time.perf_counter() - began, "settled_mb": pages.fetchone()[0] / 1e6}
+    figures |= {"index_s": time.perf_counter() - began, "before_index_mb": before}
+    return figures | {"index_peak_mb": memory_mb(os.getpid())["VmHWM"]}
 
 
 def main() -> None:

@@ -1,9 +1,10 @@
 """What looking at a run costs it: the default recipe with three pages open against none, in alternation.
 
-    python benchmarks/page_cost.py [--rounds 5] [--pages 3]
+    python benchmarks/page_cost.py [--rounds 5] [--pages 3] [--more]
 
 Each page is a `tailrace page` with the process of its text index; a client asks each for figures and samples once a
-second, as a browser does. Writes benchmarks/results/page_cost.json. Run it on a quiet machine.
+second, as a browser does. Writes benchmarks/results/page_cost.json; `--more` adds rounds to what is there. Run it on a
+quiet machine.
 """
 
 from __future__ import annotations
@@ -21,12 +22,14 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
 from browser import page_of  # noqa: E402
 
+RESULT = ROOT / "benchmarks" / "results" / "page_cost.json"
 RECIPE = ROOT / "examples" / "running_total" / "running_total.toml"
 
 
@@ -66,20 +69,28 @@ def training_s(folder: Path, pages: int) -> float:
     return json.loads((run / "summary.json").read_text())["wall_s"]
 
 
+def row(pages: int, taken: dict[str, list[float]]) -> dict[str, Any]:
+    without, with_pages = (median(seconds) for seconds in taken.values())
+    pairs = [late / early for early, late in zip(*taken.values(), strict=True)]  # of one round each
+    ratios = {"ratio": with_pages / without, "ratio_of_rounds": median(pairs)}
+    return {"cores": os.cpu_count(), "pages": pages, **ratios, "wall_s": taken}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--pages", type=int, default=3)
+    parser.add_argument("--more", action="store_true")
     arguments = parser.parse_args()
-    taken: dict[int, list[float]] = {0: [], arguments.pages: []}
+    taken: dict[str, list[float]] = {"0": [], str(arguments.pages): []}
+    if arguments.more and RESULT.exists():
+        taken = json.loads(RESULT.read_text())["wall_s"]
     for _ in range(arguments.rounds):
         for pages, seconds in taken.items():
             with tempfile.TemporaryDirectory() as name:
-                seconds.append(training_s(Path(name), pages))
-    without, with_pages = (median(seconds) for seconds in taken.values())
-    out = {"cores": os.cpu_count(), "pages": arguments.pages, "ratio": with_pages / without}
-    out |= {"wall_s": {str(pages): seconds for pages, seconds in taken.items()}}
-    (ROOT / "benchmarks" / "results" / "page_cost.json").write_text(json.dumps(out, indent=1) + "\n")
+                seconds.append(training_s(Path(name), int(pages)))
+    out = row(arguments.pages, taken)
+    RESULT.write_text(json.dumps(out, indent=1) + "\n")
     print(json.dumps(out, indent=1))
 
 

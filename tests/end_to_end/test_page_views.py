@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.resources import files
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,8 @@ from browser import Browser, browser, page_of
 from runs import DEADLINE_S
 from sample_runs import Written, piece_of, written_run
 from sample_stores import put
+from tailrace.protocol import RecordEvaluation, TimerFired
+from tailrace.scoring import EvalResult
 
 HOSTILE = "<img src=x onerror=alert(1)> \u202eevil\x1b[2J"
 VIEWS = ("overview", "samples", "sample?id=1", "group?id=0", "prompts", "metrics", "timeline", "settings", "runs")
@@ -34,11 +37,19 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 Written(1, ["the Danube"], 1.0, version=1),
                 Written(1, ["the rewa"], None, reason="the reward raised ValueError: no number"),
             )
+            for version, share in ((0, 0.25), (10, 0.5), (20, 0.375)):
+                results = tuple(evaluated(name, share) for name in ("held_out", "aime"))
+                told = RecordEvaluation(version, results, 1.5, best=(10, 20))
+                written.store.record(5.0 + version, TimerFired("eval"), [told])
             for step in range(5):
                 written.store.metrics.measure(float(step), step, "trainer", {"loss": loss / (step + 1)})
         (folder / name / "logs").mkdir()
         (folder / name / "logs" / "trainer0.log").write_text(f"this is the log of {name}\n")
     return folder
+
+
+def evaluated(name: str, share: float) -> EvalResult:
+    return EvalResult(name, 8, 4, share, {1: share, 2: share, 4: min(1.0, 2 * share)}, share - 0.125, 30.0, 0.0)
 
 
 @pytest.fixture(scope="module")
@@ -145,6 +156,19 @@ def test_two_runs_are_compared(seen: Browser, address: str) -> None:
     seen.until("document.getElementById('tip').textContent.startsWith('step 4\\nfirst: ')")
 
 
+def test_evaluations_while_training_are_curves_by_version(seen: Browser, address: str) -> None:
+    show(seen, address, "overview")
+    seen.until("document.querySelectorAll('#eval-charts figure:not([hidden]) .line').length === 6")
+    titles = seen.ask("[...document.querySelectorAll('#eval-charts figcaption')].map(c => c.textContent)")
+    assert [title.split()[1] for title in titles] == ["avg@4", "pass@4", "mean"]
+    assert seen.text("evaluations-best") == "best versions so far: v10, v20"
+    box = "document.getElementById('eval-passed').getBoundingClientRect()"
+    x, y = seen.ask(f"{box}.right") - 13, seen.ask(f"{box}.top") + 20
+    seen.tell("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+    seen.until("document.getElementById('tip').textContent === 'v20\\nheld_out: 0.75\\naime: 0.75'")
+    assert seen.complaints == []
+
+
 def test_settings_and_logs_are_shown(seen: Browser, address: str) -> None:
     show(seen, address, "settings?run=1")
     seen.until("document.getElementById('log-text').textContent === 'this is the log of second\\n'")
@@ -199,9 +223,10 @@ def test_a_report_is_one_file_with_all_views(seen: Browser, runs: Path, tmp_path
     assert seen.complaints == []
 
 
-@pytest.mark.skipif(not os.environ.get("AXE_CORE"), reason="AXE_CORE names axe.min.js (npm install axe-core)")
 def test_axe_finds_nothing_serious_and_nothing_sticks_out(seen: Browser, address: str) -> None:
-    axe = Path(os.environ["AXE_CORE"]).read_text()
+    """By the axe of a package, or by the one that AXE_CORE names."""
+    own = files("axe_core_python") / "axe.min.js"
+    axe = Path(os.environ.get("AXE_CORE") or str(own)).read_text()
     serious = "r.violations.filter(v => ['serious', 'critical'].includes(v.impact)).map(v => [v.id, v.nodes[0].html])"
     for scheme, width in (("light", 1280), ("dark", 1280), ("light", 390)):
         seen.tell("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import sqlite3
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from sample_runs import Written, written_run
+from tailrace.browse.conditions import Order, SampleFilter
 from tailrace.browse.console import plain
 from tailrace.browse.decoding import BROKEN, TokenDecoder, decoder_of
 from tailrace.browse.index import SearchIndex, build, state_of
 from tailrace.browse.index_file import INDEX, BrowseError
-from tailrace.browse.listing import SampleFilter, find_samples
+from tailrace.browse.listing import find_samples
 from tailrace.browse.prompts import PromptFilter, prompt_rates
 from tailrace.browse.sample import view_samples
 from tailrace.store.journal import Journal
@@ -76,6 +79,45 @@ def ids(run: Path, **asked: object) -> list[int]:
 )
 def test_samples_are_found_by_what_they_are(run: Path, asked: dict[str, object], found: list[int]) -> None:
     assert ids(run, **asked) == found
+
+
+def test_a_filter_finds_the_same_with_the_index_however_far_it_is_behind(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    filters = [{"order": order} for order in get_args(Order)]
+    filters += [{"version": 2}, {"step": 3}, {"group": 1}, {"failed": True}, {"error": "no"}, {"state": "trained"}]
+    filters += [{"min_reward": 0.5}, {"max_tokens": 5, "order": "worst"}, {"finish": "stop", "order": "longest"}]
+
+    def compare() -> list[list[int]]:
+        pages = [{**each, "offset": offset, "limit": 4} for each in filters for offset in (0, 3, 6)]
+        with_index = [find_samples(run, SampleFilter(**each)) for each in pages]  # type: ignore[arg-type]
+        (run / INDEX).rename(run / "hidden")
+        assert [find_samples(run, SampleFilter(**each)) for each in pages] == with_index  # type: ignore[arg-type]
+        (run / "hidden").rename(run / INDEX)
+        return [[one.id for one in found.samples] for found in with_index]
+
+    with written_run(run) as written:
+        written.ask("q")
+        rewards = [1.0, None, 0.0, 0.5, 1.0, 0.0, 1.0, None]
+        samples = [
+            Written(0, ["a" * (3 + n % 4)], r, version=n // 2, reason="" if r is not None else "no number")
+            for n, r in enumerate(rewards)
+        ]
+        written.answer(*samples)
+        table = written.store.trajectories
+        table.trained([0, 4], 3)
+        table.forget([0, 1, 4, 5], archived=True)
+        table.forget([2], archived=True, ending="lost")
+        written.store.commit()
+        list(build(run))
+        with sqlite3.connect(run / INDEX) as index:
+            assert index.execute("SELECT id FROM settled ORDER BY id").fetchall() == [(0,), (1,), (4,), (5,)]
+            assert index.execute("SELECT id FROM unsettled ORDER BY id").fetchall() == [(2,), (3,), (6,), (7,)]
+        before = compare()
+        table.trained([3], 3)  # and the index does not know it yet
+        written.answer(*samples[:2])
+        assert compare() != before
+        list(build(run))
+        compare()
 
 
 def test_a_sample_is_shown_with_its_turns_versions_and_log_probs(run: Path) -> None:

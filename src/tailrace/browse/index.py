@@ -1,4 +1,4 @@
-"""search.db, beside run.db: the text of all samples as an index, and how each prompt did at each visit.
+"""search.db, beside run.db: samples by their words and by what filters compare, and how each prompt did at each visit.
 
 It is derived from the journal and the files of the stores, and can be deleted at any time. Whoever writes it is neither
 the run nor its store: a process of low priority (`indexing`), or the command that needs it. There is one writer at a
@@ -6,6 +6,7 @@ time (`search.lock`); any number of readers look at what is committed.
 
     meta(key, value)        format; run: whose samples these are; read: the last event that was taken in
     completions, questions  FTS5 without content: words and their places; the text itself stays in the store
+    settled, unsettled      what filters compare (`settled`)
     visits(prompt, row, version, samples, passed, failed, rewards)    samples of each prompt id: how many, and how good
 
 A document has the number of its sample and attempt: one that was generated anew is another document, and what is left
@@ -25,13 +26,14 @@ from typing import NamedTuple
 import msgspec
 
 from tailrace.browse.decoding import TokenDecoder, decoder_of
-from tailrace.browse.index_file import INDEX, BrowseError, document, make_index, refuse_unknown_index
+from tailrace.browse.index_file import INDEX, BrowseError, document, make_index, refuse_unknown_index, run_id
 from tailrace.browse.sample import completion_text
+from tailrace.browse.settled import settle
 from tailrace.browse.tokens import SampleTokens, read_tokens
 from tailrace.protocol import AnyEvent, Event, Finished, PromptsAdded, SampleFailed
 from tailrace.store.database import DAMAGE, JournalError, connect_to_read, file_of, reading, reason
 from tailrace.store.folder import PRIVATE
-from tailrace.store.journal import RUN, Journal
+from tailrace.store.journal import Journal
 from tailrace.store.trajectories import AMONG, KNOWN, KnownTrajectory
 from tailrace.types import RIGHT_ABOVE
 
@@ -78,7 +80,9 @@ class SearchIndex:
         os.close(self._lock)
 
     def update(self) -> bool:
-        """Take in one batch; whether there was anything."""
+        """Take in one batch; whether there was anything. What filters compare is soon done, and comes before words."""
+        if self._settle():
+            return True
         events = self._events()
         if not events:
             return False
@@ -93,6 +97,13 @@ class SearchIndex:
         return True
 
     # --------------------------------------------------------------------------------------------------------- reading
+
+    def _settle(self) -> bool:
+        try:
+            with reading(self._journal.path) as run, self._connection:
+                return settle(self._connection, run)
+        except DAMAGE as error:
+            raise JournalError(f"{self._journal.path} is damaged: {reason(error)}") from error
 
     def _events(self) -> list[tuple[int, Event]]:
         decode = msgspec.json.Decoder(AnyEvent).decode
@@ -145,7 +156,7 @@ class SearchIndex:
 
     def _opened(self) -> sqlite3.Connection:
         """The index of this run that is there, or a new one."""
-        run = self._journal.meta.get(RUN, self._journal.meta.get("created", ""))
+        run = run_id(self._journal.meta)
         try:
             refuse_unknown_index(self._path, run)
         except BrowseError:

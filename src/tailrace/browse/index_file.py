@@ -1,19 +1,21 @@
-"""The file of the text index beside a run: its tables, and how it is made, recognised and opened. `index` fills it."""
+"""The file of the index beside a run: its tables, and how it is made, recognised and opened. `index` fills it."""
 
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from functools import cache
 from pathlib import Path
 
+from tailrace.browse import settled
 from tailrace.errors import TailraceError
 from tailrace.store.database import DAMAGE, connect_to_read, file_of, has_log, reason
 from tailrace.store.folder import PRIVATE
+from tailrace.store.journal import RUN
 
 INDEX = "search.db"
-FORMAT = "1"
+FORMAT = "2"
 ATTEMPT_BITS = 16  # of a document's number: the rest is the trajectory
 STATEMENTS = (
     "CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT)",
@@ -22,11 +24,17 @@ STATEMENTS = (
     "CREATE TABLE visits (prompt INTEGER PRIMARY KEY, row INTEGER, version INTEGER, samples INTEGER, passed INTEGER, "
     "failed INTEGER, rewards REAL)",
     "CREATE INDEX visits_of ON visits (row, prompt)",
+    *settled.STATEMENTS,
 )
 
 
 class BrowseError(TailraceError):
     """What a filter asks for cannot be answered."""
+
+
+def run_id(meta: Mapping[str, str]) -> str:
+    """Whose samples these are: another run may be made in the same folder."""
+    return meta.get(RUN, meta.get("created", ""))
 
 
 def document(trajectory: int, attempt: int) -> int:
@@ -42,14 +50,15 @@ def make_index(path: Path, run: str) -> None:
     with closing(sqlite3.connect(draft)) as connection, connection:
         for statement in STATEMENTS:
             connection.execute(statement)
-        values = {"format": FORMAT, "run": run, "read": "0"}
+        values = {"format": FORMAT, "run": run, "read": "0", **settled.FIRST}
         connection.executemany("INSERT INTO meta VALUES (?, ?)", values.items())
     draft.rename(path)
 
 
 def attach_index(connection: sqlite3.Connection, folder: Path) -> None:
+    """To a connection to run.db, as `search`; BrowseError if there is none of this run."""
     index = folder / INDEX
-    refuse_unknown_index(index)
+    refuse_unknown_index(index, run_id(dict(connection.execute("SELECT key, value FROM meta"))))
     uri = f"{index.resolve().as_uri()}?mode=ro"
     connection.execute("ATTACH ? AS search", (uri if has_log(index) else f"{uri}&immutable=1",))
 

@@ -1,63 +1,44 @@
 """Samples of a run by what they are: a filter in, rows out, newest first unless asked otherwise.
 
-One query over the table `trajectories` of run.db. A filter by text joins the index beside the run (`index`), which may
-be behind a run that goes on. Every query has a deadline, so that nobody who asks for much holds up others.
+By words the text index beside the run gives the samples; it may be behind. By all else, `settled` in the same index
+gives those that change no more, and recent ones are compared in run.db; without an index, or if it is far behind, all
+of run.db is read.
+
+Rows are always those of run.db. Every query has a deadline, so that nobody who asks for much holds up others.
 """
 
 from __future__ import annotations
 
 import sqlite3
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, NamedTuple
 
 import msgspec
-from msgspec import Meta
 
+from tailrace.browse.conditions import (
+    SampleFilter,
+    Term,
+    in_words,
+    is_by_text,
+    order_of,
+    place,
+    reads_all,
+    run_terms,
+    settled_index,
+    settled_terms,
+)
 from tailrace.browse.index_file import ATTEMPT_BITS, BrowseError, attach_index
+from tailrace.browse.settled import recent_samples
 from tailrace.store.database import DAMAGE, JournalError, file_of, has_table, reading, reason
-from tailrace.store.trajectories import KNOWN, KnownTrajectory
+from tailrace.store.trajectories import AMONG, KNOWN, KnownTrajectory
 
 QUERY_S = 10.0  # that a query may take
 COUNTED = 10_000  # matches; beyond that it is "more"
-
-Number = Annotated[int, Meta(ge=0, lt=1 << 53)]
-Finite = Annotated[float, Meta(ge=-1e300, le=1e300)]
-Words = Annotated[str, Meta(max_length=400)]
-Order = Literal["newest", "oldest", "best", "worst", "longest", "shortest"]
-ORDERS: dict[Order, str] = {
-    "newest": "t.id DESC",
-    "oldest": "t.id",
-    "best": "t.reward IS NULL, t.reward DESC, t.id DESC",
-    "worst": "t.reward IS NULL, t.reward, t.id DESC",
-    "longest": "t.tokens DESC, t.id DESC",
-    "shortest": "t.tokens IS NULL, t.tokens, t.id DESC",
-}
-
-
-class SampleFilter(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All that is set has to hold."""
-
-    text: Words = ""  # words of the completion; "in quotes": a phrase; ending in *: a beginning
-    asked: Words = ""  # words of the prompt
-    prompt: Number | None = None
-    row: Number | None = None  # of the data: all visits of one prompt
-    group: Number | None = None
-    step: Number | None = None  # that trained it
-    version: Number | None = None  # that sampled some of its tokens
-    state: Words = ""
-    finish: Words = ""
-    error: Words = ""  # part of the reason why it failed
-    failed: bool = False
-    min_reward: Finite | None = None
-    max_reward: Finite | None = None
-    min_tokens: Number | None = None
-    max_tokens: Number | None = None
-    order: Order = "newest"
-    offset: Annotated[int, Meta(ge=0, le=10_000_000)] = 0
-    limit: Annotated[int, Meta(ge=1, le=200)] = 50
+ROWS = ", ".join(f"t.{name.strip()}" for name in KNOWN.split(","))
+SAME = f"t.id = c.rowid >> {ATTEMPT_BITS} AND t.attempt % {1 << ATTEMPT_BITS} = c.rowid % {1 << ATTEMPT_BITS}"
 
 
 class FoundSamples(msgspec.Struct, frozen=True):
@@ -66,87 +47,92 @@ class FoundSamples(msgspec.Struct, frozen=True):
     more_than_counted: bool
 
 
+class Query(NamedTuple):
+    """FROM, WHERE, and the values of both."""
+
+    source: str
+    values: tuple[Any, ...]
+    order: str
+
+    def rows(self, connection: sqlite3.Connection, limit: int, offset: int) -> list[KnownTrajectory]:
+        query = f"SELECT {ROWS} {self.source} ORDER BY {self.order} LIMIT ? OFFSET ?"
+        return [KnownTrajectory(*row) for row in connection.execute(query, (*self.values, limit, offset))]
+
+    def count(self, connection: sqlite3.Connection) -> int:
+        """Of all; no further than beyond what is told."""
+        query = f"SELECT count(*) FROM (SELECT 1 {self.source} LIMIT {COUNTED + 1})"
+        return connection.execute(query, self.values).fetchone()[0]
+
+
 def find_samples(run: Path, asked: SampleFilter) -> FoundSamples:
     """Nothing where a run has no samples, as a simulated one has not."""
-    path = file_of(run)
-    with _connected(path, asked) as connection:
+    with _connected(file_of(run), asked) as connection:
         if not has_table(connection, "trajectories"):
             return FoundSamples([], 0, False)
-        source, values = _source(asked)
-        rows = connection.execute(
-            f"SELECT {_columns()} {source} ORDER BY {_order(asked)} LIMIT ? OFFSET ?",
-            (*values, asked.limit, asked.offset),
-        ).fetchall()
-        counted = connection.execute(f"SELECT count(*) FROM (SELECT 1 {source} LIMIT {COUNTED + 1})", values)
-        (count,) = counted.fetchone()
-    return FoundSamples([KnownTrajectory(*row) for row in rows], min(count, COUNTED), count > COUNTED)
+        recent = recent_samples(connection) if reads_all(asked) and _has_index(connection) else None
+        if recent is not None:
+            return _settled_and_recent(connection, asked, recent)
+        query = _by_words(asked) if asked.text else _of_run(asked)
+        return _found(query.rows(connection, asked.limit, asked.offset), query.count(connection))
 
 
-def in_words(text: str) -> str:
-    """What a person typed as a query of FTS5, in which nothing of it is syntax: words and "phrases", all of them."""
-    parts = [part for place, part in enumerate(text.split('"')) for part in ([part] if place % 2 else part.split())]
-    found = [_quoted(part) for part in parts if any(letter.isalnum() for letter in part)]
-    if not found:
-        raise BrowseError(f"'{text[:80]}' has no letter or digit to look for")
-    return " AND ".join(found)
+def _settled_and_recent(connection: sqlite3.Connection, asked: SampleFilter, recent: list[int]) -> FoundSamples:
+    """Recent samples are few: all that match are put in their places among the settled ones, of which as many are left
+    out at the beginning as cannot be on this page, wherever the recent ones are."""
+    known = _of_recent(asked, recent).rows(connection, len(recent), 0)
+    query = _of_settled(asked)
+    offset = max(0, asked.offset - len(known))
+    settled = query.rows(connection, asked.offset - offset + asked.limit, offset)
+    both = sorted([*known, *settled], key=lambda one: place(asked, one))[asked.offset - offset :]
+    return _found(both[: asked.limit], len(known) + query.count(connection))
 
 
-def _quoted(part: str) -> str:
-    return f'"{part}"' + ("*" if part.endswith("*") else "")
+def _found(samples: list[KnownTrajectory], count: int) -> FoundSamples:
+    return FoundSamples(samples, min(count, COUNTED), count > COUNTED)
 
 
-def is_by_text(asked: SampleFilter) -> bool:
-    return bool(asked.text or asked.asked or asked.row is not None)
+# -------------------------------------------------------------------------------------------------------------- queries
 
 
-# ----------------------------------------------------------------------------------------------------------------- SQL
+def _of_run(asked: SampleFilter) -> Query:
+    return _query("trajectories AS t", run_terms(asked), order_of(asked, "t"))
 
 
-def _columns() -> str:
-    return ", ".join(f"t.{name.strip()}" for name in KNOWN.split(","))
+def _of_recent(asked: SampleFilter, recent: list[int]) -> Query:
+    among = (f"t.id {AMONG}", msgspec.json.encode(recent).decode())
+    return _query("trajectories AS t", [among, *run_terms(asked)], order_of(asked, "t"))
 
 
-def _order(asked: SampleFilter) -> str:
-    """By the number of the document, where there is one: then SQLite need not sort."""
+def _of_settled(asked: SampleFilter) -> Query:
+    """run.db has the last word: whatever the index says, what is found is like that."""
+    tables = f"search.settled AS s {settled_index(asked)} CROSS JOIN trajectories AS t ON t.id = s.id"
+    return _query(tables, [*settled_terms(asked), *run_terms(asked)], order_of(asked, "s"))
+
+
+def _by_words(asked: SampleFilter) -> Query:
+    """In the order of the documents' numbers SQLite need not sort. In another order, those of the newest are shown: as
+    many as are counted."""
+    words = ("c.completions MATCH ?", in_words(asked.text))
     by_number = {"newest": "c.rowid DESC", "oldest": "c.rowid"}
-    return by_number[asked.order] if asked.text and asked.order in by_number else ORDERS[asked.order]
+    tables = f"search.completions AS c CROSS JOIN trajectories AS t ON {SAME}"
+    query = _query(tables, [words, *run_terms(asked)], by_number.get(asked.order, by_number["newest"]))
+    if asked.order in by_number:
+        return query
+    newest = f"FROM (SELECT t.* {query.source} ORDER BY {query.order} LIMIT {COUNTED + 1}) AS t"
+    return Query(newest, query.values, order_of(asked, "t"))
 
 
-def _source(asked: SampleFilter) -> tuple[str, tuple[Any, ...]]:
-    """FROM and WHERE, and their values."""
-    same = f"t.id = c.rowid >> {ATTEMPT_BITS} AND t.attempt % {1 << ATTEMPT_BITS} = c.rowid % {1 << ATTEMPT_BITS}"
-    tables = f"search.completions AS c CROSS JOIN trajectories AS t ON {same}" if asked.text else "trajectories AS t"
-    terms = list(_terms(asked))
-    where = " AND ".join(term for term, _ in terms) or "true"
-    return f"FROM {tables} WHERE {where}", tuple(value for _, value in terms if value is not None)
+def _query(tables: str, terms: Iterable[Term], order: str) -> Query:
+    given = list(terms)
+    where = " AND ".join(term for term, _ in given) or "true"
+    return Query(f"FROM {tables} WHERE {where}", tuple(value for _, value in given if value is not None), order)
 
 
-def _terms(asked: SampleFilter) -> Iterator[tuple[str, Any]]:
-    """A condition, and its value if it has one."""
-    if asked.text:
-        yield "c.completions MATCH ?", in_words(asked.text)
-    if asked.asked:
-        yield "t.prompt_id IN (SELECT rowid FROM search.questions WHERE questions MATCH ?)", in_words(asked.asked)
-    if asked.row is not None:
-        yield "t.prompt_id IN (SELECT prompt FROM search.visits WHERE row = ?)", asked.row
-    if asked.version is not None:
-        yield "t.oldest <= ?", asked.version
-        yield "t.newest >= ?", asked.version
-    if asked.failed:
-        yield "t.state = 'failed'", None
-    if asked.error:
-        yield "t.reason <> '' AND instr(lower(t.reason), lower(?)) > 0", asked.error
-    yield from _comparisons(asked)
+# ----------------------------------------------------------------------------------------------------------- connecting
 
 
-def _comparisons(asked: SampleFilter) -> Iterator[tuple[str, Any]]:
-    pairs = (("prompt_id = ?", asked.prompt), ("group_id = ?", asked.group), ("step = ?", asked.step))
-    texts = (("state = ?", asked.state or None), ("finish = ?", asked.finish or None))
-    rewards = (("reward >= ?", asked.min_reward), ("reward <= ?", asked.max_reward))
-    lengths = (("tokens >= ?", asked.min_tokens), ("tokens <= ?", asked.max_tokens))
-    for condition, value in (*pairs, *texts, *rewards, *lengths):
-        if value is not None:
-            yield f"t.{condition}", value
+def _has_index(connection: sqlite3.Connection) -> bool:
+    return any(name == "search" for _, name, _ in connection.execute("PRAGMA database_list"))
 
 
 @contextmanager
@@ -156,6 +142,10 @@ def _connected(path: Path, asked: SampleFilter) -> Iterator[sqlite3.Connection]:
         with reading(path) as connection, deadline(connection):
             if is_by_text(asked):
                 attach_index(connection, path.parent)
+            elif reads_all(asked):
+                with suppress(BrowseError):
+                    attach_index(connection, path.parent)
+            connection.execute("BEGIN")  # what is settled now, run.db has when it is looked at next
             yield connection
     except sqlite3.OperationalError as error:
         if getattr(error, "sqlite_errorcode", 0) == sqlite3.SQLITE_INTERRUPT:

@@ -24,14 +24,15 @@ ORDERS: dict[PromptOrder, str] = {
     "rising": "later - earlier DESC",
     "falling": "later - earlier",
 }
-HALVES = """
-SELECT name, row, count(*) AS visits, sum(samples) AS samples,
-       sum(passed) AS passed, sum(failed) AS failed, sum(rewards) / sum(samples) AS reward, max(prompt) AS newest,
+SUMS = """SELECT name, row, count(*) AS visits, sum(samples) AS samples, sum(passed) AS passed, sum(failed) AS failed,
+       sum(rewards) / sum(samples) AS reward, max(prompt) AS newest"""
+NAMED = "(SELECT *, CASE row WHEN -1 THEN prompt ELSE row END AS name FROM visits WHERE samples > 0)"
+RATES = f"{SUMS} FROM {NAMED} GROUP BY name"
+HALVES = f"""{SUMS},
        avg(passed * 1.0 / samples) FILTER (WHERE place * 2 > total) AS later,
        avg(passed * 1.0 / samples) FILTER (WHERE place * 2 <= total) AS earlier
 FROM (SELECT *, row_number() OVER (PARTITION BY name ORDER BY prompt) AS place,
-             count(*) OVER (PARTITION BY name) AS total
-      FROM (SELECT *, CASE row WHEN -1 THEN prompt ELSE row END AS name FROM visits WHERE samples > 0))
+             count(*) OVER (PARTITION BY name) AS total FROM {NAMED})
 GROUP BY name
 """
 
@@ -63,11 +64,12 @@ class PromptRate(msgspec.Struct, frozen=True):
 
 def prompt_rates(run: Path, asked: PromptFilter) -> list[PromptRate]:
     with opened_index(run) as connection:
-        query = f"{HALVES} ORDER BY {ORDERS[asked.order]} LIMIT ? OFFSET ?"
+        rates = HALVES if asked.order in ("rising", "falling") else RATES  # which takes a fifth of the time
+        query = f"{rates} ORDER BY {ORDERS[asked.order]} LIMIT ? OFFSET ?"
         rows = connection.execute(query, (asked.limit, asked.offset)).fetchall()
         past = "SELECT prompt, version, samples, passed, failed FROM visits WHERE samples > 0 AND "
         found: list[PromptRate] = []
-        for _, row, visits, samples, passed, failed, reward, newest, _, _ in rows:
+        for _, row, visits, samples, passed, failed, reward, newest, *_ in rows:
             which, value = ("row = ?", row) if row >= 0 else ("prompt = ?", newest)
             last = connection.execute(f"{past}{which} ORDER BY prompt DESC LIMIT {VISITS}", (value,)).fetchall()
             history = [Visit(*each) for each in reversed(last)]

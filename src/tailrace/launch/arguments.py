@@ -105,7 +105,7 @@ def amount(text: str) -> float:
 
 
 def add_samples(command: argparse.ArgumentParser) -> None:
-    """What samples are chosen by; the names are those of `browse.listing.SampleFilter`."""
+    """What samples are chosen by; the names are those of `browse.conditions.SampleFilter`."""
     command.add_argument("id", nargs="?", metavar="ID", help="one in full: t17; those of a group g3 or a prompt p3")
     for name, text in (("text", "words of the completion"), ("asked", "words of the prompt")):
         command.add_argument(f"--{name}", metavar="WORDS", help=f'{text}; "a phrase", begin*')

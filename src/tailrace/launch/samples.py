@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from tailrace.browse.conditions import SampleFilter, is_by_text
 from tailrace.browse.console import list_lines, prompt_lines, sample_lines
 from tailrace.browse.decoding import TokenDecoder, decoder_of
 from tailrace.browse.index import build
-from tailrace.browse.listing import FoundSamples, SampleFilter, find_samples, is_by_text
+from tailrace.browse.listing import FoundSamples, find_samples
 from tailrace.browse.prompts import PromptFilter, PromptRate, prompt_rates
 from tailrace.browse.sample import MOST_TOKENS, SampleView, completion_text, view_samples
 from tailrace.browse.tokens import read_tokens

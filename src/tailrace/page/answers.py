@@ -2,7 +2,7 @@
 
     /runs                              the runs that there are
     /data      run                     all figures of the overview
-    /samples   run and a filter        samples (`browse.listing.SampleFilter`), with the beginning of their texts
+    /samples   run and a filter        samples (`browse.conditions.SampleFilter`), with the beginning of their texts
     /sample    run, id                 one in full
     /group     run, id                 all of a group in full, side by side
     /prompts   run, order              prompts by pass rate over time
@@ -24,8 +24,9 @@ from urllib.parse import parse_qsl
 import msgspec
 from msgspec import Meta
 
+from tailrace.browse.conditions import SampleFilter
 from tailrace.browse.index import state_of
-from tailrace.browse.listing import SampleFilter, find_samples
+from tailrace.browse.listing import find_samples
 from tailrace.browse.prompts import PromptFilter, prompt_rates
 from tailrace.browse.sample import completion_text, view_samples
 from tailrace.browse.tokens import SampleTokens, read_tokens
@@ -42,6 +43,7 @@ from tailrace.store.trajectories import KnownTrajectory, known_trajectories
 BEGINNING = 300  # letters of a sample's text in a list
 GROUP_TOKENS = 4000  # of each sample of a group
 MOST_FIELDS = 24
+MOST_MEMBERS = 200  # of a group
 
 Query = dict[str, str]
 Answer = Callable[[Query], PageContent]
@@ -100,7 +102,7 @@ class RunAnswers:
 
     def group(self, asked: OneQuery) -> Any:
         path = self._library.path(asked.run)
-        known = known_trajectories(path, "group", asked.id)
+        known = find_samples(path, SampleFilter(group=asked.id, order="oldest", limit=MOST_MEMBERS)).samples
         decoder = self._library.decoder(asked.run)
         return {"samples": view_samples(path, self._library.config(asked.run), known, decoder, GROUP_TOKENS)}
 

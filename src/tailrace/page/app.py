@@ -38,8 +38,8 @@ SECURITY_HEADERS: tuple[Header, ...] = (
 )
 HSTS: Header = ("Strict-Transport-Security", "max-age=86400")
 WRONG_TOKEN_DELAY_S = 1.0  # what a wrong token costs
-SCRIPTS = ("charts.js", "load.js", "curves.js", "overview.js", "tokens.js", "samples.js", "prompts.js", "metrics.js")
-SCRIPTS += ("timeline.js", "settings.js", "runs.js", "page.js")  # in this order
+SCRIPTS = ("charts.js", "load.js", "curves.js", "overview.js", "evaluations.js", "tokens.js", "samples.js")
+SCRIPTS += ("prompts.js", "metrics.js", "timeline.js", "settings.js", "runs.js", "page.js")  # in this order
 HTML, CSS, SCRIPT = "text/html; charset=utf-8", "text/css; charset=utf-8", "text/javascript; charset=utf-8"
 FORM_ERROR = "<!-- trouble -->"
 TOO_MANY = "Too many wrong tokens came from there; wait a little."

@@ -13,6 +13,7 @@ import msgspec
 from tailrace.config.tree import Config
 from tailrace.obs.charts import REPLICAS, Curve, RunCharts, run_charts
 from tailrace.obs.ending import RunEnding
+from tailrace.obs.eval_curves import EvalCurves, eval_curves
 from tailrace.obs.event_text import EventText
 from tailrace.obs.live import LiveRun, RunView
 from tailrace.obs.summary import HeldOut
@@ -55,6 +56,7 @@ class PageData(msgspec.Struct, frozen=True):
     run: RunView
     faults: int
     charts: RunCharts
+    evaluations: EvalCurves
     sentences: list[Sentence]
 
 
@@ -100,5 +102,6 @@ class Figures:
             run=msgspec.structs.replace(view, replicas=view.replicas[:REPLICAS], notices=tuple(notices)),
             faults=live.noticed["warning"],
             charts=run_charts(live, self._curve),
+            evaluations=eval_curves(live.fold.evaluations),
             sentences=list(self._sentences),
         )

@@ -57,6 +57,10 @@ class RunLibrary:
     def config(self, number: int) -> Config:
         return Journal(self.path(number)).config
 
+    def warm_up(self) -> None:
+        """What the first look at samples would wait for, by a thread: nobody may ever look."""
+        threading.Thread(target=self.decoder, args=(0,), name="tokenizer", daemon=True).start()
+
     def decoder(self, number: int) -> TokenDecoder:
         """Loaded once; one that knows no tokenizer is tried again."""
         with self._lock:

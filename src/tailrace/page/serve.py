@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import ssl
 import sys
@@ -18,12 +19,14 @@ from tailrace.page.runs import RunLibrary
 from tailrace.page.server import PageListener, PageServer
 
 DEFAULT = "127.0.0.1:0"
+NICE = 10  # a run on the same machine goes first
 SWITCH_S = 0.0005  # between threads: who reads a long history lets those go first who answer
 
 
 def serve(runs: Sequence[Path], listen: str, token_file: Path | None) -> int:
     """Until it is told to end. What is wrong is refused before anything is opened."""
     sys.setswitchinterval(SWITCH_S)
+    os.nice(NICE)
     address = parse_listen(listen)
     token = find_token(address, token_file)
     library = RunLibrary(runs)
@@ -34,6 +37,7 @@ def serve(runs: Sequence[Path], listen: str, token_file: Path | None) -> int:
     app = PageApp(AccessControl(address, token), RunAnswers(library).table)
     greeting = _greeting(address, fingerprint)
     indexers = Indexers(library)
+    library.warm_up()
     try:
         asgi = AsgiApplication(app.respond, app.headers)
         PageServer(asgi, listener, tls, ready=lambda: output(greeting)).run([listener])

@@ -40,12 +40,12 @@ function stepTicks(low, high, most) {
   return found;
 }
 
-function drawCurves(svg, curves, { axis, log, smooth }) {
-  // curves: [{ name, points: [[step, time, value]] }]
+function drawCurves(svg, curves, { axis, log, smooth, dots = false, shares = false, where = null }) {
+  // curves: [{ name, points: [[step, time, value]] }]; shares: from 0 to 1 where all values lie there; where: words for a place on the axis
   const at = axis === "step" ? 0 : 1;
   const raw = curves.map((curve) => curve.points.map((p) => [p[at], p[2]]).filter(([, y]) => Number.isFinite(y) && (!log || y > 0)));
   const lines = raw.map((points) => (smooth > 0 ? smoothed(points, smooth) : points));
-  const range = spread(raw.flat().map(([, y]) => y), log), xs = raw.flat().map(([x]) => x);
+  const ys = raw.flat().map(([, y]) => y), range = shares && ys.length && ys.every((y) => y >= 0 && y <= 1) ? [0, 1.04] : spread(ys, log), xs = raw.flat().map(([x]) => x);
   const across = [Math.min(0, ...xs), Math.max(1e-6, ...xs)];
   const frame = new Frame(svg, across, range || [0, 1], { logUp: log });
   if (!range) return frame.text(frame.width / 2, frame.height / 2, "no data yet", "middle");
@@ -54,17 +54,16 @@ function drawCurves(svg, curves, { axis, log, smooth }) {
   else frame.times(across[1]);
   raw.forEach((points, i) => { if (smooth > 0) frame.line(`c${i % CURVE_COLOURS} faint`, points); });
   lines.forEach((points, i) => frame.line(`c${i % CURVE_COLOURS}`, points));
-  lines.forEach((points, i) => { if (points.length === 1) frame.dots(`c${i % CURVE_COLOURS}`, points, 3); });
-  tips.set(svg, (event) => curveWords(event, svg, frame, curves, lines, axis));
+  lines.forEach((points, i) => { if (dots || points.length === 1) frame.dots(`c${i % CURVE_COLOURS}`, points, 3); });
+  tips.set(svg, (event) => curveWords(event, svg, frame, curves, lines, where || ((x) => (axis === "step" ? `step ${whole(x)}` : clock(x)))));
 }
 
-function curveWords(event, svg, frame, curves, lines, axis) {
+function curveWords(event, svg, frame, curves, lines, where) {
   const box = svg.getBoundingClientRect(), wanted = event.clientX - box.left;
   const closest = (points) => points.reduce((best, p) => (!best || Math.abs(frame.x(p[0]) - wanted) < Math.abs(frame.x(best[0]) - wanted) ? p : best), null);
   const found = lines.map(closest), first = found.find(Boolean);
   if (!first) return "";
-  const where = axis === "step" ? `step ${whole(first[0])}` : clock(first[0]);
-  return [where, ...found.map((p, i) => p && `${curves[i].name}: ${Number(p[1].toPrecision(5))}`).filter(Boolean)].join("\n");
+  return [where(first[0]), ...found.map((p, i) => p && `${curves[i].name}: ${Number(p[1].toPrecision(5))}`).filter(Boolean)].join("\n");
 }
 
 function curveLegend(curves) {

@@ -11,7 +11,8 @@ const metrics = {
   async look(values) {
     const { metrics: found } = await ask("/curves", { run: view.run });
     this.names = [...Object.keys(BUILT_IN), ...found.flatMap(({ name, sources }) => sources.map((source) => `${source}:${name}`))];
-    this.picked = values.show ? values.show.split(",") : FIRST_SHOWN.filter((name) => this.names.includes(name));
+    const first = this.names.find((name) => /^eval:eval\/[^/]+\/avg@/.test(name));
+    this.picked = values.show ? values.show.split(",") : [...FIRST_SHOWN, first].filter((name) => this.names.includes(name));
     this.runs = values.compare ? values.compare.split(",").map(Number) : [view.run];
     fillPicker(this.names, this.picked);
     await Promise.all(this.picked.map((name) => drawMetric(name, this.runs)));

@@ -28,13 +28,15 @@ function head(data) {
 }
 
 function tiles(data) {
-  const { run, about } = data, { before, after } = about.accuracy, mean = about.mean_reward;
+  const { run, about } = data, { before, after } = about.accuracy, mean = about.mean_reward, newest = data.evaluations.sets[0]?.points.at(-1);
   say("reward", fixed(run.mean_reward, 3));
   say("reward-more", run.reward === null ? "no step yet" : `10-step mean; last step ${fixed(run.reward, 3)}`);
   const change = (from, to) => `${fixed(from, 2)} → ${to === null ? "…" : fixed(to, 2)}`;
   say("accuracy", before === null && after === null ? "–" : change(before, after));
   const rewards = mean.before === null && mean.after === null ? "" : `, mean reward ${change(mean.before, mean.after)}`;
-  say("accuracy-more", before === null ? "not measured" : `share of rewards above ${about.right_above}${rewards}`);
+  const meanwhile = newest && after === null;
+  if (meanwhile) say("accuracy", before === null ? fixed(newest[1], 2) : change(before, newest[1]));
+  say("accuracy-more", before === null && !newest ? "not measured" : `${meanwhile ? `v${newest[0]}; ` : ""}share of rewards above ${about.right_above}${rewards}`);
   say("rate", whole(run.tokens_per_s));
   say("rate-more", `10-step mean; ${short(run.trained_tokens)} in all`);
   say("staleness", fixed(run.staleness.mean, 2));
@@ -179,7 +181,7 @@ const overview = {
   shown: null, // the newest figures
   draw() {
     if (!this.shown) return;
-    for (const section of [head, tiles, charts, overviewLanes, idleCauses, replicas, ledger, facts, events]) section(this.shown);
+    for (const section of [head, tiles, charts, evaluations, overviewLanes, idleCauses, replicas, ledger, facts, events]) section(this.shown);
   },
   async look() {
     this.shown = await ask("/data", { run: view.run });
