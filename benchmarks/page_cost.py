@@ -3,8 +3,8 @@
     python benchmarks/page_cost.py [--rounds 5] [--pages 3] [--more]
 
 One `tailrace page`, with the process of its text index, and so many clients, each of which asks for figures and samples
-once a second, as a browser does. Writes benchmarks/results/page_cost.json; `--more` adds rounds to what is there. Run it
-on a quiet machine.
+once a second, as a browser does. Writes benchmarks/results/page_cost.json; `--more` adds rounds to what is there. Run
+it on a quiet machine.
 """
 
 from __future__ import annotations
