@@ -277,11 +277,12 @@ def test_a_far_relay_is_worth_several_streams_and_a_near_one_is_not(monkeypatch:
         def __init__(self, local: bool, round_trip_s: float) -> None:
             self.is_local, self.round_trip_s = lambda: local, round_trip_s
 
-    def count(local: bool, round_trip_s: float, size: int = 1 << 30, wanted: int = 0) -> int:
-        return streams.streams_for(Link(local, round_trip_s), size, wanted)  # pyright: ignore[reportArgumentType]
+    def count(local: bool, round_trip_s: float, size: int = 1 << 30, wanted: int = 0, rate: float | None = None) -> int:
+        return streams.streams_for(Link(local, round_trip_s), size, wanted, rate)  # pyright: ignore[reportArgumentType]
 
     assert [count(False, s) for s in (0.0002, 0.01, 0.05, 3.0)] == [1, 1, 5, 8]
     assert (count(True, 0.5), count(False, 0.0, wanted=3), count(False, 0.5, size=1000)) == (1, 3, 1)
+    assert [count(False, 0.2, rate=mbits * 125_000) for mbits in (1, 50, 100, 1000)] == [1, 1, 2, 8]
 
 
 def test_a_verified_piece_goes_on_whatever_else_has_come(tmp_path: Path) -> None:

@@ -99,6 +99,7 @@ class Channel:
         self.stall_s = stall_s
         self.until = until
         self.weight_bytes_sent = 0
+        self.bytes_sent = 0  # of all messages, differences as they are encoded
         self.weights_received_at = time.monotonic()
         self.authenticated = False  # the peer has proven that it belongs to the run
         self.aborted = False
@@ -223,6 +224,7 @@ class Channel:
             while sent < len(data):
                 sent += self._socket.send(data[sent : sent + most])
                 self._check_deadline()
+        self.bytes_sent += sent
 
     def receive_weights(self, targets: Iterable[memoryview], what: str) -> None:
         """Into these places, one after the other."""

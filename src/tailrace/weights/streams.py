@@ -2,12 +2,15 @@
 
 The trainer's publisher and the relays' forwarders use it. Several connections are stripes of the version, which the
 receiver assembles like any other parts. TCP fills a link of rate R and round trip T only if it may have R * T bytes
-under way, and systems allow it a few megabytes: so what counts is the round trip.
+under way, and systems allow it a few megabytes. The round trip is known from the start; what the link carried of one
+version says how many streams the next one needs. More than that would be slower: a chain of relays passes on whole
+pieces, and with n streams the first one takes n times as long to arrive.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -18,7 +21,8 @@ from tailrace.weights.messages import ReceivingElsewhere
 from tailrace.weights.part import STRIPE_BLOCK, Part, stripes
 from tailrace.weights.transfer import CHUNK, Bases, Lender, OfferResult, VersionSource, offer
 
-ROUND_TRIP_S = 0.01  # that one stream is good for
+ROUND_TRIP_S = 0.01  # that one stream is good for, where nothing is known of the rate
+WINDOW = 3 << 19  # bytes that one stream may have under way at least, by the usual limits of systems
 MOST_STREAMS = 8
 
 Send = Callable[[Channel, VersionSource], OfferResult]
@@ -59,17 +63,19 @@ class Hop:
     ) -> None:
         self._token, self._chunk, self._streams, self._stall_s = token, chunk, streams, stall_s
         self._lender, self._congestion = lender, congestion
-        self._lock = Lock()  # guards the next three
+        self._lock = Lock()  # guards the next five
         self._channels: set[Channel] = set()  # in use
         self._idle: dict[Address, list[Channel]] = {}
         self._aborted = ""
+        self._rates: dict[Address, float] = {}  # bytes per second of the last version that was large enough to tell
+        self._sent = 0  # bytes, by connections that are not in use any more
         self.bytes_sent = 0
 
     @contextmanager
     def open(self, address: Address) -> Iterator[Channel]:
         """A connection that `abort` ends; an open one if there is. After an error it is closed."""
         channel = self._take(address) or self._connect(address)
-        sent = channel.weight_bytes_sent
+        weights, sent = channel.weight_bytes_sent, channel.bytes_sent
         try:
             if not channel.authenticated:
                 channel.call(self._token, address.fingerprint)
@@ -81,7 +87,8 @@ class Hop:
         finally:
             with self._lock:
                 self._channels.discard(channel)
-                self.bytes_sent += channel.weight_bytes_sent - sent
+                self.bytes_sent += channel.weight_bytes_sent - weights
+                self._sent += channel.bytes_sent - sent
 
     def close(self) -> None:
         """Of connections that nobody uses."""
@@ -134,8 +141,16 @@ class Hop:
         def send(open_channel: Channel, part: VersionSource) -> OfferResult:
             return offer(open_channel, part, self._chunk, from_trainer, destination, self._lender, bases)
 
-        count = streams_for(channel, source.part.size, self._streams)
-        return send(channel, source) if count == 1 else self._in_stripes(channel, address, source, count, send)
+        began, sent = time.monotonic(), self._sent + channel.bytes_sent
+        count = streams_for(channel, source.part.size, self._streams, self._rates.get(address))
+        result = send(channel, source) if count == 1 else self._in_stripes(channel, address, source, count, send)
+        self._measured(address, self._sent + channel.bytes_sent - sent, time.monotonic() - began)
+        return result
+
+    def _measured(self, address: Address, size: int, seconds: float) -> None:
+        if size >= STRIPE_BLOCK and seconds:
+            with self._lock:
+                self._rates[address] = size / seconds
 
     def _in_stripes(
         self, channel: Channel, address: Address, source: VersionSource, count: int, send: Send
@@ -172,10 +187,12 @@ class Hop:
                 channel.abort()
 
 
-def streams_for(channel: Channel, size: int, streams: int = 0) -> int:
-    """How many connections this one should be."""
-    needed = 1 if channel.is_local() else min(math.ceil(channel.round_trip_s / ROUND_TRIP_S), MOST_STREAMS)
-    return max(1, min(streams or needed, size // STRIPE_BLOCK))
+def streams_for(channel: Channel, size: int, streams: int = 0, rate: float | None = None) -> int:
+    """How many connections this one should be, for so many bytes; `rate`: what the last ones carried per second."""
+    needed = 1.0
+    if not channel.is_local():
+        needed = channel.round_trip_s / ROUND_TRIP_S if rate is None else rate * channel.round_trip_s / WINDOW
+    return max(1, min(streams or math.ceil(min(needed, MOST_STREAMS)), size // STRIPE_BLOCK))
 
 
 def _together(results: list[OfferResult]) -> OfferResult:
