@@ -57,3 +57,9 @@ def test_every_kind_of_import_makes_a_cycle(tmp_path: Path) -> None:
 def test_identifiers_are_split_into_words() -> None:
     assert words_of("_SimHTTPDoor2") == ["Sim", "HTTP", "Door"]
     assert words_of("page_door") == ["page", "door"]
+
+
+def test_files_of_tests_have_names_of_their_own() -> None:
+    """pytest imports them by name alone: of two with the same one it would collect one."""
+    names = [path.name for path in Path(__file__).parents[1].rglob("test_*.py")]
+    assert sorted(names) == sorted(set(names))
