@@ -23,6 +23,7 @@ from typing import NamedTuple
 import msgspec
 import pytest
 
+from tailrace.cli import main
 from tailrace.config import Config, load
 from tailrace.obs.activity import COUNTED, Lane
 from tailrace.obs.charts import POINTS, SPANS, Curve, lane_view
@@ -682,3 +683,10 @@ def test_other_commands_do_not_load_it() -> None:
     assert "tailrace.cli" in loaded
     assert not {"uvicorn", "h11", "asyncio", "tailrace.page"} & set(loaded)
     assert MAX_BODY < MAX_HEAD
+
+
+def test_what_is_refused_does_not_make_its_process_slower(tmp_path: Path, config: Config) -> None:
+    RunStore.create(tmp_path / "run", config).close(False)
+    before = os.nice(0), sys.getswitchinterval()
+    assert main(["page", str(tmp_path / "run"), "--listen", "0.0.0.0:0"]) == 2
+    assert (os.nice(0), sys.getswitchinterval()) == before

@@ -25,8 +25,6 @@ SWITCH_S = 0.0005  # between threads: who reads a long history lets those go fir
 
 def serve(runs: Sequence[Path], listen: str, token_file: Path | None) -> int:
     """Until it is told to end. What is wrong is refused before anything is opened."""
-    sys.setswitchinterval(SWITCH_S)
-    os.nice(NICE)
     address = parse_listen(listen)
     token = find_token(address, token_file)
     library = RunLibrary(runs)
@@ -36,6 +34,8 @@ def serve(runs: Sequence[Path], listen: str, token_file: Path | None) -> int:
     address = ListenAddress(address.host, listener.getsockname()[1])
     app = PageApp(AccessControl(address, token), RunAnswers(library).table)
     greeting = _greeting(address, fingerprint)
+    sys.setswitchinterval(SWITCH_S)
+    os.nice(NICE)
     indexers = Indexers(library)
     library.warm_up()
     try:
