@@ -112,7 +112,8 @@ class AsgiApplication:
 
 async def _in_thread(work: Callable[[], PageResponse]) -> PageResponse:
     """In a thread of its own that nobody waits for when the page ends: asyncio's own pool would be waited for."""
-    loop, done = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[PageResponse] = loop.create_future()
 
     def run() -> None:
         try:
