@@ -20,7 +20,8 @@ import argparse
 import json
 import sys
 from collections import Counter
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from itertools import pairwise
 from multiprocessing import get_context
@@ -145,10 +146,9 @@ def accuracy(run: Path, version: int) -> float:
     return last.results[0].accuracy
 
 
-def measured(arm: str, seed: int, folder: Path, options: argparse.Namespace) -> Row:
+def measured(arm: str, seed: int, progress: Progress, options: argparse.Namespace) -> Row:
     from tailrace.obs.summary import summarise
 
-    progress = train(arm, seed, folder, options)
     summary = summarise(progress.run).summary
     start = progress.first or 0.0
     at = {0: (start, 0)} | progress.versions
@@ -201,17 +201,30 @@ def compare(options: argparse.Namespace) -> list[Row]:
     if options.runs:
         options.runs.mkdir(parents=True, exist_ok=True)
     for seed in options.seed_list:
-        for arm in options.arms:
-            kept = nullcontext(options.runs) if options.runs else TemporaryDirectory(ignore_cleanup_errors=True)
-            with kept as folder:
-                try:
-                    rows.append(measured(arm, seed, Path(folder), options))
-                except RuntimeError as error:  # the others are still worth having
-                    print(f"{arm}, seed {seed}: {error}", flush=True)
-                    continue
-            print(json.dumps({name: value for name, value in rows[-1].items() if name != "curve"}), flush=True)
-            write(rows, options)
+        kept = nullcontext(options.runs) if options.runs else TemporaryDirectory(ignore_cleanup_errors=True)
+        with kept as folder:
+            for row in of_seed(seed, Path(folder), options):
+                rows.append(row)
+                print(json.dumps({name: value for name, value in row.items() if name != "curve"}), flush=True)
+        write(rows, options)
     return rows
+
+
+def of_seed(seed: int, folder: Path, options: argparse.Namespace) -> Iterator[Row]:
+    """Its arms are trained one after the other, so that their seconds can be compared; then all are evaluated."""
+    done = [progress for arm in options.arms if (progress := trained(arm, seed, folder, options))]
+    with ThreadPoolExecutor(options.evaluations) as pool:
+        list(pool.map(evaluated, [progress.run for _, progress in done]))
+    for arm, progress in done:
+        yield measured(arm, seed, progress, options)
+
+
+def trained(arm: str, seed: int, folder: Path, options: argparse.Namespace) -> tuple[str, Progress] | None:
+    try:
+        return arm, train(arm, seed, folder, options)
+    except RuntimeError as error:  # the others are still worth having
+        print(f"{arm}, seed {seed}: {error}", flush=True)
+        return None
 
 
 def ratios(rows: list[Row], goals: list[float]) -> Row:
@@ -277,6 +290,7 @@ def main() -> None:
     parser.add_argument("--deadline", type=float, default=None, help="seconds for one run; 600, on a GPU 100")
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--runs", type=Path, default=None, help="folder in which runs are kept; unset: they are not")
+    parser.add_argument("--evaluations", type=int, default=1, help="runs that are evaluated at a time")
     parser.add_argument("--condition", default="", help="of the machine, in words, for the file of results")
     parser.add_argument("--set", nargs=argparse.REMAINDER, default=[], help="further settings of the runs, last")
     options = parser.parse_args()
