@@ -31,6 +31,14 @@ def test_nobody_is_emptied_whose_work_ends_sooner_than_it_moves():
     assert {move.source for move in moves} <= {2, 3}
 
 
+def test_what_fits_nowhere_is_not_weighed():
+    asked: list[int] = []
+    plan([view(0, 60), view(1, 70)], is_worthwhile=lambda id: bool(asked.append(id)))
+    assert not asked
+    plan([view(0, 20), view(1, 70)], is_worthwhile=lambda id: bool(asked.append(id)))
+    assert asked == [0, 1], "either would fit into the other"
+
+
 def test_the_idle_take_half_of_the_largest_batches_of_their_version():
     views = [view(0, 50, requests=6), view(1, 80, requests=8), view(2, 0, requests=0), view(3, 9, requests=1)]
     assert spread([*views, view(4, 0, version=2, requests=0)]) == [Move(1, 2)]

@@ -23,6 +23,7 @@ MEMORY = 256  # groups that count: a new one has at least this share in what is 
 FEWEST = 4  # groups before anything is foretold
 EARLIER = 2.0  # samples: for so many counts what is known of a prompt's last visit
 MOST_ROWS = 1 << 20  # of the data that have a memory
+SQRT_2 = sqrt(2.0)
 RESOLUTION = 0.06  # of a mean log length in a byte: up to e^15 tokens
 # Gauss-Hermite: where a normal distribution is looked at, and the weight of each point
 NORMAL = ((-2.857, 0.01126), (-1.3556, 0.22208), (0.0, 0.53333), (1.3556, 0.22208), (2.857, 0.01126))
@@ -71,7 +72,7 @@ class LengthEstimates(msgspec.Struct):
         there is half on average. 0 while nothing is known."""
         if self.groups < FEWEST:
             return 0.0
-        return _half_by_length(self.mean, self._between + max(self.within, 1e-6), most)
+        return _half_by_length(self.mean, self._between, self.within, most)
 
     def useful_share(self, limit: float, size: int, most: int) -> float:
         """Share of the generated tokens that are in groups of this size all of whose samples end within `limit` tokens,
@@ -98,7 +99,7 @@ class LengthEstimates(msgspec.Struct):
     @property
     def _between(self) -> float:
         """The means of groups spread even where prompts do not differ."""
-        return max(0.0, self.between - self.within / max(1.0, self.size))
+        return _apart(self.between, self.within, self.size)
 
     def _posterior(self, siblings: float, count: float) -> tuple[float, float]:
         """Mean and variance of a sample's log length."""
@@ -129,10 +130,15 @@ class EarlierLengths(msgspec.Struct):
         return (EARLIER, EARLIER * mean) if mean >= 0.0 else (0.0, 0.0)
 
 
-@lru_cache(maxsize=16)  # asked for at every assignment, and another only when a group has closed
-def _half_by_length(mean: float, variance: float, most: int) -> float:
+@lru_cache(maxsize=16)  # asked for with every sample, and another only when a group has closed
+def _apart(between: float, within: float, size: float) -> float:
+    return max(0.0, between - within / max(1.0, size))
+
+
+@lru_cache(maxsize=16)  # likewise
+def _half_by_length(mean: float, between: float, within: float, most: int) -> float:
     """E[L^2] / 2 E[L] of a log-normal length that ends at `most`."""
-    sigma = sqrt(variance)
+    sigma = sqrt(between + max(within, 1e-6))
     z = (log(most) - mean) / sigma
     capped = _upper(z)
     first = exp(mean + sigma * sigma / 2) * (1.0 - _upper(z - sigma)) + most * capped
@@ -151,4 +157,4 @@ def _mean_excess(tokens: int, mean: float, sigma: float) -> float:
 
 def _upper(z: float) -> float:
     """P(normal > z)."""
-    return 0.5 * erfc(z / sqrt(2.0))
+    return 0.5 * erfc(z / SQRT_2)

@@ -51,8 +51,8 @@ def prompts_to_fetch(context: Context, wanted: int) -> int:
 
 
 def extend(context: Context, group: Group) -> None:
-    """Start more samples of a group, unless its outcome is settled or not known yet."""
-    count = _more(context, group) if len(group.samples) < group.size else 0
+    """Start more samples of a group that has not begun all of them, unless its outcome is settled or not known yet."""
+    count = _more(context, group)
     if count:
         context.ledger.add_samples(group, count)
         context.more_work = True

@@ -15,7 +15,8 @@ from tailrace.types import ReplicaId
 def close_if_complete(context: Context, group: Group) -> None:
     """Without unfinished samples a group goes to the buffer, unless more are needed, too few survived or they teach
     nothing."""
-    filters.extend(context, group)
+    if len(group.samples) < group.size:
+        filters.extend(context, group)
     if group.unfinished:
         return
     if not context.ledger.close(group, context.config.groups.min_survivors):

@@ -312,9 +312,10 @@ class Ledger(msgspec.Struct):
 
     def _end_sample(self, sample: Sample, state: Literal["done", "failed"]) -> None:
         self._stop_scoring(sample, state)
+        if sample.replica == NOWHERE:
+            self.waiting.pop(sample.id, None)
+            self.handed_in.pop(sample.id, None)
         sample.replica = NOWHERE
-        self.waiting.pop(sample.id, None)
-        self.handed_in.pop(sample.id, None)
         self.groups[sample.group].unfinished -= 1
         self.unfinished -= 1
 

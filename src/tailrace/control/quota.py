@@ -34,7 +34,7 @@ def _dealt(context: Context, samples: float, kind: int, most: Sequence[float] = 
     whatever the most is that they should have."""
     kinds = context.fleet.kinds
     if len(kinds) == 1 or not most:
-        return samples * kinds[kind].pace / max(1.0, sum(one.pace * one.members for one in kinds))
+        return samples * kinds[kind].pace / max(1.0, sum([one.pace * one.members for one in kinds]))
     return batch_sizes(kinds, samples, most)[kind]
 
 

@@ -85,8 +85,9 @@ def _consolidate(candidates: list[View], most: int, is_worthwhile: Callable[[Rep
     for source in sorted([id for _, id in plan.loads], key=lambda id: -plan.views[id].tail_s):
         if len(plan.moves) >= most:
             break
-        if source not in plan.receiving and is_worthwhile(source):
-            plan.empty(source)
+        target = plan.emptiest(source) if source not in plan.receiving else None
+        if target is not None and is_worthwhile(source):  # asked last: it looks at every sample
+            plan.empty(source, target)
     return plan.moves
 
 
@@ -103,13 +104,9 @@ class _Plan:
         self.receiving: set[ReplicaId] = set()
         self.moves: list[Move] = []
 
-    def empty(self, source: ReplicaId) -> None:
-        """Give all of `source` to the emptiest replica that it fits into and that is not slower, if there is one; of
-        several to the fastest, because a tail ends when its last sample does."""
+    def empty(self, source: ReplicaId, index: int) -> None:
+        """Give all of `source` to the replica at this place of `loads`."""
         view = self.views[source]
-        index = self._emptiest(view)
-        if index is None:
-            return
         kv, target = self.loads[index]
         self.moves.append(Move(source, target))
         self.receiving.add(target)
@@ -119,7 +116,10 @@ class _Plan:
         if self.requests[target] + self.fewest_requests <= self.views[target].roofline:
             insort(self.loads, (kv + view.kv, target))  # else nothing fits any more, and later searches skip it
 
-    def _emptiest(self, source: View) -> int | None:
+    def emptiest(self, id: ReplicaId) -> int | None:
+        """The place of the emptiest replica that this one's work fits into and that is not slower, if there is one; of
+        several the fastest, because a tail ends when its last sample does."""
+        source = self.views[id]
         start = bisect_left(self.loads, (self.largest_limit - source.kv + 1, -1))
         best: tuple[float, int] | None = None
         for index in range(start):

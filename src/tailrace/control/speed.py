@@ -55,11 +55,10 @@ class Speed(msgspec.Struct):
             return
         weight = 1.0 / seconds  # of the square: a busy interval counts by its length
         self.reports += 1
-        products, targets = self.products, self.targets
-        for i, x in enumerate(row):
-            targets[i] = memory * targets[i] + weight * x * seconds
-            for j, y in enumerate(row):
-                products[COSTS * i + j] = memory * products[COSTS * i + j] + weight * x * y
+        weighted = [weight * x for x in row]
+        self.targets = [memory * old + x * seconds for old, x in zip(self.targets, weighted, strict=True)]
+        new = [x * y for x in weighted for y in row]
+        self.products = [memory * old + product for old, product in zip(self.products, new, strict=True)]
 
     def costs(self) -> DecodeCosts | None:
         """None while nothing has been decoded."""

@@ -28,7 +28,8 @@ def train(context: Context) -> None:
     training = context.training
     if not training.live or training.busy or (context.evaluation.ending and training.step == training.version):
         return
-    stores.remove_lost(context)
+    if training.picked:
+        stores.remove_lost(context)
     wanted = context.mini_batch_sizes[training.mini_batch] - len(training.picked)
     if not wanted:
         context.send(training.order(context.now, len(context.mini_batch_sizes)))

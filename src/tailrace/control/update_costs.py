@@ -19,7 +19,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import inf
 from typing import NamedTuple
 
@@ -44,10 +44,10 @@ class Situation(NamedTuple):
     kv: float  # tokens in use
     batch: float  # samples that it would generate if it were fed; 0: there is nothing to start
     elsewhere: float  # tokens per second that one more sample adds where else it would be started
-    late_share: list[float]  # of what would start 1, 2, ... versions behind, until it pulls: what comes too late
-    pace_s: float  # between two versions
     may_mix: bool
     may_stay: bool
+    late_share: Sequence[float] = ()  # of what starts 1, 2, ... versions behind, until it pulls: what comes too late
+    pace_s: float = 0.0  # between two versions
 
 
 class ChoiceCosts(NamedTuple):
@@ -90,8 +90,8 @@ def _late_s(now: Situation) -> float:
     return late / _full_rate(now)
 
 
-def drain_s(now: Situation) -> float:
-    """Of the cheapest moment from the first sample's end on."""
+def drain_s(now: Situation, enough: float = inf) -> float:
+    """Of the cheapest moment from the first sample's end on. `enough`: more than this need not be known exactly."""
     if not now.batch:
         return 0.0
     full = _full_rate(now)
@@ -100,7 +100,7 @@ def drain_s(now: Situation) -> float:
         lost += stretch.seconds * _idle_share(now, stretch.running, stretch.kv, full)
         if now.may_mix or stretch.running == 1:
             best = min(best, lost + now.costs.prefill_token * max(0.0, stretch.kv_left))
-        if lost >= best:
+        if lost >= best or lost > enough:
             break
     return best
 

@@ -4,12 +4,13 @@ to the journal."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import cache, partial
 from math import inf
 
 from tailrace.control import update_costs, weights
 from tailrace.control.fleet import Replica
-from tailrace.control.ledger import NONE, Group
+from tailrace.control.ledger import NONE
 from tailrace.control.quota import even_share, last_pick, quota, timely_share
 from tailrace.control.speed import DecodeCosts
 from tailrace.control.state import Context
@@ -49,7 +50,8 @@ def _is_due(context: Context, replica: Replica) -> bool:
 
 
 def _situation(context: Context, replica: Replica, version: Version, costs: DecodeCosts) -> update_costs.Situation:
-    behind, mixes = version - replica.version, may_mix(context, replica)
+    """Of one that may take its work along."""
+    behind = version - replica.version
     batch, elsewhere = _opportunity(context, replica, costs)
     return update_costs.Situation(
         costs=costs,
@@ -59,8 +61,8 @@ def _situation(context: Context, replica: Replica, version: Version, costs: Deco
         elsewhere=elsewhere,
         late_share=_late_share(context, max(batch, len(replica.assigned)), behind, costs),
         pace_s=context.training.pace_s,
-        may_mix=mixes,
-        may_stay=mixes and behind < context.config.schedule.max_staleness and context.admits(behind) > 0,
+        may_mix=True,
+        may_stay=behind < context.config.schedule.max_staleness and context.admits(behind) > 0,
     )
 
 
@@ -74,31 +76,27 @@ def _late_share(context: Context, batch: float, behind: int, costs: DecodeCosts)
 
 def in_flight(context: Context, replica: Replica) -> list[update_costs.InFlight]:
     """What a replica generates, as far as can be told from its last report and the lengths of other samples."""
-    ledger, most = context.ledger, context.config.workload.max_completion_tokens
+    ledger, steps, workload = context.ledger, replica.steps, context.config.workload
+    at_stake = workload.group_size * (ledger.finished_tokens / max(1, ledger.finished_samples))  # tokens of a group
+    due_s: Callable[[Version], float] = cache(partial(_due_s, context))
     samples: list[update_costs.InFlight] = []
     for id in replica.assigned:
         sample = ledger.samples[id]
         group = ledger.groups[sample.group]
-        tokens = sample.grown(replica.steps) + group.prompt.tokens
-        left = ledger.expected_left(sample, replica.steps, most)
-        samples.append(update_costs.InFlight(tokens, left, _due_s(context, group), _at_stake(context, group)))
+        grown = sample.grown(steps)
+        left = ledger.lengths.residual(grown, group.log_tokens, group.known, workload.max_completion_tokens)
+        part = at_stake / max(1, group.unfinished)
+        samples.append(update_costs.InFlight(grown + group.prompt.tokens, left, due_s(group.oldest), part))
     return samples
 
 
-def _due_s(context: Context, group: Group) -> float:
-    """From now until the last mini-batch is picked that may take it."""
+def _due_s(context: Context, oldest: Version) -> float:
+    """From now until the last mini-batch is picked that may take a group whose oldest token is of this version."""
     schedule, training = context.config.schedule, context.training
-    if schedule.staleness_policy != "drop" or group.oldest == NONE:
+    if schedule.staleness_policy != "drop" or oldest == NONE:
         return inf
-    steps = group.oldest + schedule.max_staleness - training.version + last_pick(context)
+    steps = oldest + schedule.max_staleness - training.version + last_pick(context)
     return steps * training.pace_s - (context.now - training.made_at)
-
-
-def _at_stake(context: Context, group: Group) -> float:
-    """Tokens of a group, for each of its samples that is not finished."""
-    ledger = context.ledger
-    mean = ledger.finished_tokens / max(1, ledger.finished_samples)
-    return context.config.workload.group_size * mean / max(1, group.unfinished)
 
 
 def _opportunity(context: Context, replica: Replica, costs: DecodeCosts) -> tuple[float, float]:
@@ -124,16 +122,17 @@ def may_mix_samples(context: Context, ids: Iterable[TrajectoryId]) -> bool:
     ledger = context.ledger
     if not context.mixed_share:
         return False
-    more = sum(not ledger.samples[id].mixed for id in ids)
+    more = sum([not ledger.samples[id].mixed for id in ids])
     return ledger.mixed + more <= context.mixed_share * ledger.next_sample
 
 
 def fresher_is_coming(context: Context, replica: Replica) -> bool:
     """A version was made, and is expected on its relay so soon that what starts now would only be staler."""
     training, publish_s = context.training, context.relays.publish_s
+    if not training.live or not context.traits.chooses:
+        return False
     made = training.version - training.version % context.config.schedule.publish_every
-    there = max(replica.version, weights.wanted(context, replica))
-    if made <= there or not training.live or not context.traits.chooses:
+    if made <= replica.version or made <= weights.wanted(context, replica):
         return False
     waited = context.now - training.made_at
     return publish_s <= update_costs.STALENESS * training.pace_s and waited <= 2 * publish_s
@@ -144,8 +143,12 @@ def is_worth_moving(context: Context, replica: Replica) -> bool:
     costs = context.fleet.costs(replica)
     if costs is None:
         return True
-    now = _situation(context, replica, replica.version + 1, costs)._replace(may_mix=False)
-    return update_costs.drain_s(now) > costs.prefill_token * replica.kv_load
+    batch, elsewhere = _opportunity(context, replica, costs)
+    now = update_costs.Situation(
+        costs, in_flight(context, replica), replica.kv_load, batch, elsewhere, may_mix=False, may_stay=False
+    )
+    recompute_s = costs.prefill_token * replica.kv_load
+    return update_costs.drain_s(now, enough=recompute_s) > recompute_s
 
 
 def gains_by_spreading(context: Context, replica: Replica, target: Replica, count: int) -> bool:

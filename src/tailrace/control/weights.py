@@ -26,10 +26,10 @@ PUBLISHED = 0.25  # weight of the newest version in how long one takes to a rela
 def publish(context: Context) -> None:
     """Push the newest publishable version, unless the master has it or one is already on its way."""
     training, relays = context.training, context.relays
-    version = training.version - training.version % context.config.schedule.publish_every
-    if relays.master == NONE or not training.live or context.state.pushing != NONE or training.step < version:
+    if context.state.pushing != NONE or relays.master == NONE or not training.live:
         return
-    if relays.relays[relays.master].newest < version:
+    version = training.version - training.version % context.config.schedule.publish_every
+    if relays.relays[relays.master].newest < version <= training.step:
         context.state.pushing = version
         context.send(Publish(training.incarnation, version, relays.master))
 
@@ -137,7 +137,7 @@ def wanted(context: Context, replica: Replica) -> Version:
     """The version that a replica should generate under, seen from where it stands."""
     together = context.traits.interrupts and not replica.worker
     newest = context.relays.newest_everywhere if together else context.relays.newest_for(replica.host)
-    return on_the_way(context, replica, newest)
+    return newest if context.evaluation.version == NONE else on_the_way(context, replica, newest)
 
 
 def on_the_way(context: Context, replica: Replica, version: Version) -> Version:

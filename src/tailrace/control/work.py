@@ -53,8 +53,10 @@ def _feed(context: Context, replica: Replica) -> bool:
     """Give a replica what it has room for: first what waits, then new groups. False: there was nothing to give."""
     whole = quota(context, replica.kind)
     room = whole - len(replica.assigned)
-    given = _unbegun(context, room) if replica.worker else _longest_waiting(context, max(room, 0))
-    if not updates.fresher_is_coming(context, replica):
+    given: list[TrajectoryId] = []
+    if context.ledger.waiting and room > 0:
+        given = _unbegun(context, room) if replica.worker else _longest_waiting(context, room)
+    if _has_room(context, room - len(given), whole) and not updates.fresher_is_coming(context, replica):
         given += _open_groups(context, replica, room - len(given), whole)
     if _could_take_more(context, replica, room - len(given), bool(given)):
         context.fleet.hungry[replica.id] = None
@@ -69,14 +71,14 @@ def _feed(context: Context, replica: Replica) -> bool:
 def _unbegun(context: Context, most: int) -> list[TrajectoryId]:
     """What waits and has no token yet: a stranger gets nothing that others have generated."""
     unbegun = (id for id in context.ledger.waiting if context.ledger.samples[id].oldest == NONE)
-    return list(islice(unbegun, max(most, 0)))
+    return list(islice(unbegun, most))
 
 
 def _longest_waiting(context: Context, most: int) -> list[TrajectoryId]:
     """Where not all that waits can go on, what is expected to take longest does: its group waits for it."""
     waiting = context.ledger.waiting
-    if not 0 < most < len(waiting):
-        return list(islice(waiting, most))
+    if most >= len(waiting):
+        return list(waiting)
     return nlargest(most, waiting, key=lambda id: expected_left(context, id))
 
 
@@ -87,12 +89,17 @@ def _could_take_more(context: Context, replica: Replica, room: int, was_given: b
     return room > 0
 
 
+def _has_room(context: Context, room: int, whole: int) -> bool:
+    """For half a group, or half of what a replica takes that cannot take a whole one."""
+    return room > 0 and 2 * room >= min(context.config.first_samples, whole)
+
+
 def _open_groups(context: Context, replica: Replica, room: int, whole: int) -> list[TrajectoryId]:
     """Samples of new groups for about `room` samples. A group is split only where a replica cannot take a whole one."""
     size = context.config.first_samples
-    if room <= 0 or 2 * room < min(size, whole):
-        return []
     admitted = context.admits(context.training.version - replica.version)
+    if admitted <= 0:
+        return []
     # where work is short, everybody gets some of it
     fair = ceil(admitted * context.fleet.pace(replica) / context.fleet.hungry_pace(replica))
     count = min(max(1, round(room / size)), fair, len(context.ledger.pool))

@@ -135,7 +135,7 @@ class Fold:
             self._take_in(event)
         for command in commands:
             self._take_in(command)
-        if commands and any(type(command) is Release for command in commands):
+        if commands and Release in map(type, commands):
             self.repacks += 1
 
     def _take_in(self, message: Event | Command) -> None:

@@ -18,7 +18,8 @@ class VirtualClock:
         heappush(self._queue, (time if time > self.now else self.now, self._count, action, arguments))
 
     def after(self, delay: float, action: Callable[..., None], *arguments: Any) -> None:
-        self.at(self.now + delay, action, *arguments)
+        self._count += 1
+        heappush(self._queue, (self.now + max(delay, 0.0), self._count, action, arguments))
 
     def step(self) -> bool:
         """Run the next action; False when there is none left."""

@@ -1,7 +1,7 @@
 """Processes that share the cores of one machine: when they want more than there are, all get the same share less.
 
 With `local.cores` the measured costs are processor seconds, and how long they last depends on who else is busy. The
-driver calls `settle` after everything that happens; without `local.cores` nothing here has any effect.
+driver calls `settle` after everything that happens, where cores are `shared`.
 """
 
 from __future__ import annotations
@@ -27,13 +27,12 @@ class CpuSharing:
         self._cores = config.local.cores if config.costs.measured else 0
         self._engine_threads = _threads(config.rollout.threads, self._cores)
         self._trainer_threads = _threads(config.trainer.threads * config.trainer.ranks, self._cores)
+        self.shared = self._cores > 0
         self._crowding = 1.0  # cores wanted for each that is there, and never below 1
         self._slow_down()
 
     def settle(self) -> None:
         """If more or fewer processes are busy than before, they go on slower or faster from now on."""
-        if not self._cores:
-            return
         crowding = max(1.0, self._wanted() / self._cores)
         if crowding != self._crowding:
             self.stretch(crowding / self._crowding)

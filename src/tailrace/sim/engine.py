@@ -147,6 +147,7 @@ class SimEngine:
         if sequence.status == "waiting":
             self.waiting.remove(sequence)
         elif sequence.status == "running":
+            self._note_tokens(sequence)
             self._free(sequence)
         self._take_cached(sequence.trajectory)
         sequence.status = "outside"
@@ -248,7 +249,7 @@ class SimEngine:
         if not self.batch:
             return inf
         heap = self._heap
-        while not self._is_current(heap[0]):
+        while not _is_current(heap[0]):
             heappop(heap)
         running = len(self.batch)
         steps = heap[0][0] - self.decode_steps
@@ -260,18 +261,16 @@ class SimEngine:
         begin = self.stall_until if self.stall_until > self.time else self.time
         return begin + seconds * self.slowdown * self.crowding
 
-    def _is_current(self, entry: HeapEntry) -> bool:
-        return entry[-1].status == "running" and entry[-1].end == entry[0]
-
     def ended_turns(self, now: float) -> list[SimSequence]:
         """Advance to `now` and take out the sequences whose turn is over; make room if the cache is full."""
         self.advance(now)
-        self._evict()
+        if self._prefix_cache:
+            self._evict()
         ended: list[SimSequence] = []
-        heap = self._heap
-        while heap and heap[0][0] <= self.decode_steps + 1e-3:
+        heap, reached = self._heap, self.decode_steps + 1e-3
+        while heap and heap[0][0] <= reached:
             entry = heappop(heap)
-            if self._is_current(entry):
+            if _is_current(entry):
                 self._end_turn(entry[-1])
                 ended.append(entry[-1])
         if not ended:
@@ -283,19 +282,21 @@ class SimEngine:
 
     def _admit(self, now: float) -> None:
         """Admit waiting sequences while there is room for them and for everybody's next steps."""
-        seconds = 0.0
-        self._evict()
-        while self.waiting and len(self.batch) < self.max_running:
-            sequence = self.waiting[0]
-            shared = sequence.prompt if sequence.group in self._groups else 0
+        seconds, waiting, batch, groups = 0.0, self.waiting, self.batch, self._groups
+        if self._prefix_cache:
+            self._evict()
+        while waiting and len(batch) < self.max_running:
+            sequence = waiting[0]
+            members = groups.get(sequence.group, 0)
+            shared = sequence.prompt if members else 0
             tokens = sequence.prompt + sequence.tokens - shared
-            if self.batch and self.kv + tokens + HEADROOM_STEPS * len(self.batch) > self.capacity:
+            if batch and self.kv + tokens + HEADROOM_STEPS * len(batch) > self.capacity:
                 break
-            self.waiting.popleft()
+            waiting.popleft()
             self.kv += tokens
-            self._groups[sequence.group] = self._groups.get(sequence.group, 0) + 1
+            groups[sequence.group] = members + 1
             self._run(sequence)
-            cached = max(shared, self._take_cached(sequence.trajectory))
+            cached = max(shared, self._take_cached(sequence.trajectory)) if self._prefix_cache else shared
             seconds += self._prefill(sequence.prompt + sequence.tokens - cached, cached)
         if seconds:
             self._evict()
@@ -325,19 +326,17 @@ class SimEngine:
             sequence.status = "outside"
 
     def _free(self, sequence: SimSequence) -> None:
-        """Take its KV away; the prompt's goes with the last sample of the group."""
-        tokens = float(sequence.tokens)
-        if sequence.status == "running":
-            del self.batch[sequence.trajectory]
-            tokens = sequence.stop - (sequence.end - self.decode_steps)
-            self._note_tokens(sequence)
+        """Take the KV of one that is running away; the prompt's goes with the last sample of the group."""
+        del self.batch[sequence.trajectory]
+        tokens = sequence.stop - (sequence.end - self.decode_steps)
         left = self._groups[sequence.group] - 1
         if left:
             self._groups[sequence.group] = left
         else:
             del self._groups[sequence.group]
             tokens += sequence.prompt
-        self.kv = max(0.0, self.kv - tokens) if self._groups else 0.0
+        kept = self.kv - tokens
+        self.kv = kept if kept > 0.0 and self._groups else 0.0
 
     def _take_cached(self, trajectory: TrajectoryId) -> int:
         """The tokens whose KV is still there."""
@@ -357,6 +356,12 @@ class SimEngine:
         """Preemption by recompute: the youngest go back to the queue until there is room for them."""
         while len(self.batch) > 1 and self.kv + PREEMPT_STEPS * len(self.batch) > self.capacity:
             sequence = self.batch[next(reversed(self.batch))]
+            self._note_tokens(sequence)
             self._free(sequence)
             sequence.status = "waiting"
             self.waiting.appendleft(sequence)
+
+
+def _is_current(entry: HeapEntry) -> bool:
+    sequence = entry[-1]
+    return sequence.status == "running" and sequence.end == entry[0]

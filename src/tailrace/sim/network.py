@@ -31,21 +31,21 @@ class Network:
 
     def send(self, sender: SimProcess | None, event: Event) -> None:
         """Send an event to the controller; None: its own process, or the driver, tells it."""
-        if sender is not None and self.holds_back(sender):
+        if sender is not None and (self.controller_down or sender.host in self._cut):
             sender.outbox.append(event)
-        else:
-            self._carry(sender, event)
-
-    def beat(self, sender: SimProcess, stats: Event | None) -> None:
-        """A heartbeat, and what is reported with it. One that does not get through is lost."""
-        if not self.holds_back(sender):
-            self._carry(sender, stats)
-
-    def _carry(self, sender: SimProcess | None, event: Event | None) -> None:
-        if self._unreliable:
+        elif self._unreliable:
             self._transmit(sender, event)
         else:
             self.arrive(sender, event)
+
+    def beat(self, sender: SimProcess, stats: Event | None) -> None:
+        """A heartbeat, and what is reported with it. One that does not get through is lost."""
+        if self.holds_back(sender):
+            return
+        if self._unreliable:
+            self._transmit(sender, stats)
+        else:
+            self.arrive(sender, stats)
 
     def arrive(self, sender: SimProcess | None, event: Event | None) -> None:
         """Whatever comes is a sign of life; None: it is nothing else."""

@@ -47,6 +47,7 @@ class Rollouts:
         self.stored: dict[TrajectoryId, SimSequence] = {}  # every sample that is not forgotten, as it was streamed
         self._samples = SimSamples(self.config)
         self._colocated = self.config.colocated
+        self._reward_s = self.config.workload.reward_s
 
     def _reached(self, id: int, incarnation: int) -> SimReplica | None:
         """The replica that an order is for, if it gets there; then its next heartbeat brings its load."""
@@ -107,7 +108,8 @@ class Rollouts:
 
     def mark(self, replica: SimReplica) -> None:
         """Note what a replica is doing, for the timeline."""
-        self.meter.mark(replica, self._doing(replica), self.clock.now)
+        if self.meter.timeline is not None:
+            self.meter.mark(replica, self._doing(replica), self.clock.now)
 
     def _doing(self, replica: SimReplica) -> str:
         if replica.pulling or not replica.alive:
@@ -135,12 +137,13 @@ class Rollouts:
 
     def _judge(self, replica: SimReplica, sequence: SimSequence) -> None:
         """A turn is over: a tool is called, or the whole is scored."""
-        turn = JudgedTurn(sequence.trajectory, sequence.attempt, sequence.turn, final=sequence.status != "calling")
-        seconds = self.config.workload.reward_s if turn.final else sequence.turns[sequence.turn].latency_s
-        if turn.final and not seconds:
+        final = sequence.status != "calling"
+        seconds = self._reward_s if final else sequence.turns[sequence.turn].latency_s
+        if final and not seconds:
             self._report(replica, sequence)
             return
-        if turn.final:
+        turn = JudgedTurn(sequence.trajectory, sequence.attempt, sequence.turn, final)
+        if final:
             replica.scoring[sequence.trajectory] = sequence
         if seconds > SCORING_S:
             self.clock.after(SCORING_S, self._judged_for_long, replica, sequence, turn)

@@ -183,16 +183,17 @@ class Simulation:
         return self.meter.result(self.clock.now)
 
     def _until_stopped(self, progress: Callable[[int], None] | None) -> None:
-        steps, since = 0, 0.0
+        clock, inbox, steps, since = self.clock, self._network.inbox, 0, 0.0
         while not self.stopped:
-            if not self.clock.step() or self.clock.now - since > STANDSTILL_S:
-                raise StandstillError(
-                    f"no step was finished from {since:.0f} s to {self.clock.now:.0f} s of virtual time"
-                )
-            self._drain()
-            self._cpu.settle()
-            if self._trained_steps() > steps:
-                steps, since = self._trained_steps(), self.clock.now
+            if not clock.step() or clock.now - since > STANDSTILL_S:
+                raise StandstillError(f"no step was finished from {since:.0f} s to {clock.now:.0f} s of virtual time")
+            heard = bool(inbox)
+            if heard:
+                self._drain()
+            if self._cpu.shared:
+                self._cpu.settle()
+            if heard and self._trained_steps() > steps:
+                steps, since = self._trained_steps(), clock.now
                 self.meter.heard(steps)
                 if progress:
                     progress(min(steps, self.config.run.steps))
