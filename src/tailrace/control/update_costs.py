@@ -13,14 +13,14 @@
 - staying costs staleness: each version that a new sample lags behind is priced at `STALENESS` of its tokens, and where
   late groups are dropped, at what will be lost so. With every version that a replica lets pass, the next one is worth
   more to it;
-- taking along and staying keep the batch full: that costs the groups that come too late in a full batch, though they
-  would not in one that runs out.
+- taking along and staying keep the batch full: samples end later there than in one that runs out. Each version that
+  they end later is priced alike, and so is how much likelier they are to come too late.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from math import inf
+from math import exp, inf
 from typing import NamedTuple
 
 from tailrace.control.speed import DecodeCosts
@@ -77,17 +77,23 @@ def _stay_s(now: Situation) -> float:
 
 
 def _late_s(now: Situation) -> float:
-    """What comes too late in a batch that is filled up, and would not in one that runs out."""
-    if all(one.due_s == inf for one in now.samples):
-        return 0.0
+    """What comes later in a batch that is filled up than in one that runs out: staler, or too late."""
     batch = _full_batch(now)
     step_s = now.costs.step_s(batch, batch * _mean_context(now))
-    late = elapsed_s = 0.0
+    lost = soon_s = 0.0
     for stretch in _running_out(now):
-        elapsed_s += stretch.seconds
+        soon_s += stretch.seconds
         sample = stretch.until
-        late += sample.at_stake * (elapsed_s <= sample.due_s < sample.left * step_s)
-    return late / _full_rate(now)
+        late_s = max(soon_s, sample.left * step_s)
+        staler = STALENESS * (late_s - soon_s) / now.pace_s if now.pace_s else 0.0
+        lost += sample.at_stake * (staler + _dropped(sample, late_s) - _dropped(sample, soon_s))
+    return lost / _full_rate(now)
+
+
+def _dropped(sample: InFlight, ends_s: float) -> float:
+    """How likely it is to end too late, if it is expected to end then: what is left of a sample is about as uncertain
+    as it is long."""
+    return exp(-max(0.0, sample.due_s) / ends_s) if ends_s else 0.0
 
 
 def drain_s(now: Situation, enough: float = inf) -> float:
