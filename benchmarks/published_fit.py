@@ -6,9 +6,10 @@ Fitted are the floor of a layer in decoding, the trainer's share of peak in matr
 through memory beside them, what sharing its cards costs a trainer, and the floors of a mixture's layers; to the seconds
 of steps and of training that verl and NeMo RL v0.4 and v0.5 publish (AReaL's hours are left out: its lengths are not
 published, and those assumed for it were inferred from its throughput). A step in rounds has a closed form: up to its
-longest sample and training, one after the other or side by side; one that the trainer bounds takes as long as training.
-So no simulation is needed. Both parts are linear in the terms that the constants stand in, so a few evaluations of a
-row give all others. The best of a grid is taken, by the mean absolute logarithm of predicted over published.
+longest sample and training, one after the other or side by side; a continuous one takes as long as training, or as
+generating with full batches. So no simulation is needed. Both parts are linear in the terms that the constants stand
+in, so a few evaluations of a row give all others. The best of a grid is taken, by the mean absolute logarithm of
+predicted over published.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from math import exp
 from typing import Any, NamedTuple
 
 import numpy as np
-from published_rows import ROOT, Row, rows, training_s
+from published_rows import ROOT, Row, rows
 
 from tailrace.config.tree import Config, Efficiency
-from tailrace.planner.balance import round_seconds
+from tailrace.planner.balance import round_seconds, stream_seconds
 from tailrace.sim.cost_model import LAYER_S, CostModel
 from tailrace.sim.sizes import sizes_of
 
@@ -38,6 +39,7 @@ START = {
     "layer_us": 200.0, "training": 0.5, "activation_passes": 4.0, "colocated": 0.8, "expert_layer": 1.0,
     "expert_pass_us": 2000.0,
 }  # fmt: skip
+LOWEST = {name: values[0] for name, values in GRID.items()}  # with others: terms are products of constants
 FORWARD_OVER_TRAINING = 0.73  # verl's split of a step: an extra forward pass costs 0.4 to 0.5 of an update
 ROUNDS = ("sync", "one_step")
 Points = dict[str, np.ndarray]  # the values of each constant, one after the other
@@ -64,15 +66,8 @@ class Parts(NamedTuple):
 
 def closed_rows() -> list[Row]:
     """Seconds, or hours, of steps that have a closed form."""
-    return [row for row in rows() if row.kind == "absolute" and len(row.cases) == 1 and has_closed_form(row)]
-
-
-def has_closed_form(row: Row) -> bool:
-    """Rounds; and of a continuous schedule the trainer's own time, or a step that nothing else bounds."""
-    if row.cases[0].schedule in ROUNDS or row.predict is training_s:
-        return True
-    known = parts(row.cases[0].config(tied(START)))
-    return known.train_s > known.round_s
+    seconds = [row for row in rows() if row.kind == "absolute" and len(row.cases) == 1]
+    return [row for row in seconds if row.cases[0].schedule in (*ROUNDS, "partial")]
 
 
 def parts(config: Config) -> Parts:
@@ -81,7 +76,8 @@ def parts(config: Config) -> Parts:
     batches = [sizes.sequences[at : at + per_batch] for at in range(0, len(sizes.sequences), per_batch)]
     trained = sum([costs.train(batch) for batch in batches]) + costs.push()
     fixed = costs.switch_s if config.colocated else 0.0
-    return Parts(round_seconds(config) + costs.pull(remote=False), trained, fixed, config.colocated)
+    generated = round_seconds(config) if config.schedule.kind in ROUNDS else stream_seconds(config)
+    return Parts(generated + costs.pull(remote=False), trained, fixed, config.colocated)
 
 
 def unevenness(config: Config) -> float:
@@ -112,6 +108,7 @@ class LinearRow:
 
     def __init__(self, row: Row) -> None:
         points = [START, *[START | {name: value} for name, values in GRID.items() for value in (values[0], values[-1])]]
+        points += [START | {name: value, "expert_layer": 0.0, "colocated": 1.0} for name, value in LOWEST.items()]
         known = [parts(row.cases[0].config(tied(point))) for point in points]
         at = {name: np.array([point[name] for point in points]) for name in GRID}
         self.row, self.known = row, known[0]

@@ -34,9 +34,12 @@ SOURCES = """\
 - Laminar: arXiv 2510.12633. AReaL: arXiv 2505.24298. DORA: arXiv 2604.26256. LlamaRL: arXiv 2505.24034.
 - verl: docs/advance/fully_async.md of volcengine/verl (10/18/2025). verl one-step: docs/advance/one_step_off.md
   (07/17/2025).
-- NeMo RL v0.4, v0.5, v0.6: docs/about/performance-summary.md of NVIDIA-NeMo/RL, tables of DGX-H100 in BF16, and of
-  v0.5 that of GB200; recipes in examples/configs/recipes/llm/performance of these versions; its rate of weights from
-  pull request 1379.
+- verl's require_batches: `_get_samples_from_queue` of its fully_async_policy/fully_async_trainer.py.
+- NeMo RL v0.4, v0.5, v0.6: docs/about/performance-summary.md of NVIDIA-NeMo/RL, tables of DGX-H100 in BF16, and those
+  of GB200 of v0.5 and v0.6 (without DeepSeek V3, whose latent attention the model does not have); recipes in
+  examples/configs/recipes/llm/performance of these versions; its rate of weights from pull request 1379; which groups a
+  step waits for: `ReplayBuffer.sample` and `AsyncTrajectoryCollector` of nemo_rl/algorithms/async_utils.py; the 128
+  sequences of its asynchronous engines: its pull request 4221, and `get_batch_defaults` of vLLM 0.10, 0.11 and 0.17.
 - verl's balance of ranks: `_balance_batch` of verl/trainer/ppo/ray_trainer.py before pull request 3605 (10/23/2025).
 """
 
@@ -49,7 +52,8 @@ ASSUMED = """\
 - AReaL: lengths with median 7,500 and mean 9,500 (mathematics; implied by published throughput), 11,000 and
   13,000 (code); tensor parallelism 1 / 1 / 4 / 8 in rollout, 1 / 1 / 2 / 2 in training; one extra forward pass.
 - verl: lengths with median 460 and mean 900, of its published seconds of training; one extra forward pass when
-  colocated, none in async (as its scripts say); 256 sequences in flight per replica of 4 GPUs (as its scripts say).
+  colocated, none in async (as its scripts say); 256 sequences in flight per replica of 4 GPUs, and a trainer that
+  waits for 128 prompts, four mini-batches, at a time (as its scripts say: require_batches = 4).
 - verl, verl one-step and Laminar: ranks are balanced over a step, not over a mini-batch (verl until October 2025; that
   Laminar's trainer is verl's is assumed).
 - verl one-step: 512 x 12 samples, two ways in rollout, four in training (as its scripts say); lengths so that training
@@ -63,8 +67,10 @@ ASSUMED = """\
 - NeMo RL: prompts of 150 tokens; means as published, sigma 0.8, cut at the longest sequence; two extra forward
   passes; weights at 36 GB/s (v0.4) and 85 GB/s (later), which is 13 and 5.5 s for 235B, as published; batches, packs,
   splits and parallelism of its recipes, and engines with CUDA graphs (enforce_eager: False). What may be one or eight
-  steps old begins so many steps ahead and is updated in the middle of running answers (in_flight_weight_updates). On
-  GB200 all cards within NVLink's reach count as one host.
+  steps old begins so many steps ahead and is updated in the middle of running answers (in_flight_weight_updates). A
+  batch of prompts belongs to one step, which begins when all of it is there. Asynchronous engines decode at most 128
+  sequences together (vLLM's default for them; 1,024 for the others). On GB200 all cards within NVLink's reach count as
+  one host.
 """
 
 MISSING = {  # what the model lacks, of rows that are off by more than 35 %
@@ -72,13 +78,14 @@ MISSING = {  # what the model lacks, of rows that are off by more than 35 %
         "generation inside a trainer, without an engine. The baseline takes 636 s where reading the weights, with 64 "
         "ways over eight hosts, gives 123; what it does in that time is not published"
     ),
-    ("verl", "staleness 0.1, 128 GPUs"): (
-        "a grain of fetching. verl's trainer waits for 128 complete prompts (require_batches = 4) before it trains the "
-        "next four mini-batches, and so for 21 to 58 s a step; ours begins with the first 32"
+    ("NeMo RL v0.6 GB200", "30B-A3B, same GPUs, per GPU"): (
+        "what slows a trainer on cards of its own. Eight of them train a step in 301 s, 16 in 136 (v0.5), where the "
+        "model has 208 and 106; 16 shared ones generate and train in 221 s, as modelled. So sharing, which costs a "
+        "quarter of the trainer's speed on H100, seems to cost nothing there"
     ),
-    ("NeMo RL v0.6", "30B-A3B, 8 off, per GPU"): (
-        "the collector of trajectories. Its trainer needs 19 s a step (an eighth of the one-step run on 16 GPUs), so "
-        "64 generating GPUs set the 34.5 s: 5,700 tokens/s a replica, where the engine model has 8,600"
+    ("NeMo RL v0.6 GB200", "235B-A22B, per GPU"): (
+        "not known. 64 cards that only generate beside 64 that only train take 278 s a step, 64 that do both in turn "
+        "286 s; the model has 195 and 310. On H100 the same recipe halves the step"
     ),
 }
 
@@ -92,8 +99,12 @@ DIFFERENCES = """\
   schedules. Its hours come out too short: the lengths are assumed.
 - Laminar's wait against NCCL (-37 %): compared with the collective of verl's documentation our wait is far
   shorter.
+- verl, asynchronous: fetching itself takes time. At 32 GPUs, where training sets the step, its trainer still waits
+  21 s a step for four times 128 prompts, which pass through one process with all their padding.
 - LlamaRL: lengths are not published, and they decide how long a synchronous round is.
-- GB200: training comes out a quarter too fast; the shares of peak are those of H20 and H100.
+- NeMo RL, 30B-A3B: with 128 sequences a replica the model decodes a step of them in 28 ms, where 34.5 s a step of the
+  run that is eight steps off leave 23 ms at most.
+- GB200: steps that the trainer sets come out a fifth to a third too fast; the shares of peak are those of H20 and H100.
 """
 
 
@@ -299,6 +310,7 @@ def verl_async(gpus: int, ahead: float = 0.5) -> Case:
         schedule__steps_ahead=ahead,
         schedule__max_inflight=inflight,
         trainer__forward_passes=0,
+        trainer__require_batches=4,
     )
 
 
@@ -400,14 +412,24 @@ def llama_rows() -> list[Row]:
 # ---------------------------------------------------------------------------------------------------------- NeMo RL
 
 
+ASYNC = {  # a batch of prompts belongs to one step, which begins when all of it is there; vLLM's limit for AsyncLLM
+    "schedule__staleness_policy": "wait",
+    "trainer__require_batches": 4,
+    "rollout__max_running": 128,
+}
+
+
 def nemo(schedule: str, model: str, gpus: int, tokens: int, ways: int, trainer_ways: int, **more: Any) -> Case:
     """`tokens`: the published mean of whole sequences."""
+    age = more.get("schedule__steps_ahead", 1)
+    collector = {} if schedule == "sync" else ASYNC | {"schedule__max_staleness": age}
     settings = {
         "model__preset": model,
         "cluster__gpus": gpus,
         "workload__lengths__mean": tokens - 150,
         "split__tensor_parallel": ways,
         "split__trainer_parallel": trainer_ways,
+        **collector,
         **more,
     }
     return case("nemo_30b_a3b", schedule, **settings)
@@ -420,7 +442,7 @@ LARGE = {
     "trainer__mini_batches": 1,
     "trainer__tokens_per_batch": 8192,
 }
-EIGHT_OFF = {"schedule__steps_ahead": 8, "schedule__max_inflight": 9 * 2048, "split__trainer_gpus": 128}
+EIGHT_OFF = {"schedule__steps_ahead": 8, "schedule__max_inflight": 8 * 2048, "split__trainer_gpus": 128}
 
 
 def ways(tensor: int = 1, stages: int = 1) -> dict[str, int]:
@@ -476,11 +498,22 @@ NEMO_GB200 = [
      nemo("sync", A22B, 64, 5711, 8, 16, **LARGE_SYNC_4, **GB200),
      (87.9, 140), (268, 332)),
 ]  # fmt: skip
+NEMO_GB200_V6 = [
+    ("30B-A3B, same GPUs", nemo("partial", A3B, 16, 3197, 1, 1, **GB200), nemo("sync", A3B, 16, 3199, 1, 1, **GB200),
+     (1406, 1910), (301, 221)),
+    ("235B-A22B", nemo("partial", A22B, 128, 5705, 8, 16, **LARGE_ASYNC_4, **GB200),
+     nemo("sync", A22B, 64, 5709, 8, 16, **LARGE_SYNC_4, **GB200),
+     (85.5, 163), (278, 286)),
+    ("235B-A22B, same GPUs", nemo("partial", A22B, 128, 5705, 8, 16, **LARGE_ASYNC_4, **GB200),
+     nemo("sync", A22B, 128, 5693, 8, 16, **LARGE_SYNC_4, **GB200),
+     (85.5, 67.4), (278, 345)),
+]  # fmt: skip
 NEMO = (  # source, table, GB/s at which the trainer sends weights
     ("NeMo RL v0.4", NEMO_V4, 36),
     ("NeMo RL v0.5", NEMO_V5, 85),
     ("NeMo RL v0.6", NEMO_V6, 85),
     ("NeMo RL GB200", NEMO_GB200, 85),
+    ("NeMo RL v0.6 GB200", NEMO_GB200_V6, 85),
 )
 
 

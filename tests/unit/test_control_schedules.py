@@ -64,6 +64,26 @@ def test_one_step_takes_whole_rounds_and_stream_takes_mini_batches():
         assert len(drive.orders(Train)) == expected
 
 
+@pytest.mark.parametrize("kind", ["stream", "partial", "trajectory", "adaptive"])
+def test_the_trainer_waits_for_as_many_mini_batches_as_are_required_and_then_trains_them_in_a_row(kind):
+    drive = driven(kind, trainer=Trainer(mini_batches=2, require_batches=2))
+    first = drive.running()[0].group
+    for request in [request for request in drive.running() if request.group == first]:
+        drive.finish(request)
+    assert not drive.orders(Train), "one of two is ready"
+    while not drive.orders(Train):
+        drive.finish(drive.running()[0])
+    ready = len(drive.plane.state.ledger.ready)
+    assert ready, "the second is there before the first is trained"
+    drive.train()
+    assert [order.mini_batch for order in drive.orders(Train)] == [0, 1]
+
+
+def test_more_than_a_step_is_never_required():
+    drive = driven("partial", trainer=Trainer(mini_batches=2, require_batches=9))
+    finish_until_trained(drive, 1)
+
+
 def test_partial_pulls_at_once_and_its_work_goes_on_under_the_new_weights():
     drive = driven("partial", relays=2)
     finish_until_trained(drive, 0)

@@ -8,7 +8,7 @@ import pytest
 from tailrace.config import ConfigError, load, render, with_values
 from tailrace.lengths import LengthLaw
 from tailrace.planner import plan, plan_json, render_plan, theory
-from tailrace.planner.balance import balance
+from tailrace.planner.balance import balance, round_seconds, stream_seconds
 from tailrace.planner.report import fragment
 from tailrace.planner.search import Effort, Search, simulate, theories_of
 from tailrace.planner.search_space import SearchPoint, Space
@@ -74,6 +74,12 @@ def test_the_theory_is_consistent():
     assert found.async_step_s == pytest.approx(per_gpu * (found.m_t * found.eta_t + found.m_g * found.eta_g), rel=1e-3)
     assert found.speed_up == pytest.approx(found.sync_step_s / found.async_step_s)
     assert found.tail_speed_up > found.speed_up >= 1.0
+
+
+def test_batches_that_are_always_full_take_a_step_s_samples_faster_than_a_round_with_its_tail():
+    config, narrow = config_with(), config_with(**{"rollout.max_running": 4})
+    assert stream_seconds(config) < round_seconds(config)
+    assert stream_seconds(config) < stream_seconds(narrow) < round_seconds(narrow)
 
 
 def test_the_theory_knows_the_two_memory_limits():

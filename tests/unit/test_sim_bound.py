@@ -59,3 +59,9 @@ def test_the_limit_is_named() -> None:
 def test_admission_bounds_throughput_by_littles_law() -> None:
     one, three = (bound(box(schedule__kind="partial", schedule__steps_ahead=ahead)) for ahead in (0, 2))
     assert one.admission_s == pytest.approx(3 * three.admission_s)
+
+
+def test_on_policy_streaming_waits_for_the_last_groups_that_are_required_and_trains_on_them_after_that() -> None:
+    on_policy = {"schedule__kind": "stream", "schedule__steps_ahead": 0, "trainer__mini_batches": 4}
+    steps = [bound(box(**on_policy, trainer__require_batches=count)).step_s for count in (1, 2, 4, 9)]
+    assert steps[0] < steps[1] < steps[2] == steps[3]

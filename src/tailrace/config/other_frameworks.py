@@ -91,7 +91,6 @@ FRAMEWORK_NAMES: dict[str, FrameworkName] = {
     "ppo_n_minibatches": FrameworkName("AReaL", "trainer.mini_batches"),
     "num_steps_per_rollout": FrameworkName("slime", "trainer.mini_batches"),
     "steps_per_generation": FrameworkName("TRL", "trainer.mini_batches", _TRL_UPDATES),
-    "require_batches": FrameworkName("verl", "trainer.mini_batches", "it fetches mini-batches; here groups stream in"),
     # lengths
     "max_response_length": FrameworkName("verl", "workload.max_completion_tokens"),
     "max_completion_length": FrameworkName("TRL", "workload.max_completion_tokens"),

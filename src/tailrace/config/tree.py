@@ -7,6 +7,7 @@ the machine: a `Config` is a value. Derived figures are properties, so no field 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import ceil
 from typing import TYPE_CHECKING, Annotated, Any, Literal, dataclass_transform
 
 import msgspec
@@ -370,6 +371,8 @@ class Trainer(Section):
     mini_batches: Count = (
         4  # optimiser steps per training step; groups stream in at this grain where the schedule allows
     )
+    # mini-batches whose groups have to be ready before it begins the first of them; as many as there are: a whole step
+    require_batches: Count = 1
     forward_passes: Amount = 1.0  # simulation: extra forward passes per token (old log-probs, reference)
     # simulation: over what sequences are spread evenly over the ranks; "step": so that mini-batches are uneven
     balance: Literal["mini_batch", "step"] = "mini_batch"
@@ -410,6 +413,11 @@ class Trainer(Section):
     device: str = ""  # "cpu", "cuda"; empty: the GPU if there is one
     cards: tuple[Natural, ...] = ()  # numbers of the GPUs of this machine, one for each rank; empty: the first ones
     engine: Literal["native", "emulated"] = "native"  # emulated: takes the time that [costs] says, trains nothing
+
+    @property
+    def waits(self) -> int:
+        """How often in a step it waits for groups, where it need not wait for all of them."""
+        return ceil(self.mini_batches / self.require_batches)
 
 
 class Rollout(Section):

@@ -35,12 +35,23 @@ def train(context: Context) -> None:
         context.send(training.order(context.now, len(context.mini_batch_sizes)))
         return
     left = context.config.workload.prompts_per_step - training.taken if training.step == training.version else wanted
-    if len(context.ledger.ready) >= (wanted if context.traits.streams else left):
+    if len(context.ledger.ready) >= min(left, _required(context, wanted)):
         _train_on_picked(context, wanted, left)
         return
     context.state.pacing.starved = True
     if context.state.exhausted and not len(context.ledger.pool) and not context.ledger.open_groups:
         _ran_out(context)
+
+
+def _required(context: Context, wanted: int) -> int:
+    """Groups that have to be ready before the trainer goes on, if the step still lacks as many."""
+    training, settings = context.training, context.config.trainer
+    if not context.traits.streams:
+        return context.config.workload.prompts_per_step
+    if training.mini_batch % settings.require_batches:
+        return wanted
+    first = training.mini_batch + 1
+    return wanted + sum(context.mini_batch_sizes[first : first + settings.require_batches - 1])
 
 
 def _ran_out(context: Context) -> None:

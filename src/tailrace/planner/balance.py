@@ -157,6 +157,14 @@ def round_seconds(config: Config) -> float:
     return _round_seconds(config, sizes, batch, generation_seconds(CostModel(config), sizes, batch))
 
 
+def stream_seconds(config: Config) -> float:
+    """The same where other samples take the places of those that end, so that batches are always full."""
+    sizes = sizes_of(config.workload, config.run.seed)
+    batch = _batch(config, sizes, config.replicas)
+    share = config.workload.trajectories_per_step / max(1, config.replicas)
+    return share * generation_seconds(CostModel(config), sizes, batch)
+
+
 def _round_seconds(config: Config, sizes: Sizes, batch: float, eta_g: float) -> float:
     """A synchronous round on the replica that has the longest sample: what does not fit at once, then the drain."""
     share = max(1, ceil(config.workload.trajectories_per_step / max(1, config.replicas)))

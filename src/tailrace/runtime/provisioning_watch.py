@@ -99,5 +99,5 @@ class ProvisioningWatch:
             generate_s=self._sample_s,
             staleness=self.config.schedule.max_staleness,
             publish_every=self.config.schedule.publish_every,
-            picks=self.config.trainer.mini_batches if self.traits.streams else 1,
+            picks=self.config.trainer.waits if self.traits.streams else 1,
         )

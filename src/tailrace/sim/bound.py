@@ -76,7 +76,7 @@ def _step_s(config: Config, kind: Traits, seconds: dict[Limit, float], switch_s:
         return max(seconds["trainer"] + generation + switch_s, seconds["admission"])
     after = 0.0
     if kind.rounds and not kind.behind:  # nothing of the next round is begun before this one is trained
-        after = seconds["trainer"] / (config.trainer.mini_batches if kind.streams else 1)
+        after = seconds["trainer"] / (config.trainer.waits if kind.streams else 1)
     return max(*seconds.values(), generation + after)
 
 

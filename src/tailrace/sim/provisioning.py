@@ -35,7 +35,7 @@ def provision_of(config: Config) -> Provisioning:
         generate_s=max(group_s(pool.costs, sizes, batch_of(pool.costs, sizes, share)) for pool in pools),
         staleness=config.schedule.max_staleness,
         publish_every=config.schedule.publish_every,
-        picks=config.trainer.mini_batches if traits(config).streams else 1,
+        picks=config.trainer.waits if traits(config).streams else 1,
     )
 
 
