@@ -92,7 +92,7 @@ def _open_groups(context: Context, replica: Replica, room: int, whole: int) -> l
     size = context.config.first_samples
     if room <= 0 or 2 * room < min(size, whole):
         return []
-    admitted = context.admits(context.training.version - replica.version)
+    admitted = context.admits(context.next_step - replica.version)
     # where work is short, everybody gets some of it
     fair = ceil(admitted * context.fleet.pace(replica) / context.fleet.hungry_pace(replica))
     count = min(max(1, round(room / size)), fair, len(context.ledger.pool))
