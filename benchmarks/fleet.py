@@ -2,7 +2,7 @@
 a plan for 1,000 GPUs takes.
 
     python benchmarks/fleet.py hex      # each prints a table and writes benchmarks/results/fleet_PART.json
-    python benchmarks/fleet.py echo
+    python benchmarks/fleet.py echo --case "8B, lengths x 2"
     python benchmarks/fleet.py ladder   # what 60,000 tokens/s of examples/clusters/mixed_7b.toml cost with more kinds
     python benchmarks/fleet.py scale
 
@@ -38,6 +38,7 @@ import argparse
 import json
 import resource
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -61,6 +62,9 @@ CENTRAL_BUDGET = 32.0
 class Case(NamedTuple):
     name: str
     settings: dict[str, Any]  # that differ from the base
+
+
+RowOfCase = Callable[[Case, int], dict[str, Any]]
 
 
 def with_cards(config: Config, cards: dict[str, Any], settings: dict[str, Any]) -> Config:
@@ -252,33 +256,36 @@ def keep(part: str, rows: list[dict[str, Any]]) -> None:
     (RESULTS / f"fleet_{part}.json").write_text(json.dumps(rows, indent=1) + "\n")
 
 
-def run_hex(processes: int) -> None:
-    rows: list[dict[str, Any]] = []
+def measured(part: str, cases: list[Case], row_of_case: RowOfCase, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The rows of all cases, in their order: of those that are asked for anew, of the others as they were."""
+    path = RESULTS / f"fleet_{part}.json"
+    rows = {row["case"]: row for row in json.loads(path.read_text())} if options.case and path.exists() else {}
+    for case in cases:
+        if not options.case or case.name in options.case:
+            rows[case.name] = row_of_case(case, options.processes)
+            keep(part, [rows[each.name] for each in cases if each.name in rows])
+    return [rows[each.name] for each in cases if each.name in rows]
+
+
+def run_hex(options: argparse.Namespace) -> None:
     table = Table("AReaL-Hex", "equal budget", "published", "times cheaper", "published", "mixed fleet")
-    for case in hex_cases():
-        rows.append(row := hex_row(case, processes))
-        cheaper = f"{row['times_cheaper']:.2f}" if row["times_cheaper"] else "-"
-        table.add_row(
-            case.name, f"{row['gain_over_best_alone']:.2f}", "up to 1.50", cheaper, "up to 1.46", row["mixed"]["fleet"]
-        )
-        keep("hex", rows)
+    for row in measured("hex", hex_cases(), hex_row, options):
+        gain, cheaper = f"{row['gain_over_best_alone']:.2f}", f"{row['times_cheaper'] or 0:.2f}"
+        table.add_row(row["case"], gain, "up to 1.50", cheaper, "up to 1.46", row["mixed"]["fleet"])
     Console(width=160).print(table)
 
 
-def run_echo(processes: int) -> None:
-    rows: list[dict[str, Any]] = []
+def run_echo(options: argparse.Namespace) -> None:
     table = Table("ECHO-2", "cheaper", "published", "throughput", "far fleet")
-    for case in echo_cases():
-        rows.append(row := echo_row(case, processes))
+    for row in measured("echo", echo_cases(), echo_row, options):
         saved = f"{100 * row['saved']:.0f} %" if row["far"] else "-"
         reached = f"{row['reached']:.2f}" if row["far"] else "-"
-        table.add_row(case.name, saved, "33 to 36 %", reached, row["far"]["fleet"] if row["far"] else "none")
-        keep("echo", rows)
+        table.add_row(row["case"], saved, "33 to 36 %", reached, row["far"]["fleet"] if row["far"] else "none")
     Console(width=160).print(table)
 
 
-def run_ladder(processes: int) -> None:
-    rows = ladder_rows(processes)
+def run_ladder(options: argparse.Namespace) -> None:
+    rows = ladder_rows(options.processes)
     keep("ladder", rows)
     table = Table("60,000 tokens/s", "$ an hour", "tokens/s", "fleet")
     for row in rows:
@@ -286,11 +293,11 @@ def run_ladder(processes: int) -> None:
     Console(width=160).print(table)
 
 
-def run_scale(processes: int) -> None:
+def run_scale(options: argparse.Namespace) -> None:
     goals = {"have": FleetGoal(), "budget": FleetGoal(budget=800.0), "throughput": FleetGoal(tokens_per_s=300_000.0)}
     rows: list[dict[str, Any]] = []
     for name, goal in goals.items():
-        rows.append(scale_row(name, goal, processes))
+        rows.append(scale_row(name, goal, options.processes))
         keep("scale", rows)
     table = Table("1,000 GPUs of four kinds", "seconds", "CPU s", "fleet")
     for row in rows:
@@ -302,9 +309,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("part", choices=("hex", "echo", "ladder", "scale"))
     parser.add_argument("--processes", type=int, default=2)
-    arguments = parser.parse_args()
+    parser.add_argument("--case", action="append", help="of hex or echo: only this one; the others stay as they are")
+    options = parser.parse_args()
     parts = {"hex": run_hex, "echo": run_echo, "ladder": run_ladder, "scale": run_scale}
-    parts[arguments.part](arguments.processes)
+    parts[options.part](options)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,17 @@
 """What does it cost to score a stranger's work again, how far apart do two machines round, and which lies are found?
 
     python benchmarks/rescoring.py [--samples 64] [--tokens 256]
-    python benchmarks/rescoring.py --model DIR --generate cuda:bfloat16 --check cuda:bfloat16 --out gpu_rescoring.json
-    python benchmarks/rescoring.py --model DIR --generate cuda:bfloat16 --check cpu:float32
+    python benchmarks/rescoring.py --model DIR --generate cuda:bfloat16 cuda:float16 cuda:float32 \\
+        --check cuda:bfloat16 cuda:float16 cuda:float32 --out gpu_rescoring.json
 
 One engine generates answers to held-out prompts in one batch; another one, as a checker has it, scores them one by one
 and compares log-probs and draws, with the default tolerance of its precision unless --tolerance says another. Honest
-work has to pass. Lies: one token in the middle of each sample drawn with another number, and the rest with the right
-ones; all of it drawn with another seed, as the best of many is; one log-prob off by twice the tolerance. Seconds are
-those of the engines alone. The results are appended to benchmarks/results/rescoring.json.
+work has to pass: `differences_nats` says how far log-probs are apart, `least_tolerance` with which tolerance all of it
+would just pass, draws included. Lies, for the first --lies samples: one token in the middle of each drawn with another
+number, and the rest with the right ones; all of it drawn with another seed, as the best of many is; one log-prob off by
+twice the tolerance. Seconds are those of the engines alone. Every pair of --generate and --check is a row of
+benchmarks/results/rescoring.json, written as soon as it is measured; it needs neither a network nor more than torch,
+transformers, numpy and msgspec.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import json
 import os
 import sys
 import time
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,6 +38,14 @@ class Handed(NamedTuple):
 
     job: Any
     logprobs: np.ndarray
+
+
+class Engines(NamedTuple):
+    """An honest one, one that draws with another seed, and one that checks."""
+
+    engine: Any
+    other: Any
+    checker: Any
 
 
 def settings(arguments: argparse.Namespace, where: str) -> Any:
@@ -101,57 +113,92 @@ def found(checker: Any, work: list[Handed]) -> int:
     return sum(bool(checker.complaint_about(one.job, one.logprobs, True)) for one in work)
 
 
-def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+def apart(checker: Any, work: list[Handed]) -> tuple[np.ndarray, np.ndarray]:
+    """For every token, the nats between its two log-probs, and the tolerance with which its draw just passes."""
+    import torch
+
+    from tailrace.engines import rescoring as rules
+    from tailrace.engines.sampling import uniform
+    from tailrace.engines.scheduler import Sequence
+
+    rescoring, differences, slacks = checker._rescoring(), list[np.ndarray](), list[np.ndarray]()
+    for one in work:
+        sequence, job = Sequence(one.job, one.job.length), one.job
+        with torch.inference_mode():
+            for first, logits in rescoring._logits(sequence):
+                scores = logits.double()
+                tokens = torch.tensor(sequence.tokens[first : first + len(scores)], device=scores.device)
+                at, all_kept = first - job.prompt_tokens, torch.ones_like(scores, dtype=torch.bool)
+                kept = rules.AllowedTokens(all_kept, all_kept)
+                claimed = torch.from_numpy(one.logprobs[at : at + len(scores)].astype(np.float64)).to(scores.device)
+                differences.append(rules._difference(scores, kept, tokens, claimed).cpu().numpy())
+                drawn = uniform(rescoring._seed, [job.stream] * len(tokens), np.arange(first, first + len(tokens)))
+                odds = rules._odds(torch.from_numpy(drawn).to(scores.device))
+                low, high = (rules._odds(end) for end in rules._stretch(scores, kept, tokens))
+                slacks.append(torch.maximum(low - odds, odds - high).clamp(min=0.0).cpu().numpy())
+    return np.concatenate(differences), np.concatenate(slacks)
+
+
+def lies_found(engines: Engines, honest: list[Handed], jobs: list[Any]) -> dict[str, list[int]]:
+    """Of each kind how many were found, and how many there were: what comes out as the truth is none."""
+    elsewhere, _ = generated(engines.other, jobs)
+    best = [one for one, true in zip(elsewhere, honest, strict=True) if is_another(one, true)]
+    tokens = [redrawn(engines.engine, engines.other, one, job) for one, job in zip(honest, jobs, strict=True)]
+    altered = [one for one, true in zip(tokens, honest, strict=True) if is_another(one, true)]
+    tolerance = engines.checker._rescoring()._tolerance
+    raised = [Handed(one.job, one.logprobs - 2 * np.eye(len(one.logprobs))[0] * tolerance) for one in honest]
+    lies = {"one_token_redrawn": altered, "drawn_with_another_seed": best, "one_log_prob_raised": raised}
+    return {name: [found(engines.checker, work), len(work)] for name, work in lies.items()}
+
+
+def measure(arguments: argparse.Namespace, generate: str, check: str) -> dict[str, Any]:
     from tailrace.engines.native import build_engine
 
-    config, checks = settings(arguments, arguments.generate), settings(arguments, arguments.check)
+    config, checks = settings(arguments, generate), settings(arguments, check)
     jobs = prompts(config, arguments.samples)
-    engine, other, checker = build_engine(config, SEED), build_engine(config, SEED + 1), build_engine(checks, SEED)
+    engine, checker = build_engine(config, SEED), build_engine(checks, SEED)
+    engines = Engines(engine, build_engine(config, SEED + 1), checker)
     generated(engine, jobs[:2])  # whatever is made on first use
     honest, generating_s = generated(engine, jobs)
     found(checker, honest[:2])
     began = time.perf_counter()
     refused = found(checker, honest)
     checking_s = time.perf_counter() - began
-    worst = checker._rescoring().worst
-    elsewhere, _ = generated(other, jobs)
-    best = [one for one, true in zip(elsewhere, honest, strict=True) if is_another(one, true)]
-    tokens = [redrawn(engine, other, one, job) for one, job in zip(honest, jobs, strict=True)]
-    altered = [one for one, true in zip(tokens, honest, strict=True) if is_another(one, true)]
-    tolerance = checker._rescoring()._tolerance
-    raised = [Handed(one.job, one.logprobs - 2 * np.eye(len(one.logprobs))[0] * tolerance) for one in honest]
-    return {
+    differences, slacks = apart(checker, honest)
+    row = {
         "model": Path(arguments.model).name,
-        "generate": arguments.generate,
-        "check": arguments.check,
-        "tolerance": tolerance,
+        "generate": generate,
+        "check": check,
+        "tolerance": checker._rescoring()._tolerance,
         "samples": len(jobs),
-        "tokens": int(sum(len(one.logprobs) for one in honest)),
+        "tokens": len(differences),
         "honest_refused": refused,
-        "worst_difference_nats": worst,
+        "worst_difference_nats": float(differences.max()),
+        "differences_nats": {str(share): float(np.quantile(differences, share)) for share in (0.5, 0.99, 0.999)},
+        "least_tolerance": float(max(differences.max(), slacks.max())),
         "generating_s": round(generating_s, 3),
         "checking_s": round(checking_s, 3),
-        "one_token_redrawn": [found(checker, altered), len(altered)],
-        "drawn_with_another_seed": [found(checker, best), len(best)],
-        "one_log_prob_raised": [found(checker, raised), len(raised)],
     }
+    return row | lies_found(engines, honest[: arguments.lies], jobs[: arguments.lies])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", default=str(START))
-    parser.add_argument("--generate", default="cpu:float32")
-    parser.add_argument("--check", default="cpu:float32")
+    parser.add_argument("--generate", nargs="+", default=["cpu:float32"])
+    parser.add_argument("--check", nargs="+", default=["cpu:float32"])
     parser.add_argument("--samples", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--lies", type=int, default=16)
     parser.add_argument("--tolerance", type=float, default=0.0)
     parser.add_argument("--out", default="rescoring.json")
     arguments = parser.parse_args()
-    row = measure(arguments) | {"cores": os.cpu_count(), "when": time.strftime("%Y-%m-%d")}
     path = ROOT / "benchmarks" / "results" / arguments.out
-    rows = json.loads(path.read_text()) if path.exists() else []
-    path.write_text(json.dumps([*rows, row], indent=1) + "\n")
-    print(json.dumps(row, indent=1))
+    for generate, check in product(arguments.generate, arguments.check):
+        row = measure(arguments, generate, check) | {"cores": os.cpu_count(), "when": time.strftime("%Y-%m-%d")}
+        rows = json.loads(path.read_text()) if path.exists() else []
+        path.write_text(json.dumps([*rows, row], indent=1) + "\n")
+        print(json.dumps(row, indent=1), flush=True)
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ from tailrace.protocol import (
     SkipPrompts,
     Train,
     Trained,
+    TrainerJoined,
 )
 
 
@@ -100,6 +101,8 @@ class Audit:
             self._judged(event)
         elif isinstance(event, GenerationResumed):
             self.judged -= {one.trajectory for one in event.samples}
+        elif isinstance(event, TrainerJoined):
+            self.published = min(self.published, event.step)  # if need be, it publishes again what it has
         elif isinstance(event, Trained) and (event.step, event.mini_batch) > self.trained_until:
             self.trained_until = (event.step, event.mini_batch)
             self.progress_at = now
@@ -213,7 +216,7 @@ class Audit:
             assert self.skipped.isdisjoint(command.prompts), "a visit is skipped once"
             self.skipped.update(command.prompts)
         elif isinstance(command, Publish):
-            assert command.version >= self.published, "published versions never go back"
+            assert command.version >= self.published, "published versions never go back, but with the trainer"
             self.published = command.version
 
     def _drop(self, lost: set[int]) -> None:

@@ -149,6 +149,7 @@ class Fleet:
         self.incarnations: dict[tuple[str, int], int] = {}
         self.versions = dict.fromkeys(range(REPLICAS + 1), -1)
         self.stored: dict[int, dict[int, None]] = {id: {} for id in range(RELAYS + 1)}
+        self.routes: dict[int, tuple[int, ...]] = {}  # standing orders of the relays
         self.held: dict[int, dict[int, TrajectoryMeta]] = {id: {} for id in range(REPLICAS + 1)}
         self.departed = False  # the machine that joined
         self.scored: set[tuple[int, int]] = set()  # complete, and with a judge: trajectory and attempt
@@ -194,9 +195,9 @@ class Fleet:
             case Publish(version=version, relay=relay):
                 self.store(relay, version)
             case Route(relay=relay, targets=targets):
-                for target in targets:
-                    for version in self.stored[relay]:
-                        self.store(target, version)
+                self.routes[relay] = targets
+                for version in list(self.stored[relay]):
+                    self.forward(relay, version)
             case Train():
                 self.train(command)
             case Start(role=role, id=id):
@@ -245,9 +246,17 @@ class Fleet:
                 self.answers.append(GenerationResumed(*who, (JudgedTurn(meta.id, meta.attempt, turn + 1),)))
 
     def store(self, relay: int, version: int) -> None:
+        """It says so even if it had it before: what it said then may be lost."""
         if relay in self.stored:
+            known = version in self.stored[relay]
             self.stored[relay][version] = None
             self.answers.append(VersionStored(relay, self.incarnations[("relay", relay)], version))
+            if not known:
+                self.forward(relay, version)
+
+    def forward(self, relay: int, version: int) -> None:
+        for target in self.routes.get(relay, ()):
+            self.store(target, version)
 
     def train(self, command: Train) -> None:
         if not self.is_current("trainer", 0, command.incarnation):
@@ -267,7 +276,7 @@ class Fleet:
         if role == "replica":
             self.versions[id], self.held[id] = -1, {}
         elif role == "relay":
-            self.stored[id] = {}
+            self.stored[id], self.routes[id] = {}, ()
         elif role == "trainer":
             self.position = (self.saved, 0)
         self.introduce(role, id)
@@ -469,6 +478,63 @@ def less_troubled(fleet: Fleet, draw: random.Random) -> Fleet:
             fleet.act(choice, draw.randrange(10**6))
     fleet.audit.finish(fleet.plane)
     return fleet
+
+
+class Forgetful(Fleet):
+    """No checkpoint is ever written, and the machine that joined stays until everything breaks down at once."""
+
+    def train(self, command: Train) -> None:
+        super().train(command)
+        self.saved = 0
+        self.answers = [one for one in self.answers if not isinstance(one, Checkpointed)]
+
+    def death(self, number: int) -> Event:
+        return super().death(number - (number % 8 == 7))
+
+    def break_down(self, draw: random.Random) -> None:
+        """With the machine that joined its store is lost; of all others but one, at most, the memory."""
+        self.departed = True
+        self.hear(HostLeft(GUEST, "it was switched off"))
+        lost = [("trainer", 0), *[("relay", id) for id in range(RELAYS)], *[("replica", id) for id in range(REPLICAS)]]
+        for role, id in draw.sample(lost, draw.randint(len(lost) - 1, len(lost))):
+            self.hear(self.loss(role, id))
+            self.now += 3.0
+            if not self.over:
+                self.start(role, id)
+        for component in list(self.incarnations):
+            self.introduce(*component)
+
+    def loss(self, role: str, id: int) -> Event:
+        incarnation = self.incarnations.get((role, id), 0)
+        if role == "trainer":
+            return TrainerLost(incarnation, "it died")
+        return (RelayLost if role == "relay" else ReplicaLost)(id, incarnation, "it died")
+
+    def goes_on(self) -> bool:
+        """Whether another step is trained, if nobody is hurt any more and everything arrives."""
+        before, training = self.audit.trained_until, self.plane.state.training
+        for _ in range(200):
+            while self.answers and not self.over:
+                self.hear(self.answers.pop(0))
+            if self.over or (self.audit.trained_until > before and training.step == training.version):
+                return True
+            self.now += 3.0
+            self.hear(Heartbeats())
+            self.hear(TimerFired("health"))
+        return False
+
+
+@given(st.integers(0, 10**6))
+@settings(QUICK, max_examples=40)
+def test_whatever_has_happened_the_run_goes_on_once_nobody_is_hurt_any_more(seed):
+    fleet, draw = Forgetful((evaluated if seed % 2 else small)(seed)), random.Random(seed)
+    for _ in range(draw.choice([100, 300])):
+        if not fleet.over:
+            fleet.act(draw.choice([*range(2, 10), *range(2, 13)]), draw.randrange(10**6))
+    if not fleet.over:
+        fleet.break_down(draw)
+    assert fleet.over or fleet.goes_on()
+    fleet.audit.finish(fleet.plane)
 
 
 def troubled(seed: int) -> list[tuple[int, int]]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from drive import Drive, config, only
-from tailrace.config.tree import Schedule
+from tailrace.config.tree import SCHEDULES, Schedule
 from tailrace.protocol import (
     Cancel,
     Checkpointed,
@@ -13,6 +15,11 @@ from tailrace.protocol import (
     Forget,
     HostJoined,
     HostLeft,
+    LoadWeights,
+    Publish,
+    RelayJoined,
+    RelayLost,
+    ReplicaLost,
     Start,
     Stop,
     StoreJoined,
@@ -21,6 +28,7 @@ from tailrace.protocol import (
     TrainerJoined,
     TrainerLost,
     TrainFailed,
+    VersionStored,
 )
 
 GUEST = 1  # a machine that joined with replica 1, relay 1 and sample store 1
@@ -134,6 +142,58 @@ def test_what_a_restarted_trainer_has_to_repeat_is_replaced_where_it_was_lost():
     drive.train()
     tally = drive.plane.state.ledger.tally
     assert (tally.trained, tally.lost) == (2, 1)
+
+
+def lose_all_memory(drive: Drive) -> None:
+    """The machine that joined is gone, and all others begin anew: nobody has weights but the trainer's checkpoint."""
+    drive.tell(HostLeft(GUEST, "it was switched off"))
+    drive.tell(ReplicaLost(0, 1, "killed"))
+    drive.tell(RelayLost(0, 1, "killed"))
+    drive.tell(TrainerLost(1, "killed"))
+    drive.tell(RelayJoined(0, 2))
+    drive.join(0, incarnation=2, version=-1)
+    drive.tell(TrainerJoined(2, 0))
+
+
+def steps_of(drive: Drive, incarnation: int) -> list[tuple[int, int]]:
+    return [(one.step, len(one.groups)) for one in drive.orders(Train) if one.incarnation == incarnation]
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_where_nobody_has_weights_a_trainer_that_lacks_data_publishes_the_version_it_is_at(kind):
+    """It would wait for ever for data that need the version that it cannot make without them."""
+    drive = fleet(kind)
+    trained_in_two_stores(drive)
+    drive.train()
+    lose_all_memory(drive)
+    published = drive.orders(Publish)[-1]
+    assert (published.incarnation, published.version) == (2, 0)
+    drive.tell(VersionStored(0, 2, 0))
+    drive.load(0)
+    while not steps_of(drive, 2):
+        drive.finish_all(0)
+    drive.train()
+    published = drive.orders(Publish)[-1]
+    assert (published.incarnation, published.version) == (2, 1)
+    drive.tell(VersionStored(0, 2, 1))
+    for _ in range(3):
+        drive.finish_all(0)
+        if drive.orders(LoadWeights)[-1].version == 1:
+            drive.load(0)
+    assert steps_of(drive, 2) == [(0, 2), (1, 2)]
+
+
+def test_a_trainer_that_repeats_what_is_still_there_publishes_no_old_version():
+    drive = fleet()
+    drive.tell(HostLeft(GUEST, "it was switched off"))
+    drive.finish_all()
+    drive.finish_all()
+    drive.train()
+    lose_all_memory(drive)
+    assert steps_of(drive, 2) == [(0, 2)]
+    assert [one.version for one in drive.orders(Publish) if one.incarnation == 2] == []
+    drive.train()
+    assert [one.version for one in drive.orders(Publish) if one.incarnation == 2] == [1]
 
 
 def test_a_round_makes_one_group_more_for_each_that_was_lost_after_it_was_trained():

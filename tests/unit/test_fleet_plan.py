@@ -2,13 +2,15 @@
 
 from math import inf
 
+import msgspec
 import pytest
 from test_kinds import fleet
 
 from tailrace.config import ConfigError, load, with_values
 from tailrace.planner.fleet_plan import placement_of, plan_fleet
 from tailrace.planner.fleet_program import FleetGoal
-from tailrace.planner.fleet_report import fleet_plan_json, render_fleet_plan
+from tailrace.planner.fleet_rates import FleetFigures
+from tailrace.planner.fleet_report import fleet_plan_json, notes, render_fleet_plan
 
 pytest.importorskip("scipy")
 
@@ -82,11 +84,23 @@ def test_one_kind_of_card_is_planned_within_a_budget_too(small):
     [
         (FleetGoal(budget=0.5), "a trainer and a replica cost"),
         (FleetGoal(inf, 1e9), "all cards together reach about"),
+        (FleetGoal(3.0, 20_000.0), "20,000 tokens/s cost .* at least; write a larger --budget"),
     ],
 )
 def test_a_goal_that_nothing_reaches_is_refused_with_what_would(small, goal, sentence):
     with pytest.raises(ConfigError, match=sentence):
         plan_fleet(small, goal, processes=1)
+
+
+def test_a_kind_with_too_little_memory_is_named_and_not_as_one_that_is_not_needed(plans):
+    cards = CARDS | {"tiny": {"gpu": "T4", "gpus": 8, "memory_gbytes": 3.0}}
+    too_small = FleetFigures(fleet(cards, **{"split.trainer_gpus": 0, "cluster.sites": {}})).too_small
+    assert too_small == ("tiny",)
+    asked = with_values(plans["have"].asked, {"cluster.cards": cards, "cluster.gpus": 32})
+    said = list(notes(msgspec.structs.replace(plans["have"], asked=asked, too_small=too_small)))
+    assert [note for note in said if "tiny" in note] == [
+        "Too little memory for this model and its longest sequences: tiny."
+    ]
 
 
 def test_a_site_that_is_too_far_for_the_staleness_bound_gets_no_work(small):

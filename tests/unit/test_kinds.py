@@ -73,11 +73,33 @@ def test_settings_survive_being_written_down_and_read_again():
         ({"cluster.cards": {"H20": {"site": "b"}}}, "write cluster.cards.H20.gpus too"),
         ({"cluster.sites": {"b": {"gbit": 1}}}, "a site has gbytes_per_s and latency_ms"),
         ({"cluster.sites": {"b": {"gbytes_per_s": 0}}}, "over which nothing arrives"),
+        ({"cluster.sites": {}}, r"of which no link is known; write \[cluster.sites.b\] and below it gbytes_per_s"),
+        ({"cluster.sites": {"d": {"gbytes_per_s": 1}}}, "the link of a site at which no card is; write 'b'"),
+        ({"cluster.cards": {"H20": 32}}, r"cluster.cards.H20 wants a table; write \[cluster.cards.H20\]"),
+        ({"cluster.cards": {"H20": {"gpus": 0}}}, "have gpus = 0; write how many there are of one"),
     ],
 )
 def test_tables_that_cannot_work_are_refused_in_a_sentence(settings, sentence):
     with pytest.raises(ConfigError, match=sentence):
         fleet(**settings)
+
+
+def test_a_site_of_which_no_link_is_known_may_be_the_one_that_all_links_lead_to():
+    named = {"H800": {"gpus": 12, "site": "home"}, "abroad": {"gpu": "H20", "gpus": 16, "site": "b"}}
+    assert fleet(named).fleet_hosts[0].kind.site == "home"
+
+
+@pytest.mark.parametrize(
+    ("name", "table", "sentence"),
+    [
+        ("H2O", {}, "write H20, if you mean that, or all figures of it"),
+        ("mine", {"tflops": 200}, "lacks memory_gbytes, .*; write all figures of it"),
+        ("H20", {"dollars_per_hour": 1e12}, "write a number above 0 and below 1,000,000,000"),
+    ],
+)
+def test_a_card_that_is_not_known_is_refused_with_what_it_may_have_been(name, table, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        find(name, {name: table | {"gpus": 8}})
 
 
 def test_a_kind_on_which_the_model_does_not_fit_is_refused():

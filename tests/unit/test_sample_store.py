@@ -148,6 +148,24 @@ def test_what_is_forgotten_is_refused_whoever_asks(tmp_path: Path) -> None:
             list(trainer.read([1]))
 
 
+def test_what_is_generated_anew_may_be_asked_for_before_the_store_has_heard_of_it(tmp_path: Path) -> None:
+    """As when a stranger is sent away: what it has made is forgotten, and begun by others at once."""
+    with store(tmp_path) as running, client(running.port) as replica, client(running.port, "replica-1/1") as other:
+        running.assign(grant(1), grant(8, replica=1))
+        stream(replica, 1, [10])
+        stored(replica, 1)
+        running.server.forget([1], archive=True)
+        until(lambda: 1 not in running.file.heads)
+        other.fetch(1, 2)
+        stream(other, 1, [5], attempt=2)
+        other.fetch(8, 1)
+        assert fetched(other) == Fetched(8, 1, PROMPT, ()), "the first one is held back"
+        running.assign(grant(1, attempt=2, replica=1))
+        assert fetched(other) == Fetched(1, 2, PROMPT, ())
+        stored(other, 1, attempt=2)
+        assert read(running, 1) == [tokens_of(1, 0, 5).tolist()]
+
+
 def test_what_the_store_has_not_heard_of_is_sent_until_it_has(tmp_path: Path) -> None:
     with store(tmp_path) as running, client(running.port) as replica:
         done: list[int] = []

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any, cast
 
 from tailrace.config.errors import refuse
 from tailrace.config.fields import BadValueError, accept, fields, read
@@ -80,6 +81,8 @@ def _model_heads_fit(config: Config) -> Iterator[str]:
 def _kinds_make_a_fleet(config: Config) -> Iterator[str]:
     cluster, kinds = config.cluster, config.kinds
     if not kinds:
+        if any("gpus" in table for table in _card_tables(config)):
+            yield "all kinds of [cluster.cards] have gpus = 0; write how many there are of one"
         return
     named, counted = {kind.name for kind in kinds}, sum(kind.gpus for kind in kinds)
     if cluster.trainer_gpu and cluster.trainer_gpu not in named:
@@ -90,6 +93,26 @@ def _kinds_make_a_fleet(config: Config) -> Iterator[str]:
         yield f"cluster.gpus is {cluster.gpus}, but [cluster.cards] have {counted} GPUs; leave it out"
     if config.split.colocated:
         yield "split.colocated is true, but kinds of card do not take turns at training and generating; leave it out"
+
+
+def _sites_have_links(config: Config) -> Iterator[str]:
+    """But for one of several, where everybody else's link leads to. A link of a site where nothing is, is a typo."""
+    links = config.cluster.sites
+    at = {table["site"] for table in _card_tables(config) if table.get("site")}
+    for site in links:
+        if at and site not in at:
+            yield f"[cluster.sites.{site}] is the link of a site at which no card is; write {_one_of(at)}"
+    unlinked = {kind.site: kind.name for kind in config.kinds if kind.site not in links}
+    far = [site for site in unlinked if site]
+    if len(unlinked) > 1 and far:
+        yield (
+            f"cluster.cards.{unlinked[far[0]]}.site is '{far[0]}', of which no link is known; "
+            f"write [cluster.sites.{far[0]}] and below it gbytes_per_s = 0.1"
+        )
+
+
+def _card_tables(config: Config) -> list[dict[str, Any]]:
+    return [cast("dict[str, Any]", table) for table in config.cluster.cards.values() if isinstance(table, dict)]
 
 
 def _one_of(names: Iterable[str]) -> str:
@@ -457,6 +480,7 @@ RULES: tuple[Rule, ...] = (
     _model_is_complete,
     _model_heads_fit,
     _kinds_make_a_fleet,
+    _sites_have_links,
     _kinds_are_used,
     _gpus_are_split,
     _replica_fits,

@@ -107,7 +107,8 @@ def bad_tables(cards: Mapping[str, Any], sites: Mapping[str, Any]) -> Iterator[s
 
 def _bad_kind(where: str, table: Any) -> Iterator[str]:
     if not isinstance(table, dict):
-        return  # as above
+        yield f"{where} wants a table; write [{where}] and below it gpus = 8"
+        return
     values = cast("dict[str, Any]", table)
     for key in COUNTS:
         least = 0 if key == "gpus" else 1

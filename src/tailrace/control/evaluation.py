@@ -260,7 +260,11 @@ def _deal(context: Context) -> None:
             continue
         if replica.version == evaluation.version and evaluation.left:
             _give(context, replica, _room(context, replica))
-        elif evaluation.ending and not replica.evaluating and replica.version < evaluation.version:
+        elif (
+            evaluation.ending
+            and not (replica.evaluating or replica.unfinished)
+            and replica.version < evaluation.version
+        ):
             weights.pull(context, replica, evaluation.version)
 
 

@@ -92,10 +92,10 @@ def _every_sample_has_one_place(ledger: Ledger, fleet: Fleet) -> None:
 
 
 def _staleness_is_bounded(config: Config, ledger: Ledger, training: Training) -> None:
-    bound = training.version - config.schedule.max_staleness
-    for group in ledger.groups.values():
-        if group.state == "training":
-            assert group.oldest >= bound, f"group {group.id} is trained {training.version - group.oldest} versions late"
+    for step, past in training.past.items():
+        for group in [ledger.groups[one] for one in past.picked if one in ledger.groups]:
+            late = step - group.oldest
+            assert late <= config.schedule.max_staleness, f"group {group.id} is trained {late} versions late"
 
 
 def _history_agrees(config: Config, ledger: Ledger, training: Training) -> None:

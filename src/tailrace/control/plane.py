@@ -156,11 +156,12 @@ class ControlPlane:
         weights.publish(context)
         if not self.state.stopped:
             steps.train(context)
+            weights.publish(context)  # again: that step may lack data for which nobody has weights
         if not self.state.stopped and context.fleet_changed:
             activation.decide(context)
         if not self.state.stopped and (reason := evaluation.advance(context)):
             steps.stop(context, reason)
-        if self.state.stopped or self.state.evaluation.ending:
+        if self.state.stopped or (self.state.evaluation.ending and not context.repeats_short):
             return
         if context.traits.rounds:
             rounds.advance(context)

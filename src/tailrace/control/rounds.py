@@ -55,11 +55,11 @@ def _version(context: Context, number: int) -> Version:
 
 def _fleet_is_at(context: Context, version: Version) -> bool:
     """The barrier: every live replica generates under this version or a newer one. Orders the pulls if not."""
-    target = context.relays.newest_everywhere
-    if target < version or context.state.pulling or not context.fleet.live:
+    if context.relays.newest_everywhere < version or context.state.pulling or not context.fleet.live:
         return False
-    outdated = [one for one in context.fleet.ready() if one.version < target and not one.evaluating]
-    ordered = [weights.pull(context, one, weights.on_the_way(context, one, target)) for one in outdated]
+    targets = [(one, weights.newest_together(context, one)) for one in context.fleet.ready() if not one.evaluating]
+    outdated = [(one, target) for one, target in targets if one.version < target]
+    ordered = [weights.pull(context, one, weights.on_the_way(context, one, target)) for one, target in outdated]
     if any(ordered):
         return False
     return all(replica.version >= version for replica in context.fleet.ready())
@@ -70,7 +70,8 @@ def _spread_waiting(context: Context) -> None:
     waiting = list(context.ledger.waiting)
     if not waiting:
         return
-    version = _version(context, context.state.round.number)
+    number = context.state.round.number
+    version = _version(context, min(number, context.training.step) if context.repeats_short else number)
     _bring_up(context, version)
     ready = [replica for replica in context.fleet.ready() if replica.version >= version]
     total = len(waiting) + sum(len(replica.assigned) for replica in ready)
@@ -86,4 +87,4 @@ def _bring_up(context: Context, version: Version) -> None:
     """A replica that joined in the middle of a round pulls at once, so that it can help."""
     for replica in list(context.fleet.ready()):
         if replica.version < version and not replica.evaluating:
-            weights.pull(context, replica, context.relays.newest_everywhere)
+            weights.pull(context, replica, weights.newest_together(context, replica))

@@ -169,12 +169,24 @@ class Context:
         self.more_work = True
         self.state.round.to_open += self.traits.rounds
 
+    @property
+    def repeats_short(self) -> bool:
+        """The trainer repeats a step, and waits for groups in the place of those that were lost with their store."""
+        training = self.training
+        behind = training.step < training.version and training.live and not training.busy
+        return behind and len(training.picked) < self.mini_batch_sizes[training.mini_batch]
+
+    @property
+    def next_step(self) -> int:
+        """The step that the trainer needs more groups for."""
+        return self.training.step if self.repeats_short else self.training.version
+
     def admits(self, lag: int = 0) -> int:
         """How many more groups may be opened, under weights that are `lag` versions behind. While there is no trainer
         nobody knows how much it will need, and generation goes on as far as the staleness bound allows."""
         limit = int(self.state.pacing.limit) if self.traits.chooses and self.training.live else 0
-        useful = self.state.history.useful_share
-        return sampling.admits(self.config, self.ledger, self.training.taken, lag, limit, useful)
+        useful, taken = self.state.history.useful_share, 0 if self.repeats_short else self.training.taken
+        return sampling.admits(self.config, self.ledger, taken, lag, limit, useful)
 
     @property
     def mixed_share(self) -> float:

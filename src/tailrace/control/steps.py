@@ -70,7 +70,7 @@ def _ran_out(context: Context) -> None:
 def _train_on_picked(context: Context, wanted: int, left: int) -> None:
     ledger, training = context.ledger, context.training
     as_opened, by_round = not context.traits.streams, context.traits.rounds
-    picked = sampling.pick(context.config, ledger, training.version, wanted, left, as_opened, by_round)
+    picked = sampling.pick(context.config, ledger, training.step, wanted, left, as_opened, by_round)
     for group in picked.stale:
         groups.end(context, group, "stale")
     if picked.groups:

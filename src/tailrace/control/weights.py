@@ -24,11 +24,12 @@ PUBLISHED = 0.25  # weight of the newest version in how long one takes to a rela
 
 
 def publish(context: Context) -> None:
-    """Push the newest publishable version, unless the master has it or one is already on its way."""
+    """Push the newest publishable version, unless the master has it or one is already on its way. A trainer that waits
+    for data of a step that it repeats cannot make that version before it has some: it pushes what it is at."""
     training, relays = context.training, context.relays
     if context.state.pushing != NONE or relays.master == NONE or not training.live:
         return
-    version = training.version - training.version % context.config.schedule.publish_every
+    version = context.next_step - context.next_step % context.config.schedule.publish_every
     if relays.relays[relays.master].newest < version <= training.step:
         context.state.pushing = version
         context.send(Publish(training.incarnation, version, relays.master))
@@ -136,8 +137,14 @@ def _weights_changed(context: Context, relay: Relay) -> None:
 def wanted(context: Context, replica: Replica) -> Version:
     """The version that a replica should generate under, seen from where it stands."""
     together = context.traits.interrupts and not replica.worker
-    newest = context.relays.newest_everywhere if together else context.relays.newest_for(replica.host)
+    newest = newest_together(context, replica) if together else context.relays.newest_for(replica.host)
     return newest if context.evaluation.version == NONE else on_the_way(context, replica, newest)
+
+
+def newest_together(context: Context, replica: Replica) -> Version:
+    """Where all replicas pull the same version. While a step is repeated it may be that nobody has that one any more;
+    then each takes what it can get."""
+    return context.relays.newest_for(replica.host) if context.repeats_short else context.relays.newest_everywhere
 
 
 def on_the_way(context: Context, replica: Replica, version: Version) -> Version:

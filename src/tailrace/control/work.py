@@ -97,7 +97,7 @@ def _has_room(context: Context, room: int, whole: int) -> bool:
 def _open_groups(context: Context, replica: Replica, room: int, whole: int) -> list[TrajectoryId]:
     """Samples of new groups for about `room` samples. A group is split only where a replica cannot take a whole one."""
     size = context.config.first_samples
-    admitted = context.admits(context.training.version - replica.version)
+    admitted = context.admits(context.next_step - replica.version)
     if admitted <= 0:
         return []
     # where work is short, everybody gets some of it

@@ -82,6 +82,7 @@ class FleetPlan(msgspec.Struct, frozen=True, kw_only=True):
     others: tuple[FleetCandidate, ...]  # best first
     hosts: tuple[HostGroup, ...]
     simulations: int
+    too_small: tuple[str, ...] = ()  # kinds that hold neither a trainer nor a replica of the model
 
     @property
     def reached(self) -> bool:
@@ -197,11 +198,13 @@ class FleetSearch:
                 "no data would be fresh enough: versions take longer to the sites that generate than "
                 f"schedule.max_staleness = {self.config.schedule.max_staleness} allows; write more"
             )
-        if self.goal.tokens_per_s:
+        if self.goal.tokens_per_s > everything.rate:
             return f"all cards together reach about {everything.rate:,.0f} tokens/s; write a lower --throughput"
-        cheapest = best_fleet(self._problem(self.config.replicas), FleetGoal(tokens_per_s=1e-3 * everything.rate))
+        wanted = self.goal.tokens_per_s or 1e-3 * everything.rate
+        cheapest = best_fleet(self._problem(self.config.replicas), FleetGoal(tokens_per_s=wanted))
         least = cheapest.dollars(self.figures.kinds) if cheapest else 0.0
-        return f"a trainer and a replica cost ${least:,.2f} an hour at least; write a larger --budget"
+        what = f"{wanted:,.0f} tokens/s" if self.goal.tokens_per_s else "a trainer and a replica"
+        return f"{what} cost ${least:,.2f} an hour at least; write a larger --budget"
 
     # ---------------------------------------------------------------------------------------------------- judging
 
@@ -266,6 +269,7 @@ class FleetSearch:
             others=tuple(ranked[1:]),
             hosts=placement_of(best.config),
             simulations=len(self.found),
+            too_small=self.figures.too_small,
         )
 
     def _order(self, each: FleetCandidate) -> tuple[float, ...]:

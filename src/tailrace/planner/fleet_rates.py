@@ -84,6 +84,12 @@ class FleetFigures:
         self.shapes = [each for number, kind in enumerate(config.kinds) for each in self._shapes(number, kind)]
         self.too_far = frozenset(self._too_far())
 
+    @property
+    def too_small(self) -> tuple[str, ...]:
+        """Kinds that hold neither a trainer nor a replica of the model."""
+        used = {option.kind for option in self.trainers} | {shape.kind for shape in self.shapes}
+        return tuple([kind.name for number, kind in enumerate(self.kinds) if number not in used])
+
     def problem(self, replicas: int, scale: StageScale, fresh: bool = True) -> FleetProblem:
         """With so many replicas sharing what may be under way. `fresh`: no site is too far for the fastest pace of its
         trainer; in a fleet in which that has to wait, versions are made less often."""

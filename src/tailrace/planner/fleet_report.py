@@ -142,8 +142,11 @@ def notes(plan: FleetPlan) -> Iterator[str]:
             f"{rule.needed:,.0f} tokens/s are needed, and replicas make up to {rule.rate:,.0f}."
         )
     yield from (f"{text[:1].upper()}{text[1:]}." for text in advice_on(rule))
-    unused = [kind.name for kind in plan.asked.kinds if kind.name not in {each.name for each in plan.best.config.kinds}]
+    used = {*plan.too_small, *[each.name for each in plan.best.config.kinds]}
+    unused = [kind.name for kind in plan.asked.kinds if kind.name not in used]
     if unused:
         yield f"Not needed: {', '.join(unused)}."
+    if plan.too_small:
+        yield f"Too little memory for this model and its longest sequences: {', '.join(plan.too_small)}."
     if any(group.kind.ways > 1 for group in plan.hosts if group.replicas):
         yield "Replicas of several GPUs are vLLM's: write rollout.engine = 'vllm' and rollout.python."

@@ -243,7 +243,8 @@ class SampleFile:
         """Of a sample that this replica may append to, or a verdict."""
         head = self._head(trajectory)
         if head is None:
-            return FENCED if self._forgotten(trajectory) else UNKNOWN
+            gone = self._forgotten(trajectory)
+            return FENCED if gone is not None and attempt <= gone.attempt else UNKNOWN
         if attempt != head.attempt:
             return FENCED if attempt < head.attempt else UNKNOWN
         if replica != head.replica:

@@ -106,9 +106,11 @@ class SampleReader:
                 heads[id] = extended_head(self._path, id, heads[id], number, *segment)
         self._head_of = heads.get
 
-    def is_forgotten(self, trajectory: TrajectoryId) -> bool:
-        """By its row alone: the heads that are in memory are brought up to date a moment after a commit."""
-        return self._query("SELECT payload != 'live' FROM trajectories WHERE id = ?", (trajectory,)) == [(1,)]
+    def is_forgotten(self, trajectory: TrajectoryId, attempt: int) -> bool:
+        """By its row alone: the heads that are in memory are brought up to date a moment after a commit. An attempt
+        that is newer than the one that was forgotten generates it anew, and is yet to be heard of."""
+        query = "SELECT payload != 'live' AND attempt >= ? FROM trajectories WHERE id = ?"
+        return self._query(query, (attempt, trajectory)) == [(1,)]
 
     def _known(self, trajectory: TrajectoryId) -> SampleHead:
         head = self._head_of(trajectory)

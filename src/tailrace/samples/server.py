@@ -398,7 +398,7 @@ class SampleServer:
             client.jobs.put_nowait(partial(_begun if client.is_stranger else _prefix, key, head.prompt))
 
     def _refusal(self, client: Client, key: Key, reader: SampleReader) -> Step:
-        if key not in client.fetches or not reader.is_forgotten(key[0]):
+        if key not in client.fetches or not reader.is_forgotten(*key):
             return Step()
         self._call(self._drop_fetch, client, key)
         return Step(Refusal(*key, NOT_WANTED))

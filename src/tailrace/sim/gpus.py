@@ -112,13 +112,21 @@ def find(name: str, cards: Mapping[str, Any] | None = None) -> Gpu:
         return _with_figures(name, _ROWS.get(key) or _row_named_in(given[key]), given[key])
     if key in _ROWS:
         return _with_figures(name, _ROWS[key], given.get(_plain(_ROWS[key].name), {}))
-    begun = {gpu.name for plain, gpu in _ROWS.items() if key and plain.startswith(key)}
-    meant = begun.pop() if len(begun) == 1 else (close := near(key, _ROWS)) and _ROWS[close].name
+    meant = _meant(key)
     hint = f"; did you mean {meant}?" if meant else "."
     raise ConfigError(
         f"There is no GPU {name!r} in the catalogue{hint} Write one of "
         f"{', '.join(gpu.name for gpu in GPUS)}, or describe it in a table [cluster.cards.{name}]."
     )
+
+
+def _meant(key: str) -> str | None:
+    """The card that a name begins, misspells, or has the letter o in the place of a zero of."""
+    begun = {gpu.name for plain, gpu in _ROWS.items() if key and plain.startswith(key)}
+    if len(begun) == 1:
+        return begun.pop()
+    close = near(key, _ROWS) or key.replace("o", "0")
+    return _ROWS[close].name if close in _ROWS else None
 
 
 def _row_named_in(table: Any) -> Gpu | None:
@@ -137,7 +145,11 @@ def _with_figures(name: str, known: Gpu | None, figures: Any) -> Gpu:
         return known._replace(**values) if values else known
     missing = [key for key, (field, _) in FIGURES.items() if field not in values]
     if missing:
-        raise ConfigError(f"{where} is not in the catalogue and lacks {', '.join(missing)}; write all figures of it")
+        meant = _meant(_plain(name))
+        hint = f"{meant}, if you mean that, or " if meant else ""
+        raise ConfigError(
+            f"{where} is not in the catalogue and lacks {', '.join(missing)}; write {hint}all figures of it"
+        )
     return Gpu(name, **values)
 
 
@@ -145,7 +157,7 @@ def _figure(where: str, key: str, value: Any) -> tuple[str, float]:
     if key not in FIGURES:
         raise ConfigError(f"{where}.{key} is no figure of a card; there are {', '.join((*OF_A_KIND, *FIGURES))}")
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < LARGEST:
-        raise ConfigError(f"{where}.{key} is {value!r}; write a number above 0")
+        raise ConfigError(f"{where}.{key} is {value!r}; write a number above 0 and below {LARGEST:,.0f}")
     field, unit = FIGURES[key]
     return field, value * unit
 
