@@ -241,3 +241,20 @@ def test_a_column_that_cannot_travel_is_refused() -> None:
     source.task.row = lambda index: {"prompt": "a", "answer": {1, 2}, "size": object()}
     with pytest.raises(ConfigError, match="column 'size' of a row cannot be sent"):
         source.check(range(5))
+
+
+def test_a_row_that_comes_up_again_is_not_rendered_again(monkeypatch):
+    prompts = Prompts(Numbered(3), tokenizer(), Config(task=TaskSettings(shuffle=False)))
+    first = prompts.rows(0, 3)
+    monkeypatch.setattr(prompts.rendering, "prompt_tokens", lambda prompt: pytest.fail("rendered twice"))
+    again = prompts.rows(3, 3)
+    assert [row.id for row in again] == [3, 4, 5]
+    assert [row.tokens for row in again] == [row.tokens for row in first]
+
+
+def test_what_is_kept_of_rendered_rows_is_bounded(monkeypatch):
+    monkeypatch.setattr("tailrace.envs.prompts.KEPT_BYTES", 1)
+    prompts = Prompts(Numbered(3), tokenizer(), Config(task=TaskSettings(shuffle=False)))
+    first = prompts.rows(0, 3)
+    assert [row.tokens for row in prompts.rows(3, 3)] == [row.tokens for row in first]
+    assert len(prompts._kept) == 1

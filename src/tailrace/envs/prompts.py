@@ -23,6 +23,8 @@ from tailrace.types import EVALUATION, id_bytes
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+KEPT_BYTES = 32 << 20  # of tokens of rendered rows
+
 
 class Prompts:
     """Rendered rows of a task. `context`: most tokens the model can attend to; without it, what the tokenizer says."""
@@ -33,6 +35,8 @@ class Prompts:
         self.task, self.config = task, config
         self.rendering = Rendering(tokenizer, config.task)
         self.context = context or tokenizer.model_max_length  # the model knows better: many tokenizers say too little
+        self._kept: dict[int, Row] = {}
+        self._room = KEPT_BYTES
 
     def rows(self, start: int, count: int) -> list[Row]:
         """The rows at indices `start`, `start + 1`, ..."""
@@ -88,7 +92,14 @@ class Prompts:
         return self._training_row(self.number(index), index)
 
     def _training_row(self, row: int, index: int) -> Row:
-        return self._rendered(index, self.task.row(row), f"training row {row + 1}")
+        """Kept as long as there is room: a prompt that is mostly skipped comes up again and again."""
+        known = self._kept.get(row)
+        if known is None:
+            known = self._rendered(index, self.task.row(row), f"training row {row + 1}")
+            if self._room > 0:
+                self._kept[row] = known
+                self._room -= len(known.tokens)
+        return msgspec.structs.replace(known, id=index)
 
     def _rendered(self, index: int, row: dict[str, Any], what: str) -> Row:
         if "prompt" not in row:
