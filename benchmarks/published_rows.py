@@ -108,6 +108,9 @@ DIFFERENCES = """\
 """
 
 
+BALANCED_BY_STEP = ("laminar", "verl")  # presets of systems whose trainer is verl's of before October 2025
+
+
 class Case(NamedTuple):
     """One simulation: a preset, a schedule and the settings that the source states for this row."""
 
@@ -121,7 +124,8 @@ class Case(NamedTuple):
     def config(self, constants: dict[str, float] | None = None) -> Config:
         base = load([ROOT / "examples" / "clusters" / f"{self.preset}.toml"])
         weights = {} if self.schedule == "trajectory" else {"cluster.collective_gbytes_per_s": COLLECTIVE}
-        values = {"schedule.kind": self.schedule, "run.steps": STEPS, **weights, **dict(self.settings)}
+        balance = {"trainer.balance": "step"} if self.preset.startswith(BALANCED_BY_STEP) else {}
+        values = {"schedule.kind": self.schedule, "run.steps": STEPS, **weights, **balance, **dict(self.settings)}
         given = {} if base.efficiency.decoding == "typical" else {"layer_us"}  # how the source's engines decode
         fitted = {f"efficiency.{key}": value for key, value in (constants or {}).items() if key not in given}
         return with_values(base, values | fitted)

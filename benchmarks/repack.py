@@ -18,7 +18,7 @@ from tailrace.config import load, with_values
 from tailrace.sim.simulation import Simulation
 
 ROOT = Path(__file__).parents[1]
-SETTINGS = {"run.steps": 15}
+SETTINGS = {"trainer.balance": "step", "run.steps": 15}
 
 
 def measure(repack: bool) -> dict[str, Any]:
