@@ -11,6 +11,10 @@ WORKERS ?= 3
 RECIPE ?= examples/running_total/running_total.toml
 OPTIONS ?=
 
+# Python keeps what it compiles, also where it is told not to, as in many containers: a run has many processes, and
+# importing torch takes each of them three times as long without.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help setup train test soak vllm check format clean
 

@@ -70,8 +70,9 @@ def numbers(rank: int, size: int) -> torch.Tensor:
 
 def be_a_rank(rank: int, size: int, meeting: str, address: str) -> dict[str, float]:
     from tailrace.config.load import load
-    from tailrace.trainer.parallel import Alone, join
-    from tailrace.trainer.rank_group import PublishRoute, SnapshotSender
+    from tailrace.trainer.parallel import join
+    from tailrace.trainer.ranks import Alone
+    from tailrace.trainer.sending import ParameterSender, PublishRoute
     from tailrace.wire.messages import ComponentSpec
 
     torch.set_num_threads(1)
@@ -79,7 +80,7 @@ def be_a_rank(rank: int, size: int, meeting: str, address: str) -> dict[str, flo
     config = load([], ["--model.preset", PRESET, "--rollout.precision", "bfloat16"])
     tensors = _tensors(rank, size)
     spec = ComponentSpec("trainer", 0, 1, "", TOKEN, "", config, rank=rank)
-    sender = SnapshotSender(spec, tensors.items())
+    sender = ParameterSender(spec, tensors.items())
     before = _resident()
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark of memory begins here
     sender.snapshot(0, tensors.items(), "first")  # its pages are new

@@ -58,9 +58,10 @@ def be_a_rank(rank: int, size: int, meeting: str, folder: Path, address: str, pr
     from tailrace.config.tree import Config, Model, Trainer
     from tailrace.trainer import checkpoint
     from tailrace.trainer.packing import lay_out, read
-    from tailrace.trainer.parallel import Alone, join
-    from tailrace.trainer.rank_group import PublishRoute, SnapshotSender
+    from tailrace.trainer.parallel import join
+    from tailrace.trainer.ranks import Alone
     from tailrace.trainer.reader import in_memory
+    from tailrace.trainer.sending import ParameterSender, PublishRoute
     from tailrace.trainer.step import Learner
     from tailrace.wire.messages import ComponentSpec
 
@@ -79,7 +80,7 @@ def be_a_rank(rank: int, size: int, meeting: str, folder: Path, address: str, pr
     pack, now = lay_out([read(one) for one in _group([64])], (0,)), _resident_mb()
     _peak("pass_rise_mb", figures, now, lambda: learner.scores(pack))
     spec = ComponentSpec("trainer", 0, 1, "", TOKEN, "", config, rank=rank)
-    sender = SnapshotSender(spec, learner.model.named_parameters())
+    sender = ParameterSender(spec, learner.model.named_parameters())
 
     def publish() -> None:
         sender.snapshot(1, learner.model.named_parameters(), "all")

@@ -4,11 +4,13 @@ Property tests draw the same examples every time, so that a run is red for a cha
 reaches the programs that are tested, also where the tests were started in the background, which ignores it, and after
 a command that was called in this very process (`train`, `fork`) has blocked it, which every process started later
 inherits. Torch has one thread in every process: the tests fill the cores by themselves, and threads that wait for each
-other on a full core take many times as long.
+other on a full core take many times as long. Python keeps what it compiles, also where it is told not to, as in many
+containers: tests start hundreds of processes, and each would compile all of torch anew.
 """
 
 import os
 import signal
+import sys
 from itertools import groupby
 
 import pytest
@@ -19,6 +21,8 @@ settings.register_profile("search", derandomize=False, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, here or by whomever a test starts
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -163,24 +163,31 @@ def judge(completion, answer):
 """
 
 
-def test_rewards_at_the_ends_of_what_a_float_holds_are_trained_on(tmp_path):
-    run = make(tmp_path, reward=EXTREME)
-    run.finish()
-    with closing(sqlite3.connect(run.folder / "run.db")) as database:
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, str]:
+    """A run that was stopped and whose rows have changed since, run to its end with them; and what was said first."""
+    folder = tmp_path_factory.mktemp("resumed")
+    run, rows = make(folder, reward=EXTREME), folder / "rows.jsonl"
+    begin_store(run.folder, load([run.file])).close(complete=False)
+    rows.write_text(rows.read_text().replace("a 1 b 2", "b 2 a 1"))
+    complaint = refusal(run, "--resume")
+    run.finish("--resume", "--accept-changed-inputs")
+    return run, complaint
+
+
+def test_a_run_is_not_resumed_with_other_data_unless_that_is_accepted(resumed):
+    run, complaint = resumed
+    rows = run.file.with_name("rows.jsonl")
+    assert f"{rows} has changed (it is as long as it was, but not the same) since the run was begun" in complaint
+    assert complaint.strip().endswith("by --accept-changed-inputs")
+    assert Journal(run.folder).complete
+
+
+def test_rewards_at_the_ends_of_what_a_float_holds_are_trained_on(resumed):
+    with closing(sqlite3.connect(resumed[0].folder / "run.db")) as database:
         failed = database.execute("SELECT reason FROM trajectories WHERE state = 'failed'").fetchall()
         trained = database.execute("SELECT count(*) FROM trajectories WHERE state = 'trained'").fetchone()[0]
     assert (failed, trained) == ([], 2 * 2 * 2)
-
-
-def test_a_run_is_not_resumed_with_other_data_unless_that_is_accepted(tmp_path):
-    run = make(tmp_path)
-    begin_store(run.folder, load([run.file])).close(complete=False)  # one that was stopped
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text(rows.read_text().replace("a 1 b 2", "b 2 a 1"))
-    complaint = refusal(run, "--resume")
-    assert f"{rows} has changed (it is as long as it was, but not the same) since the run was begun" in complaint
-    assert complaint.strip().endswith("by --accept-changed-inputs")
-    run.finish("--resume", "--accept-changed-inputs")
 
 
 @pytest.mark.parametrize("words", [["train", "run.toml"], ["worker", "--join", "localhost:1"]])

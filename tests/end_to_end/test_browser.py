@@ -27,7 +27,8 @@ def figures(address: str) -> dict:
 
 
 def test_a_browser_shows_the_figures_of_a_run(tmp_path: Path) -> None:
-    run = Run(tmp_path, EMULATED, "--workload.reward_s", "0.5")
+    judged = ("--workload.reward_s", "0.5", "--schedule.max_staleness", "1")  # so that replicas wait for the judge
+    run = Run(tmp_path, EMULATED, *judged)
     run.finish()
     summary, live, _ = summarise(run.folder)
     counts = summary.ledger

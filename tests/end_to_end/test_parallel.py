@@ -24,10 +24,11 @@ from tailrace.trainer.batch import plan_mini_batch
 from tailrace.trainer.checkpoint import CheckpointError, newest, restore, save
 from tailrace.trainer.emulated import EmulatedLearner
 from tailrace.trainer.export import write_model
-from tailrace.trainer.parallel import MeetingError, Ranks, by_host, join, meet
+from tailrace.trainer.parallel import MeetingError, by_host, join, meet
 from tailrace.trainer.policies import local
-from tailrace.trainer.rank_group import PublishRoute, SnapshotSender
+from tailrace.trainer.ranks import Ranks
 from tailrace.trainer.reader import in_memory
+from tailrace.trainer.sending import ParameterSender, PublishRoute
 from tailrace.trainer.step import Learner
 from tailrace.wire.messages import ComponentSpec
 from trainer_cases import Watched, group, poisoned, settings, tiny_folder
@@ -141,7 +142,7 @@ def publish(folder: Path, learner: Learner) -> None:
     ranks, addresses = learner.ranks, json.loads((folder / "relays.json").read_text())
     hosts = tuple(rank % 2 for rank in range(ranks.size))
     spec = ComponentSpec("trainer", 0, 1, "", TOKEN.decode(), "", learner.config, rank=ranks.rank, rank_hosts=hosts)
-    sender = SnapshotSender(spec, learner.model.named_parameters())
+    sender = ParameterSender(spec, learner.model.named_parameters())
     sender.snapshot(1, learner.model.named_parameters(), ranks.broadcast_bytes(b"all").decode())
     troubles: list[str] = []
     route = PublishRoute(1, {int(id): address for id, address in addresses.items()})
@@ -226,7 +227,7 @@ def off(found: torch.Tensor, wanted: torch.Tensor) -> float:
 def _as_published(learner: Learner) -> bytes:
     """By one rank."""
     spec = ComponentSpec("trainer", 0, 1, "", TOKEN.decode(), "", learner.config)
-    sender = SnapshotSender(spec, learner.model.named_parameters())
+    sender = ParameterSender(spec, learner.model.named_parameters())
     sender.snapshot(1, learner.model.named_parameters(), "")
     assert sender.publisher._latest is not None
     return bytes(sender.publisher._latest.ready(0))

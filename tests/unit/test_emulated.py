@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from tailrace.lengths import LengthLaw
 from tailrace.trainer.emulated import EmulatedLearner, EmulatedState
 from tailrace.trainer.reader import in_memory
 from tailrace.types import Segment, Trajectory
+from tailrace.wire.messages import ComponentSpec
 
 GROUP = 4
 PROMPT = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10)
@@ -349,3 +352,15 @@ def test_the_learner_reads_and_checks_what_it_would_train_on(answer: Segment, re
     assert learner.train_mini_batch(0, 0, *in_memory([[good, same]]))["sequences"] == 2, (
         "without advantage it is not read"
     )
+
+
+def test_an_emulated_trainer_publishes_without_torch(tmp_path: Path) -> None:
+    spec = ComponentSpec("trainer", 0, 1, "", "token", str(tmp_path), settings(trainer__engine="emulated"))
+    program = (
+        "import sys, msgspec; from tailrace.trainer import worker; from tailrace.wire.messages import ComponentSpec;"
+        "group = worker.build_rank_group(msgspec.json.decode(sys.argv[1], type=ComponentSpec));"
+        "print(group.snapshot(1) > 0, 'torch' in sys.modules)"
+    )
+    command = [sys.executable, "-c", program, msgspec.json.encode(spec).decode()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.split() == ["True", "False"]

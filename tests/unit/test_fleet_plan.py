@@ -105,6 +105,7 @@ def test_a_kind_with_too_little_memory_is_named_and_not_as_one_that_is_not_neede
 
 def test_a_site_that_is_too_far_for_the_staleness_bound_gets_no_work(small):
     cards = {"H800": {"gpus": 8}, "abroad": {"gpu": "H20", "gpus": 16, "site": "b", "dollars_per_hour": 0.1}}
-    far = fleet(cards, **{"cluster.sites": {"b": {"gbytes_per_s": 0.001}}, "split.trainer_gpus": 0})
+    sizes = {"split.trainer_gpus": 0, "workload.prompts_per_step": 128}
+    far = fleet(cards, **{"cluster.sites": {"b": {"gbytes_per_s": 0.001}}}, **sizes)
     best = plan_fleet(far, FleetGoal(), processes=1).best
     assert len({host.kind.site for host in best.config.fleet_hosts}) == 1

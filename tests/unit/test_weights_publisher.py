@@ -8,19 +8,22 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from relays import DEADLINE_S, TOKEN, Node, nodes, until
 from tailrace.weights import in_place
 from tailrace.weights.channel import Address
-from tailrace.weights.in_place import InPlaceWriter, NotOnThisHostError
+from tailrace.weights.in_place import InPlaceWriter
 from tailrace.weights.layout import WeightLayout
 from tailrace.weights.messages import WriteTarget
 from tailrace.weights.publisher import Publisher
+from tailrace.weights.region import NotOnThisHostError
 from tailrace.weights.shard import ShardLayout
 from tailrace.weights.shared_memory import SharedMemoryReader
-from tailrace.weights.snapshot import PublishError, WeightSnapshot
+from tailrace.weights.snapshot import ArraySnapshot, PublishError
+from tailrace.weights.tensor_snapshot import TensorSnapshot
 
 Answer = tuple[int, str]
 
@@ -212,11 +215,11 @@ def test_a_relay_sends_on_what_is_written_into_its_memory(tmp_path: Path) -> Non
 def test_a_snapshot_on_a_device_is_copied_to_the_host_once_and_only_when_it_is_streamed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    copies: list[WeightSnapshot] = []
-    on_host = WeightSnapshot._on_host
-    monkeypatch.setattr(WeightSnapshot, "_on_host", lambda one: copies.append(one) or on_host(one))
+    copies: list[TensorSnapshot] = []
+    on_host = TensorSnapshot._on_host
+    monkeypatch.setattr(TensorSnapshot, "_on_host", lambda one: copies.append(one) or on_host(one))
     layout = ShardLayout.whole(WeightLayout.of_tensors(weights(0.0)))
-    snapshot, in_host_memory = WeightSnapshot(layout, torch.device("cpu")), WeightSnapshot(layout)
+    snapshot, in_host_memory = TensorSnapshot(layout, torch.device("cpu")), TensorSnapshot(layout)
     for value in (1.0, 2.0):
         for one in (snapshot, in_host_memory):
             one.begin()
@@ -226,3 +229,16 @@ def test_a_snapshot_on_a_device_is_copied_to_the_host_once_and_only_when_it_is_s
         assert snapshot.checksum() == in_host_memory.checksum()
         assert copies.count(snapshot) == 1
         copies.clear()
+
+
+def test_a_snapshot_of_arrays_is_that_of_the_same_tensors() -> None:
+    """Also where float32 is halfway between two of bfloat16, or close to it."""
+    halves = np.arange(0x3F80_0000, 0x3F88_0000, 0x7FFF, dtype=np.uint32).view(np.float32)
+    arrays = {"a": np.concatenate([halves, -halves]).reshape(2, -1), "b": halves}
+    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    shapes = [array.shape for array in arrays.values()]
+    layout = ShardLayout.whole(WeightLayout.of(list(arrays), ["bfloat16", "float32"], shapes))
+    of_arrays, of_tensors = ArraySnapshot(layout), TensorSnapshot(layout)
+    of_arrays.copy_from(arrays)
+    of_tensors.copy_from(tensors)
+    assert bytes(of_arrays.ready(0)) == bytes(of_tensors.ready(0))

@@ -22,7 +22,7 @@ from tailrace.store.folder import PRIVATE, PRIVATE_FOLDER
 from tailrace.trainer.batch import MiniBatch, figures, plan_mini_batch, rank_share, read_packs, worth_a_pass
 from tailrace.trainer.manifest import CheckpointError
 from tailrace.trainer.packing import Pack
-from tailrace.trainer.parallel import Alone, Ranks
+from tailrace.trainer.ranks import Alone, Ranks
 from tailrace.trainer.reader import SampleInfo, TrajectoryReader
 from tailrace.trainer.sealed import Sealed, is_as_written, sealed
 from tailrace.types import MALFORMED

@@ -1,10 +1,9 @@
-"""One rank or several: who shares what, and how.
+"""Several ranks: who shares what, and how.
 
-`Alone` is a trainer of one process and never touches torch.distributed. `Together` shards weights, gradients and
-moments over the ranks (FSDP2) and adds up what the ranks computed. Every method of `Together` is a collective: all
-ranks call it, in the same order. A rank that dies breaks the connections of the others, who then fail at once; one that
-hangs is found out after `deadline_s` (`trainer.collective_s`). The others may wait longer for a command of rank 0,
-`idle_s`. What rank 0 announces is no collective: it is read whenever somebody looks.
+`Together` shards weights, gradients and moments over the ranks (FSDP2) and adds up what the ranks computed. Its methods
+are collectives: all ranks call them, in the same order. A rank that dies breaks the connections of the others, who then
+fail at once; one that hangs is found out after `deadline_s` (`trainer.collective_s`). The others may wait longer for a
+command of rank 0, `idle_s`. What rank 0 announces is no collective: it is read whenever somebody looks.
 
 Nothing here is authenticated or encrypted but what is announced. So ranks on one machine meet on its loopback, and
 those on several in the network that the user trusts (`trainer.interface`), at one address of it and no other.
@@ -16,7 +15,7 @@ import os
 import socket
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -54,97 +53,6 @@ def pick_device(wanted: str, rank: int = 0) -> str:
     """`trainer.device` as torch writes it; nothing wanted: a GPU if there is one."""
     kind = wanted or ("cuda" if torch.cuda.is_available() else "cpu")
     return f"cuda:{rank % torch.cuda.device_count()}" if kind == "cuda" else kind
-
-
-class Ranks(Protocol):
-    rank: int
-    size: int
-
-    def shard(self, module: nn.Module, bfloat16: bool = False) -> None:
-        """Spread the parameters over the ranks, layer by layer, in float32. `bfloat16`: of the arithmetic."""
-        ...
-
-    def full(self, tensor: Tensor) -> Tensor:
-        """The whole of a sharded tensor."""
-        ...
-
-    def add_up(self, tensor: Tensor) -> Tensor: ...
-
-    def largest(self, tensor: Tensor) -> Tensor: ...
-
-    def most(self, count: int) -> int:
-        """The largest of the ranks' counts."""
-        ...
-
-    def broadcast_bytes(self, data: bytes | None) -> bytes:
-        """What rank 0 gives, on every rank."""
-        ...
-
-    def gather_bytes(self, data: bytes) -> list[bytes]:
-        """What each rank gives, on every rank."""
-        ...
-
-    def announce(self, text: str) -> None:
-        """By rank 0, at any moment: the others find it when they look. Not a collective."""
-        ...
-
-    def announced(self) -> bytes:
-        """What rank 0 has announced last; nothing if it has not."""
-        ...
-
-    def complain(self, text: str) -> None:
-        """To rank 0, at any moment. Not a collective."""
-        ...
-
-    def complaints(self) -> list[bytes]:
-        """By rank 0: those that it has not seen yet."""
-        ...
-
-    def leave(self) -> None: ...
-
-
-class Alone:
-    """One process has everything."""
-
-    rank = 0
-    size = 1
-
-    def shard(self, module: nn.Module, bfloat16: bool = False) -> None:
-        return
-
-    def full(self, tensor: Tensor) -> Tensor:
-        return tensor
-
-    def add_up(self, tensor: Tensor) -> Tensor:
-        return tensor
-
-    def largest(self, tensor: Tensor) -> Tensor:
-        return tensor
-
-    def most(self, count: int) -> int:
-        return count
-
-    def broadcast_bytes(self, data: bytes | None) -> bytes:
-        assert data is not None
-        return data
-
-    def announce(self, text: str) -> None:
-        return
-
-    def announced(self) -> bytes:
-        return b""
-
-    def gather_bytes(self, data: bytes) -> list[bytes]:
-        return [data]
-
-    def complain(self, text: str) -> None:
-        raise AssertionError("who is alone is rank 0")
-
-    def complaints(self) -> list[bytes]:
-        return []
-
-    def leave(self) -> None:
-        return
 
 
 class Together:
@@ -244,11 +152,9 @@ def _mixed_precision(bfloat16: bool) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=torch.float32, cast_forward_inputs=False)
 
 
-def ranks_of(spec: ComponentSpec, device: str) -> Ranks:
-    """What the rank with this spec is one of."""
-    size, settings = len(spec.rank_hosts) or spec.config.trainer.ranks, spec.config.trainer
-    if size == 1:
-        return Alone()
+def joined(spec: ComponentSpec, size: int, device: str) -> Together:
+    """The rank with this spec, one of `size`, when it has met the others."""
+    settings = spec.config.trainer
     use_interface(spec.interface)
     patience_s = MEETING_SHARE * spec.config.local.start_s
     deadlines = (settings.collective_s, IDLE_S, patience_s)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
@@ -20,20 +19,18 @@ from tailrace.samples.client import SampleClient
 from tailrace.trainer.emulated import EmulatedLearner
 from tailrace.trainer.manifest import ORIGIN
 from tailrace.trainer.pace import BYTES_PER_PARAMETER
+from tailrace.trainer.ranks import Ranks, ranks_of
 from tailrace.trainer.reader import SampleInfo, StoreReader
+from tailrace.trainer.sending import ArraySender, GiveUp, ParameterSender, PublishRoute, SnapshotSender
 from tailrace.trainer.spared import NONE_SPARED, SparedSteps
 from tailrace.types import RelayId, Struct, Version
+from tailrace.weights.snapshot import new_content_id
 from tailrace.wire.messages import ComponentSpec, StoreAddresses
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from tailrace.trainer.parallel import Ranks
     from tailrace.trainer.step import Learner
-    from tailrace.weights.publisher import Publisher
 
 LOOK_S = 0.2  # how often the other ranks look where the sample stores are
-GiveUp = Callable[[Version, str], None]  # is told what could not be sent and why
 
 
 class RankGroup(Protocol):
@@ -77,75 +74,6 @@ class RankGroup(Protocol):
 
 def build_rank_group(spec: ComponentSpec) -> RankGroup:
     return EmulatedRankGroup(spec) if spec.config.trainer.engine == "emulated" else NativeRankGroup(spec)
-
-
-class PublishRoute(Struct):
-    """The relay that assembles a version, and where it and those on the hosts of the ranks listen."""
-
-    master: RelayId
-    addresses: dict[RelayId, str]
-
-
-class SnapshotSender:
-    """Has this rank's part of the last snapshot and gets it to the master relay."""
-
-    def __init__(self, spec: ComponentSpec, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        from tailrace.model.load import precision_on
-        from tailrace.trainer.shards import owned_rows
-        from tailrace.weights.layout import WeightLayout
-        from tailrace.weights.publisher import Publisher
-        from tailrace.weights.shard import ShardLayout
-
-        named = dict(tensors)
-        device = next((one.device for one in named.values() if one.device.type == "cuda"), None)
-        precision = precision_on("cpu" if device is None else "cuda", spec.config.rollout.precision)
-        layout = WeightLayout.of_tensors(named, dtype=precision)
-        rows = {name: owned_rows(tensor, spec.rank) for name, tensor in named.items()}
-        self._mine = ShardLayout.of(layout, rows, with_header=spec.rank == 0)
-        self._host = spec.rank_hosts[spec.rank] if spec.rank_hosts else None
-        relay = spec.config.relay
-        self.publisher: Publisher = Publisher(
-            self._mine,
-            spec.token.encode(),
-            relay.chunk_mbytes,
-            device=device,
-            generation=spec.incarnation,
-            streams=relay.streams,
-        )
-        self._newest: Version = -1
-        self._goal = ""  # where the last one is to go
-        self._under_way: tuple[Version, str] | None = None
-
-    def snapshot(self, version: Version, tensors: Iterable[tuple[str, Tensor]], content_id: str) -> float:
-        from tailrace.trainer.policies import local
-
-        self._newest = version
-        mine = ((name, local(tensor.detach())) for name, tensor in tensors if name in self._mine.entries)
-        return self.publisher.snapshot(version, mine, content_id)
-
-    def send(self, version: Version, route: PublishRoute, give_up: GiveUp) -> None:
-        """Send this version, or the newer one that was finished while the order was on its way."""
-        from tailrace.weights.channel import Address
-
-        assert version <= self._newest, f"asked to publish version {version}, but the last snapshot is {self._newest}"
-        address = route.addresses[route.master]
-        if self._under_way == (self._newest, address) or not self._mine.part.size:
-            return  # a new controller asks for what the one before it had asked for, or all is with other ranks
-        self._goal = address
-        self._under_way = (self._newest, address)
-
-        def arrived(*_: object) -> None:
-            self._under_way = None
-
-        def failed(version: Version, reason: str) -> None:
-            """A relay that is gone is lost to control too, which names another one. Of one that is there but takes
-            nothing, control has to hear."""
-            self._under_way = None
-            if self._goal == address:
-                give_up(version, reason)
-
-        own_relay = route.addresses.get(self._host, address) if self._host is not None else address
-        self.publisher.send(Address.read(address), arrived, failed, Address.read(own_relay))
 
 
 # ------------------------------------------------------------------------------------------- what rank 0 tells others
@@ -273,16 +201,9 @@ class EmulatedRankGroup(_Group[EmulatedLearner]):
     checkpoint_bytes = 0
 
     def __init__(self, spec: ComponentSpec) -> None:
-        from tailrace.trainer.parallel import ranks_of
-
         super().__init__(spec, ranks_of(spec, "cpu"))
         self.learner = EmulatedLearner(spec.config, self.ranks)
-        self.sender = None if spec.rank else SnapshotSender(spec, self._tensors())
-
-    def _tensors(self) -> Iterable[tuple[str, Tensor]]:
-        import torch
-
-        return [(name, torch.from_numpy(array)) for name, array in self.learner.weights()]
+        self.sender = None if spec.rank else ArraySender(spec, dict(self.learner.weights()))
 
     def restore(self, checkpoints: Path, at_most: int) -> int:
         return min(self.learner.restore(checkpoints), at_most)
@@ -293,8 +214,7 @@ class EmulatedRankGroup(_Group[EmulatedLearner]):
     def snapshot(self, version: Version) -> float:
         assert self.sender is not None, "only the first rank publishes"
         began = time.monotonic()
-        self.learner.snapshot()
-        self.sender.snapshot(version, self._tensors(), content_id="")
+        self.sender.snapshot(version, self.learner.snapshot().items(), content_id="")
         return time.monotonic() - began
 
 
@@ -303,19 +223,19 @@ class NativeRankGroup(_Group["Learner"]):
         import torch
 
         from tailrace.model.device import usable_device
-        from tailrace.trainer import parallel
         from tailrace.trainer.memory import at_start, take_share
+        from tailrace.trainer.parallel import pick_device
         from tailrace.trainer.step import Learner
 
         self.settings = settings = spec.config.trainer
         if settings.threads:
             torch.set_num_threads(settings.threads)
-        super().__init__(spec, parallel.ranks_of(spec, usable_device("trainer", spec.config)))
-        take_share(spec.memory, parallel.pick_device(settings.device, spec.rank))
+        super().__init__(spec, ranks_of(spec, usable_device("trainer", spec.config)))
+        take_share(spec.memory, pick_device(settings.device, spec.rank))
         with at_start():
             self.learner = Learner(spec.config, self.ranks)
         self.learner.warm_up()
-        self.sender = SnapshotSender(spec, self.learner.model.named_parameters())
+        self.sender = ParameterSender(spec, self.learner.model.named_parameters())
         self._route: PublishRoute | None = None  # of the last publication
         self._give_up: GiveUp = _unasked
         if self.ranks.size > 1 and self.ranks.rank == 0:
@@ -344,8 +264,6 @@ class NativeRankGroup(_Group["Learner"]):
         checkpoint.prune(checkpoints, self.settings.keep_checkpoints, self.settings.archive_every, good, spared)
 
     def snapshot(self, version: Version) -> float:
-        from tailrace.weights.snapshot import new_content_id
-
         command = SnapshotCommand(version, new_content_id())
         self._tell(command)
         return self._copy(command)

@@ -49,8 +49,9 @@ from tailrace.trainer.losses import NEEDS_PROXIMAL, LossOutput, TokenBatch, poli
 from tailrace.trainer.memory import TokenBudget
 from tailrace.trainer.optim import Optimiser
 from tailrace.trainer.packing import Pack, filler
-from tailrace.trainer.parallel import Alone, Ranks, pick_device
+from tailrace.trainer.parallel import pick_device
 from tailrace.trainer.policies import FrozenPolicy, ProximalPolicy, local
+from tailrace.trainer.ranks import Alone, Ranks
 from tailrace.trainer.reader import SampleInfo, TrajectoryReader, in_memory
 from tailrace.trainer.recompute import recompute_layers
 

@@ -28,8 +28,9 @@ from tailrace.store.folder import refuse_moved
 from tailrace.trainer.divergence import DivergedError, Divergence, put_aside_after, way_back
 from tailrace.trainer.manifest import CheckpointError
 from tailrace.trainer.pace import CheckpointPace
-from tailrace.trainer.rank_group import PublishRoute, RankGroup, build_rank_group
+from tailrace.trainer.rank_group import RankGroup, build_rank_group
 from tailrace.trainer.reader import SampleInfo
+from tailrace.trainer.sending import PublishRoute
 from tailrace.trainer.spared import SparedSteps
 from tailrace.types import StoreId, TrajectoryId, Version
 from tailrace.wire.client import ControlClient

@@ -16,19 +16,14 @@ from threading import Lock
 
 import torch
 
-from tailrace.errors import TailraceError
 from tailrace.types import Version
 from tailrace.weights.messages import WriteTarget
 from tailrace.weights.pinned_copy import PinnedCopier
-from tailrace.weights.region import allocate
+from tailrace.weights.region import NotOnThisHostError, allocate
 
 REGISTER_BYTES = 128 << 20  # registered and copied at once: registering holds up the trainer's own CUDA calls
 COPY_BYTES = 1 << 30  # that threads copy before memory for the next ones is allocated
 PORTABLE = 1  # cudaHostRegisterPortable
-
-
-class NotOnThisHostError(TailraceError):
-    """The file that the relay names is not on this host, or not writable for us."""
 
 
 class InPlaceWriter:

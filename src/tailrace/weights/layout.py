@@ -91,8 +91,8 @@ class WeightLayout(Struct):
         return cls(header, entries, len(header) + end)
 
     @classmethod
-    def of_tensors(cls, tensors: Mapping[str, torch.Tensor], dtype: object = None) -> WeightLayout:
-        """The layout of these tensors, or of their copies in another dtype."""
+    def of_tensors(cls, tensors: Mapping[str, Any], dtype: object = None) -> WeightLayout:
+        """The layout of these tensors, of torch or of numpy, or of their copies in another dtype."""
         dtypes = [dtype or tensor.dtype for tensor in tensors.values()]
         return cls.of(list(tensors), dtypes, [tensor.shape for tensor in tensors.values()])
 

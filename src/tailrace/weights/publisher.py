@@ -17,19 +17,22 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from threading import Condition, Event, Thread
-
-import torch
+from typing import TYPE_CHECKING
 
 from tailrace.types import Version, label
 from tailrace.weights.channel import STALL_S, Address, ChannelError, TokenError, UnreachableError
 from tailrace.weights.checksum import chunk_bytes
-from tailrace.weights.in_place import InPlaceWriter, NotOnThisHostError
 from tailrace.weights.messages import ReceivingElsewhere, WriteTarget
-from tailrace.weights.region import SharedMemoryError
+from tailrace.weights.region import NotOnThisHostError, SharedMemoryError
 from tailrace.weights.shard import ShardLayout
-from tailrace.weights.snapshot import PublishError, Tensors, WeightSnapshot, new_snapshot, synchronize
+from tailrace.weights.snapshot import NewSnapshot, PublishError, Tensors, WeightSnapshot
 from tailrace.weights.streams import Hop
 from tailrace.weights.transfer import CHUNK, OfferResult, offer_in_place
+
+if TYPE_CHECKING:
+    import torch
+
+    from tailrace.weights.in_place import InPlaceWriter
 
 BUFFERS = 2
 CLOSE_S = 5.0
@@ -59,7 +62,8 @@ class Delivery:
 class Publisher:
     """Callbacks come from a background thread, exactly one per `send`, and none after `close`. `device`: the GPU that
     the weights are on. `generation`: how often the trainer was started, so that relays refuse one that was replaced and
-    does not know it. `copied_s`: seconds from `send` until the last version written in place was in host memory."""
+    does not know it. `new_snapshot`: for weights that are no tensors. `copied_s`: seconds from `send` until the last
+    version written in place was in host memory."""
 
     def __init__(
         self,
@@ -72,15 +76,17 @@ class Publisher:
         device: torch.device | None = None,
         generation: int = 0,
         streams: int = 0,
+        new_snapshot: NewSnapshot | None = None,
     ) -> None:
         self._layout, self._token, self._device, self._streams = layout, token, device, streams
         self._generation = generation
         self._chunk = chunk_bytes(chunk_mbytes, CHUNK)
         self._connect_s, self._stall_s, self._wait_s = connect_s, stall_s, wait_s
         self._changed = Condition()  # guards the snapshots and the hops
-        self._snapshots = [new_snapshot(layout, device)]
+        self._new_snapshot = new_snapshot or _of_tensors(device)
+        self._snapshots = [self._new_snapshot(layout)]
         self._latest: WeightSnapshot | None = None
-        self._in_place = InPlaceWriter(device) if device is not None else None
+        self._in_place = _in_place_writer(device) if device is not None else None
         self._other_hosts: set[Address] = set()  # relays with our IP address whose shared memory is not ours
         self.copied_s = 0.0
         self._threads: list[Thread] = []
@@ -95,7 +101,8 @@ class Publisher:
     def snapshot(self, version: Version, tensors: Tensors, content_id: str = "") -> float:
         """Copy the weights, converted to the types of the layout. Returns the stall in seconds. `content_id`: the one
         that all ranks give to this version; a new one if there is only one."""
-        synchronize()  # the end of the training step is not part of the stall
+        if self._device is not None:
+            _finish_step()  # its end is not part of the stall
         start = time.perf_counter()
         snapshot = self._free_snapshot(version)
         snapshot.content_id = content_id or snapshot.content_id
@@ -136,7 +143,7 @@ class Publisher:
     def _free_snapshot(self, version: Version) -> WeightSnapshot:
         with self._changed:
             if not self._unsent() and len(self._snapshots) < BUFFERS:
-                self._snapshots.append(new_snapshot(self._layout, self._device))
+                self._snapshots.append(self._new_snapshot(self._layout))
             if not self._changed.wait_for(self._unsent, self._wait_s):
                 busy = ", ".join(label("version", snapshot.version) for snapshot in self._snapshots)
                 raise PublishError(
@@ -213,3 +220,21 @@ class Publisher:
     def _write(self, writer: InPlaceWriter, target: WriteTarget, delivery: Delivery) -> Iterator[int]:
         yield from writer.write(target, delivery.snapshot.version, delivery.snapshot.memory)
         self.copied_s = time.perf_counter() - delivery.began
+
+
+def _of_tensors(device: torch.device | None) -> NewSnapshot:
+    from tailrace.weights.tensor_snapshot import on_device_if_it_fits
+
+    return on_device_if_it_fits(device)
+
+
+def _in_place_writer(device: torch.device) -> InPlaceWriter:
+    from tailrace.weights.in_place import InPlaceWriter
+
+    return InPlaceWriter(device)
+
+
+def _finish_step() -> None:
+    from tailrace.weights.tensor_snapshot import synchronize
+
+    synchronize()

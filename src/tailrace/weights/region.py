@@ -28,6 +28,10 @@ class SharedMemoryError(TailraceError):
     """A version cannot be stored or read here; the sentence says why."""
 
 
+class NotOnThisHostError(TailraceError):
+    """The file that the relay names is not on this host, or not writable for us."""
+
+
 class MappedVersion:
     """A sealed version in this process's address space, read-only. It stays mapped while anything refers to it."""
 

@@ -15,6 +15,7 @@ from tailrace.weights.layout import BY_CODE, WeightLayout
 from tailrace.weights.part import Part
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
 
@@ -74,5 +75,12 @@ class ShardLayout(NamedTuple):
             name: memory[entry.start : entry.start + entry.size]
             .view(getattr(torch, BY_CODE[entry.dtype].torch))
             .view(entry.shape)
+            for name, entry in self.entries.items()
+        }
+
+    def arrays_of(self, memory: np.ndarray) -> dict[str, np.ndarray]:
+        """The same of a buffer in host memory; bfloat16 and 8-bit floats appear as their bits."""
+        return {
+            name: memory[entry.start : entry.start + entry.size].view(BY_CODE[entry.dtype].numpy).reshape(entry.shape)
             for name, entry in self.entries.items()
         }

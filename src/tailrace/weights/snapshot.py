@@ -1,53 +1,43 @@
 """The trainer's copy of one weight version, from which it is published while training goes on.
 
-`publisher.py` owns them. On a GPU the copy is made within the device, which takes milliseconds; the slow copy to the
-host then runs beside the next training step. Where the GPU has no room, the copy goes to host memory at once.
+`publisher.py` owns them. `tensor_snapshot.py` has those of torch's tensors; those of numpy's arrays are here, for
+trainers without torch.
 """
 
 from __future__ import annotations
 
-import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
 from threading import Lock
+from typing import Any
 
-import torch
+import numpy as np
 
 from tailrace.errors import TailraceError
 from tailrace.types import Version
 from tailrace.weights.checksum import RunningChecksum
 from tailrace.weights.shard import ShardLayout
 
-log = logging.getLogger(__name__)
-
-NO_ROOM = (
-    "no room on the GPU for a copy of the weights ({gb:.1f} GB): training stops while they are copied to the host; "
-    "leave that much of its memory free"
-)
-
-
-Tensors = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
+Tensors = Mapping[str, Any] | Iterable[tuple[str, Any]]  # of torch or of numpy
 
 
 class PublishError(TailraceError):
     """The weights cannot be published; the sentence says why."""
 
 
-class WeightSnapshot:
-    """One buffer and the part of a version in it: a `VersionSource`. `device`: where the buffer is, None for host
-    memory. From a device it is copied to the host once, and only when its bytes are asked for."""
+class WeightSnapshot(ABC):
+    """One buffer and the part of a version in it: a `VersionSource`. `memory` are its bytes and `tensors` views of
+    them."""
 
-    def __init__(self, layout: ShardLayout, device: torch.device | None = None) -> None:
+    on_device = False
+    memory: Any
+    tensors: Mapping[str, Any]
+
+    def __init__(self, layout: ShardLayout) -> None:
         self.part = layout.part
-        self.on_device = device is not None
         self.generation = 0
         self.senders = 0
-        size = layout.part.size
-        self.memory = _host_memory(size) if device is None else _device_memory(size, device)
-        self.memory[: len(layout.header)] = torch.tensor(list(layout.header), dtype=torch.uint8)
-        self.tensors = layout.views_of(self.memory)
-        self._host = None if self.on_device else self.memory
         self._lock = Lock()
         self.begin()
 
@@ -60,17 +50,22 @@ class WeightSnapshot:
     def copy_from(self, tensors: Tensors) -> None:
         """Copy all tensors of the layout, converted to its types. The trainer may change them when this returns."""
         missing = set(self.tensors)
-        pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
-        with torch.no_grad(), _one_thread():
-            for name, tensor in pairs:
-                if name not in missing or self.tensors[name].shape != tensor.shape:
-                    shape = list(tensor.shape)
-                    raise PublishError(f"tensor '{name}' of shape {shape} is not in the layout, or was given twice")
-                self.tensors[name].copy_(tensor, non_blocking=True)
-                missing.discard(name)
-        synchronize()
+        for name, tensor in tensors.items() if isinstance(tensors, Mapping) else tensors:
+            if name not in missing or self.tensors[name].shape != tensor.shape:
+                shape = list(tensor.shape)
+                raise PublishError(f"tensor '{name}' of shape {shape} is not in the layout, or was given twice")
+            self._copy(name, tensor)
+            missing.discard(name)
         if missing:
             raise PublishError(f"{len(missing)} tensors of the layout were not given, '{min(missing)}' among them")
+
+    @abstractmethod
+    def _copy(self, name: str, tensor: Any) -> None: ...
+
+    @abstractmethod
+    def _on_host(self) -> np.ndarray:
+        """Its bytes in host memory."""
+        ...
 
     def ready(self, position: int, timeout_s: float = 0.0) -> memoryview:
         return self._hashed_to(0).buffer[position:]
@@ -82,57 +77,39 @@ class WeightSnapshot:
         return self._hashed_to(self.part.size).digest() if self.part.is_whole else ""
 
     def _hashed_to(self, position: int) -> RunningChecksum:
-        """Of the bytes in host memory, which are copied there first if need be."""
         with self._lock:
             if self._checksum is None:
-                self._checksum = RunningChecksum(memoryview(self._on_host().numpy()))  # pyright: ignore[reportArgumentType]
+                self._checksum = RunningChecksum(memoryview(self._on_host()))  # pyright: ignore[reportArgumentType]
             self._checksum.advance(position)
             return self._checksum
 
-    def _on_host(self) -> torch.Tensor:
-        if self._host is None:
-            self._host = _host_memory(self.part.size)
-        if self.on_device:
-            self._host.copy_(self.memory)
-        return self._host
+
+NewSnapshot = Callable[[ShardLayout], WeightSnapshot]
+
+
+class ArraySnapshot(WeightSnapshot):
+    """Of arrays in float32."""
+
+    def __init__(self, layout: ShardLayout) -> None:
+        super().__init__(layout)
+        self.memory = np.zeros(layout.part.size, np.uint8)
+        self.memory[: len(layout.header)] = np.frombuffer(layout.header, np.uint8)
+        self.tensors = layout.arrays_of(self.memory)
+
+    def _copy(self, name: str, tensor: np.ndarray) -> None:
+        target = self.tensors[name]
+        target[...] = tensor if target.dtype.kind == "f" else bfloat16_bits(tensor)
+
+    def _on_host(self) -> np.ndarray:
+        return self.memory
+
+
+def bfloat16_bits(array: np.ndarray) -> np.ndarray:
+    """Of float32, which numpy cannot convert: to the nearest, and of two as near to the even one."""
+    bits = np.ascontiguousarray(array, np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
 
 
 def new_content_id() -> str:
     """Of the bytes of a version. One that is made again, after a crash, gets another one."""
     return os.urandom(8).hex()
-
-
-def new_snapshot(layout: ShardLayout, device: torch.device | None) -> WeightSnapshot:
-    """On the device, if there is one and it has room."""
-    if device is not None:
-        try:
-            return WeightSnapshot(layout, device)
-        except torch.OutOfMemoryError:
-            log.warning(NO_ROOM.format(gb=layout.part.size / 1e9))
-    return WeightSnapshot(layout)
-
-
-def _host_memory(size: int) -> torch.Tensor:
-    return torch.zeros(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
-
-
-def _device_memory(size: int, device: torch.device) -> torch.Tensor:
-    return torch.zeros(size, dtype=torch.uint8, device=device)
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """One thread copies nearly as fast as several, and far faster while replicas keep the cores busy: several wait for
-    each other at every tensor, and each wait costs a scheduling delay."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
-def synchronize() -> None:
-    """Wait for the trainer's own stream, but not for a version that is being published."""
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        torch.cuda.current_stream().synchronize()
