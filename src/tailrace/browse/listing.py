@@ -25,6 +25,7 @@ from tailrace.browse.conditions import (
     is_by_text,
     order_of,
     place,
+    purpose_terms,
     reads_all,
     run_terms,
     settled_index,
@@ -113,9 +114,10 @@ def _by_words(asked: SampleFilter) -> Query:
     """In the order of the documents' numbers SQLite need not sort. In another order, those of the newest are shown: as
     many as are counted."""
     words = ("c.completions MATCH ?", in_words(asked.text))
+    numbers = purpose_terms(asked, "c.rowid", ATTEMPT_BITS)
     by_number = {"newest": "c.rowid DESC", "oldest": "c.rowid"}
     tables = f"search.completions AS c CROSS JOIN trajectories AS t ON {SAME}"
-    query = _query(tables, [words, *run_terms(asked)], by_number.get(asked.order, by_number["newest"]))
+    query = _query(tables, [words, *numbers, *run_terms(asked)], by_number.get(asked.order, by_number["newest"]))
     if asked.order in by_number:
         return query
     newest = f"FROM (SELECT t.* {query.source} ORDER BY {query.order} LIMIT {COUNTED + 1}) AS t"

@@ -6,11 +6,11 @@ import logging
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from tailrace.browse.conditions import SampleFilter, is_by_text
+from tailrace.browse.conditions import SampleFilter, is_by_text, purpose_of
 from tailrace.browse.console import list_lines, prompt_lines, sample_lines
 from tailrace.browse.decoding import TokenDecoder, decoder_of
 from tailrace.browse.index import build
@@ -61,8 +61,10 @@ class RunSamples(NamedTuple):
 def print_samples(run: Path, label: str | None, options: ListOptions) -> int:
     opened = RunSamples.of(run)
     if label is not None:
+        _refuse_others(options.asked, (), f"{label} by itself")
         _print_views(opened.views(_named(run, label)), options.as_json)
     elif options.prompts:
+        _refuse_others(options.asked, PromptFilter.__struct_fields__, "--prompts")
         _index(run)
         _print_prompts(opened, _convert(options.asked, PromptFilter), options.as_json)
     else:
@@ -70,6 +72,8 @@ def print_samples(run: Path, label: str | None, options: ListOptions) -> int:
         if is_by_text(asked):
             _index(run)
         _print_found(opened, find_samples(run, asked), options.as_json)
+        if asked.of is None and purpose_of(asked) == "training" and opened.journal.config.eval.every:
+            log.info("those of evaluations are left out; --of evaluation shows them, --of all both")
     return 0
 
 
@@ -90,8 +94,21 @@ def _named(run: Path, label: str) -> list[KnownTrajectory]:
     return found
 
 
+def _refuse_others(values: Mapping[str, Any], fitting: Sequence[str], what: str) -> None:
+    """An option that would change nothing is a mistake."""
+    for name in SampleFilter.__struct_fields__:
+        if values.get(name) is not None and name not in fitting:
+            raise UsageError(f"--{name.replace('_', '-')} does not go together with {what}")
+
+
 def _convert(values: Mapping[str, Any], kind: type[Any]) -> Any:
     known = {name: value for name, value in values.items() if value is not None and name in kind.__struct_fields__}
+    for name, hint in get_type_hints(kind).items():
+        words = [
+            word for each in (hint, *get_args(hint)) if get_origin(each) is Literal for word in get_args(each) if word
+        ]
+        if words and known.get(name, words[0]) not in words:
+            raise UsageError(f"--{name}: '{known[name]}' is none of {', '.join(words)}")
     try:
         return msgspec.convert(known, kind)
     except msgspec.ValidationError as error:

@@ -5,6 +5,7 @@ const prompts = {
   found: null,
   async look(values) {
     byId("prompts-order").value = values.order || "hardest";
+    byId("prompts-of").value = values.of || "";
     const offset = Number(values.offset || 0);
     const found = await ask("/prompts", { ...values, run: view.run, limit: PAGE });
     if (found === this.found) return;
@@ -40,5 +41,6 @@ function visitBars(history) {
 }
 
 function listenToPrompts() {
-  byId("prompts-order").addEventListener("change", (event) => go("prompts", { order: event.target.value }));
+  const choices = ["order", "of"].map((name) => [name, byId(`prompts-${name}`)]);
+  for (const [, each] of choices) each.addEventListener("change", () => go("prompts", Object.fromEntries(choices.map(([name, { value }]) => [name, value]))));
 }

@@ -2,8 +2,8 @@
 "use strict";
 
 const PAGE = 50;
-const FILTER = ["text", "asked", "min_reward", "max_reward", "min_tokens", "max_tokens", "step", "prompt", "row", "group", "version", "state", "finish", "error", "order"];
-const MORE = FILTER.slice(4, -1); // those that are folded away
+const FILTER = ["text", "asked", "min_reward", "max_reward", "min_tokens", "max_tokens", "step", "prompt", "row", "group", "version", "state", "finish", "error", "of", "order"];
+const MORE = FILTER.slice(4, -2); // those that are folded away
 const filterForm = () => byId("filter");
 
 function fillFilter(values) {
