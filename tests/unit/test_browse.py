@@ -58,7 +58,9 @@ def ids(run: Path, **asked: object) -> list[int]:
 @pytest.mark.parametrize(
     ("asked", "found"),
     [
-        ({}, [6, 5, 4, 3, 2, 1, 0]),
+        ({}, [5, 4, 3, 2, 1, 0]),
+        ({"state": "ended", "limit": 2}, [5, 4]),
+        ({"group": 3}, [6]),
         ({"order": "oldest", "limit": 2, "offset": 1}, [1, 2]),
         ({"text": "forty"}, [4, 1]),
         ({"text": '"it is" think'}, [0]),

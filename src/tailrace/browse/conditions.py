@@ -26,7 +26,9 @@ NUMBERS: dict[Purpose, tuple[int, int]] = {  # of samples and prompts
     "evaluation": (EVALUATION, 1 << 46),
     "all": (0, 1 << 46),
 }
-State = Literal["", "running", "finished", "trained", "failed", "stale", "filtered", "stopped", "lost", "evaluated"]
+State = Literal[
+    "", "running", "finished", "trained", "failed", "stale", "filtered", "stopped", "lost", "evaluated", "ended"
+]
 Finish = Literal["", "stop", "length"]
 Term = tuple[str, Any]  # a condition, and its value if it has one
 ORDERS: dict[Order, str] = {
@@ -127,7 +129,8 @@ def _terms(asked: SampleFilter) -> Iterator[Term]:
 
 def _comparisons(asked: SampleFilter) -> Iterator[Term]:
     pairs = (("prompt_id = ?", asked.prompt), ("group_id = ?", asked.group), ("step = ?", asked.step))
-    texts = (("state = ?", asked.state or None), ("finish = ?", asked.finish or None))
+    states = ("state != ?", "running") if asked.state == "ended" else ("state = ?", asked.state or None)
+    texts = (states, ("finish = ?", asked.finish or None))
     rewards = (("reward >= ?", asked.min_reward), ("reward <= ?", asked.max_reward))
     lengths = (("tokens >= ?", asked.min_tokens), ("tokens <= ?", asked.max_tokens))
     for condition, value in (*pairs, *texts, *rewards, *lengths):

@@ -70,11 +70,19 @@ def find_samples(run: Path, asked: SampleFilter) -> FoundSamples:
     with _connected(file_of(run), asked) as connection:
         if not has_table(connection, "trajectories"):
             return FoundSamples([], 0, False)
+        asked = _without_unfinished(connection, asked)
         recent = recent_samples(connection) if reads_all(asked) and _has_index(connection) else None
         if recent is not None:
             return _settled_and_recent(connection, asked, recent)
         query = _by_words(asked) if asked.text else _of_run(asked)
         return _found(query.rows(connection, asked.limit, asked.offset), query.count(connection))
+
+
+def _without_unfinished(connection: sqlite3.Connection, asked: SampleFilter) -> SampleFilter:
+    """What was under way when a run came to its end is nothing that anybody looks for first, and would come first."""
+    named = asked.state or asked.prompt is not None or asked.group is not None
+    complete = connection.execute("SELECT 1 FROM meta WHERE key = 'complete'").fetchone()
+    return asked if named or not complete else msgspec.structs.replace(asked, state="ended")
 
 
 def _settled_and_recent(connection: sqlite3.Connection, asked: SampleFilter, recent: list[int]) -> FoundSamples:

@@ -22,7 +22,7 @@ const prompts = {
 function promptRow({ rate, text }) {
   const row = element("tr"), name = element("td"), over = element("td");
   const one = rate.row >= 0 ? { row: rate.row } : { prompt: rate.newest };
-  name.append(link(rate.row >= 0 ? `row ${whole(rate.row)}` : `p${rate.newest}`, "samples", one));
+  name.append(link(rate.row >= 0 ? `row ${rate.row}` : `p${rate.newest}`, "samples", one));
   over.append(visitBars(rate.history));
   row.append(name, element("td", "n", percent(rate.passed / rate.samples)), element("td", "n", whole(rate.samples)), element("td", "n", whole(rate.visits)));
   row.append(element("td", rate.failed ? "n alarm" : "n", whole(rate.failed)), element("td", "n", fixed(rate.reward, 3)), over, element("td", "beginning", visible(text)));
