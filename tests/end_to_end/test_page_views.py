@@ -153,7 +153,7 @@ def test_two_runs_are_compared(seen: Browser, address: str) -> None:
     box = f"{chart}.querySelector('svg').getBoundingClientRect()"
     x, y = seen.ask(f"{box}.right") - 13, seen.ask(f"{box}.top") + 20
     seen.tell("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
-    seen.until("document.getElementById('tip').textContent.startsWith('step 4\\nfirst: ')")
+    seen.until("document.getElementById('tip').textContent.startsWith('step 5\\nfirst: ')")
 
 
 def test_the_address_says_which_run_is_shown(seen: Browser, address: str) -> None:

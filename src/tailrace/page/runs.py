@@ -17,7 +17,7 @@ from tailrace.browse.decoding import TokenDecoder, decoder_of
 from tailrace.config.tree import Config
 from tailrace.obs.ending import RunEnding, ending_of
 from tailrace.page.follow import Follower
-from tailrace.store.database import FILE, JournalError, has_table, reading
+from tailrace.store.database import DAMAGE, FILE, JournalError, has_table, reading
 from tailrace.store.journal import Journal
 
 FOLLOWED = 6
@@ -138,8 +138,8 @@ def _listed(number: int, path: Path) -> ListedRun:
         accuracy = (_number(journal, "accuracy_before"), _number(journal, "accuracy_after"))
         kind, steps = config.schedule.kind, config.run.steps
         return ListedRun(number, _name(path, config), created, kind, steps, ended, done, reward, accuracy)
-    except (JournalError, OSError) as error:
-        return ListedRun(number, path.name, "", "", 0, RunEnding("interrupted", ""), str(error))
+    except (JournalError, OSError, ValueError, *DAMAGE) as error:
+        return ListedRun(number, path.name, "", "", 0, RunEnding("interrupted", ""), trouble=str(error))
 
 
 def _newest(path: Path) -> tuple[int, float | None]:
