@@ -213,6 +213,11 @@ def test_a_prompt_that_was_visited_once_neither_rises_nor_falls(tmp_path: Path) 
     assert [one.row for one in prompt_rates(run, PromptFilter(order="rising"))] == [2, 1]
 
 
+def test_a_list_says_why_a_sample_failed(run: Path) -> None:
+    shown = command("samples", str(run), "--failed").stdout
+    assert "the reward raised ValueError: no number" in shown.splitlines()[0]
+
+
 def test_prompts_are_listed_by_how_often_they_passed_over_time(run: Path) -> None:
     list(build(run))
     river, times = prompt_rates(run, PromptFilter())

@@ -17,7 +17,7 @@ from tailrace.browse.index import build
 from tailrace.browse.listing import FoundSamples, find_samples
 from tailrace.browse.prompts import PromptFilter, PromptRate, prompt_rates
 from tailrace.browse.sample import MOST_TOKENS, SampleView, completion_text, view_samples
-from tailrace.browse.tokens import read_tokens
+from tailrace.browse.tokens import SampleTokens, read_tokens
 from tailrace.errors import UsageError
 from tailrace.logs import output
 from tailrace.store.journal import Journal
@@ -54,8 +54,12 @@ class RunSamples(NamedTuple):
 
     def texts(self, samples: Sequence[KnownTrajectory]) -> list[str]:
         tokens = read_tokens(self.run, samples)
-        found = [tokens[one.id] for one in samples]
-        return [one.missing or completion_text(one, self.decoder) for one in found]
+        return [_beginning(one, tokens[one.id], self.decoder) for one in samples]
+
+
+def _beginning(one: KnownTrajectory, tokens: SampleTokens, decoder: TokenDecoder) -> str:
+    """What a line of a list is about: of one that failed, why."""
+    return (one.reason if one.state == "failed" else "") or tokens.missing or completion_text(tokens, decoder)
 
 
 def print_samples(run: Path, label: str | None, options: ListOptions) -> int:

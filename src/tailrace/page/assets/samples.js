@@ -53,7 +53,7 @@ function drawSamples(found, filter, took) {
 }
 
 function sampleRow({ known, text }) {
-  const row = element("tr"), name = element("td"), group = element("td"), words = element("td", "beginning", visible(text) || known.reason);
+  const row = element("tr"), name = element("td"), group = element("td"), words = element("td", "beginning", visible(known.reason || text));
   name.append(link(`t${known.id}`, "sample", { id: known.id }));
   group.append(link(`g${known.group}`, "group", { id: known.group }));
   const versions = known.oldest === null ? "–" : known.oldest === known.newest ? `v${known.oldest}` : `v${known.oldest}–${known.newest}`;
