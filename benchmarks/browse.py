@@ -2,10 +2,14 @@
 
     python benchmarks/browse.py [--samples 1000000] [--folder DIR]
 
-Makes a run of so many samples of 300 tokens with the real store, journal and tokenizer (SmolLM2), words drawn by Zipf's
-law, builds the text index, starts `tailrace page` and looks at it with Chromium. Searches are timed over HTTP, while
-the page reads the history of the run and afterwards. Then the timeline of 1,024 replicas.
-Writes benchmarks/results/browse.json.
+Makes a run of so many samples with the real store, journal and tokenizer (SmolLM2), builds the text index, starts
+`tailrace page` and looks at it with Chromium. Searches are timed over HTTP, while the page reads the history of the run
+and afterwards. Then the timeline of 1,024 replicas. Writes benchmarks/results/browse.json.
+
+Samples have 20 to 2,000 tokens, 300 on average, of words drawn by Zipf's law; 3 % failed with a reason, 5 % were cut
+off, every fifth was interrupted by a newer version, every seventh has a turn of a tool; the last step is under way.
+A million samples are about 5 GB on the disk, and take some 20 minutes on two idle cores, an hour on busy ones; what is
+being done is said. With --folder, what is made and indexed is not made again.
 """
 
 from __future__ import annotations
@@ -46,6 +50,7 @@ from tailrace.protocol import (  # noqa: E402
     ReplicaJoined,
     Request,
     RunStarted,
+    SampleFailed,
     TimerFired,
     Train,
     Trained,
@@ -62,7 +67,11 @@ from tailrace.types import Prompt, Row, id_bytes  # noqa: E402
 from tailrace.wire.messages import Grant  # noqa: E402
 
 REPLICAS = 1024
-TOKENS, GROUP, PER_STEP, ROWS = 300, 8, 512, 5000
+GROUP, PER_STEP, ROWS = 8, 512, 5000
+SHORTEST, LONGEST = 20, 2000
+MEDIAN_LOG, SPREAD = 4.95, 0.9  # of lengths: 300 tokens on average with those that are cut off
+FAILED, CUT_OFF = 0.03, 0.05  # shares of the samples
+REASONS = ("the reward raised ValueError: no number", "the reward took longer than 10 s (timeout)", "the tool has died")
 REPEATS = 5
 
 
@@ -95,16 +104,35 @@ class RunMaker:
         requests = tuple(Request(id, 1, id // GROUP, id // GROUP, 40) for id in ids)
         self.store.trajectories.assign(requests)
         self.record(TimerFired("feed"), Generate(0, 1, requests))
-        self.generate(ids, number)
-        groups = tuple(TrainGroup(g, tuple(range(g * GROUP, (g + 1) * GROUP))) for g in {id // GROUP for id in ids})
-        self.record(TimerFired("train"), Train(1, number, 0, True, groups))
-        self.store.trajectories.trained(ids, number)
-        self.record(Trained(1, number, 0), Forget(tuple(ids)))
-        self.store.trajectories.forget(ids, archived=True)
+        finished = self.generate(ids, number)
+        self.train(finished, number)
         self.store.metrics.measure(self.now, number, "trainer", {"loss": float(self.random.normal()), "entropy": 1.0})
         self.store.commit()
         self.file.forget(ids, archive=True)
         self.file.commit()
+
+    def train(self, ids: list[int], number: int) -> None:
+        members = {group: tuple(id for id in ids if id // GROUP == group) for group in {id // GROUP for id in ids}}
+        groups = tuple(TrainGroup(group, each) for group, each in members.items())
+        self.record(TimerFired("train"), Train(1, number, 0, True, groups))
+        self.store.trajectories.trained(ids, number)
+        self.record(Trained(1, number, 0), Forget(tuple(ids)))
+        self.store.trajectories.forget(ids, archived=True)
+
+    def begin(self, number: int) -> None:
+        """The samples of a last step, which are being generated."""
+        ids = range(number * PER_STEP, number * PER_STEP + GROUP)
+        self.ask(range(ids[0] // GROUP, ids[0] // GROUP + 1))
+        requests = tuple(Request(id, 1, id // GROUP, id // GROUP, 40) for id in ids)
+        self.store.trajectories.assign(requests)
+        self.record(TimerFired("feed"), Generate(0, 1, requests))
+        self.write(ids, number, self.lengths(len(ids)))
+        self.store.commit()
+
+    def lengths(self, samples: int) -> Any:
+        """Log-normal with a mean of 300, held between the shortest and the longest."""
+        drawn = np.exp(self.random.normal(MEDIAN_LOG, SPREAD, samples))
+        return np.clip(drawn, SHORTEST, LONGEST).astype(int)
 
     def ask(self, groups: range) -> None:
         tokens = self.tokens(len(groups), 40)
@@ -112,24 +140,57 @@ class RunMaker:
         self.file.add_prompts(rows)
         self.record(PromptsAdded(groups[0], tuple(Prompt(row.id, 40, row.id % ROWS) for row in rows)))
 
-    def generate(self, ids: range, version: int) -> None:
-        self.file.assign([Grant(0, id, 1, id // GROUP, id // GROUP, False) for id in ids])
-        tokens, logprobs = self.tokens(len(ids), TOKENS), -self.random.exponential(1.0, (len(ids), TOKENS))
-        pieces = [Piece(version, tokens[i].tobytes(), logprobs[i].astype("<f4").tobytes()) for i in range(len(ids))]
-        heads = column(ids), column([1] * len(ids)), column([0] * len(ids)), column([0] * len(ids))
-        self.file.append(0, Append(*heads, *PieceColumns.of(pieces)), {})
-        self.file.commit()
-        for id, reward in zip(ids, self.random.integers(0, 2, len(ids)), strict=True):
-            meta = TrajectoryMeta(id, 1, TOKENS, version, version, "stop", float(reward))
+    def generate(self, ids: range, version: int) -> list[int]:
+        """Those that have a reward."""
+        lengths, fates = self.lengths(len(ids)), self.random.random(len(ids))
+        lengths[fates > 1 - CUT_OFF] = LONGEST
+        self.write(ids, version, lengths)
+        rewards, finished = self.random.integers(0, 2, len(ids)), list[int]()
+        for id, length, fate, reward in zip(ids, lengths, fates, rewards, strict=True):
+            if fate < FAILED:
+                reason = REASONS[id % len(REASONS)]
+                self.store.trajectories.fail(id, 1, reason)
+                self.record(SampleFailed(0, id, 1, reason))
+                continue
+            finish, oldest = "length" if length == LONGEST else "stop", max(0, version - (id % 5 == 0))
+            meta = TrajectoryMeta(id, 1, int(length), oldest, version, finish, float(reward))
             self.store.trajectories.finish(meta)
             self.record(Finished(0, meta))
+            finished.append(id)
+        return finished
+
+    def write(self, ids: range, version: int, lengths: Any) -> None:
+        """Tokens into the store: each sample in up to three pieces."""
+        self.file.assign([Grant(0, id, 1, id // GROUP, id // GROUP, False) for id in ids])
+        tokens, logprobs = self.tokens(1, lengths.sum())[0], -self.random.exponential(1.0, lengths.sum())
+        ends = np.cumsum(lengths)
+        rows = list[tuple[int, int, Piece]]()
+        for id, length, end in zip(ids, lengths, ends, strict=True):
+            start = int(end - length)
+            for first, last, made in parts(id, int(length), version):
+                words, scores = tokens[start + first : start + last], logprobs[start + first : start + last]
+                scored = None if made is None else scores.astype("<f4").tobytes()
+                rows.append((id, first, Piece(made, words.tobytes(), scored)))
+        heads = column([row[0] for row in rows]), column([1] * len(rows)), column([0] * len(rows))
+        starts = column([row[1] for row in rows])
+        self.file.append(0, Append(*heads, starts, *PieceColumns.of([row[2] for row in rows])), {})
+        self.file.commit()
 
     def close(self) -> None:
         self.file.close()
-        self.store.close(complete=True)
+        self.store.close(complete=False)
 
 
-def queries(config: Config, folder: Path) -> dict[str, dict[str, str]]:
+def parts(id: int, length: int, version: int) -> list[tuple[int, int, int | None]]:
+    """Where each piece begins and ends, and the version that sampled it; None: a tool wrote it."""
+    if id % 7 == 0:
+        return [(0, length // 3, version), (length // 3, length // 2, None), (length // 2, length, version)]
+    if id % 5 == 0 and version:
+        return [(0, length // 2, version - 1), (length // 2, length, version)]
+    return [(0, length, version)]
+
+
+def queries(config: Config, folder: Path, steps: int) -> dict[str, dict[str, str]]:
     """Words that are in the run: a common one, a rare one, two that follow each other."""
     maker_words = np.random.default_rng(0).permutation(48_000) + 100
     decoder = decoder_of(config, folder)
@@ -153,16 +214,18 @@ def queries(config: Config, folder: Path) -> dict[str, dict[str, str]]:
         "shortest first": {"order": "shortest"},
         "a reward": {"min_reward": "0.5"},
         "a reward that is nowhere": {"min_reward": "2"},
-        "longer than any": {"min_tokens": "1000"},
-        "a length and a reward, worst first": {"max_tokens": "400", "max_reward": "0.5", "order": "worst"},
+        "longer than any": {"min_tokens": "3000"},
+        "long ones": {"min_tokens": "1000"},
+        "a length and a reward, worst first": {"max_tokens": "100", "max_reward": "0.5", "order": "worst"},
         "an early version": {"version": "7"},
-        "a step": {"step": "1000"},
-        "a group": {"group": "60000"},
-        "a prompt": {"prompt": "60000"},
+        "a step": {"step": str(steps // 2)},
+        "a group": {"group": str(steps * PER_STEP // GROUP // 2)},
+        "a prompt": {"prompt": str(steps * PER_STEP // GROUP // 2)},
         "a row of the data": {"row": "7"},
         "failed": {"failed": "true"},
         "an error": {"error": "timeout"},
-        "a state": {"state": "stale"},
+        "a state that is nowhere": {"state": "stale"},
+        "being generated": {"state": "running"},
         "ended by length": {"finish": "length"},
         "far down": {"min_reward": "0.5", "offset": "9950"},
     }
@@ -176,6 +239,13 @@ def seconds_of(address: str, query: dict[str, str], repeats: int = REPEATS) -> d
             count = json.loads(answer.read())["count"]
         taken.append(time.perf_counter() - began)
     return {"first_s": taken[0], "median_s": median(taken), "max_s": max(taken), "count": count}
+
+
+def what_there_is(folder: Path) -> dict[str, float]:
+    with closing(sqlite3.connect(folder / "run.db")) as run:
+        figures = "SELECT avg(tokens), avg(state = 'failed'), avg(finish = 'length'), sum(state = 'running')"
+        mean, failed, cut_off, running = run.execute(f"{figures} FROM trajectories").fetchone()
+    return {"mean_tokens": mean, "failed_share": failed, "truncated_share": cut_off, "running": running}
 
 
 def memory_mb(pid: int) -> dict[str, float]:
@@ -203,7 +273,7 @@ def history_s(address: str, began: float, patience_s: float) -> float | None:
     return None
 
 
-def measure(folder: Path, work: Path, patience_s: float) -> dict[str, Any]:
+def measure(folder: Path, samples: int, work: Path, patience_s: float) -> dict[str, Any]:
     command = [sys.executable, "-m", "tailrace", "page", str(folder)]
     began = time.perf_counter()
     child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -212,12 +282,14 @@ def measure(folder: Path, work: Path, patience_s: float) -> dict[str, Any]:
         address = re.search(r"http://\S+/", child.stdout.readline())
         assert address is not None
         config = load([], OPTIONS)
-        asked, found = queries(config, folder), dict[str, Any]()
+        asked, found = queries(config, folder, samples // PER_STEP), dict[str, Any]()
+        say("the page is there; looking at it while it reads the history")
         found["served_after_s"] = time.perf_counter() - began
         found["while_reading"] = {
             "paint": first_paint(address[0], work / "first"),
             "search": {name: seconds_of(address[0], query, 2) for name, query in asked.items()},
         }
+        say(f"waiting until the history is read, at most {patience_s:,.0f} s")
         found["history_read_s"] = history_s(address[0], began, patience_s)
         found["paint"] = first_paint(address[0], work / "second")
         found["search"] = {name: seconds_of(address[0], query) for name, query in asked.items()}
@@ -283,8 +355,12 @@ OPTIONS += ["--task.name", "running_total", "--run.name", "large"]
 def make(folder: Path, samples: int) -> float:
     began = time.perf_counter()
     maker = RunMaker(folder, load([], [*OPTIONS, "--run.steps", str(samples // PER_STEP)]))
-    for number in range(samples // PER_STEP):
+    steps = samples // PER_STEP
+    for number in range(steps):
         maker.step(number)
+        if (number + 1) % max(1, steps // 20) == 0:
+            say(f"made {(number + 1) * PER_STEP:,} samples in {time.perf_counter() - began:,.0f} s")
+    maker.begin(steps)
     maker.close()
     return time.perf_counter() - began
 
@@ -293,6 +369,17 @@ def made_run(folder: Path, samples: int) -> dict[str, float]:
     return noted(folder / "made.json", lambda: {"make_s": make(folder, samples)}) | noted(
         folder / "indexed.json", lambda: indexed(folder)
     )
+
+
+def said(read: int, told: int) -> int:
+    if read < told + 100_000:
+        return told
+    say(f"indexed up to event {read:,}")
+    return read
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def noted(note: Path, work: Callable[[], dict[str, float]]) -> dict[str, float]:
@@ -305,8 +392,9 @@ def noted(note: Path, work: Callable[[], dict[str, float]]) -> dict[str, float]:
 def indexed(folder: Path) -> dict[str, float]:
     """What filters compare comes first (`settled`), then words."""
     before, began = memory_mb(os.getpid())["VmRSS"], time.perf_counter()
-    figures = {"settled_s": 0.0, "settled_mb": 0.0}
+    figures, told = {"settled_s": 0.0, "settled_mb": 0.0}, 0
     for read in build(folder):
+        told = said(read, told)
         if not read:
             with closing(sqlite3.connect(folder / INDEX)) as index:
                 pages = index.execute("SELECT page_count * page_size FROM pragma_page_count, pragma_page_size")
@@ -325,14 +413,14 @@ def main() -> None:
         folder = arguments.folder or Path(name) / "run"
         out = {
             "samples": arguments.samples // PER_STEP * PER_STEP,
-            "tokens_per_sample": TOKENS,
             "cores": os.cpu_count(),
             "nice": os.nice(0),
             "load": os.getloadavg()[0],  # of others, before
             **made_run(folder, arguments.samples),
+            **what_there_is(folder),
             "indexed_samples": state_of(folder).samples,
             "mb": {file: (folder / file).stat().st_size / 1e6 for file in ("run.db", "samples-0.db", "search.db")},
-            **measure(folder, Path(name), arguments.patience),
+            **measure(folder, arguments.samples, Path(name), arguments.patience),
             "lanes": lanes(Path(name) / "wide", Path(name) / "third"),
         }
     (ROOT / "benchmarks" / "results" / "browse.json").write_text(json.dumps(out, indent=1) + "\n")

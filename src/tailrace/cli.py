@@ -304,7 +304,9 @@ def _add_training(add: Add) -> None:
 
     does = "begin another run with the weights and moments of a version of a run, and train it"
     fork = _of_a_run(add("fork", _fork, does, f"Its settings are those of RUN. {SETTINGS} --run.name is needed."))
-    fork.add_argument("--version", type=values.version, metavar="N", help="0: the start; unset: the newest checkpoint")
+    fork.add_argument(
+        "--version", type=values.version, metavar="N", help="0: the start; best: of those evaluated; unset: the newest"
+    )
 
     does = "let this machine generate or train for a run elsewhere, until Ctrl-C or its end"
     worker = add("worker", _worker, does, OF_WORKER)

@@ -101,6 +101,8 @@ def test_a_fork_begins_with_the_weights_and_the_next_prompts_of_a_version(change
 
     status, _, err = tailrace("fork", str(changed.folder), "--version", "9", "--run.name", "third")
     assert (status, "has no weights of v9; it has v0, v2, v3, v4, v5" in err) == (2, True), err
+    status, _, err = tailrace("fork", str(changed.folder), "--version", "best", "--run.name", "third")
+    assert (status, "nothing was evaluated while training" in err) == (2, True), err
     status, _, err = tailrace("fork", str(changed.folder), "--run.name", "third", "--model.path", "elsewhere")
     assert (status, "--model.path cannot differ" in err) == (2, True), err
 

@@ -153,7 +153,20 @@ def test_two_runs_are_compared(seen: Browser, address: str) -> None:
     box = f"{chart}.querySelector('svg').getBoundingClientRect()"
     x, y = seen.ask(f"{box}.right") - 13, seen.ask(f"{box}.top") + 20
     seen.tell("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
-    seen.until("document.getElementById('tip').textContent.startsWith('step 4\\nfirst: ')")
+    seen.until("document.getElementById('tip').textContent.startsWith('step 5\\nfirst: ')")
+
+
+def test_the_address_says_which_run_is_shown(seen: Browser, address: str) -> None:
+    show(seen, address, "runs")
+    seen.until("document.querySelectorAll('#runs-rows a').length === 2")
+    assert seen.ask("document.querySelector('#runs-rows tr').innerText").split("\t")[4:6] == ["0 of 10", "–"]
+    seen.ask("document.querySelectorAll('#runs-rows a')[1].click()")
+    seen.until("document.getElementById('name').textContent === 'second'")
+    seen.ask("document.querySelector('nav a[href^=\"#settings\"]').click()")
+    seen.until("document.getElementById('log-text').textContent === 'this is the log of second\\n'")
+    assert seen.ask("location.hash") == "#settings?run=1"
+    seen.ask("location.hash = '#settings'")
+    seen.until("document.getElementById('log-text').textContent === 'this is the log of first\\n'")
 
 
 def test_evaluations_while_training_are_curves_by_version(seen: Browser, address: str) -> None:
@@ -221,6 +234,8 @@ def test_a_report_is_one_file_with_all_views(seen: Browser, runs: Path, tmp_path
         "document.querySelectorAll('#metric-charts [data-name=\"trainer:loss\"] .line:not(.faint)').length === 2"
     )
     assert seen.complaints == []
+    show(seen, report.as_uri(), "samples?run=1")
+    seen.until("document.getElementById('trouble').textContent.startsWith('this is not part of the report')")
 
 
 def test_axe_finds_nothing_serious_and_nothing_sticks_out(seen: Browser, address: str) -> None:

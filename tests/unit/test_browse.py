@@ -23,6 +23,7 @@ from tailrace.browse.prompts import PromptFilter, prompt_rates
 from tailrace.browse.sample import view_samples
 from tailrace.store.journal import Journal
 from tailrace.store.trajectories import known_trajectories
+from tailrace.types import EVALUATION, Row, id_bytes
 
 HOSTILE = "<script>alert(1)</script>\x1b[2J\x1b]0;owned\x07\u202e\r gone"
 
@@ -57,7 +58,9 @@ def ids(run: Path, **asked: object) -> list[int]:
 @pytest.mark.parametrize(
     ("asked", "found"),
     [
-        ({}, [6, 5, 4, 3, 2, 1, 0]),
+        ({}, [5, 4, 3, 2, 1, 0]),
+        ({"state": "ended", "limit": 2}, [5, 4]),
+        ({"group": 3}, [6]),
         ({"order": "oldest", "limit": 2, "offset": 1}, [1, 2]),
         ({"text": "forty"}, [4, 1]),
         ({"text": '"it is" think'}, [0]),
@@ -156,15 +159,63 @@ def test_nothing_in_a_sample_steers_the_terminal(run: Path) -> None:
 
 def test_the_console_lists_samples_and_shows_one_in_full(run: Path) -> None:
     listed = command("samples", str(run), "--text", "forty", "--max-reward", "0.5").stdout
-    assert listed.splitlines()[-1] == "1 of 1 samples"
+    assert listed.splitlines()[-1] == "1 of 1 sample"
     assert listed.startswith("t1  g0  p0  finished  reward 0")
     story = command("story", str(run), "t1")
     assert "calls a tool: 6 * 7" in story.stdout, story.stderr
     (row,) = command("samples", str(run), "t0", "--json").stdout.splitlines()
     assert json.loads(row)["parts"] == {"format": 0.5}
-    for words, sentence in ((["t99"], "no sample"), (["--order", "up"], "order"), (["--text", "!"], "no letter")):
+    wrong = (
+        (["t99"], "no sample"),
+        (["--order", "up"], "--order: 'up' is none of newest,"),
+        (["--state", "trainde"], "--state: 'trainde' is none of running,"),
+        (["--prompt", "t3"], "write 12 or p12"),
+        (["--limit", "500"], "at most 200"),
+        (["--min-reward", "nan"], "not a reward"),
+        (["--text", "!"], "no letter"),
+        (["--prompts", "--text", "a"], "--text does not go together with --prompts"),
+        (["t1", "--failed"], "--failed does not go together with t1"),
+    )
+    for words, sentence in wrong:
         refused = command("samples", str(run), *words)
         assert (refused.returncode, sentence in refused.stderr) == (2, True), refused.stderr
+
+
+def test_samples_of_evaluations_are_shown_when_they_are_asked_for(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with written_run(run, group_size=1, options=["--eval.every", "1", "--task.eval_rows", "1"]) as written:
+        written.ask("a question")
+        written.answer(Written(0, ["a river"], 1.0))
+        written.samples = EVALUATION
+        written.file.add_prompts([Row(EVALUATION, id_bytes([1]), "held out", {})])
+        written.answer(Written(EVALUATION, ["another river"], 0.0), Written(EVALUATION, ["a sea"], 1.0))
+    both = [EVALUATION + 1, EVALUATION, 0]
+    for of, found in ((None, [0]), ("training", [0]), ("evaluation", both[:2]), ("all", both)):
+        assert ids(run, of=of) == ids(run, of=of, order="oldest")[::-1] == found
+        assert ids(run, of=of, min_reward=0.0) == found
+        assert ids(run, of=of, text="river") == [id for id in found if id != EVALUATION + 1]
+    assert ids(run, prompt=EVALUATION) == both[:2], "they are named"
+    assert ids(run, group=EVALUATION) == both[1:2]
+    assert [one.newest for one in prompt_rates(run, PromptFilter())] == [0]
+    assert [one.newest for one in prompt_rates(run, PromptFilter(of="evaluation"))] == [EVALUATION]
+    shown = command("samples", str(run))
+    assert shown.stdout.endswith("1 of 1 sample\n")
+    assert "--of evaluation" in shown.stderr
+
+
+def test_a_prompt_that_was_visited_once_neither_rises_nor_falls(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with written_run(run) as written:
+        written.ask("once", "twice", "twice", rows=[1, 2, 2])
+        written.answer(Written(0, ["x"]), Written(1, ["x"], 1.0), Written(2, ["x"], 0.5))
+    list(build(run))
+    assert [one.row for one in prompt_rates(run, PromptFilter(order="falling"))] == [2, 1]
+    assert [one.row for one in prompt_rates(run, PromptFilter(order="rising"))] == [2, 1]
+
+
+def test_a_list_says_why_a_sample_failed(run: Path) -> None:
+    shown = command("samples", str(run), "--failed").stdout
+    assert "the reward raised ValueError: no number" in shown.splitlines()[0]
 
 
 def test_prompts_are_listed_by_how_often_they_passed_over_time(run: Path) -> None:

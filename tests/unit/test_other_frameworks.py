@@ -75,9 +75,9 @@ ANSWERS = [
 KEYWORDS = {
     "split.tensor_parallel": "tensor_parallel=...",
     "split.colocated": 'split={"colocated": ...}',
-    "model.path": "path=...",
-    "eval.every": "every=...",
-    "log.to": "to=...",
+    "model.path": "model=...",
+    "eval.every": "eval_every=...",
+    "log.to": "log_to=...",
     "workload.prompt_tokens": "prompt_tokens=...",
 }
 

@@ -12,12 +12,13 @@ import pytest
 from sample_runs import Written, written_run
 from tailrace.browse.index import build
 from tailrace.config import load
+from tailrace.obs.bounded_series import BoundedSeries
 from tailrace.obs.live import LiveRun
 from tailrace.obs.spans import MOST, SpanLog
 from tailrace.obs.trace import trace_events
 from tailrace.page.answers import BadQueryError, RunAnswers, parse_query
 from tailrace.page.runs import RunLibrary
-from tailrace.page.series import POINTS, BoundedSeries, Point
+from tailrace.page.series import POINTS, Point
 from tailrace.page.timeline import GRAIN, TimelineQuery, timeline
 from tailrace.protocol import (
     Finished,
@@ -115,7 +116,7 @@ def test_a_log_is_shown_from_its_end(library: RunLibrary) -> None:
 
 
 def test_curves_keep_their_mean_and_stay_bounded() -> None:
-    series = BoundedSeries()
+    series = BoundedSeries[Point](POINTS)
     for number in range(10 * POINTS + 3):
         series.add(Point(float(number), number, float(number % 7), float(number % 7), float(number % 7), 1))
     assert POINTS // 2 <= len(series.points) <= POINTS

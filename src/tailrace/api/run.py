@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from os import PathLike, fspath
 from pathlib import Path
 from threading import Thread
-from typing import Any
+from typing import Any, Literal
 
 from tailrace.api.process import CommandProcess
 from tailrace.api.steps import Row, StepRows
@@ -29,7 +29,7 @@ from tailrace.store.trajectories import KNOWN, KnownTrajectory
 
 Callback = Callable[["RecordedRun", Row], object]
 LOOK_S = 0.2
-STATES = ("running", "finished", "failed", "trained", "stale", "filtered", "stopped", "lost")
+STATES = ("running", "finished", "failed", "trained", "stale", "filtered", "stopped", "lost", "evaluated")
 
 
 class RecordedRun:
@@ -79,8 +79,8 @@ class RecordedRun:
         """Every sample, oldest first: its ids, `state`, `reward`, `tokens`, `finish`, the versions that generated it,
         the step that trained it; with `text`, its `prompt`, `completion` and the other columns of its row of data.
 
-        `state`: only those that are `running`, `finished`, `failed`, `trained`, `stale`, `filtered`, `stopped` or
-        `lost`.
+        `state`: only those that are `running`, `finished`, `failed`, `trained`, `stale`, `filtered`, `stopped`,
+        `lost` or `evaluated`.
         """
         if state not in (None, *STATES):
             raise ConfigError(f"state is {state!r}; write one of {', '.join(STATES)}")
@@ -112,8 +112,8 @@ class RecordedRun:
         words = ["train", str(self.path), "--resume", *as_words(given)]
         return started(self.path, words, wait, show, callbacks)
 
-    def export(self, out: str | PathLike[str], version: int | None = None) -> Path:
-        """Write a version, or the newest, as a directory that transformers loads."""
+    def export(self, out: str | PathLike[str], version: int | Literal["best"] | None = None) -> Path:
+        """Write a version, the best that was evaluated, or the newest, as a directory that transformers loads."""
         from tailrace.launch.models import export
 
         export(self.path, version, Path(fspath(out)))

@@ -19,7 +19,13 @@ OF_SAMPLES = """
 SELECT step, count(*), avg(reward), avg(tokens), avg(finish = 'length'), max(step - oldest) FROM trajectories
 WHERE state = 'trained' AND step >= ? GROUP BY step
 """
-COLUMNS = ("samples", "reward", "completion_tokens", "truncated", "staleness_max")
+OF_GROUPS = """
+SELECT step, avg(high - low <= :tolerance * max(1, high, -low)) FROM (
+    SELECT step, min(reward) AS low, max(reward) AS high FROM trajectories
+    WHERE state = 'trained' AND step >= :first GROUP BY step, group_id
+) GROUP BY step
+"""
+COLUMNS = ("samples", "reward", "completion_tokens", "truncated", "staleness_max", "zero_variance")
 
 
 class StepRows:
@@ -27,7 +33,9 @@ class StepRows:
 
     def __init__(self, run: Path) -> None:
         self._file = run / FILE
-        self._mini_batches = Journal(run).config.trainer.mini_batches
+        config = Journal(run).config
+        self._mini_batches = config.trainer.mini_batches
+        self._tolerance = config.groups.reward_tolerance
         self._seq = self._row = 0
         self._step = 0  # the first that was not told yet
         self._values: dict[int, dict[str, list[float]]] = {}
@@ -39,6 +47,9 @@ class StepRows:
                 return []
             self._measure(database)
             of_samples = {step: values for step, *values in database.execute(OF_SAMPLES, (self._step,))}
+            groups = database.execute(OF_GROUPS, {"tolerance": self._tolerance, "first": self._step})
+            for step, share in groups:
+                of_samples[step].append(share)
         self._step = max(ended) + 1
         return [self._as_row(step, ended[step], of_samples.get(step, ())) for step in sorted(ended)]
 

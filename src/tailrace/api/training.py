@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from os import PathLike, fspath
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tailrace.api.inputs import File, write_inputs
 from tailrace.api.run import Callback, RecordedRun, as_words, started
@@ -50,7 +50,7 @@ def fork(
     run: File | RecordedRun,
     *,
     name: str,
-    version: int | None = None,
+    version: int | Literal["best"] | None = None,
     wait: bool = True,
     show: bool = True,
     callbacks: Sequence[Callback] = (),

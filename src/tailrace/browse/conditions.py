@@ -14,11 +14,22 @@ from msgspec import Meta
 
 from tailrace.browse.index_file import BrowseError
 from tailrace.store.trajectories import KnownTrajectory
+from tailrace.types import EVALUATION
 
 Number = Annotated[int, Meta(ge=0, lt=1 << 53)]
 Finite = Annotated[float, Meta(ge=-1e300, le=1e300)]
 Words = Annotated[str, Meta(max_length=400)]
 Order = Literal["newest", "oldest", "best", "worst", "longest", "shortest"]
+Purpose = Literal["training", "evaluation", "all"]
+NUMBERS: dict[Purpose, tuple[int, int]] = {  # of samples and prompts
+    "training": (0, EVALUATION),
+    "evaluation": (EVALUATION, 1 << 46),
+    "all": (0, 1 << 46),
+}
+State = Literal[
+    "", "running", "finished", "trained", "failed", "stale", "filtered", "stopped", "lost", "evaluated", "ended"
+]
+Finish = Literal["", "stop", "length"]
 Term = tuple[str, Any]  # a condition, and its value if it has one
 ORDERS: dict[Order, str] = {
     "newest": "{0}.id DESC",
@@ -41,8 +52,9 @@ class SampleFilter(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     group: Number | None = None
     step: Number | None = None  # that trained it
     version: Number | None = None  # that sampled some of its tokens
-    state: Words = ""
-    finish: Words = ""
+    state: State = ""
+    finish: Finish = ""
+    of: Purpose | None = None  # unset: what the rest of the filter is about, else training
     error: Words = ""  # part of the reason why it failed
     failed: bool = False
     min_reward: Finite | None = None
@@ -117,7 +129,8 @@ def _terms(asked: SampleFilter) -> Iterator[Term]:
 
 def _comparisons(asked: SampleFilter) -> Iterator[Term]:
     pairs = (("prompt_id = ?", asked.prompt), ("group_id = ?", asked.group), ("step = ?", asked.step))
-    texts = (("state = ?", asked.state or None), ("finish = ?", asked.finish or None))
+    states = ("state != ?", "running") if asked.state == "ended" else ("state = ?", asked.state or None)
+    texts = (states, ("finish = ?", asked.finish or None))
     rewards = (("reward >= ?", asked.min_reward), ("reward <= ?", asked.max_reward))
     lengths = (("tokens >= ?", asked.min_tokens), ("tokens <= ?", asked.max_tokens))
     for condition, value in (*pairs, *texts, *rewards, *lengths):
@@ -125,9 +138,24 @@ def _comparisons(asked: SampleFilter) -> Iterator[Term]:
             yield f"{{0}}.{condition}", value
 
 
+def purpose_of(asked: SampleFilter) -> Purpose:
+    """Samples of evaluations have the highest numbers, and may be the most: unless they are asked for, the newest
+    sample is the newest that was made to be trained on."""
+    named = (asked.prompt or 0, asked.group or 0)
+    return asked.of or ("evaluation" if asked.state == "evaluated" or max(named) >= EVALUATION else "training")
+
+
+def purpose_terms(asked: SampleFilter, number: str, bits: int = 0) -> Iterator[Term]:
+    """`bits`: that follow the number of the sample."""
+    first, end = NUMBERS[purpose_of(asked)]
+    yield f"{number} >= ?", first << bits
+    yield f"{number} < ?", end << bits
+
+
 def run_terms(asked: SampleFilter) -> Iterator[Term]:
     """On run.db: all."""
     yield from terms(asked, "t")
+    yield from purpose_terms(asked, "t.id")
     if asked.error:
         yield "instr(lower(t.reason), lower(?)) > 0", asked.error
 
@@ -135,6 +163,7 @@ def run_terms(asked: SampleFilter) -> Iterator[Term]:
 def settled_terms(asked: SampleFilter) -> Iterator[Term]:
     """On the table of the index. No sample has tokens of more versions than the widest: that ends the range."""
     yield from terms(asked, "s")
+    yield from purpose_terms(asked, "s.id")
     if asked.version is not None:
         yield f"s.newest <= ? + {WIDEST}", asked.version
 

@@ -11,6 +11,7 @@ from tailrace.browse.listing import COUNTED, FoundSamples
 from tailrace.browse.prompts import PromptRate
 from tailrace.browse.sample import Passage, SampleView
 from tailrace.store.trajectories import KnownTrajectory
+from tailrace.wording import counted
 
 LINE = "  | "
 LEVELS = "\N{LOWER ONE EIGHTH BLOCK}▂▃▄▅▆▇█"
@@ -40,12 +41,18 @@ def list_lines(found: FoundSamples, texts: Sequence[str], width: int) -> Iterato
     for head, text in zip(heads, texts, strict=True):
         words = "  ".join(word.ljust(size) for word, size in zip(head, columns, strict=True))
         yield f"{words}  {one_line(text, max(20, width - len(words) - 2))}"
-    more = f"more than {COUNTED:,}" if found.more_than_counted else f"{found.count:,}"
-    yield f"{len(found.samples):,} of {more} samples" if found.samples else "no sample is like that"
+    yield _count_line(found)
+
+
+def _count_line(found: FoundSamples) -> str:
+    if not found.count:
+        return "no sample is like that"
+    total = f"more than {COUNTED:,} samples" if found.more_than_counted else counted(found.count, "sample")
+    return f"{len(found.samples):,} of {total}"
 
 
 def _head(one: KnownTrajectory) -> tuple[str, ...]:
-    tokens = "" if one.tokens is None else f"{one.tokens:,} tokens"
+    tokens = "" if one.tokens is None else counted(one.tokens, "token")
     reward = "" if one.reward is None else f"reward {one.reward:.3g}"
     state = one.state if one.step is None else f"{one.state} in step {one.step}"
     return (f"t{one.id}", f"g{one.group}", f"p{one.prompt}", state, reward, tokens, _versions(one), one.finish)
@@ -86,7 +93,7 @@ def sample_lines(view: SampleView) -> Iterator[str]:
     for passage in view.passages:
         yield from _passage_lines(passage)
     if view.hidden:
-        yield f"{view.hidden:,} more tokens are not shown"
+        yield f"{counted(view.hidden, 'token')} more, not shown"
     if view.missing:
         yield view.missing
 
@@ -94,7 +101,7 @@ def sample_lines(view: SampleView) -> Iterator[str]:
 def _passage_lines(passage: Passage) -> Iterator[str]:
     version = "" if passage.version is None else f", v{passage.version}"
     logprob = f", mean log-prob {sum(passage.logprobs) / len(passage.logprobs):.3f}" if passage.logprobs else ""
-    yield f"{passage.origin} ({len(passage.pieces):,} tokens{version}{logprob})"
+    yield f"{passage.origin} ({counted(len(passage.pieces), 'token')}{version}{logprob})"
     for line in plain(passage.text).split("\n"):
         yield f"{LINE}{line}"
     for call in passage.calls:

@@ -25,6 +25,7 @@ from tailrace.browse.conditions import (
     is_by_text,
     order_of,
     place,
+    purpose_terms,
     reads_all,
     run_terms,
     settled_index,
@@ -69,11 +70,19 @@ def find_samples(run: Path, asked: SampleFilter) -> FoundSamples:
     with _connected(file_of(run), asked) as connection:
         if not has_table(connection, "trajectories"):
             return FoundSamples([], 0, False)
+        asked = _without_unfinished(connection, asked)
         recent = recent_samples(connection) if reads_all(asked) and _has_index(connection) else None
         if recent is not None:
             return _settled_and_recent(connection, asked, recent)
         query = _by_words(asked) if asked.text else _of_run(asked)
         return _found(query.rows(connection, asked.limit, asked.offset), query.count(connection))
+
+
+def _without_unfinished(connection: sqlite3.Connection, asked: SampleFilter) -> SampleFilter:
+    """What was under way when a run came to its end is nothing that anybody looks for first, and would come first."""
+    named = asked.state or asked.prompt is not None or asked.group is not None
+    complete = connection.execute("SELECT 1 FROM meta WHERE key = 'complete'").fetchone()
+    return asked if named or not complete else msgspec.structs.replace(asked, state="ended")
 
 
 def _settled_and_recent(connection: sqlite3.Connection, asked: SampleFilter, recent: list[int]) -> FoundSamples:
@@ -113,9 +122,10 @@ def _by_words(asked: SampleFilter) -> Query:
     """In the order of the documents' numbers SQLite need not sort. In another order, those of the newest are shown: as
     many as are counted."""
     words = ("c.completions MATCH ?", in_words(asked.text))
+    numbers = purpose_terms(asked, "c.rowid", ATTEMPT_BITS)
     by_number = {"newest": "c.rowid DESC", "oldest": "c.rowid"}
     tables = f"search.completions AS c CROSS JOIN trajectories AS t ON {SAME}"
-    query = _query(tables, [words, *run_terms(asked)], by_number.get(asked.order, by_number["newest"]))
+    query = _query(tables, [words, *numbers, *run_terms(asked)], by_number.get(asked.order, by_number["newest"]))
     if asked.order in by_number:
         return query
     newest = f"FROM (SELECT t.* {query.source} ORDER BY {query.order} LIMIT {COUNTED + 1}) AS t"

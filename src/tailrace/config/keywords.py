@@ -18,6 +18,7 @@ from tailrace.config.files import Given, anchored, flat
 from tailrace.config.suggestions import Spelling
 
 KEYWORD = "="  # where such a value was written
+BARE = ("eval", "log")  # sections whose words say little without them: every, to
 
 
 def read_keywords(keywords: Mapping[str, Any]) -> dict[str, Given]:
@@ -56,6 +57,10 @@ def _written(key: str) -> str:
     if "." not in key or key not in fields():
         return key
     section, word = key.split(".", 1)
+    if key == "model.path":
+        return "model=..."
+    if section in BARE:
+        return f"{key.replace('.', '_')}=..."
     if "." not in word and sum(leaf(each) == word for each in fields()) == 1:
         return f"{word}=..."
     return f'{section}={{"{word}": ...}}'

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from math import nan
 from pathlib import Path
 
-LETTERS = "pgtrhsv"  # before the number of a prompt, group, trajectory...: `types.KINDS`
 BEST = "best"  # in place of a version
 RESUMING = {
     "--resume": "go on where the run of this name stopped; its folder may be given for FILE",
@@ -17,10 +16,12 @@ SAMPLES_BY = {
     "prompt": "samples of this prompt (p12)",
     "group": "samples of this group (g12)",
     "row": "samples of this row of the data, at all visits",
-    "step": "trained in this step",
+    "step": "trained in this step; 0 is the first",
     "version": "with tokens that this version of the weights sampled (v12)",
     "min-tokens": "tokens after the prompt, at least",
     "max-tokens": "tokens after the prompt, at most",
+    "min-reward": "reward, at least",
+    "max-reward": "reward, at most",
 }
 
 
@@ -46,12 +47,25 @@ def path(text: str) -> Path:
     return Path(text)
 
 
-def number(text: str) -> int:
-    """Of a step, or of what people see with a letter in front: 12, v12, p12."""
-    digits = text[1:] if text[:1] and text[0] in LETTERS else text
-    if not digits.isdecimal() or len(digits) > 15:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a number; write 12, or p12 for a prompt")
-    return int(digits)
+def number(letter: str = "") -> Callable[[str], int]:
+    """Of a step, or of what people see with this letter in front: 12, v12, p12."""
+
+    def parse(text: str) -> int:
+        digits = text.removeprefix(letter)
+        if not digits.isdecimal() or len(digits) > 15:
+            example = f"12 or {letter}12" if letter else "one such as 12"
+            raise argparse.ArgumentTypeError(f"'{text}' is not a number; write {example}")
+        return int(digits)
+
+    return parse
+
+
+def lines(text: str) -> int:
+    return whole(text, 200, "a number of lines; write --limit 50")
+
+
+def reward(text: str) -> float:
+    return real(text, lambda value: abs(value) <= 1e300, "a reward; write a number such as 0.5")
 
 
 def version(text: str) -> int | str:
@@ -110,15 +124,19 @@ def add_samples(command: argparse.ArgumentParser) -> None:
     for name, text in (("text", "words of the completion"), ("asked", "words of the prompt")):
         command.add_argument(f"--{name}", metavar="WORDS", help=f'{text}; "a phrase", begin*')
     for name in ("prompt", "group", "row", "step", "version", "min-tokens", "max-tokens"):
-        command.add_argument(f"--{name}", type=number, metavar="N", help=SAMPLES_BY[name])
+        letter = name[0] if name in ("prompt", "group", "version") else ""
+        command.add_argument(f"--{name}", type=number(letter), metavar="N", help=SAMPLES_BY[name])
     for name in ("min-reward", "max-reward"):
-        command.add_argument(f"--{name}", type=float, metavar="X", help="of the reward")
+        command.add_argument(f"--{name}", type=reward, metavar="X", help=SAMPLES_BY[name])
     command.add_argument("--finish", metavar="WHY", help="why it ended: stop, length")
-    command.add_argument("--state", metavar="STATE", help="running, finished, trained, failed, stale, filtered")
+    states = "running, finished, trained, failed, stale, filtered, stopped, lost or evaluated"
+    command.add_argument("--state", metavar="STATE", help=states)
+    command.add_argument("--of", metavar="WHAT", help="training (unless an evaluation is named), evaluation, all")
     command.add_argument("--failed", action="store_true", default=None, help="only those whose last attempt failed")
     command.add_argument("--error", metavar="WORDS", help="part of the reason why it failed")
     command.add_argument("--order", metavar="ORDER", help="newest, oldest, best, worst, longest, shortest")
-    command.add_argument("--limit", type=number, metavar="N", help="lines (50), at most 200")
-    command.add_argument("--offset", type=number, metavar="N", help="skip so many")
-    command.add_argument("--prompts", action="store_true", help="prompts by pass rate over time; --order hardest, ...")
+    command.add_argument("--limit", type=lines, metavar="N", help="lines (50), at most 200")
+    command.add_argument("--offset", type=number(), metavar="N", help="skip so many")
+    rates = "prompts by pass rate over time; --order hardest, easiest, failing, rising, falling"
+    command.add_argument("--prompts", action="store_true", help=rates)
     command.add_argument("--json", action="store_true", help="one JSON object per line, in full, for programs")

@@ -10,7 +10,7 @@ class Origin(NamedTuple):
     """Which version of which run another one is made from; without a version: the newest."""
 
     run: Path
-    version: int | None
+    version: int | str | None  # or "best"
 
 
 class Beginning(NamedTuple):

@@ -20,7 +20,7 @@ from tailrace.config.load import with_given
 from tailrace.config.tree import Config
 from tailrace.launch.beginning import Origin
 from tailrace.launch.folder import CHECKPOINTS, begin_store, run_folder
-from tailrace.launch.models import weights_of
+from tailrace.launch.models import numbered, weights_of
 from tailrace.protocol import Command, Generate, Train
 from tailrace.store.folder import PRIVATE_FOLDER
 from tailrace.store.journal import RUN, Journal
@@ -64,8 +64,9 @@ def _refuse(journal: Journal, given: dict[str, Given]) -> None:
         raise ConfigError(f"--{shape} cannot differ from the first run's, whose weights the new one begins with")
 
 
-def _version(journal: Journal, version: int | None) -> int:
+def _version(journal: Journal, asked: int | str | None) -> int:
     saved = [step_of(path) for path in found_in(journal.path.parent / CHECKPOINTS)]
+    version = numbered(journal, asked)
     return version if version is not None else max(saved, default=0)
 
 

@@ -25,6 +25,8 @@ from tailrace.wording import counted
 
 log = logging.getLogger(__name__)
 
+OTHER_FORMATS = (".csv", ".json", ".jsonl", ".html", ".db")  # that an export of samples might be taken for
+
 
 def evaluate(run: Path, version: int | str | None) -> int:
     """Print the held-out accuracy of a version: the newest, unless one is named."""
@@ -57,6 +59,8 @@ def export_trajectories(run: Path, out: Path) -> int:
     """All samples of a run, as one parquet file."""
     from tailrace.sinks.parquet import write_trajectories
 
+    if out.suffix.lower() in OTHER_FORMATS:
+        raise ConfigError(f"{out} would be a parquet file by another name; write one that ends in .parquet")
     if out.exists():
         raise ConfigError(f"{out} exists; name a new file")
     draft = out.with_name(f".{out.name}.new")
@@ -89,6 +93,11 @@ def export(run: Path, version: int | str | None, out: Path) -> int:
     return 0
 
 
+def numbered(journal: Journal, version: int | str | None) -> int | None:
+    """The best is one with a number."""
+    return _best(journal) if isinstance(version, str) else version
+
+
 def _best(journal: Journal) -> int:
     """The version with the highest accuracy among those that were evaluated while training."""
     commands = [one for entry in journal.entries() for one in entry.commands]
@@ -101,7 +110,7 @@ def _best(journal: Journal) -> int:
 def weights_of(journal: Journal, version: int | str | None) -> Path:
     """The directory of a version; 0 is what the run started from."""
     run = journal.path.parent
-    version = _best(journal) if isinstance(version, str) else version
+    version = numbered(journal, version)
     saved = {step_of(path): path for path in found_in(run / CHECKPOINTS)}
     if version is None and saved:
         version = max(saved)

@@ -6,18 +6,18 @@ import logging
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from tailrace.browse.conditions import SampleFilter, is_by_text
+from tailrace.browse.conditions import SampleFilter, is_by_text, purpose_of
 from tailrace.browse.console import list_lines, prompt_lines, sample_lines
 from tailrace.browse.decoding import TokenDecoder, decoder_of
 from tailrace.browse.index import build
 from tailrace.browse.listing import FoundSamples, find_samples
 from tailrace.browse.prompts import PromptFilter, PromptRate, prompt_rates
 from tailrace.browse.sample import MOST_TOKENS, SampleView, completion_text, view_samples
-from tailrace.browse.tokens import read_tokens
+from tailrace.browse.tokens import SampleTokens, read_tokens
 from tailrace.errors import UsageError
 from tailrace.logs import output
 from tailrace.store.journal import Journal
@@ -54,15 +54,21 @@ class RunSamples(NamedTuple):
 
     def texts(self, samples: Sequence[KnownTrajectory]) -> list[str]:
         tokens = read_tokens(self.run, samples)
-        found = [tokens[one.id] for one in samples]
-        return [one.missing or completion_text(one, self.decoder) for one in found]
+        return [_beginning(one, tokens[one.id], self.decoder) for one in samples]
+
+
+def _beginning(one: KnownTrajectory, tokens: SampleTokens, decoder: TokenDecoder) -> str:
+    """What a line of a list is about: of one that failed, why."""
+    return (one.reason if one.state == "failed" else "") or tokens.missing or completion_text(tokens, decoder)
 
 
 def print_samples(run: Path, label: str | None, options: ListOptions) -> int:
     opened = RunSamples.of(run)
     if label is not None:
+        _refuse_others(options.asked, (), f"{label} by itself")
         _print_views(opened.views(_named(run, label)), options.as_json)
     elif options.prompts:
+        _refuse_others(options.asked, PromptFilter.__struct_fields__, "--prompts")
         _index(run)
         _print_prompts(opened, _convert(options.asked, PromptFilter), options.as_json)
     else:
@@ -70,6 +76,8 @@ def print_samples(run: Path, label: str | None, options: ListOptions) -> int:
         if is_by_text(asked):
             _index(run)
         _print_found(opened, find_samples(run, asked), options.as_json)
+        if asked.of is None and purpose_of(asked) == "training" and opened.journal.config.eval.every:
+            log.info("those of evaluations are left out; --of evaluation shows them, --of all both")
     return 0
 
 
@@ -90,8 +98,21 @@ def _named(run: Path, label: str) -> list[KnownTrajectory]:
     return found
 
 
+def _refuse_others(values: Mapping[str, Any], fitting: Sequence[str], what: str) -> None:
+    """An option that would change nothing is a mistake."""
+    for name in SampleFilter.__struct_fields__:
+        if values.get(name) is not None and name not in fitting:
+            raise UsageError(f"--{name.replace('_', '-')} does not go together with {what}")
+
+
 def _convert(values: Mapping[str, Any], kind: type[Any]) -> Any:
     known = {name: value for name, value in values.items() if value is not None and name in kind.__struct_fields__}
+    for name, hint in get_type_hints(kind).items():
+        words = [
+            word for each in (hint, *get_args(hint)) if get_origin(each) is Literal for word in get_args(each) if word
+        ]
+        if words and known.get(name, words[0]) not in words:
+            raise UsageError(f"--{name}: '{known[name]}' is none of {', '.join(words)}")
     try:
         return msgspec.convert(known, kind)
     except msgspec.ValidationError as error:

@@ -13,6 +13,7 @@ from math import ceil, floor, log10
 import msgspec
 
 from tailrace.obs.activity import BRIEF, Lane, StateSpan
+from tailrace.obs.bounded_series import BoundedSeries
 from tailrace.obs.live import LiveRun
 from tailrace.obs.trained_steps import StepRecord
 from tailrace.types import label
@@ -108,32 +109,17 @@ class CurvePoint(msgspec.Struct):
 
 
 class Curve:
-    """All steps of a run in at most `POINTS` points: when there are too many, neighbours become one."""
+    """All steps of a run in at most `POINTS` points."""
 
     def __init__(self) -> None:
-        self.points: list[CurvePoint] = []
-        self._width = 1  # steps per point
-        self._in_last = 0
+        self._series = BoundedSeries[CurvePoint](POINTS)
+
+    @property
+    def points(self) -> list[CurvePoint]:
+        return self._series.points
 
     def add(self, step: StepRecord, first_sample_at: float) -> None:
-        point = _point(step, self.points[-1].ended if self.points else first_sample_at)
-        if self.points and self._in_last < self._width:
-            self.points[-1].add(point)
-            self._in_last += 1
-        else:
-            self.points.append(point)
-            self._in_last = 1
-        if len(self.points) > POINTS:
-            self._join_pairs()
-
-    def _join_pairs(self) -> None:
-        pairs = [self.points[i : i + 2] for i in range(0, len(self.points), 2)]
-        self._in_last += self._width if len(pairs[-1]) == 2 else 0
-        self._width *= 2
-        for first, *second in pairs:
-            for point in second:
-                first.add(point)
-        self.points = [pair[0] for pair in pairs]
+        self._series.add(_point(step, self.points[-1].ended if self.points else first_sample_at))
 
     def rows(self) -> list[list[float | None]]:
         """The values of `COLUMNS` for each point."""

@@ -17,11 +17,12 @@ from tailrace.browse.decoding import TokenDecoder, decoder_of
 from tailrace.config.tree import Config
 from tailrace.obs.ending import RunEnding, ending_of
 from tailrace.page.follow import Follower
-from tailrace.store.database import FILE, JournalError
+from tailrace.store.database import DAMAGE, FILE, JournalError, has_table, reading
 from tailrace.store.journal import Journal
 
 FOLLOWED = 6
 MOST_RUNS = 500
+NEWEST = "SELECT step, value FROM metrics WHERE source = 'trainer' AND name = 'reward' ORDER BY rowid DESC LIMIT 1"
 
 
 class ListedRun(msgspec.Struct, frozen=True):
@@ -31,6 +32,9 @@ class ListedRun(msgspec.Struct, frozen=True):
     schedule: str
     steps: int  # that it is to have
     ended: RunEnding
+    done: int = 0  # steps that it has trained
+    reward: float | None = None  # of the newest mini-batch
+    accuracy: tuple[float | None, float | None] = (None, None)  # before and after, held out
     trouble: str = ""
 
 
@@ -130,9 +134,25 @@ def _listed(number: int, path: Path) -> ListedRun:
         config, folder = journal.config, journal.path.parent
         ended = ending_of(journal.meta, folder, None)
         created = journal.meta.get("created", "")
-        return ListedRun(number, _name(path, config), created, config.schedule.kind, config.run.steps, ended)
-    except (JournalError, OSError) as error:
-        return ListedRun(number, path.name, "", "", 0, RunEnding("interrupted", ""), str(error))
+        done, reward = _newest(journal.path)
+        accuracy = (_number(journal, "accuracy_before"), _number(journal, "accuracy_after"))
+        kind, steps = config.schedule.kind, config.run.steps
+        return ListedRun(number, _name(path, config), created, kind, steps, ended, done, reward, accuracy)
+    except (JournalError, OSError, ValueError, *DAMAGE) as error:
+        return ListedRun(number, path.name, "", "", 0, RunEnding("interrupted", ""), trouble=str(error))
+
+
+def _newest(path: Path) -> tuple[int, float | None]:
+    """Steps that are trained, and the reward of the last mini-batch: among the newest rows, so nothing is searched."""
+    with reading(path) as connection:
+        if not has_table(connection, "metrics"):
+            return 0, None
+        found = connection.execute(NEWEST).fetchone()
+    return (found[0] + 1, found[1]) if found else (0, None)
+
+
+def _number(journal: Journal, key: str) -> float | None:
+    return float(journal.meta[key]) if key in journal.meta else None
 
 
 def _name(path: Path, config: Config) -> str:

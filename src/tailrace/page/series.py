@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from tailrace.obs.bounded_series import BoundedSeries
 from tailrace.store.database import DAMAGE, JournalError, file_of, has_table, reading, reason
 
 POINTS = 600
@@ -52,34 +53,6 @@ class Point(msgspec.Struct, array_like=True):
         self.now, self.step, self.count = other.now, other.step, total
 
 
-class BoundedSeries:
-    """Points in the order in which they come; when there are too many, pairs become one."""
-
-    def __init__(self) -> None:
-        self.points: list[Point] = []
-        self._width = 1  # measurements per point
-        self._in_last = 0
-
-    def add(self, point: Point) -> None:
-        if self.points and self._in_last < self._width:
-            self.points[-1].add(point)
-            self._in_last += 1
-            return
-        self.points.append(point)
-        self._in_last = 1
-        if len(self.points) > POINTS:
-            self._join_pairs()
-
-    def _join_pairs(self) -> None:
-        pairs = [self.points[i : i + 2] for i in range(0, len(self.points), 2)]
-        for first, *second in pairs:
-            for point in second:
-                first.add(point)
-        self._in_last = self._width + self._in_last if len(pairs[-1]) == 2 else self._in_last
-        self._width *= 2
-        self.points = [pair[0] for pair in pairs]
-
-
 def metric_names(run: Path) -> list[MetricName]:
     rows = _query(run, "SELECT DISTINCT name, CASE WHEN source GLOB ? THEN ? ELSE source END FROM metrics", _MANY)
     sources: defaultdict[str, set[str]] = defaultdict(set)
@@ -95,7 +68,7 @@ def series(run: Path, asked: SeriesQuery) -> list[Point]:
     many = asked.source == REPLICAS
     condition = "source GLOB ?" if many else "source = ?"
     query = f"SELECT now, step, value FROM metrics WHERE name = ? AND {condition} AND value IS NOT NULL ORDER BY rowid"
-    found = BoundedSeries()
+    found = BoundedSeries[Point](POINTS)
     for now, step, value in _query(run, query, (asked.name, ONE_REPLICA if many else asked.source)):
         found.add(Point(now, step, value, value, value, 1))
     return found.points

@@ -12,7 +12,7 @@ function query(values) {
 
 async function ask(address, values) {
   const text = query(values), target = text ? `${address}?${text}` : address;
-  if (answers) return embeddedAnswer(address, target);
+  if (answers) return embeddedAnswer(address, target, values?.run || 0);
   const known = tags.get(target);
   const answer = await fetch(target, { cache: "no-store", headers: known ? { "If-None-Match": known[0] } : {} });
   if (answer.status === 401) { location.reload(); throw new Error("the token is asked for again"); }
@@ -34,8 +34,8 @@ function keep(target, tag, data) {
   if (tags.size > KEPT_ANSWERS) tags.delete(tags.keys().next().value);
 }
 
-function embeddedAnswer(address, target) {
-  const found = answers[target] ?? answers[address];
+function embeddedAnswer(address, target, run) {
+  const found = answers[target] ?? (run ? undefined : answers[address]); // of the others it has the curves alone
   if (found === undefined) throw new Refusal(404, "this is not part of the report; open the run with tailrace page");
   return found;
 }
@@ -47,7 +47,8 @@ function readHash() {
   return { name: name || "overview", values: Object.fromEntries(new URLSearchParams(rest || "")) };
 }
 
-const linkTo = (name, values) => { const text = query(values); return `#${name}${text ? `?${text}` : ""}`; };
+// The run is part of every link, so that whoever follows it sees the same.
+const linkTo = (name, values) => { const text = query({ ...values, run: values?.run ?? (view.run || "") }); return `#${name}${text ? `?${text}` : ""}`; };
 const go = (name, values) => { location.hash = linkTo(name, values); };
 
 function link(text, name, values, kind) {

@@ -57,7 +57,8 @@ async function metricPoints(name, run) {
   }
   const [source, ...rest] = name.split(":");
   const found = await ask("/series", { run, source, name: rest.join(":") });
-  return found.points.map(([now, step, mean, , , count]) => [step, now, mean, count]);
+  const counts = ["trainer", "controller"].includes(source) ? 1 : 0; // those two say which step it is, and 0 is the first
+  return found.points.map(([now, step, mean, , , count]) => [step < 0 ? step : step + counts, now, mean, count]);
 }
 
 function byStep(points) {

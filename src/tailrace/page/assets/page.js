@@ -14,8 +14,9 @@ function trouble(text) {
 function showView(name) {
   for (const section of document.querySelectorAll("main > [data-view]")) section.hidden = section.dataset.view !== name;
   for (const tab of document.querySelectorAll("nav a")) {
-    const mine = tab.getAttribute("href") === `#${TAB_OF[name] || name}`;
-    if (mine) tab.setAttribute("aria-current", "page");
+    const its = tab.hash.slice(1).split("?")[0];
+    tab.href = linkTo(its);
+    if (its === (TAB_OF[name] || name)) tab.setAttribute("aria-current", "page");
     else tab.removeAttribute("aria-current");
   }
 }
@@ -25,7 +26,7 @@ let wait = LOOK_MS, timer = 0, looking = 0;
 async function look() {
   clearTimeout(timer);
   const turn = ++looking, { name, values } = readHash(), known = VIEWS[name] ? name : "overview";
-  if (values.run) view.run = Number(values.run) || 0;
+  view.run = Number(values.run) || 0;
   delete values.run;
   showView(known);
   try {

@@ -5,6 +5,7 @@ const prompts = {
   found: null,
   async look(values) {
     byId("prompts-order").value = values.order || "hardest";
+    byId("prompts-of").value = values.of || "";
     const offset = Number(values.offset || 0);
     const found = await ask("/prompts", { ...values, run: view.run, limit: PAGE });
     if (found === this.found) return;
@@ -21,7 +22,7 @@ const prompts = {
 function promptRow({ rate, text }) {
   const row = element("tr"), name = element("td"), over = element("td");
   const one = rate.row >= 0 ? { row: rate.row } : { prompt: rate.newest };
-  name.append(link(rate.row >= 0 ? `row ${whole(rate.row)}` : `p${rate.newest}`, "samples", one));
+  name.append(link(rate.row >= 0 ? `row ${rate.row}` : `p${rate.newest}`, "samples", one));
   over.append(visitBars(rate.history));
   row.append(name, element("td", "n", percent(rate.passed / rate.samples)), element("td", "n", whole(rate.samples)), element("td", "n", whole(rate.visits)));
   row.append(element("td", rate.failed ? "n alarm" : "n", whole(rate.failed)), element("td", "n", fixed(rate.reward, 3)), over, element("td", "beginning", visible(text)));
@@ -40,5 +41,6 @@ function visitBars(history) {
 }
 
 function listenToPrompts() {
-  byId("prompts-order").addEventListener("change", (event) => go("prompts", { order: event.target.value }));
+  const choices = ["order", "of"].map((name) => [name, byId(`prompts-${name}`)]);
+  for (const [, each] of choices) each.addEventListener("change", () => go("prompts", Object.fromEntries(choices.map(([name, { value }]) => [name, value]))));
 }

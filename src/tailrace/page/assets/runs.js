@@ -25,9 +25,11 @@ function runRow(run) {
   pick.append(box);
   name.append(link(run.name, "overview", { run: run.number }));
   state.append(element("span", `pill ${run.ended.state}`, run.ended.state));
-  row.append(pick, name, state, element("td", "", run.schedule), element("td", "n", whole(run.steps)), element("td", "", run.created.replace("T", " ").replace("+00:00", "")), element("td", "soft", run.trouble || run.ended.reason));
+  row.append(pick, name, state, element("td", "", run.schedule), element("td", "n", `${whole(run.done)} of ${whole(run.steps)}`), element("td", "n", fixed(run.reward, 3)), element("td", "n", accuracyWords(run.accuracy)), element("td", "", run.created.replace("T", " ").replace("+00:00", "")), element("td", "soft note", run.trouble || run.ended.reason));
   return row;
 }
+
+const accuracyWords = ([before, after]) => before === null && after === null ? "–" : `${fixed(before, 2)} → ${fixed(after, 2)}`;
 
 function nameRuns() {
   const nav = document.querySelector('nav a[href^="#runs"]');

@@ -2,8 +2,8 @@
 "use strict";
 
 const PAGE = 50;
-const FILTER = ["text", "asked", "min_reward", "max_reward", "min_tokens", "max_tokens", "step", "prompt", "row", "group", "version", "state", "finish", "error", "order"];
-const MORE = FILTER.slice(4, -1); // those that are folded away
+const FILTER = ["text", "asked", "min_reward", "max_reward", "min_tokens", "max_tokens", "step", "prompt", "row", "group", "version", "state", "finish", "error", "of", "order"];
+const MORE = FILTER.slice(4, -2); // those that are folded away
 const filterForm = () => byId("filter");
 
 function fillFilter(values) {
@@ -53,7 +53,7 @@ function drawSamples(found, filter, took) {
 }
 
 function sampleRow({ known, text }) {
-  const row = element("tr"), name = element("td"), group = element("td"), words = element("td", "beginning", visible(text) || known.reason);
+  const row = element("tr"), name = element("td"), group = element("td"), words = element("td", "beginning", visible(known.reason || text));
   name.append(link(`t${known.id}`, "sample", { id: known.id }));
   group.append(link(`g${known.group}`, "group", { id: known.group }));
   const versions = known.oldest === null ? "–" : known.oldest === known.newest ? `v${known.oldest}` : `v${known.oldest}–${known.newest}`;

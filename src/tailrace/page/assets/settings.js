@@ -8,7 +8,7 @@ const settings = {
     say("config-about", Object.entries(found.about).filter(([, value]) => value).map(([name, value]) => `${name} ${value}`).join(" · "));
     this.config = found.config;
     drawConfig();
-    this.name = values.log || this.name || (logs[0] && logs[0].name) || "";
+    this.name = values.log || (logs.find(({ bytes }) => bytes) || logs[0] || { name: "" }).name;
     byId("log-names").replaceChildren(...logs.map(({ name, bytes }) => logLink(name, bytes, name === this.name)));
     if (!logs.length) return say("log-text", "this run has no logs on this machine");
     const log = await ask("/log", { run: view.run, name: this.name });

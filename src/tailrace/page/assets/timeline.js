@@ -9,7 +9,9 @@ const laneView = {
   data: null, // the newest answer
   begin: 0,
   end: 0, // 0: until now, and it goes on
+  run: 0,
   async look(values) {
+    if (this.run !== view.run) [this.run, this.begin, this.end, this.data] = [view.run, 0, 0, null];
     if (values.begin !== undefined || values.end !== undefined) [this.begin, this.end] = [Number(values.begin || 0), Number(values.end || 0)];
     await this.load();
   },
@@ -29,7 +31,11 @@ const laneView = {
   },
 };
 
-const laneHeight = () => Number(byId("lanes-height").value);
+function laneHeight() {
+  // Few lanes are large, hundreds small.
+  const total = laneView.data ? laneView.data.total : 0;
+  return Number(byId("lanes-height").value) || (total <= 24 ? 20 : total <= 50 ? 12 : 5);
+}
 
 function visibleLanes() {
   const box = byId("lanes"), tall = laneHeight();
