@@ -103,6 +103,14 @@ def test_a_kind_with_too_little_memory_is_named_and_not_as_one_that_is_not_neede
     ]
 
 
+def test_nor_does_one_whose_data_would_be_too_old_only_after_more_steps_than_are_usually_simulated(small):
+    cards = {"H800": {"gpus": 8}, "abroad": {"gpu": "H20", "gpus": 16, "site": "b", "dollars_per_hour": 0.1}}
+    late = {"cluster.sites": {"b": {"gbytes_per_s": 0.01}}, "schedule.max_staleness": 8, "cluster.trainer_gpu": "H800"}
+    far = fleet(cards, **late, **{"split.trainer_gpus": 0, "workload.prompts_per_step": 64})
+    best = plan_fleet(far, FleetGoal(tokens_per_s=30_000.0), processes=1).best
+    assert {host.kind.site for host in best.config.fleet_hosts} == {""}
+
+
 def test_a_site_that_is_too_far_for_the_staleness_bound_gets_no_work(small):
     cards = {"H800": {"gpus": 8}, "abroad": {"gpu": "H20", "gpus": 16, "site": "b", "dollars_per_hour": 0.1}}
     sizes = {"split.trainer_gpus": 0, "workload.prompts_per_step": 128}

@@ -9,6 +9,7 @@ import pytest
 import drive
 from tailrace.config import load
 from tailrace.config.tree import Local, Strangers
+from tailrace.obs.event_text import _why_forgotten
 from tailrace.obs.story import StoryError, render_story, story
 from tailrace.protocol import (
     Assignment,
@@ -124,6 +125,11 @@ def test_a_trajectory_that_had_an_eventful_life() -> None:
         "r1 lost: its process ended",
         "moved from r1, which lost it, to r0 (attempt 4, version 0); resumes from its prefix in the sample store",
     ]
+
+
+def test_what_is_generated_anew_is_not_said_to_be_covered_by_a_checkpoint() -> None:
+    assert _why_forgotten([], Forget((0,), "regenerate")).endswith("generated anew")
+    assert _why_forgotten([], Forget((0,), "lost")).endswith("its prompt is opened again")
 
 
 def test_what_judges_have() -> None:

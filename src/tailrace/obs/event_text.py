@@ -478,6 +478,9 @@ def _why_forgotten(members: Sequence[SampleRecord], command: Forget) -> str:
     if command.reason == "failed":
         finished = sum(sample.state == "finished" for sample in members)
         return f"failed: {finished} of {counted(len(members), 'sample')} finished"
+    if command.reason in ("lost", "regenerate"):
+        again = "generated anew" if command.reason == "regenerate" else "its prompt is opened again"
+        return f"what there was of it is gone or does not count: {again}"
     return "freed: a checkpoint covers it"
 
 

@@ -34,6 +34,7 @@ from tailrace.planner.fleet_rates import WAITS, FleetFigures, StageScale, config
 from tailrace.planner.search import AS_FAST, Evaluate, Progress, evaluator
 from tailrace.sim.bound import bound
 from tailrace.sim.cost_model import check_fit
+from tailrace.sim.provisioning import provision_of
 from tailrace.sim.result import Result
 
 ROUNDS = 8  # of program and simulator; most have little to simulate
@@ -41,6 +42,7 @@ MORE = 0.95  # of its figures: what generation is taken to reach, where it was n
 SOLUTIONS = 4  # of the program until its replicas' batches fit their number
 JUDGED = 7  # candidates of a round
 STEPS = 5  # of a simulation, once it is steady
+LATE_STEPS = 20  # where versions come too late: that shows once more steps are made than data may be old
 BEATS, MOST_HEARTBEAT_S = 20, 30.0  # heartbeats of a step, and the time between two
 MOST_IDLE = 0.9  # of a trainer from which anything is learnt of its speed
 COMES_NEAR = 0.6  # of the best throughput or price: others are not worth a simulation
@@ -149,8 +151,10 @@ class FleetSearch:
 
     def _choices(self) -> Iterator[FleetChoice]:
         best = self._solve()
-        if best is None:
+        if best is None and not self.found:
             raise ConfigError(self._refusal())
+        if best is None:
+            return  # by what was learnt since; the best that was simulated is the plan
         yield best
         parts = [ProblemPart(fresh=False), *self._alone()]  # the simulator keeps the staleness bound
         for part in parts if self.found else [*parts, *self._others(best)]:
@@ -215,7 +219,7 @@ class FleetSearch:
         wanted = {config_of(self.config, problem, choice): choice for choice in self._choices()}
         new = dict([each for each in wanted.items() if each[0] not in self.found][:JUDGED])
         if not new:
-            return self._wants_more(next(iter(wanted)))
+            return bool(wanted) and self._wants_more(next(iter(wanted)))
         self._simulate(new)
         self._learn([self.found[made] for made in new if made in self.found])
         return True
@@ -239,7 +243,9 @@ class FleetSearch:
             self.progress(done, total, "simulating the best fleets")
 
     def _learn(self, judged: Sequence[FleetCandidate]) -> None:
-        """What the stages reached of their figures, the program's own choice counting last."""
+        """What the stages reached of their figures, the program's own choice counting last. A fleet to which versions
+        come too late says nothing of that."""
+        judged = [each for each in judged if _in_time(each.config)]
         for each in reversed(judged):
             shown = self.figures.shown_by(each.choice, each.result)
             if each.result.trainer_idle <= WAITS:  # they were enough, and may be able to do more
@@ -285,9 +291,15 @@ def _quick(config: Config) -> Config:
     """For the judge: few steps, and as few heartbeats as steps of this length need, since nothing fails here."""
     step_s = bound(config).step_s
     heartbeat_s = max(config.health.heartbeat_s, min(step_s / BEATS, MOST_HEARTBEAT_S))
-    made = with_values(config, {"run.steps": STEPS, "health.heartbeat_s": heartbeat_s})
+    steps = STEPS if _in_time(config) else LATE_STEPS
+    made = with_values(config, {"run.steps": steps, "health.heartbeat_s": heartbeat_s})
     check_fit(made)
     return made
+
+
+def _in_time(config: Config) -> bool:
+    """Versions reach every site soon enough, however fast replicas are."""
+    return isfinite(provision_of(config).needed)
 
 
 # --------------------------------------------------------------------------------------------------------- phase two
