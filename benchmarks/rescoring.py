@@ -129,7 +129,7 @@ def apart(checker: Any, work: list[Handed]) -> tuple[np.ndarray, np.ndarray]:
                 scores = logits.double()
                 tokens = torch.tensor(sequence.tokens[first : first + len(scores)], device=scores.device)
                 at, all_kept = first - job.prompt_tokens, torch.ones_like(scores, dtype=torch.bool)
-                kept = rules.AllowedTokens(all_kept, all_kept)
+                kept = rules.AllowedTokens(all_kept, all_kept, scores.amin(-1))
                 claimed = torch.from_numpy(one.logprobs[at : at + len(scores)].astype(np.float64)).to(scores.device)
                 differences.append(rules._difference(scores, kept, tokens, claimed).cpu().numpy())
                 drawn = uniform(rescoring._seed, [job.stream] * len(tokens), np.arange(first, first + len(tokens)))
@@ -145,7 +145,7 @@ def lies_found(engines: Engines, honest: list[Handed], jobs: list[Any]) -> dict[
     best = [one for one, true in zip(elsewhere, honest, strict=True) if is_another(one, true)]
     tokens = [redrawn(engines.engine, engines.other, one, job) for one, job in zip(honest, jobs, strict=True)]
     altered = [one for one, true in zip(tokens, honest, strict=True) if is_another(one, true)]
-    tolerance = engines.checker._rescoring()._tolerance
+    tolerance = engines.checker._rescoring()._rounding.most
     raised = [Handed(one.job, one.logprobs - 2 * np.eye(len(one.logprobs))[0] * tolerance) for one in honest]
     lies = {"one_token_redrawn": altered, "drawn_with_another_seed": best, "one_log_prob_raised": raised}
     return {name: [found(engines.checker, work), len(work)] for name, work in lies.items()}
@@ -169,7 +169,7 @@ def measure(arguments: argparse.Namespace, generate: str, check: str) -> dict[st
         "model": Path(arguments.model).name,
         "generate": generate,
         "check": check,
-        "tolerance": checker._rescoring()._tolerance,
+        "tolerance": checker._rescoring()._rounding.tolerance,
         "samples": len(jobs),
         "tokens": len(differences),
         "honest_refused": refused,

@@ -76,6 +76,23 @@ def test_what_rounding_keeps_or_not_at_the_edge_of_top_p_is_let_pass_and_more_is
     assert complaints(engine(model, close), honest) == [""] * 4
 
 
+def nudged(handed: Handed, places: list[int], nats: float) -> Handed:
+    (job, logprobs), *_ = handed
+    moved = logprobs.copy()
+    moved[places] -= nats
+    return [(job, moved)]
+
+
+def test_coarse_arithmetic_may_be_further_off_at_a_few_tokens_but_not_at_many_nor_by_any_amount():
+    """As bfloat16 on a GPU is: of 40 tokens one."""
+    model, config = tiny(), settings()
+    coarse = msgspec.structs.replace(config, rollout=msgspec.structs.replace(config.rollout, precision="bfloat16"))
+    honest, checker = generated(engine(model, config)), engine(model, coarse)
+    assert complaints(checker, nudged(honest, [7], 0.6)) == [""]
+    assert "log-prob" in complaints(checker, nudged(honest, [7, 9], 0.6))[0]
+    assert "log-prob" in complaints(checker, nudged(honest, [7], 2.1))[0]
+
+
 def lies(model: Any, config: Config) -> dict[str, Handed]:
     honest, other = generated(engine(model, config)), generated(engine(model, config, seed=8))
     (job, logprobs), *_ = honest
