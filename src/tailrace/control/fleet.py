@@ -94,7 +94,7 @@ class Replica(msgspec.Struct):
     @property
     def unfinished(self) -> int:
         """Samples of which something may still be generated there."""
-        return len(self.assigned) + sum(not final for final in self.scoring.values())
+        return len(self.assigned) + (list(self.scoring.values()).count(False) if self.scoring else 0)
 
     def to_generate(self) -> Iterator[TrajectoryId]:
         """Those samples."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from tailrace.control import evaluation, groups, health, steps, weights
 from tailrace.control.fleet import Replica
 from tailrace.control.ledger import Sample
-from tailrace.control.speed import OWN_MEMORY
+from tailrace.control.speed import OWN_MEMORY, Interval
 from tailrace.control.state import Context
 from tailrace.protocol import (
     Assignment,
@@ -86,11 +86,17 @@ def progressed(context: Context, event: Progressed) -> None:
         replica.kv_tokens = event.kv_tokens
         replica.waiting = event.waiting
         replica.pledged = 0
-        if event.work is not None and not replica.worker:
-            context.fleet.speed.note(replica.work, event.work)
         if event.work is not None:
-            replica.speed.note(replica.work, event.work, OWN_MEMORY)
+            _note_speed(context, replica, Interval.between(replica.work, event.work))
             replica.work = event.work
+
+
+def _note_speed(context: Context, replica: Replica, interval: Interval | None) -> None:
+    """What strangers say of themselves counts for them alone."""
+    if interval is not None:
+        replica.speed.add(interval, OWN_MEMORY)
+        if not replica.worker:
+            context.fleet.speed.add(interval)
 
 
 def scoring_started(context: Context, event: ScoringStarted) -> None:

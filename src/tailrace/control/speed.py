@@ -40,6 +40,24 @@ class DecodeCosts(NamedTuple):
         return sequences / self.step_s(sequences, kv) if sequences else 0.0
 
 
+class Interval(NamedTuple):
+    """What an engine did between two of its reports, as a part of the normal equations."""
+
+    products: list[float]
+    targets: list[float]
+
+    @staticmethod
+    def between(before: EngineWork | None, after: EngineWork) -> Interval | None:
+        """None before: since it started. None: it did nothing, or has started anew."""
+        row = _difference(before, after)
+        seconds = after.busy_s - (before.busy_s if before else 0.0)
+        if seconds <= 0.0 or min(row) < 0.0:
+            return None
+        weight = 1.0 / seconds  # of the square: a busy interval counts by its length
+        weighted = [weight * x for x in row]
+        return Interval([x * y for x in weighted for y in row], [x * seconds for x in weighted])
+
+
 class Speed(msgspec.Struct):
     """The normal equations."""
 
@@ -49,16 +67,13 @@ class Speed(msgspec.Struct):
 
     def note(self, before: EngineWork | None, after: EngineWork, memory: float = MEMORY) -> None:
         """What an engine did between two of its reports; none before: since it started."""
-        row = _difference(before, after)
-        seconds = after.busy_s - (before.busy_s if before else 0.0)
-        if seconds <= 0.0 or min(row) < 0.0:
-            return
-        weight = 1.0 / seconds  # of the square: a busy interval counts by its length
+        if (interval := Interval.between(before, after)) is not None:
+            self.add(interval, memory)
+
+    def add(self, interval: Interval, memory: float = MEMORY) -> None:
         self.reports += 1
-        weighted = [weight * x for x in row]
-        self.targets = [memory * old + x * seconds for old, x in zip(self.targets, weighted, strict=True)]
-        new = [x * y for x in weighted for y in row]
-        self.products = [memory * old + product for old, product in zip(self.products, new, strict=True)]
+        self.products = [memory * old + new for old, new in zip(self.products, interval.products, strict=True)]
+        self.targets = [memory * old + new for old, new in zip(self.targets, interval.targets, strict=True)]
 
     def costs(self) -> DecodeCosts | None:
         """None while nothing has been decoded."""

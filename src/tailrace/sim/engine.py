@@ -249,10 +249,12 @@ class SimEngine:
         if not self.batch:
             return inf
         heap = self._heap
-        while not _is_current(heap[0]):
+        end, _, _, sequence = heap[0]
+        while sequence.end != end or sequence.status != "running":
             heappop(heap)
+            end, _, _, sequence = heap[0]
         running = len(self.batch)
-        steps = heap[0][0] - self.decode_steps
+        steps = end - self.decode_steps
         if running > 1:
             steps = min(steps, (self.capacity - self.kv) / running)
         if steps < 0.0:
@@ -269,13 +271,14 @@ class SimEngine:
         ended: list[SimSequence] = []
         heap, reached = self._heap, self.decode_steps + 1e-3
         while heap and heap[0][0] <= reached:
-            entry = heappop(heap)
-            if _is_current(entry):
-                self._end_turn(entry[-1])
-                ended.append(entry[-1])
+            end, _, _, sequence = heappop(heap)
+            if sequence.end == end and sequence.status == "running":
+                self._end_turn(sequence)
+                ended.append(sequence)
         if not ended:
             self._preempt()
-        self._admit(now)
+        if self.waiting or self._prefix_cache:
+            self._admit(now)
         return ended
 
     # ------------------------------------------------------------------------------------------------------ the batch
@@ -360,8 +363,3 @@ class SimEngine:
             self._free(sequence)
             sequence.status = "waiting"
             self.waiting.appendleft(sequence)
-
-
-def _is_current(entry: HeapEntry) -> bool:
-    sequence = entry[-1]
-    return sequence.status == "running" and sequence.end == entry[0]

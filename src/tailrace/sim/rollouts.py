@@ -180,7 +180,7 @@ class Rollouts:
             self.network.send(replica, GenerationResumed(replica.id, replica.incarnation, (turn,)))
 
     def _report(self, replica: SimReplica, sequence: SimSequence) -> None:
-        if self._samples.fails(sequence):
+        if self._samples.failure_share and self._samples.fails(sequence):
             failed = SampleFailed(replica.id, sequence.trajectory, sequence.attempt, "the environment failed")
             self.network.send(replica, failed)
         else:

@@ -19,7 +19,7 @@ from tailrace.sim.episodes import Episodes, SimTurn
 class SimSamples:
     def __init__(self, config: Config) -> None:
         self._seed = config.run.seed
-        self._failure_share = config.faults.sample_failure
+        self.failure_share = config.faults.sample_failure
         self._group_size = config.workload.group_size
         self._lengths = LengthLaw(config.workload, config.run.seed, Path())
         self._episodes = Episodes(config.workload, config.run.seed)
@@ -40,7 +40,5 @@ class SimSamples:
 
     def fails(self, sequence: SimSequence) -> bool:
         """Each attempt is a draw of its own, whichever replica has it."""
-        if not self._failure_share:
-            return False
         draw = Random(f"{self._seed} {sequence.trajectory} {sequence.failures + 1}")
-        return draw.random() < self._failure_share
+        return draw.random() < self.failure_share
