@@ -7,8 +7,8 @@ import pytest
 from test_kinds import fleet
 
 from tailrace.config import ConfigError, load, with_values
-from tailrace.planner.fleet_plan import placement_of, plan_fleet
-from tailrace.planner.fleet_program import FleetGoal
+from tailrace.planner.fleet_plan import are_alike, placement_of, plan_fleet
+from tailrace.planner.fleet_program import FleetChoice, FleetGoal, ReplicaOption, TrainerOption
 from tailrace.planner.fleet_rates import FleetFigures
 from tailrace.planner.fleet_report import fleet_plan_json, notes, render_fleet_plan
 
@@ -47,6 +47,17 @@ def test_a_budget_is_kept_and_a_throughput_is_reached(plans):
 def test_the_best_is_the_fastest_that_the_simulator_saw(plans):
     plan = plans["have"]
     assert all(each.result.tokens_per_s <= 1.011 * plan.best.result.tokens_per_s for each in plan.others)
+
+
+def test_fleets_are_alike_that_differ_by_a_few_replicas_of_many():
+    one, other = ReplicaOption(0, 1, 10.0), ReplicaOption(1, 1, 10.0)
+    trainer = TrainerOption(0, 8, 5000.0)
+    many = FleetChoice(trainer, ((one, 300),))
+    assert are_alike(many, FleetChoice(trainer, ((one, 297), (other, 2))))
+    assert not are_alike(many, FleetChoice(trainer, ((one, 290),)))
+    assert not are_alike(many, FleetChoice(trainer._replace(gpus=16), many.replicas))
+    assert not are_alike(many, FleetChoice(trainer, ((one._replace(ways=2), 300),)))
+    assert not are_alike(FleetChoice(trainer, ((one, 9),)), FleetChoice(trainer, ((one, 8),))), "one of few counts"
 
 
 def test_what_is_to_be_pasted_makes_the_planned_fleet(plans, small, tmp_path):

@@ -34,9 +34,13 @@ def _relieve(context: Context, ready: list[Replica]) -> list[repack.Move]:
     moves: list[repack.Move] = []
     targets = context.fleet.fastest_first(ready)
     for source in reversed(targets):
+        if not any(relief.is_faster(context, fastest, source) for fastest in targets[:1]):
+            break  # nobody who is left is faster than this one, nor than those that come after it
         late = relief.late_samples(context, source, relief.round_ends_s(context, ready, source))
+        if not late:
+            continue
         target = next((one for one in targets if relief.may_take(context, one, source)), None)
-        if not late or target is None:
+        if target is None:
             continue
         sizes = [work.kv_size(context, one.id) + source.steps - one.since for one in late]
         late = late[: _fitting(context, sizes, target)]

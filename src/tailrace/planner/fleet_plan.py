@@ -45,6 +45,7 @@ STEPS = 5  # of a simulation, once it is steady
 LATE_STEPS = 20  # where versions come too late: that shows once more steps are made than data may be old
 BEATS, MOST_HEARTBEAT_S = 20, 30.0  # heartbeats of a step, and the time between two
 MOST_IDLE = 0.9  # of a trainer from which anything is learnt of its speed
+ALIKE = 0.02  # of the replicas may be others
 COMES_NEAR = 0.6  # of the best throughput or price: others are not worth a simulation
 
 
@@ -217,12 +218,23 @@ class FleetSearch:
         there is nothing more to try."""
         problem = self.figures.problem(self.config.replicas, StageScale())
         wanted = {config_of(self.config, problem, choice): choice for choice in self._choices()}
-        new = dict([each for each in wanted.items() if each[0] not in self.found][:JUDGED])
+        new = self._new(wanted)
         if not new:
             return bool(wanted) and self._wants_more(next(iter(wanted)))
         self._simulate(new)
         self._learn([self.found[made] for made in new if made in self.found])
         return True
+
+    def _new(self, wanted: dict[Config, FleetChoice]) -> dict[Config, FleetChoice]:
+        """Of these, what has not been simulated; nor anything like it, unless the price of each card counts."""
+        seen = [each.choice for each in self.found.values()]
+        new: dict[Config, FleetChoice] = {}
+        for made, choice in wanted.items():
+            known = made in self.found if self.goal.tokens_per_s else any(are_alike(choice, one) for one in seen)
+            if not known and len(new) < JUDGED:
+                new[made] = choice
+                seen.append(choice)
+        return new
 
     def _wants_more(self, made: Config) -> bool:
         """The program still believes in a choice that was seen to miss the throughput: ask it for more generation."""
@@ -285,6 +297,18 @@ class FleetSearch:
             return (0.0, each.dollars, -rate) if rate >= self._target else (1.0, -rate, each.dollars)
         fastest = max(other.result.tokens_per_s for other in self.found.values())
         return (0.0, each.dollars, -rate) if rate >= AS_FAST * fastest else (1.0, -rate, each.dollars)
+
+
+def are_alike(one: FleetChoice, other: FleetChoice) -> bool:
+    """The simulator cannot tell them apart: the trainer is the same, and so are the replicas but for a few."""
+    counts, others = dict(_shapes(one)), dict(_shapes(other))
+    differing = sum(abs(counts.get(shape, 0) - others.get(shape, 0)) for shape in {*counts, *others})
+    same_trainer = (one.trainer.kind, one.trainer.gpus) == (other.trainer.kind, other.trainer.gpus)
+    return same_trainer and differing <= ALIKE * sum(counts.values())
+
+
+def _shapes(choice: FleetChoice) -> Iterator[tuple[tuple[int, int], int]]:
+    return (((option.kind, option.ways), count) for option, count in choice.replicas)
 
 
 def _quick(config: Config) -> Config:

@@ -110,6 +110,7 @@ class FleetGoal(NamedTuple):
     tokens_per_s: float = 0.0
 
 
+@lru_cache(maxsize=1 << 12)  # parts of a problem often have the same solution, and rounds ask again
 def best_fleet(problem: FleetProblem, goal: FleetGoal) -> FleetChoice | None:
     """The best choice; None: nothing reaches the goal."""
     if goal.tokens_per_s:

@@ -338,9 +338,16 @@ def evaluator(processes: int) -> Iterator[Evaluate]:
         return
     pool = ProcessPoolExecutor(processes, mp_context=get_context("spawn"), initializer=_die_quietly)
     try:
-        yield lambda configs: pool.map(simulate, configs)
+        yield lambda configs: _largest_first(pool, configs)
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _largest_first(pool: ProcessPoolExecutor, configs: Sequence[Config]) -> Iterator[Result | None]:
+    """So that no process is left alone with the largest at the end."""
+    order = sorted(range(len(configs)), key=lambda number: -configs[number].replicas)
+    futures = {number: pool.submit(simulate, configs[number]) for number in order}
+    return (futures[number].result() for number in range(len(configs)))
 
 
 def _die_quietly() -> None:
