@@ -72,7 +72,7 @@ class LengthEstimates(msgspec.Struct):
         there is half on average. 0 while nothing is known."""
         if self.groups < FEWEST:
             return 0.0
-        return _half_by_length(self.mean, self._between, self.within, most)
+        return _half_by_length(self.mean, self.between, self.within, self.size, most)
 
     def useful_share(self, limit: float, size: int, most: int) -> float:
         """Share of the generated tokens that are in groups of this size all of whose samples end within `limit` tokens,
@@ -136,9 +136,9 @@ def _apart(between: float, within: float, size: float) -> float:
 
 
 @lru_cache(maxsize=16)  # likewise
-def _half_by_length(mean: float, between: float, within: float, most: int) -> float:
+def _half_by_length(mean: float, between: float, within: float, size: float, most: int) -> float:
     """E[L^2] / 2 E[L] of a log-normal length that ends at `most`."""
-    sigma = sqrt(between + max(within, 1e-6))
+    sigma = sqrt(_apart(between, within, size) + max(within, 1e-6))
     z = (log(most) - mean) / sigma
     capped = _upper(z)
     first = exp(mean + sigma * sigma / 2) * (1.0 - _upper(z - sigma)) + most * capped

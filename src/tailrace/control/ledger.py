@@ -177,8 +177,18 @@ class Ledger(msgspec.Struct):
         sample.newest = sample.newest if sample.check else version
         group = self.groups[sample.group]
         self._note_oldest(group, sample.oldest)
-        told = (group.id, group.prompt.id, group.prompt.tokens, resume, sample.failures, sample.store, sample.check)
-        return Request(id, sample.attempt, *told)
+        prompt = group.prompt
+        return Request(
+            id,
+            sample.attempt,
+            group.id,
+            prompt.id,
+            prompt.tokens,
+            resume,
+            sample.failures,
+            sample.store,
+            sample.check,
+        )
 
     def _note_oldest(self, group: Group, version: Version) -> None:
         """Keep the index of open groups by their oldest version: staleness bounds are read off it."""

@@ -22,7 +22,7 @@ def quota(context: Context, kind: int = 0) -> int:
     config = context.config
     if config.schedule.max_inflight:
         return max(1, ceil(_dealt(context, config.schedule.max_inflight, kind)))
-    full = _full_batches(context)
+    full = () if context.traits.interrupts and len(context.fleet.kinds) == 1 else _full_batches(context)
     if context.traits.interrupts or not full:
         return max(1, ceil(_dealt(context, config.workload.trajectories_per_step, kind, full)))
     # where admission is what limits, a larger batch here would leave others without work
@@ -33,7 +33,9 @@ def _dealt(context: Context, samples: float, kind: int, most: Sequence[float] = 
     """What a replica gets of so many samples, by its speed. Where replicas are alike, each gets as much as any other,
     whatever the most is that they should have."""
     kinds = context.fleet.kinds
-    if len(kinds) == 1 or not most:
+    if len(kinds) == 1:
+        return samples * kinds[0].pace / max(1.0, kinds[0].pace * kinds[0].members)
+    if not most:
         return samples * kinds[kind].pace / max(1.0, sum([one.pace * one.members for one in kinds]))
     return batch_sizes(kinds, samples, most)[kind]
 

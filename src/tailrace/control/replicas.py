@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from tailrace.control import evaluation, groups, health, steps, weights
 from tailrace.control.fleet import Replica
-from tailrace.control.ledger import Sample
+from tailrace.control.ledger import NOWHERE, Sample
 from tailrace.control.speed import OWN_MEMORY, Interval
 from tailrace.control.state import Context
 from tailrace.protocol import (
@@ -135,7 +135,8 @@ def finished(context: Context, event: Finished) -> None:
         replica.restarts = replica.failures = 0
         replica.finished_at = context.now
         context.ledger.finish(sample, event.meta)
-        context.state.strangers.passed(context.fleet, sample)
+        if sample.stranger != NOWHERE:
+            context.state.strangers.passed(context.fleet, sample)
         context.stores.works(sample.store)
         groups.close_if_complete(context, context.ledger.groups[sample.group])
 

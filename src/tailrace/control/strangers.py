@@ -13,7 +13,7 @@ from hashlib import blake2b
 import msgspec
 
 from tailrace.control.fleet import Fleet
-from tailrace.control.ledger import NOWHERE, Sample
+from tailrace.control.ledger import Sample
 from tailrace.protocol import Check
 from tailrace.types import HostId, TrajectoryId
 
@@ -51,7 +51,6 @@ class Workers(msgspec.Struct):
 
     def passed(self, fleet: Fleet, sample: Sample) -> None:
         """A checker has found nothing wrong with it, and judged it."""
-        if sample.stranger != NOWHERE:
-            stranger = fleet.replicas[sample.stranger]
-            stranger.restarts = stranger.failures = 0
-            self.workers[stranger.worker].passed += sample.check == "draws"
+        stranger = fleet.replicas[sample.stranger]
+        stranger.restarts = stranger.failures = 0
+        self.workers[stranger.worker].passed += sample.check == "draws"

@@ -145,7 +145,7 @@ def generate(context: Context, replica: Replica, ids: list[TrajectoryId]) -> Non
     if replica.worker:
         replica.due |= dict.fromkeys(ids, context.now + context.config.strangers.hand_in_s)
     replica.use_first = False
-    replica.pledged += sum([kv_size(context, id) for id in ids])
+    replica.pledged += sum([ledger.samples[one.trajectory].tokens + one.prompt_tokens for one in requests])
     context.send(Generate(replica.id, replica.incarnation, requests))
 
 

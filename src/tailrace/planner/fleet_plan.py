@@ -43,7 +43,7 @@ SOLUTIONS = 4  # of the program until its replicas' batches fit their number
 JUDGED = 7  # candidates of a round
 STEPS = 5  # of a simulation, once it is steady
 LATE_STEPS = 20  # where versions come too late: that shows once more steps are made than data may be old
-BEATS, MOST_HEARTBEAT_S = 20, 30.0  # heartbeats of a step, and the time between two
+BEATS, MOST_HEARTBEAT_S = 20, 30.0  # heartbeats of a step at most, and the time between two
 MOST_IDLE = 0.9  # of a trainer from which anything is learnt of its speed
 ALIKE = 0.02  # of the replicas may be others
 COMES_NEAR = 0.6  # of the best throughput or price: others are not worth a simulation
@@ -312,9 +312,11 @@ def _shapes(choice: FleetChoice) -> Iterator[tuple[tuple[int, int], int]]:
 
 
 def _quick(config: Config) -> Config:
-    """For the judge: few steps, and as few heartbeats as steps of this length need, since nothing fails here."""
+    """For the judge: few steps, and as few heartbeats as steps of this length need, since nothing fails here. No
+    replica reports its load more often than samples end there."""
+    beats = min(BEATS, config.workload.trajectories_per_step / config.replicas)
     step_s = bound(config).step_s
-    heartbeat_s = max(config.health.heartbeat_s, min(step_s / BEATS, MOST_HEARTBEAT_S))
+    heartbeat_s = max(config.health.heartbeat_s, min(step_s / beats, MOST_HEARTBEAT_S))
     steps = STEPS if _in_time(config) else LATE_STEPS
     made = with_values(config, {"run.steps": steps, "health.heartbeat_s": heartbeat_s})
     check_fit(made)

@@ -266,7 +266,7 @@ class SimEngine:
     def ended_turns(self, now: float) -> list[SimSequence]:
         """Advance to `now` and take out the sequences whose turn is over; make room if the cache is full."""
         self.advance(now)
-        if self._prefix_cache:
+        if self.kv + self._cached_tokens > self.capacity:
             self._evict()
         ended: list[SimSequence] = []
         heap, reached = self._heap, self.decode_steps + 1e-3
@@ -286,7 +286,7 @@ class SimEngine:
     def _admit(self, now: float) -> None:
         """Admit waiting sequences while there is room for them and for everybody's next steps."""
         seconds, waiting, batch, groups = 0.0, self.waiting, self.batch, self._groups
-        if self._prefix_cache:
+        if self.kv + self._cached_tokens > self.capacity:
             self._evict()
         while waiting and len(batch) < self.max_running:
             sequence = waiting[0]
@@ -302,7 +302,8 @@ class SimEngine:
             cached = max(shared, self._take_cached(sequence.trajectory)) if self._prefix_cache else shared
             seconds += self._prefill(sequence.prompt + sequence.tokens - cached, cached)
         if seconds:
-            self._evict()
+            if self.kv + self._cached_tokens > self.capacity:
+                self._evict()
             self.stall(now, seconds)
 
     def _run(self, sequence: SimSequence) -> None:

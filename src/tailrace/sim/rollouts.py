@@ -61,7 +61,8 @@ class Rollouts:
         replica = self._reached(command.replica, command.incarnation)
         if replica is None:
             return
-        sequences = [self._sequence(request, replica) for request in command.requests]
+        step = self.trained_steps()
+        sequences = [self._sequence(request, replica, step) for request in command.requests]
         replica.engine.submit(self.clock.now, [one for one in sequences if one.tokens < one.stop])
         for sequence in sequences:
             if sequence.tokens >= sequence.stop:
@@ -70,19 +71,15 @@ class Rollouts:
         self.mark(replica)
         self.wake(replica)
 
-    def _sequence(self, request: Request, replica: SimReplica) -> SimSequence:
+    def _sequence(self, request: Request, replica: SimReplica, step: int) -> SimSequence:
         sequence = self.stored.get(request.trajectory) if request.resume else None
         # An older assignment may still run elsewhere: its work is not shared.
         if sequence is None or sequence.tokens == 0 or sequence.status != "outside":
-            sequence = self._new_sequence(request, replica)
+            sequence = self._samples.sequence(request, step)
+            sequence.oldest = replica.version
         self.stored[request.trajectory] = sequence
         sequence.attempt = request.attempt
         sequence.newest = replica.version
-        return sequence
-
-    def _new_sequence(self, request: Request, replica: SimReplica) -> SimSequence:
-        sequence = self._samples.sequence(request, self.trained_steps())
-        sequence.oldest = replica.version
         return sequence
 
     def forget(self, command: Forget) -> None:
@@ -152,11 +149,9 @@ class Rollouts:
     def _is_judged(self, replica: SimReplica, sequence: SimSequence, turn: JudgedTurn) -> bool:
         """It is still where it was when the turn ended."""
         held = replica.scoring if turn.final else replica.engine.held
-        here = held.get(sequence.trajectory) is sequence and (sequence.attempt, sequence.turn) == (
-            turn.attempt,
-            turn.turn,
-        )
-        return here and (turn.final or sequence.status == "calling")
+        here = held.get(sequence.trajectory) is sequence
+        same = here and sequence.attempt == turn.attempt and sequence.turn == turn.turn
+        return same and (turn.final or sequence.status == "calling")
 
     def _judged_for_long(self, replica: SimReplica, sequence: SimSequence, turn: JudgedTurn) -> None:
         if self._is_judged(replica, sequence, turn):
