@@ -127,9 +127,11 @@ class Run:
         return self.wait()
 
     def until(self, condition: Callable[[], object], what: str) -> None:
+        """A run that goes on has to do so until then."""
         limit = time.monotonic() + DEADLINE_S
+        going = self.child if self.child and self.child.poll() is None else None
         while not condition():
-            assert self.child is None or self.child.poll() is None, f"it ended while waiting for {what}: {self.wait()}"
+            assert going is None or going.poll() is None, f"it ended while waiting for {what}: {self.wait()}"
             assert time.monotonic() < limit, f"waited {DEADLINE_S} s for {what}"
             time.sleep(0.02)
 

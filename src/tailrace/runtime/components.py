@@ -113,9 +113,9 @@ class Components:
         return self.server.liveness.age_s(process.spec.name)
 
     def addresses(self, relays: tuple[RelayId, ...]) -> dict[RelayId, str]:
-        """Where these take weights, as far as they are there."""
+        """Where these take weights, as far as they are there. One that starts is not yet."""
         found = {id: self.get("relay", id) for id in relays}
-        return {id: _address(process) for id, process in found.items() if process is not None}
+        return {id: _address(process) for id, process in found.items() if process is not None and process.address}
 
     def publish_addresses(self, master: RelayId) -> dict[RelayId, str]:
         """Where the trainer's weights go: to the master, and to the relays on the hosts of its ranks."""
