@@ -484,11 +484,11 @@ class FetchPrompts(Command):
 
 
 class SkipPrompts(Command):
-    """These prompts are not generated this time, because all samples of their last visits got the same reward. For the
-    journal; no answer."""
+    """These prompts are not generated this time, because all samples of their last visits got the same reward, or a
+    group of the same row of the data is under way. For the journal; no answer."""
 
     prompts: tuple[PromptId, ...]
-    streaks: tuple[int, ...]  # so many visits in a row were all right; negative: all wrong
+    streaks: tuple[int, ...]  # so many visits in a row were all right; negative: all wrong; 0: only under way
 
 
 class Generate(Command):

@@ -1,7 +1,7 @@
 """Prompts that teach nothing, decided before, during and after generation.
 
-before   a prompt whose last visits were all right, or all wrong, is skipped when its turn comes, most of the time
-         (`histories.py`)
+before   a prompt whose last visits were all right, or all wrong, is skipped when its turn comes, most of the time, and
+         so is one of which there is a group already (`histories.py`)
 during   a group starts with few samples. Once their rewards differ it gets all of its samples; as long as all are
          wrong it gets a few more; once all are right it is stopped: the others are never started
 after    a group whose samples all got the same reward is left out, and another one takes its place (`groups.py`)
@@ -41,8 +41,8 @@ def open_groups(context: Context, count: int, round: int = 0) -> list[Group]:
 
 
 def _skips(context: Context, prompt: Prompt) -> bool:
-    config = context.config
-    return config.groups.skips and context.state.history.skips(config.run.seed, prompt.id, prompt.row, config.filters)
+    config, under_way = context.config, context.ledger.rows.get(prompt.row, 0)
+    return config.groups.skips and context.state.history.skips(config.run.seed, prompt, under_way, config.filters)
 
 
 def prompts_to_fetch(context: Context, wanted: int) -> int:

@@ -4,8 +4,12 @@ GRESO (arXiv 2506.02177): a prompt whose last z visits were all alike (all right
 `base ** z`, never less than `explore`. One base for easy prompts and one for hard ones; after every step each moves
 towards its target share of such groups. One useful visit clears a prompt's history.
 
+A visit that is under way, of which nothing is known yet or which is not trained yet, counts as one more of them: the
+policy that would answer is the same. Otherwise, where few prompts are left that teach anything and all others are
+skipped, these few would be visited dozens of times in one step.
+
 A row of the data has one byte: its streak, 0 for none, and the sign that tells easy from hard. Rows beyond the bound
-(`filters.rows`) have no history and are never skipped.
+(`filters.rows`) have no history: only visits under way count there.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from typing import Literal
 import msgspec
 
 from tailrace.config.tree import Filters
-from tailrace.types import PromptId, RowId
+from tailrace.types import Prompt, PromptId, RowId
 
 Outcome = Literal["easy", "hard", "useful"]  # of a group: all right, all wrong, or neither
 LONGEST = 100  # streak; with any base that is allowed, the chance of a visit is at its floor long before
@@ -55,11 +59,13 @@ class PromptHistory(msgspec.Struct):
         if row < len(self.streaks):
             self.streaks[row] = HARD - streak if streak < 0 else streak
 
-    def skips(self, seed: int, prompt: PromptId, row: RowId, settings: Filters) -> bool:
-        """Whether this visit is left out. A prompt's number stands for row and visit: every epoch has its own."""
-        streak = self.streak(row)
-        base = self.easy_base if streak > 0 else self.hard_base
-        visited = not streak or draw(seed, prompt) < max(base ** abs(streak), settings.explore)
+    def skips(self, seed: int, prompt: Prompt, under_way: int, settings: Filters) -> bool:
+        """Whether this visit is left out. A prompt's number stands for row and visit: every epoch has its own. What is
+        being trained on is expected to become easy."""
+        streak = self.streak(prompt.row)
+        base = self.hard_base if streak < 0 else self.easy_base
+        alike = abs(streak) + under_way
+        visited = not alike or draw(seed, prompt.id) < max(base**alike, settings.explore)
         self.visited_share += (visited - self.visited_share) / RECENT
         return not visited
 

@@ -35,6 +35,8 @@ def _groups_balance(ledger: Ledger) -> None:
     assert ledger.received + pooled_again == ledger.skipped + tally.started + len(ledger.pool), (
         "a prompt is skipped, pooled or opened"
     )
+    rows = [group.prompt.row for group in ledger.groups.values()]
+    assert ledger.rows == Counter(row for row in rows if row >= 0), "groups of every row are counted"
     states = [group.state for group in ledger.groups.values()]
     assert states.count("open") == ledger.open_groups, "open groups are counted"
     ready = [group.id for group in ledger.groups.values() if group.state == "ready"]

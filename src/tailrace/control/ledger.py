@@ -26,7 +26,7 @@ import msgspec
 from tailrace.control.estimates import EarlierLengths, LengthEstimates
 from tailrace.control.fifo import Fifo
 from tailrace.protocol import Check, Ending, Request, TrainGroup, TrajectoryMeta
-from tailrace.types import GroupId, Prompt, ReplicaId, StoreId, TrajectoryId, Version
+from tailrace.types import GroupId, Prompt, ReplicaId, RowId, StoreId, TrajectoryId, Version
 
 NOWHERE: ReplicaId = -1
 NONE: Version = -1
@@ -97,6 +97,7 @@ class Ledger(msgspec.Struct):
     skipped: int = 0  # of these: never opened
     unstarted: int = 0  # samples of stopped groups
     groups: dict[GroupId, Group] = {}
+    rows: dict[RowId, int] = {}  # of the data that come up again: how many of these groups each has
     samples: dict[TrajectoryId, Sample] = {}
     waiting: dict[TrajectoryId, None] = {}  # samples without a replica, in the order in which they lost or lack it
     handed_in: dict[TrajectoryId, None] = {}  # by strangers, and no checker has them yet
@@ -142,6 +143,7 @@ class Ledger(msgspec.Struct):
         self.next_group += 1
         self.next_sample += size
         self.groups[group.id] = group
+        self._count_row(prompt.row, 1)
         self.by_opening.push(group.id)
         self.tally.started += 1
         self.open_groups += 1
@@ -436,7 +438,13 @@ class Ledger(msgspec.Struct):
         for id in group.samples:
             del self.samples[id]
         del self.groups[group.id]
+        self._count_row(group.prompt.row, -1)
         return tuple(group.samples)
+
+    def _count_row(self, row: RowId, change: int) -> None:
+        count = self.rows.pop(row, 0) + change
+        if row >= 0 and count > 0:  # it is less in a run that began before rows were counted
+            self.rows[row] = count
 
     def overdue(self, opened_before: float) -> list[Group]:
         """Open groups that were opened before that moment; each is reported once."""

@@ -152,8 +152,8 @@ class EventText:
 
     def _skip_prompts(self, command: SkipPrompts) -> Sentences:
         for prompt, streak in zip(command.prompts, command.streaks, strict=True):
-            how = f"all samples {'right' if streak > 0 else 'wrong'} in the last {counted(abs(streak), 'visit')}"
-            yield ("prompt", prompt), f"skipped: {how} of its row"
+            alike = f"all samples {'right' if streak > 0 else 'wrong'} in the last {counted(abs(streak), 'visit')}"
+            yield ("prompt", prompt), f"skipped: {alike if streak else 'a group is under way'} of its row"
 
     # ------------------------------------------------------------------------------------------------- trajectories
 
