@@ -8,10 +8,12 @@ advantage are left out once they are complete), and all filters with their defau
 several times as many groups as one of the others, so that about as many have an advantage: `useful_groups` says how
 many there were for each step, in the mean. All arms train for the same number of steps.
 
-Held-out accuracy is that of every checkpoint, on useful questions that no run has trained on. A goal is reached where
-the line between two checkpoints crosses it. Generated tokens are those of all finished samples, without prompts.
-Seconds are counted from the first sample, without evaluations. Results are written after every run. With --runs FOLDER
-runs are kept there, and those that are there already are not repeated.
+Held-out accuracy is on useful questions that no run has trained on. On the CPU every checkpoint is evaluated after the
+run. On a GPU, where a checkpoint would stop the trainer for several steps, the replica evaluates beside its work
+(`eval.every`), which is part of the run's seconds. A goal is reached where the line between two evaluations crosses it.
+Generated tokens are those of all finished samples of training, without prompts. Seconds are counted from the first
+sample. Results are written after every run. With --runs FOLDER runs are kept there, and those that are there already
+are not repeated.
 """
 
 from __future__ import annotations
@@ -55,6 +57,7 @@ class Progress:
         self.rewards: dict[int, set[float | None]] = {}  # of a group
         self.solved: set[int] = set()  # rows that were answered right
         self.versions: dict[int, tuple[float, int]] = {}  # when each was made, and tokens until then
+        self.accuracy: dict[int, float] = {}  # held-out, of versions that were evaluated while training
         self.first: float | None = None
 
     def read(self) -> Progress:
@@ -65,11 +68,12 @@ class Progress:
         return self
 
     def see(self, entry: Any) -> None:
-        from tailrace.protocol import Finished, Generate, PromptsAdded, Trained
+        from tailrace.protocol import Finished, Generate, PromptsAdded, RecordEvaluation, Trained
+        from tailrace.types import EVALUATION
 
         if isinstance(entry.event, PromptsAdded):
             self.rows |= {prompt.id: prompt.row for prompt in entry.event.prompts}
-        elif isinstance(entry.event, Finished):
+        elif isinstance(entry.event, Finished) and entry.event.meta.id < EVALUATION:
             self._answered(entry.event.meta)
         elif isinstance(entry.event, Trained):
             self.versions[entry.event.step + 1] = entry.now, self.tokens
@@ -77,6 +81,8 @@ class Progress:
             if isinstance(command, Generate):
                 self.first = entry.now if self.first is None else self.first
                 self._given(command)
+            elif isinstance(command, RecordEvaluation):
+                self.accuracy[command.version] = command.results[0].accuracy
 
     def _given(self, command: Any) -> None:
         for request in command.requests:
@@ -107,7 +113,8 @@ def train(arm: str, seed: int, folder: Path, options: argparse.Namespace) -> Pro
     words = ["--groups.filter", ARMS[arm], "--run.seed", str(seed), "--run.folder", str(folder), "--run.name", run.name]
     words += ["--run.steps", str(options.steps), "--run.evaluate", "false"]
     words += ["--workload.prompts_per_step", str(PER_STEP[options.gpu])] if arm == "none" else []
-    words += ["--trainer.checkpoint_every", str(options.every), "--trainer.archive_every", str(options.every)]
+    evaluating = ["eval.every"] if options.gpu else ["trainer.checkpoint_every", "trainer.archive_every"]
+    words += [word for name in evaluating for word in (f"--{name}", str(options.every))]
     if not (run / "summary.json").exists():
         tailrace(["train", str(options.recipe), *words, *options.set], log, options.deadline)
     progress = Progress(run, options.group_size)
@@ -118,10 +125,14 @@ def train(arm: str, seed: int, folder: Path, options: argparse.Namespace) -> Pro
     return progress
 
 
-def evaluated(run: Path) -> list[tuple[int, float]]:
-    """The start and every checkpoint, and their held-out accuracy."""
+def evaluated(progress: Progress) -> list[tuple[int, float]]:
+    """Versions and their held-out accuracy: those that were evaluated while training, or the start and every
+    checkpoint."""
     from tailrace.trainer.manifest import found_in, step_of
 
+    if progress.accuracy:
+        return sorted(progress.accuracy.items())
+    run = progress.run
     kept = run / "held_out.json"
     if not kept.exists():
         versions = [0, *sorted(step_of(path) for path in found_in(run / "checkpoints"))]
@@ -152,7 +163,7 @@ def measured(arm: str, seed: int, progress: Progress, options: argparse.Namespac
     summary = summarise(progress.run).summary
     start = progress.first or 0.0
     at = {0: (start, 0)} | progress.versions
-    curve = [(at[v][0] - start, at[v][1], right) for v, right in evaluated(progress.run) if v in at]
+    curve = [(at[v][0] - start, at[v][1], right) for v, right in evaluated(progress) if v in at]
     return {
         "arm": arm,
         "seed": seed,
@@ -214,7 +225,7 @@ def of_seed(seed: int, folder: Path, options: argparse.Namespace) -> Iterator[Ro
     """Its arms are trained one after the other, so that their seconds can be compared; then all are evaluated."""
     done = [progress for arm in options.arms if (progress := trained(arm, seed, folder, options))]
     with ThreadPoolExecutor(options.evaluations) as pool:
-        list(pool.map(evaluated, [progress.run for _, progress in done]))
+        list(pool.map(evaluated, [progress for _, progress in done]))
     for arm, progress in done:
         yield measured(arm, seed, progress, options)
 
@@ -284,7 +295,7 @@ def main() -> None:
     parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
     parser.add_argument("--goals", nargs="+", type=float, help="held-out accuracy; 0.8 and 0.85, on a GPU 0.8 and 0.9")
     parser.add_argument("--steps", type=int, default=None, help="30, on a GPU 60")
-    parser.add_argument("--every", type=int, default=None, help="steps between two checkpoints; 2, on a GPU 6")
+    parser.add_argument("--every", type=int, default=None, help="steps between two evaluations; 2, on a GPU 4")
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--recipe", type=Path, default=None)
     parser.add_argument("--deadline", type=float, default=None, help="seconds for one run; 600, on a GPU 100")
@@ -298,7 +309,7 @@ def main() -> None:
     options.out = options.out or ROOT / "benchmarks" / "results" / RESULTS[options.gpu]
     options.steps = options.steps or (60 if options.gpu else 30)
     options.goals = options.goals or [0.8, 0.9 if options.gpu else 0.85]
-    options.every = options.every or (6 if options.gpu else 2)
+    options.every = options.every or (4 if options.gpu else 2)
     options.deadline = options.deadline or (100.0 if options.gpu else 600.0)
     rows = compare(options)
     if not rows:
