@@ -118,15 +118,14 @@ class RunAnswers:
     def _with_text(self, number: int, samples: list[KnownTrajectory]) -> list[tuple[KnownTrajectory, str]]:
         """With the text so far, and how much there is of what is being generated."""
         tokens, decoder = read_tokens(self._library.path(number), samples), self._library.decoder(number)
-        found: list[tuple[KnownTrajectory, str]] = []
-        for one in samples:
-            text = completion_text(tokens[one.id], decoder, BEGINNING)
-            found.append((_so_far(one, tokens[one.id]), text[:BEGINNING]))
-        return found
+        return [
+            (_so_far(one, each), completion_text(each, decoder, BEGINNING)[:BEGINNING])
+            for one, each in zip(samples, tokens, strict=True)
+        ]
 
     def _question(self, number: int, prompt: int) -> str:
         known = known_trajectories(self._library.path(number), "prompt", prompt)[:1]
-        rows = [one.row for one in read_tokens(self._library.path(number), known).values() if one.row is not None]
+        rows = [one.row for one in read_tokens(self._library.path(number), known) if one.row is not None]
         return self._library.decoder(number).text(rows[0].ids[:BEGINNING].tolist()) if rows else ""
 
     def _run_of(self, query: Query) -> tuple[int, Any]:
