@@ -228,6 +228,7 @@ MISTAKES = [
     ("replay nowhere", "there is no run"),
     ("replay cut.db", "cut in the middle"),
     ("replay other.db", "in journal format 9"),
+    ("log nowhere --to jsonl", "there is no run nowhere"),
     ("doctor nowhere.toml", "does not exist"),
     ("doctor BOX --model.preset llama-3.1-405b", "no room"),
 ]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from os import PathLike, fspath
 from pathlib import Path
 from threading import Thread
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from tailrace.api.process import CommandProcess
 from tailrace.api.steps import Row, StepRows
@@ -184,8 +184,18 @@ class RecordedRun:
             self._own().interrupt()
 
 
+def refuse_callbacks(callbacks: Any) -> None:
+    """Before anything is started."""
+    if callable(callbacks) or not isinstance(callbacks, Sequence):
+        raise ConfigError(f"callbacks is {type(callbacks).__name__}; write a list of functions: callbacks=[function]")
+    wrong = next((one for one in cast("Sequence[Any]", callbacks) if not callable(one)), None)
+    if wrong is not None:
+        raise ConfigError(f"callbacks has {wrong!r}, which is no function; each is called as callback(run, row)")
+
+
 def started(path: Path, words: Sequence[str], wait: bool, show: bool, callbacks: Sequence[Callback]) -> RecordedRun:
     """The run that this command makes or goes on with."""
+    refuse_callbacks(callbacks)
     rows = StepRows(path) if has_run(path) else None
     if rows is not None:
         rows.new()  # those that it has already are told to nobody
