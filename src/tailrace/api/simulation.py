@@ -30,11 +30,9 @@ def simulate(
     config = from_keywords(settings, [Path(fspath(file)) for file in files])
     counts = [gpus] if isinstance(gpus, int | str) else gpus
     words = ["--gpus", ",".join(map(str, counts))] if counts else []
-    kinds = (
-        [schedules]
-        if isinstance(schedules, str)
-        else schedules or (() if "kind" not in _leaves(settings) else (config.schedule.kind,))
-    )
+    kinds = [schedules] if isinstance(schedules, str) else schedules
+    if not kinds and "kind" in _leaves(settings):
+        kinds = [config.schedule.kind]
     words += ["--schedules", ",".join(kinds)] if kinds else []
     with tempfile.TemporaryDirectory(prefix="tailrace-") as folder:
         file = Path(folder) / "simulate.toml"
