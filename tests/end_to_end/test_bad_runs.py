@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+import tailrace
 from runs import EMULATED, Run, replayed
 from tailrace.config import load
 from tailrace.launch.folder import begin_store
@@ -193,6 +194,9 @@ def test_what_a_reward_failed_on_is_read_with_its_error_and_each_failure_once(tm
         (quoted,) = re.findall("cannot read <(.*)>", one["known"]["reason"])
         assert quoted.strip() in text
     assert any(one["known"]["state"] == "trained" and one["failed"] for one in listed()), "a later attempt was trained"
+    rows = list(tailrace.Run(run.folder).failures())
+    assert Counter(row["reason"] for row in rows) == reasons
+    assert all(row["completion"] in row["reason"] for row in rows if "cannot read" in row["reason"])
 
 
 EXTREME = """

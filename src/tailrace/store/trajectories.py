@@ -204,9 +204,10 @@ def trajectories_among(run: Path, ids: Sequence[TrajectoryId]) -> list[KnownTraj
     return _known(run, f"WHERE id {AMONG} ORDER BY id", (_list(ids),))
 
 
-def failed_attempts(run: Path, ids: Sequence[TrajectoryId]) -> list[KnownTrajectory]:
-    """All attempts of these that ended without a reward, the oldest first."""
-    return _known(run, f"WHERE id {AMONG} ORDER BY id, attempt", (_list(ids),), "failures")
+def failed_attempts(run: Path, ids: Sequence[TrajectoryId] | None = None) -> list[KnownTrajectory]:
+    """All attempts, of these or of all, that ended without a reward, the oldest first."""
+    which, values = ("", ()) if ids is None else (f"WHERE id {AMONG}", (_list(ids),))
+    return _known(run, f"{which} ORDER BY id, attempt", values, "failures")
 
 
 def trajectories_after(run: Path, id: TrajectoryId, most: int) -> list[KnownTrajectory]:
