@@ -88,7 +88,11 @@ def a_failure(worker: Any) -> None:
     """It would like other random numbers."""
     from tailrace.protocol import SampleFailed
 
-    worker._ending = lambda self, outcome: SampleFailed(self.spec.id, *outcome.episode.key, "I do not like it")
+    def changed(self: Any, outcome: Any) -> Any:
+        meta = outcome.episode.meta(None)
+        return SampleFailed(self.spec.id, meta.id, meta.attempt, "I do not like it")
+
+    worker._ending = changed
 
 
 def _change_output(change: Any) -> None:
