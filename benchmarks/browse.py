@@ -25,6 +25,7 @@ import tempfile
 import time
 import urllib.parse
 import urllib.request
+from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -73,6 +74,7 @@ MEDIAN_LOG, SPREAD = 4.95, 0.9  # of lengths: 300 tokens on average with those t
 FAILED, CUT_OFF = 0.03, 0.05  # shares of the samples
 REASONS = ("the reward raised ValueError: no number", "the reward took longer than 10 s (timeout)", "the tool has died")
 REPEATS = 5
+ASKED = Counter[str]()  # how often each question was
 
 
 class RunMaker:
@@ -106,6 +108,7 @@ class RunMaker:
         self.record(TimerFired("feed"), Generate(0, 1, requests))
         finished = self.generate(ids, number)
         self.train(finished, number)
+        self.store.trajectories.forget(list(ids), archived=True)
         self.store.metrics.measure(self.now, number, "trainer", {"loss": float(self.random.normal()), "entropy": 1.0})
         self.store.commit()
         self.file.forget(ids, archive=True)
@@ -117,7 +120,6 @@ class RunMaker:
         self.record(TimerFired("train"), Train(1, number, 0, True, groups))
         self.store.trajectories.trained(ids, number)
         self.record(Trained(1, number, 0), Forget(tuple(ids)))
-        self.store.trajectories.forget(ids, archived=True)
 
     def begin(self, number: int) -> None:
         """The samples of a last step, which are being generated."""
@@ -147,13 +149,14 @@ class RunMaker:
         self.write(ids, version, lengths)
         rewards, finished = self.random.integers(0, 2, len(ids)), list[int]()
         for id, length, fate, reward in zip(ids, lengths, fates, rewards, strict=True):
-            if fate < FAILED:
-                reason = REASONS[id % len(REASONS)]
-                self.store.trajectories.fail(id, 1, reason)
-                self.record(SampleFailed(0, id, 1, reason))
-                continue
             finish, oldest = "length" if length == LONGEST else "stop", max(0, version - (id % 5 == 0))
             meta = TrajectoryMeta(id, 1, int(length), oldest, version, finish, float(reward))
+            if fate < FAILED:
+                reason = REASONS[id % len(REASONS)]
+                self.file.complete(id, 1, failed=True)
+                self.store.trajectories.fail(id, 1, reason, meta)
+                self.record(SampleFailed(0, id, 1, reason, meta))
+                continue
             self.store.trajectories.finish(meta)
             self.record(Finished(0, meta))
             finished.append(id)
@@ -232,10 +235,13 @@ def queries(config: Config, folder: Path, steps: int) -> dict[str, dict[str, str
 
 
 def seconds_of(address: str, query: dict[str, str], repeats: int = REPEATS) -> dict[str, float]:
+    """Each time for another number of samples: the page does not work out again what it was just asked for."""
     taken, count = list[float](), 0
     for _ in range(repeats):
+        ASKED[str(query)] += 1
+        asked = urllib.parse.urlencode(query | {"limit": str(49 + ASKED[str(query)])})
         began = time.perf_counter()
-        with urllib.request.urlopen(f"{address}samples?{urllib.parse.urlencode(query)}", timeout=60) as answer:
+        with urllib.request.urlopen(f"{address}samples?{asked}", timeout=60) as answer:
             count = json.loads(answer.read())["count"]
         taken.append(time.perf_counter() - began)
     return {"first_s": taken[0], "median_s": median(taken), "max_s": max(taken), "count": count}

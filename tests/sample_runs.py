@@ -62,22 +62,31 @@ class WrittenRun:
     def answer(self, *samples: Written) -> None:
         """They are generated, and end with a reward or a reason."""
         for one in samples:
-            request = self.begin(one)
-            meta = self._meta(one, request)
-            self.store.trajectories.fail(request.trajectory, 1, one.reason) if one.reason else self._finish(meta, one)
-            self._record(
-                SampleFailed(0, request.trajectory, 1, one.reason) if one.reason else Finished(0, meta, one.parts or {})
-            )
+            self._end(one, self.begin(one))
+
+    def answer_again(self, trajectory: int, attempt: int, one: Written) -> None:
+        """The attempt before it has failed."""
+        self._end(one, self._begin(one, trajectory, attempt))
+
+    def _end(self, one: Written, request: Request) -> None:
+        meta = self._meta(one, request)
+        if one.reason:
+            self._fail(meta, one)
+        else:
+            self._finish(meta, one)
         self.file.commit()
 
     def begin(self, one: Written) -> Request:
         id, self.samples = self.samples, self.samples + 1
-        request = Request(id, 1, id // self.group_size, one.prompt, 4)
+        return self._begin(one, id, 1)
+
+    def _begin(self, one: Written, id: int, attempt: int) -> Request:
+        request = Request(id, attempt, id // self.group_size, one.prompt, 4)
         self.store.trajectories.assign([request])
-        self.file.assign([Grant(0, id, 1, request.group, one.prompt, False)])
+        self.file.assign([Grant(0, id, attempt, request.group, one.prompt, False)])
         start = 0
         for place, text in enumerate(one.turns):
-            put(self.file, 0, id, 1, start, piece_of(text, None if place % 2 else one.version))
+            put(self.file, 0, id, attempt, start, piece_of(text, None if place % 2 else one.version))
             start += len(text)
         self.file.commit()
         self.store.commit()
@@ -85,11 +94,17 @@ class WrittenRun:
 
     def _meta(self, one: Written, request: Request) -> TrajectoryMeta:
         tokens = sum(map(len, one.turns))
-        return TrajectoryMeta(request.trajectory, 1, tokens, one.version, one.version, "stop", one.reward)
+        return TrajectoryMeta(request.trajectory, request.attempt, tokens, one.version, one.version, "stop", one.reward)
 
     def _finish(self, meta: TrajectoryMeta, one: Written) -> None:
         self.store.trajectories.finish(meta)
         self.store.trajectories.explain(meta.id, one.parts or {})
+        self._record(Finished(0, meta, one.parts or {}))
+
+    def _fail(self, meta: TrajectoryMeta, one: Written) -> None:
+        self.file.complete(meta.id, meta.attempt, failed=True)
+        self.store.trajectories.fail(meta.id, meta.attempt, one.reason, meta)
+        self._record(SampleFailed(0, meta.id, meta.attempt, one.reason, meta))
 
     def _record(self, event: object) -> None:
         self._now += 0.25

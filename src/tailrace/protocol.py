@@ -240,13 +240,15 @@ class Finished(Event, omit_defaults=True):
     parts: dict[str, float] = field(default_factory=dict[str, float])
 
 
-class SampleFailed(Event):
-    """The environment or the reward of a sample raised, hung or answered nonsense."""
+class SampleFailed(Event, omit_defaults=True):
+    """The environment or the reward of a sample raised, hung or answered nonsense. `meta`: of the completion that it
+    failed on, whose tokens are kept for people; control does not look at it."""
 
     replica: ReplicaId
     trajectory: TrajectoryId
     attempt: Natural
     reason: str
+    meta: TrajectoryMeta | None = None
 
 
 class Parked(Event):

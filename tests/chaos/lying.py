@@ -69,25 +69,30 @@ def other_version(worker: Any) -> None:
 def a_reward(worker: Any) -> None:
     from tailrace.protocol import Finished
 
-    worker._over = lambda self, meta, parts: Finished(self.spec.id, replace(meta, reward=1.0))
+    worker._ending = lambda self, outcome: Finished(self.spec.id, outcome.episode.meta(1.0))
 
 
 def another_sample(worker: Any) -> None:
     """It hands in what it was not given, but for its own attempt number that is another's."""
     from tailrace.protocol import HandedIn
 
-    def changed(self: Any, meta: Any, parts: Any) -> Any:
+    def changed(self: Any, outcome: Any) -> Any:
+        meta = outcome.episode.meta(None)
         others = tuple(replace(meta, id=id, attempt=1) for id in range(meta.id + 20))
         return HandedIn(self.spec.id, others)
 
-    worker._over = changed
+    worker._ending = changed
 
 
 def a_failure(worker: Any) -> None:
     """It would like other random numbers."""
     from tailrace.protocol import SampleFailed
 
-    worker._over = lambda self, meta, parts: SampleFailed(self.spec.id, meta.id, meta.attempt, "I do not like it")
+    def changed(self: Any, outcome: Any) -> Any:
+        meta = outcome.episode.meta(None)
+        return SampleFailed(self.spec.id, meta.id, meta.attempt, "I do not like it")
+
+    worker._ending = changed
 
 
 def _change_output(change: Any) -> None:

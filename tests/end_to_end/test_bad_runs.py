@@ -9,15 +9,18 @@ import shutil
 import sqlite3
 import subprocess
 import sys
+from collections import Counter
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from runs import EMULATED, Run
+import tailrace
+from runs import EMULATED, Run, replayed
 from tailrace.config import load
 from tailrace.launch.folder import begin_store
 from tailrace.page.follow import Follower
+from tailrace.protocol import SampleFailed
 from tailrace.store.journal import Journal
 
 START = Path(__file__).parents[2] / "examples" / "running_total" / "start"
@@ -152,6 +155,48 @@ def test_a_reward_that_raises_hangs_or_answers_nonsense(tmp_path, body, words):
         [sys.executable, "-m", "tailrace", "story", str(run.folder), "r0"], capture_output=True, text=True, check=True
     )
     assert f"the run failed: {ended['reason']}" in told.stdout
+
+
+PICKY = """
+import os, zlib
+
+def judge(completion, answer):
+    number = zlib.crc32(completion.encode())
+    if number % 5 == 0:
+        os._exit(3)
+    if number % 3 == 0:
+        raise ValueError(f"cannot read <{completion}>")
+    return number % 2
+"""
+
+
+def test_what_a_reward_failed_on_is_read_with_its_error_and_each_failure_once(tmp_path):
+    """The reward raises on some completions, and kills its judge on others."""
+    run = make(tmp_path, reward=PICKY)
+    run.finish("--groups.max_failures", "3", "--groups.min_survivors", "1", "--run.steps", "4")
+    replayed(run)
+    events = [entry.event for entry in Journal(run.folder).entries()]
+    reasons = Counter(event.reason for event in events if isinstance(event, SampleFailed))
+    assert any("status 3" in reason for reason in reasons)
+    command = [sys.executable, "-m", "tailrace", "samples", str(run.folder), "--limit", "200", "--json"]
+
+    def listed(*words: str) -> list[dict]:
+        out = subprocess.run([*command, *words], capture_output=True, text=True, check=True).stdout
+        return [json.loads(line) for line in out.splitlines()]
+
+    failed = listed("--failed")
+    assert Counter(one["known"]["reason"] for one in failed) == reasons
+    assert all(one["known"]["tokens"] and len(one["passages"]) > 1 for one in failed)
+    raised = listed("--error", "cannot read")
+    assert 0 < len(raised) < len(failed)
+    for one in raised:
+        text = "".join("".join(part["pieces"]) for part in one["passages"][1:])
+        (quoted,) = re.findall("cannot read <(.*)>", one["known"]["reason"])
+        assert quoted.strip() in text
+    assert any(one["known"]["state"] == "trained" and one["failed"] for one in listed()), "a later attempt was trained"
+    rows = list(tailrace.Run(run.folder).failures())
+    assert Counter(row["reason"] for row in rows) == reasons
+    assert all(row["completion"] in row["reason"] for row in rows if "cannot read" in row["reason"])
 
 
 EXTREME = """

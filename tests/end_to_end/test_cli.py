@@ -174,6 +174,12 @@ def test_doctor() -> None:
     assert "KV of a replica" in succeeded("doctor", OWN_BOX)
 
 
+def test_doctor_warns_where_python_keeps_no_bytecode(monkeypatch: pytest.MonkeyPatch) -> None:
+    for value, warned in (("", False), ("1", True)):
+        monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", value)
+        assert ("compiles torch anew" in succeeded("doctor")) == warned
+
+
 def test_plan_recommends() -> None:
     pytest.importorskip("tailrace.planner")
     told = json.loads(succeeded("plan", OWN_BOX, *SMALL, "--json"))
@@ -222,6 +228,7 @@ MISTAKES = [
     ("replay nowhere", "there is no run"),
     ("replay cut.db", "cut in the middle"),
     ("replay other.db", "in journal format 9"),
+    ("log nowhere --to jsonl", "there is no run nowhere"),
     ("doctor nowhere.toml", "does not exist"),
     ("doctor BOX --model.preset llama-3.1-405b", "no room"),
 ]

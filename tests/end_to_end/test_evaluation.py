@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sqlite3
 import subprocess
 import sys
@@ -79,6 +81,35 @@ def test_interrupted_in_the_middle_of_an_evaluation_it_is_evaluated_all_the_same
     found, given = versions_of_samples(run), given_for(run)
     ended = [id for id in found if id in given]
     assert all(found[id] == {given[id]} for id in ended)
+
+
+def test_whoever_is_killed_in_the_middle_of_an_evaluation_every_result_is_there_once_and_of_one_version(tmp_path):
+    """A replica and the controller with kill -9, then all of it; then it is resumed, and once more for more steps."""
+    run = Run(tmp_path, EMULATED, *EVALUATED, "--task.eval_rows", "40", "--health.backoff_s", "0.1").start()
+
+    def in_the_middle(of: int) -> bool:
+        return evaluated_samples(run) > of + 3 and len(recorded(run)) * 80 < evaluated_samples(run)
+
+    run.until(lambda: run.events("Trained") and in_the_middle(0), "an evaluation under way")
+    os.kill(run.components()["replica0"], signal.SIGKILL)
+    run.until(lambda: run.events("ReplicaLost") and in_the_middle(0), "an evaluation that goes on")
+    os.kill(run.controller(), signal.SIGKILL)
+    run.until(lambda: run.events("ControllerRestarted") and in_the_middle(80), "another evaluation under way")
+    run.kill()
+    run.finish("--resume")
+    run.finish("--resume", "--run.steps", "16")
+    replayed(run)
+    versions = [one.version for one in recorded(run)]
+    assert versions == sorted(set(versions))
+    assert {0, 12, 16} <= set(versions)
+    assert all(result.prompts == 40 for one in recorded(run) for result in one.results)
+    measured = [(one.step, one.name) for one in measurements(run.folder) if one.source == "eval"]
+    assert len(measured) == len(set(measured))
+    assert sorted({step for step, _ in measured}) == versions
+    summary = json.loads((run.folder / "summary.json").read_text())
+    assert [one["version"] for one in summary["evaluations"]] == versions
+    found, given = versions_of_samples(run), given_for(run)
+    assert all(found[id] == {given[id]} for id in found if id in given)
 
 
 def evaluated_samples(run: Run) -> int:

@@ -115,6 +115,28 @@ def test_a_sample_grows_on_the_page_while_it_is_generated(seen: Browser, tmp_pat
             seen.until("document.getElementById('sample-text').textContent.endsWith('one two three')")
 
 
+def test_what_a_reward_failed_on_is_read_with_its_error(seen: Browser, tmp_path: Path) -> None:
+    with written_run(tmp_path / "run") as written:
+        written.ask("name a river")
+        written.answer(Written(0, [f"the Danube {HOSTILE}"], None, reason="KeyError: 'Danube'"))
+        written.answer_again(0, 2, Written(0, ["the Rhine"], 1.0, version=1))
+        written.answer(Written(0, ["the Elbe"], None, reason="ValueError: no number"))
+    with page_of(tmp_path / "run") as (_, address):
+        show(seen, address, "samples?error=Danube")
+        seen.until("document.querySelectorAll('#samples-rows tr').length === 1")
+        assert "KeyError: 'Danube' | the Danube <img" in seen.text("samples-rows")
+        seen.ask("document.querySelector('#samples-rows a').click()")
+        seen.until("document.getElementById('sample-name').textContent === 'Sample t0'")
+        text = seen.text("sample-text")
+        assert text.index("the Rhine") < text.index("Attempt 1 failed") < text.index("the Danube <img")
+        assert seen.ask("document.images.length") == 0
+        seen.open(f"{address}#sample?id=1")
+        seen.until("document.getElementById('sample-name').textContent === 'Sample t1'")
+        assert "the Elbe" in seen.text("sample-text")
+        assert "why it failedValueError: no number" in seen.text("sample-facts")
+        assert seen.complaints == []
+
+
 def test_samples_are_searched_by_text_and_filtered(seen: Browser, address: str) -> None:
     show(seen, address, "samples")
     seen.ask("filterForm().elements.text.value = 'forty two'; filterForm().requestSubmit()")

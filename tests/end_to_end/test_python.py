@@ -101,6 +101,16 @@ def test_what_cannot_be_sent_and_what_is_misspelt_is_refused_by_name(tmp_path: P
         tailrace.train(model=object())  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="has no run"):
         tailrace.Run(tmp_path)
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"data": 5}, "data is int; write rows, each a dictionary, or the path of a file"),
+        ({"data": {"train": [], "test": []}}, "data is dict of 'train', 'test'; write rows, .* or one split of it"),
+        ({"reward": 5}, "reward is int; write a function, or 'file.py:function'"),
+        ({"callbacks": print}, r"callbacks is builtin_function_or_method; .*: callbacks=\[function\]"),
+        ({"callbacks": [5]}, "callbacks has 5, which is no function"),
+    ]
+    for arguments, sentence in wrong:
+        with pytest.raises(ValueError, match=sentence):
+            tailrace.train(**common | arguments)
     assert not list(tmp_path.iterdir()) or not (tmp_path / "run.db").exists()
 
 

@@ -84,6 +84,36 @@ def test_samples_are_found_by_what_they_are(run: Path, asked: dict[str, object],
     assert ids(run, **asked) == found
 
 
+def test_every_attempt_that_failed_is_found_and_read_also_after_a_good_one(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with written_run(run) as written:
+        written.ask("name a river")
+        written.answer(Written(0, ["one river"], None, reason="ValueError: no number"))
+        written.answer_again(0, 2, Written(0, ["two rivers"], None, version=1, reason="KeyError: 'rivers'"))
+        written.answer_again(0, 3, Written(0, ["three"], 1.0, version=1))
+        written.answer(Written(0, ["<river>"], None, reason="KeyError: '<'"))
+
+    def found(**asked: object) -> list[tuple[int, int]]:
+        list(build(run))
+        return [(one.id, one.attempt) for one in find_samples(run, SampleFilter(**asked)).samples]  # type: ignore[arg-type]
+
+    assert found() == [(1, 1), (0, 3)]
+    assert found(failed=True) == found(state="failed") == [(1, 1), (0, 2), (0, 1)]
+    assert found(error="keyerror") == [(1, 1), (0, 2)]
+    assert found(failed=True, text="river*", order="oldest") == [(0, 2), (0, 1), (1, 1)]
+    assert found(failed=True, version=1, min_tokens=10) == [(0, 2)]
+    assert found(text="three") == [(0, 3)]
+    assert found(text="rivers") == [], "it is not what the sample says now"
+    listed = command("samples", str(run), "--error", "KeyError").stdout.splitlines()
+    assert [line.split("KeyError: ")[1] for line in listed[:2]] == ["'<' | <river>", "'rivers' | two rivers"]
+    lines = command("samples", str(run), "t0").stdout.splitlines()
+    order = ["  | three", "attempt 1 failed: ValueError: no number", "  | one river"]
+    order += ["attempt 2 failed: KeyError: 'rivers'", "  | two rivers"]
+    assert [line for line in lines if line in order] == order
+    last = json.loads(command("samples", str(run), "t1", "--json").stdout)
+    assert (last["known"]["state"], last["passages"][1]["pieces"], last["failed"]) == ("failed", list("<river>"), [])
+
+
 def test_a_filter_finds_the_same_with_the_index_however_far_it_is_behind(tmp_path: Path) -> None:
     run = tmp_path / "run"
     filters = [{"order": order} for order in get_args(Order)]

@@ -229,6 +229,8 @@ BAD_FILES = [
         "write one function that calls the others",
     ),
     ("[task]\nname = ['a.py:f', 'b.py:g']\n", "run.toml: task.name is a list", "text in quotes"),
+    ("[log]\nto = ['jsonl', 'tensorbord']\n", "log.to has 'tensorbord'", "did you mean 'tensorboard'?"),
+    ("[rollout]\nprices = [1, 'free']\n", "rollout.prices has 'free'", "it wants"),
     ("[task]\ndata = 2020-01-01\n", "task.data is a date or time", "text in quotes"),
     ('[task]\ndata = "a\\u0000b"\n', "task.data is 'a\\x00b'", "it has a zero byte"),
     (f"[cluster]\ngpus = 1{'0' * 400}\n", "cluster.gpus is a number of more than 100 digits", "none above 1e+15"),

@@ -74,7 +74,7 @@ def test_data_that_is_not_there_is_refused(tmp_path: Path) -> None:
     (tmp_path / "splits").mkdir()
     (tmp_path / "splits" / "dataset_dict.json").write_text('{"splits": ["easy", "hard"]}')
     for name, sentence in {
-        "nowhere.jsonl": "does not exist",
+        "nowhere.jsonl": "does not exist; task.data is a JSONL",
         "empty.jsonl": "has no rows",
         "broken.parquet": "broken.parquet cannot be read",
         "bare": "holds no dataset",

@@ -16,9 +16,12 @@ from tailrace.obs.bounded_series import BoundedSeries
 from tailrace.obs.live import LiveRun
 from tailrace.obs.spans import MOST, SpanLog
 from tailrace.obs.trace import trace_events
+from tailrace.page import shared_answers
 from tailrace.page.answers import BadQueryError, RunAnswers, parse_query
+from tailrace.page.follow import PageContent
 from tailrace.page.runs import RunLibrary
 from tailrace.page.series import POINTS, Point
+from tailrace.page.shared_answers import SharedAnswers
 from tailrace.page.timeline import GRAIN, TimelineQuery, timeline
 from tailrace.protocol import (
     Finished,
@@ -188,3 +191,44 @@ def test_a_trace_has_a_thread_per_process_spans_and_arrows() -> None:
     arrows = [(event["ph"], event["tid"], event["ts"]) for event in events if event["ph"] in "sf"]
     assert arrows == [("s", 1, 4_000_000), ("f", 2, 4_000_001)]
     assert {event["name"] for event in events if event["ph"] == "C"} == {"reward", "staleness", "tokens per s"}
+
+
+def test_what_several_ask_for_at_once_is_worked_out_once_and_again_when_the_run_has_changed() -> None:
+    now, written, worked = [0.0], ["first"], []
+    shared = SharedAnswers(clock=lambda: now[0])
+
+    def ask(asked: str = "/samples") -> bytes:
+        def work() -> PageContent:
+            worked.append(asked)
+            return PageContent("tag", written[0].encode())
+
+        return shared.get(asked, lambda: written[0] if asked == "/samples" else None, work).content
+
+    assert [ask() for _ in range(3)] == [b"first"] * 3
+    written[0] = "second"
+    assert shared.fresh("/samples") == PageContent("tag", b"first")
+    now[0] += 1.0
+    assert shared.fresh("/samples") is None
+    assert ask() == b"second"
+    now[0] += 1.0
+    assert ask() == b"second", "the files are as they were"
+    assert worked == ["/samples"] * 2
+    for _ in range(2):
+        now[0] += 1.0
+        ask("/log")
+    assert worked[2:] == ["/log"] * 2, "it follows from more than files of the run"
+
+
+def test_what_is_kept_of_answers_is_bounded_and_an_error_is_kept_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_answers, "KEPT", 100)
+    shared = SharedAnswers(clock=lambda: 0.0)
+    for number in range(5):
+        shared.get(str(number), lambda: None, lambda: PageContent("", b"x" * 40))
+    assert [shared.fresh(str(number)) is not None for number in range(5)] == [False, False, False, True, True]
+
+    def fail() -> PageContent:
+        raise JournalError("not now")
+
+    with pytest.raises(JournalError, match="not now"):
+        shared.get("5", lambda: None, fail)
+    assert shared.get("5", lambda: None, lambda: PageContent("", b"now")).content == b"now"

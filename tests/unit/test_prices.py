@@ -11,7 +11,7 @@ from tailrace.cli import main
 from tailrace.config import ConfigError, load
 from tailrace.config.tree import Config
 from tailrace.obs.spending import Spending
-from tailrace.protocol import Activate, GiveUp, PriceChanged, ReplicaJoined
+from tailrace.protocol import Activate, GiveUp, HostJoined, PriceChanged, ReplicaJoined, RunStarted
 from tailrace.runtime.prices import price_changes
 from tailrace.store.errors import JournalError
 from tailrace.store.journal import JournalWriter
@@ -20,7 +20,9 @@ from tailrace.store.prices import FILE, PriceFile, set_price
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    JournalWriter(tmp_path / "run", Config()).__enter__().__exit__(None, None, None)
+    with JournalWriter(tmp_path / "run", Config()) as journal:
+        journal.record(0.0, RunStarted(replicas=4, relays=1), [])
+        journal.record(1.0, HostJoined(2, (5, 6)), [])
     return tmp_path / "run"
 
 
@@ -36,6 +38,21 @@ def test_the_command_writes_what_the_controller_reads_once(run: Path) -> None:
 @pytest.mark.parametrize("words", [["t3", "1"], ["r", "1"], ["r3", "-1"], ["r3", "nan"], ["r3", "much"]])
 def test_what_cannot_be_a_price_is_refused(run: Path, words: list[str]) -> None:
     assert main(["price", str(run), *words]) == 2
+    assert not (run / FILE).exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("r77", "r77 is not in this run; its replicas are r0 to r6, 6 in all"),
+        ("h1", "h1 is not in this run; its hosts are h0 to h2, 2 in all"),
+    ],
+)
+def test_what_is_not_in_the_run_is_refused_by_name(
+    run: Path, capsys: pytest.CaptureFixture[str], name: str, words: str
+) -> None:
+    assert main(["price", str(run), name, "1"]) == 2
+    assert words in capsys.readouterr().err
     assert not (run / FILE).exists()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -98,6 +99,35 @@ def test_an_attempt_that_does_not_resume_begins_with_nothing(path: Path) -> None
     file.commit()
     assert ids(path, 7, file) == tokens_of(7, 0, 5).tolist()
     assert file._database.execute("SELECT count(*) FROM segments") == [(1,)]
+    file.close()
+
+
+@pytest.mark.parametrize("archive", [True, False])
+def test_what_an_attempt_failed_on_is_kept_for_people_whatever_follows(path: Path, archive: bool) -> None:
+    file = begun(path, 7)
+    add(file, 7, 0, 10, version=1)
+    file.commit()
+    add(file, 7, 10, 15, version=2)
+    for _ in range(2):  # the acknowledgement was lost
+        file.complete(7, 1, failed=True)
+        file.commit()
+    file.assign([grant(7, attempt=2)])
+    add(file, 7, 0, 3, attempt=2)
+    file.commit()
+    file.close()
+    file = SampleFile.open(path)
+
+    def failed(attempt: int) -> list[int] | None:
+        with closing(SampleReader(path)) as reader:
+            found = reader.failed(7, attempt, PROMPT.id)
+            return None if found is None else ids_in(found)
+
+    assert (failed(1), failed(2)) == (tokens_of(7, 0, 15).tolist(), None)
+    assert ids(path, 7, file) == tokens_of(7, 0, 3).tolist()
+    file.forget([7], archive)
+    for _ in range(2):
+        file.commit()
+    assert failed(1) == (tokens_of(7, 0, 15).tolist() if archive else None)
     file.close()
 
 

@@ -294,7 +294,8 @@ UNPROVEN: dict[str, tuple[Callable[[Played], list[Receipt]], str]] = {
 @pytest.mark.parametrize("proof", UNPROVEN)
 def test_who_claims_what_its_store_does_not_have_is_dropped_with_the_reason(tmp_path: Path, proof: str) -> None:
     receipts, sentence = UNPROVEN[proof]
-    for number, event in enumerate((Finished(0, CLAIM), Parked(0, 1, (CLAIM,)))):
+    claims = (Finished(0, CLAIM), Parked(0, 1, (CLAIM,)), SampleFailed(0, 0, 1, "it raised", CLAIM))
+    for number, event in enumerate(claims):
 
         async def scene(played: Played, event: Any = event) -> None:
             liar = played.process("replica", 0)

@@ -47,6 +47,9 @@ def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
     """`model`, `data`, `reward`, `eval_data` and `name` are the settings that nearly every call has."""
     short = {"data": "task.data", "eval_data": "task.eval_data", "reward": "task.reward", "name": "run.name"}
     found = {short.get(name, name): value for name, value in given.items() if value is not None}
+    reward = found.get("task.reward")
+    if reward is not None and not (callable(reward) or isinstance(reward, str)):
+        raise ConfigError(f"reward is {type(reward).__name__}; write a function, or 'file.py:function'")
     model = found.pop("model", None)
     if isinstance(model, str | PathLike):
         return found | {"model.path": model}
@@ -89,10 +92,17 @@ def _write_rows(rows: Any, file: Path) -> Path:
 
 
 def _rows(rows: Any) -> list[dict[str, Any]]:
+    if isinstance(rows, Mapping):  # columns, or a dataset with splits
+        names = ", ".join(map(repr, list(cast("Mapping[Any, Any]", rows))[:5]))
+        raise ConfigError(
+            f"data is {type(rows).__name__} of {names}; write rows, each a dictionary, or one split of it"
+        )
     if hasattr(rows, "to_list") and hasattr(rows, "features"):  # a dataset
         rows = rows.to_list()
     elif hasattr(rows, "to_dict") and hasattr(rows, "columns"):  # a frame
         rows = rows.to_dict("records")
+    elif not isinstance(rows, Iterable):
+        raise ConfigError(f"data is {type(rows).__name__}; write rows, each a dictionary, or the path of a file")
     found = list(cast("Iterable[Any]", rows))
     wrong = next((row for row in found if not isinstance(row, Mapping)), None)
     if wrong is not None:

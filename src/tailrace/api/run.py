@@ -6,11 +6,13 @@ Rows are plain dictionaries of numbers and text, so `pandas.DataFrame(run.metric
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from os import PathLike, fspath
 from pathlib import Path
 from threading import Thread
-from typing import Any, Literal
+from typing import Any, Literal, cast
+
+from msgspec.structs import astuple
 
 from tailrace.api.process import CommandProcess
 from tailrace.api.steps import Row, StepRows
@@ -25,7 +27,7 @@ from tailrace.obs.ending import ending_of
 from tailrace.store.database import FILE, has_table, reading, slices
 from tailrace.store.journal import Journal
 from tailrace.store.metrics import measurements
-from tailrace.store.trajectories import KNOWN, KnownTrajectory
+from tailrace.store.trajectories import KNOWN, KnownTrajectory, failed_attempts
 
 Callback = Callable[["RecordedRun", Row], object]
 LOOK_S = 0.2
@@ -84,12 +86,19 @@ class RecordedRun:
         """
         if state not in (None, *STATES):
             raise ConfigError(f"state is {state!r}; write one of {', '.join(STATES)}")
-        known = _known(self.path, state)
+        return self._with_text(_known(self.path, state), text)
+
+    def failures(self, text: bool = True) -> Iterator[Row]:
+        """Every attempt whose reward or environment failed, with its `reason`: rows as those of `samples`. A sample
+        that failed was generated anew, so it may be here several times, and among `samples` with a reward."""
+        return self._with_text((_named(astuple(one)) for one in failed_attempts(self.path)), text)
+
+    def _with_text(self, rows: Iterator[Row], text: bool) -> Iterator[Row]:
         if not text:
-            return known
+            return rows
         from tailrace.api.texts import with_texts
 
-        return with_texts(self.path, self.config, known)
+        return with_texts(self.path, self.config, rows)
 
     @property
     def checkpoints(self) -> list[Row]:
@@ -184,8 +193,18 @@ class RecordedRun:
             self._own().interrupt()
 
 
+def refuse_callbacks(callbacks: Any) -> None:
+    """Before anything is started."""
+    if callable(callbacks) or not isinstance(callbacks, Sequence):
+        raise ConfigError(f"callbacks is {type(callbacks).__name__}; write a list of functions: callbacks=[function]")
+    wrong = next((one for one in cast("Sequence[Any]", callbacks) if not callable(one)), None)
+    if wrong is not None:
+        raise ConfigError(f"callbacks has {wrong!r}, which is no function; each is called as callback(run, row)")
+
+
 def started(path: Path, words: Sequence[str], wait: bool, show: bool, callbacks: Sequence[Callback]) -> RecordedRun:
     """The run that this command makes or goes on with."""
+    refuse_callbacks(callbacks)
     rows = StepRows(path) if has_run(path) else None
     if rows is not None:
         rows.new()  # those that it has already are told to nobody
@@ -214,6 +233,10 @@ def _known(run: Path, state: str | None) -> Iterator[Row]:
             return
     wanted = f"AND state = '{state}'" if state else ""
     query = f"SELECT {KNOWN} FROM trajectories WHERE id > ? {wanted} ORDER BY id LIMIT ?"
-    names = ["prompt_id" if name == "prompt" else name for name in KnownTrajectory.__struct_fields__]
     for rows in slices(run / FILE, query, -1):
-        yield from [dict(zip(names, row, strict=True)) for row in rows]
+        yield from map(_named, rows)
+
+
+def _named(values: Iterable[Any]) -> Row:
+    names = ["prompt_id" if name == "prompt" else name for name in KnownTrajectory.__struct_fields__]
+    return dict(zip(names, values, strict=True))

@@ -20,7 +20,7 @@ Row = dict[str, Any]
 
 
 def simulate(
-    *files: File, gpus: Sequence[int] | int | None = None, schedules: Sequence[str] | None = None, **settings: Any
+    *files: File, gpus: Sequence[int] | int | None = None, schedules: Sequence[str] | str | None = None, **settings: Any
 ) -> list[Row]:
     """Simulate, as `tailrace simulate` would: one row for each number of GPUs and schedule, with throughput, idle
     shares, staleness and the rest of its table. Settings as in `tailrace.train`.
@@ -28,9 +28,11 @@ def simulate(
     It runs in a process of its own, so it is safe in a script without a main guard and in a notebook.
     """
     config = from_keywords(settings, [Path(fspath(file)) for file in files])
-    counts = [gpus] if isinstance(gpus, int) else gpus
+    counts = [gpus] if isinstance(gpus, int | str) else gpus
     words = ["--gpus", ",".join(map(str, counts))] if counts else []
-    kinds = schedules or (() if "kind" not in _leaves(settings) else (config.schedule.kind,))
+    kinds = [schedules] if isinstance(schedules, str) else schedules
+    if not kinds and "kind" in _leaves(settings):
+        kinds = [config.schedule.kind]
     words += ["--schedules", ",".join(kinds)] if kinds else []
     with tempfile.TemporaryDirectory(prefix="tailrace-") as folder:
         file = Path(folder) / "simulate.toml"

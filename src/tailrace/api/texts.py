@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from tailrace.config.tree import Config
+from tailrace.samples.messages import Piece
 from tailrace.samples.reader import SampleReader
 from tailrace.samples.schema import PromptGoneError, SampleGoneError
 from tailrace.types import token_ids
@@ -39,10 +40,18 @@ def _columns(reader: SampleReader, sample: Sample) -> Sample:
         return {}
 
 
+def _pieces(reader: SampleReader, sample: Sample) -> Sequence[Piece]:
+    """After the prompt; of an attempt that failed, what it failed on."""
+    if sample["state"] != "failed":
+        return reader.prefix(sample["id"])
+    stored = reader.failed(sample["id"], sample["attempt"], sample["prompt_id"])
+    return stored.pieces[1:] if stored is not None else ()
+
+
 def _texts(reader: SampleReader, sample: Sample, tokenizer: Any) -> Sample:
     try:
         prompt = reader.row(sample["prompt_id"]).prompt
-        pieces = reader.prefix(sample["id"])
+        pieces = _pieces(reader, sample)
     except (PromptGoneError, SampleGoneError):
         return {"prompt": None, "completion": None}
     ids = [int(id) for piece in pieces for id in token_ids(piece.tokens)]

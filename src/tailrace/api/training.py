@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tailrace.api.inputs import File, write_inputs
-from tailrace.api.run import Callback, RecordedRun, as_words, started
+from tailrace.api.run import Callback, RecordedRun, as_words, refuse_callbacks, started
 from tailrace.config.errors import ConfigError
 from tailrace.config.keywords import read_keywords
 
@@ -41,6 +41,7 @@ def train(
     print what the command prints. `callbacks` are called as `callback(run, row)` after every step, with a row as in
     `run.metrics`; one that returns True stops the run, one that raises stops it and is raised here.
     """
+    refuse_callbacks(callbacks)
     given = {"model": model, "data": data, "reward": reward, "eval_data": eval_data, "name": name} | settings
     _, folder, file = write_inputs(files, given)
     return started(folder, ["train", str(file)], wait, show, callbacks)

@@ -85,6 +85,11 @@ def place(asked: SampleFilter, one: KnownTrajectory) -> tuple[Any, ...]:
 # ---------------------------------------------------------------------------------------------------------- conditions
 
 
+def is_of_failures(asked: SampleFilter) -> bool:
+    """Attempts that ended without a reward, also of samples that were generated anew since."""
+    return asked.failed or bool(asked.error) or asked.state == "failed"
+
+
 def is_by_text(asked: SampleFilter) -> bool:
     return bool(asked.text or asked.asked or asked.row is not None)
 
@@ -102,7 +107,7 @@ def settled_index(asked: SampleFilter) -> str:
         ("group", asked.group is not None),
         ("step", asked.step is not None),
         ("version", asked.version is not None),
-        ("failed", asked.failed or bool(asked.error)),
+        ("failed", is_of_failures(asked)),
         (asked.order, asked.order not in ("newest", "oldest")),
     )
     return next((f"INDEXED BY settled_{name}" for name, given in few if given), "NOT INDEXED")
@@ -122,7 +127,7 @@ def _terms(asked: SampleFilter) -> Iterator[Term]:
     if asked.version is not None:
         yield "{0}.oldest <= ?", asked.version
         yield "{0}.newest >= ?", asked.version
-    if asked.failed or asked.error:
+    if is_of_failures(asked):
         yield "{0}.state = 'failed'", None
     yield from _comparisons(asked)
 

@@ -55,6 +55,7 @@ def _head(one: KnownTrajectory) -> tuple[str, ...]:
     tokens = "" if one.tokens is None else counted(one.tokens, "token")
     reward = "" if one.reward is None else f"reward {one.reward:.3g}"
     state = one.state if one.step is None else f"{one.state} in step {one.step}"
+    state += f" (attempt {one.attempt})" if one.state == "failed" and one.attempt > 1 else ""
     return (f"t{one.id}", f"g{one.group}", f"p{one.prompt}", state, reward, tokens, _versions(one), one.finish)
 
 
@@ -82,7 +83,7 @@ def sample_lines(view: SampleView) -> Iterator[str]:
     known = view.known
     yield ", ".join(word for word in _head(known) if word)
     if known.reason:
-        yield f"failed: {plain(known.reason)}"
+        yield _failure(known)
     if view.parts:
         yield "reward: " + ", ".join(f"{plain(name)} {value:.4g}" for name, value in view.parts.items())
     if view.advantage is not None:
@@ -90,7 +91,19 @@ def sample_lines(view: SampleView) -> Iterator[str]:
     for name, value in view.columns.items():
         text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
         yield f"{plain(name)}: {one_line(text, 200)}"
-    for passage in view.passages:
+    yield from _passages_lines(view, view.passages)
+    for earlier in view.failed:
+        yield ""
+        yield f"attempt {earlier.known.attempt} {_failure(earlier.known)}"
+        yield from _passages_lines(earlier, earlier.passages[1:])
+
+
+def _failure(known: KnownTrajectory) -> str:
+    return f"failed: {plain(known.reason)}"
+
+
+def _passages_lines(view: SampleView, passages: Iterable[Passage]) -> Iterator[str]:
+    for passage in passages:
         yield from _passage_lines(passage)
     if view.hidden:
         yield f"{counted(view.hidden, 'token')} more, not shown"

@@ -34,7 +34,7 @@ from tailrace.protocol import AnyEvent, Event, Finished, PromptsAdded, SampleFai
 from tailrace.store.database import DAMAGE, JournalError, connect_to_read, file_of, reading, reason
 from tailrace.store.folder import PRIVATE
 from tailrace.store.journal import Journal
-from tailrace.store.trajectories import AMONG, KNOWN, KnownTrajectory
+from tailrace.store.trajectories import KnownTrajectory, failed_attempts, trajectories_among
 from tailrace.types import RIGHT_ABOVE
 
 LOCK = "search.lock"
@@ -88,7 +88,7 @@ class SearchIndex:
             return False
         ended = [one for _, one in events if isinstance(one, Finished | SampleFailed)]
         samples = self._samples(ended)
-        tokens = read_tokens(self._run, list(samples.values()))
+        tokens = dict(zip(samples, read_tokens(self._run, list(samples.values())), strict=True))
         with self._connection:
             for _, event in events:
                 self._take_in(event, samples, tokens)
@@ -115,24 +115,25 @@ class SearchIndex:
             raise JournalError(f"{self._journal.path} is damaged: {reason(error)}") from error
 
     def _samples(self, ended: list[Finished | SampleFailed]) -> dict[tuple[int, int], KnownTrajectory]:
-        """Those that are still of the attempt that ended, by trajectory and attempt."""
+        """By trajectory and attempt: the attempts that they are at, and those that failed."""
         ids = [_key(event)[0] for event in ended]
-        with reading(self._journal.path) as connection:
-            query = f"SELECT attempt, {KNOWN} FROM trajectories WHERE id {AMONG}"
-            rows = connection.execute(query, (msgspec.json.encode(ids).decode(),)).fetchall()
-        return {(row[1], row[0]): KnownTrajectory(*row[1:]) for row in rows}
+        known = [*trajectories_among(self._run, ids), *failed_attempts(self._run, ids)]
+        return {(one.id, one.attempt): one for one in known}
 
     # --------------------------------------------------------------------------------------------------------- writing
 
     def _take_in(
-        self, event: Event, samples: dict[tuple[int, int], KnownTrajectory], tokens: dict[int, SampleTokens]
+        self,
+        event: Event,
+        samples: dict[tuple[int, int], KnownTrajectory],
+        tokens: dict[tuple[int, int], SampleTokens],
     ) -> None:
         execute = self._connection.execute
         if isinstance(event, PromptsAdded):
             for prompt in event.prompts:
                 execute(ADD_PROMPT, (prompt.id, prompt.row))
         elif isinstance(event, Finished | SampleFailed) and (sample := samples.get(_key(event))) is not None:
-            self._add_text(sample, event, tokens[sample.id])
+            self._add_text(sample, event, tokens[_key(event)])
             meta = event.meta if isinstance(event, Finished) else None
             reward = (meta.reward or 0.0) if meta else 0.0
             version = meta.oldest if meta else -1

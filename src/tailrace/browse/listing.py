@@ -2,7 +2,7 @@
 
 By words the text index beside the run gives the samples; it may be behind. By all else, `settled` in the same index
 gives those that change no more, and recent ones are compared in run.db; without an index, or if it is far behind, all
-of run.db is read.
+of run.db is read. Attempts that failed have a table of their own in run.db.
 
 Rows are always those of run.db. Every query has a deadline, so that nobody who asks for much holds up others.
 """
@@ -23,6 +23,7 @@ from tailrace.browse.conditions import (
     Term,
     in_words,
     is_by_text,
+    is_of_failures,
     order_of,
     place,
     purpose_terms,
@@ -34,7 +35,7 @@ from tailrace.browse.conditions import (
 from tailrace.browse.index_file import ATTEMPT_BITS, BrowseError, attach_index
 from tailrace.browse.settled import recent_samples
 from tailrace.store.database import DAMAGE, JournalError, file_of, has_table, reading, reason
-from tailrace.store.trajectories import AMONG, KNOWN, KnownTrajectory
+from tailrace.store.trajectories import AMONG, FAILED, KNOWN, KnownTrajectory
 
 QUERY_S = 10.0  # that a query may take
 COUNTED = 10_000  # matches; beyond that it is "more"
@@ -70,6 +71,9 @@ def find_samples(run: Path, asked: SampleFilter) -> FoundSamples:
     with _connected(file_of(run), asked) as connection:
         if not has_table(connection, "trajectories"):
             return FoundSamples([], 0, False)
+        if is_of_failures(asked) and has_table(connection, "failures"):
+            query = _of_failures(asked)
+            return _found(query.rows(connection, asked.limit, asked.offset), query.count(connection))
         asked = _without_unfinished(connection, asked)
         recent = recent_samples(connection) if reads_all(asked) and _has_index(connection) else None
         if recent is not None:
@@ -116,6 +120,15 @@ def _of_settled(asked: SampleFilter) -> Query:
     """run.db has the last word: whatever the index says, what is found is like that."""
     tables = f"search.settled AS s {settled_index(asked)} CROSS JOIN trajectories AS t ON t.id = s.id"
     return _query(tables, [*settled_terms(asked), *run_terms(asked)], order_of(asked, "s"))
+
+
+def _of_failures(asked: SampleFilter) -> Query:
+    """Each attempt is a row: they are few, and need no index."""
+    order = f"{order_of(asked, 't')}, t.attempt DESC"
+    if not asked.text:
+        return _query(f"{FAILED} AS t", run_terms(asked), order)
+    words = ("c.completions MATCH ?", in_words(asked.text))
+    return _query(f"search.completions AS c CROSS JOIN {FAILED} AS t ON {SAME}", [words, *run_terms(asked)], order)
 
 
 def _by_words(asked: SampleFilter) -> Query:

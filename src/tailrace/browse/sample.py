@@ -18,7 +18,7 @@ from tailrace.browse.decoding import TokenDecoder
 from tailrace.browse.tokens import SampleTokens, read_tokens
 from tailrace.config.tree import Config
 from tailrace.samples.messages import Piece
-from tailrace.store.trajectories import KnownTrajectory, known_trajectories, reward_parts
+from tailrace.store.trajectories import KnownTrajectory, failed_attempts, known_trajectories, reward_parts
 from tailrace.trainer.advantages import group_advantages
 from tailrace.types import Row, token_ids
 
@@ -51,16 +51,24 @@ class SampleView(msgspec.Struct, frozen=True):
     advantage: float | None
     hidden: int  # tokens that are not shown
     missing: str  # why there are no tokens
+    failed: list[SampleView]  # attempts before this one, which ended without a reward
 
 
 def view_samples(
     run: Path, config: Config, samples: Sequence[KnownTrajectory], decoder: TokenDecoder, most: int = MOST_TOKENS
 ) -> list[SampleView]:
-    """Each in full; `most` tokens of it."""
-    tokens = read_tokens(run, samples)
-    parts = reward_parts(run, [one.id for one in samples])
-    advantages = _advantages(run, config, samples)
-    return [_view(one, tokens[one.id], parts.get(one.id, {}), advantages.get(one.id), decoder, most) for one in samples]
+    """Each in full, with its attempts that failed; `most` tokens of each."""
+    ids = [one.id for one in samples]
+    failures = failed_attempts(run, ids)
+    tokens = read_tokens(run, [*samples, *failures])
+    parts, advantages = reward_parts(run, ids), _advantages(run, config, samples)
+    failed = [_view(one, each, decoder, most) for one, each in zip(failures, tokens[len(ids) :], strict=True)]
+    found: list[SampleView] = []
+    for one, each in zip(samples, tokens[: len(ids)], strict=True):
+        earlier = [view for view in failed if view.known.id == one.id and view.known.attempt < one.attempt]
+        rewarded = (parts.get(one.id), advantages.get(one.id)) if one.state != "failed" else (None, None)
+        found.append(_view(one, each, decoder, most, *rewarded, earlier))
+    return found
 
 
 def completion_text(tokens: SampleTokens, decoder: TokenDecoder, most: int = 1 << 30) -> str:
@@ -72,16 +80,18 @@ def completion_text(tokens: SampleTokens, decoder: TokenDecoder, most: int = 1 <
 def _view(
     known: KnownTrajectory,
     tokens: SampleTokens,
-    parts: dict[str, float],
-    advantage: float | None,
     decoder: TokenDecoder,
     most: int,
+    parts: dict[str, float] | None = None,
+    advantage: float | None = None,
+    failed: Sequence[SampleView] = (),
 ) -> SampleView:
     row = tokens.row or Row(0, b"", "")
     pieces = tokens.stored.pieces if tokens.stored is not None else (Piece(None, row.tokens),)
     shown, hidden = _first(pieces, most)
     passages = [_passage(piece, place == 0, decoder) for place, piece in enumerate(shown)]
-    return SampleView(known, row.prompt, row.columns, passages, parts, advantage, hidden, tokens.missing)
+    facts = (parts or {}, advantage, hidden, tokens.missing)
+    return SampleView(known, row.prompt, row.columns, passages, *facts, list(failed))
 
 
 def _first(pieces: Sequence[Piece], most: int) -> tuple[list[Piece], int]:

@@ -6,7 +6,7 @@ any more, is said in a sentence in the place of the tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from itertools import groupby
 from pathlib import Path
@@ -30,45 +30,52 @@ class SampleTokens(NamedTuple):
     missing: str = ""
 
 
-def read_tokens(run: Path, samples: Sequence[KnownTrajectory]) -> dict[TrajectoryId, SampleTokens]:
-    """Of all of these."""
+def read_tokens(run: Path, samples: Sequence[KnownTrajectory]) -> list[SampleTokens]:
+    """Of all of these, in their order."""
     folder = file_of(run).parent
-    found: dict[TrajectoryId, SampleTokens] = {}
+    found: dict[tuple[TrajectoryId, int], SampleTokens] = {}
     by_store = sorted(samples, key=lambda one: one.store)
-    for store, wanted in groupby(by_store, key=lambda one: one.store):
-        found |= _of_store(folder, store, list(wanted))
-    return found
+    for store, group in groupby(by_store, key=lambda one: one.store):
+        wanted = list(group)
+        found |= zip(map(_key, wanted), _of_store(folder, store, wanted), strict=True)
+    return [found[_key(one)] for one in samples]
 
 
-def _of_store(folder: Path, store: int, samples: list[KnownTrajectory]) -> dict[TrajectoryId, SampleTokens]:
+def _key(one: KnownTrajectory) -> tuple[TrajectoryId, int]:
+    return one.id, one.attempt
+
+
+def _of_store(folder: Path, store: int, samples: list[KnownTrajectory]) -> list[SampleTokens]:
     path = sample_file(folder, store)
     if not path.is_file():
-        missing = SampleTokens(missing=f"its tokens are in {path.name}, which is not in {folder}")
-        return {one.id: missing for one in samples}
+        return [SampleTokens(missing=f"its tokens are in {path.name}, which is not in {folder}")] * len(samples)
     try:
-        return dict(_read(path, samples))
+        return list(_read(path, samples))
     except JournalError as error:
-        return {one.id: SampleTokens(missing=str(error)) for one in samples}
+        return [SampleTokens(missing=str(error))] * len(samples)
     finally:
         _leave_one_file(path)
 
 
-def _read(path: Path, samples: Iterable[KnownTrajectory]) -> Iterator[tuple[TrajectoryId, SampleTokens]]:
+def _read(path: Path, samples: Sequence[KnownTrajectory]) -> Iterator[SampleTokens]:
     with closing(SampleReader(path)) as reader:
         reader.expect([one.id for one in samples])
         rows: dict[int, Row] = {}
         for one in samples:
             if one.payload == "deleted":
-                yield one.id, SampleTokens(missing="its tokens were deleted (run.archive = false)")
-                continue
-            yield one.id, _one(reader, one, rows)
+                yield SampleTokens(missing="its tokens were deleted (run.archive = false)")
+            else:
+                yield _one(reader, one, rows)
 
 
 def _one(reader: SampleReader, one: KnownTrajectory, rows: dict[int, Row]) -> SampleTokens:
     try:
         if one.prompt not in rows:
             rows[one.prompt] = reader.row(one.prompt)
-        return SampleTokens(rows[one.prompt], reader.read([one.id])[0])
+        if one.state != "failed":
+            return SampleTokens(rows[one.prompt], reader.read([one.id])[0])
+        stored = reader.failed(one.id, one.attempt, one.prompt)
+        return SampleTokens(rows[one.prompt], stored, "" if stored else "nothing of it was stored")
     except SampleGoneError:
         return SampleTokens(rows.get(one.prompt), missing="nothing of it has been stored yet, or not any more")
     except JournalError as error:

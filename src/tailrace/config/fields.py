@@ -10,7 +10,7 @@ import datetime
 import math
 from collections.abc import Iterator, Sequence
 from functools import cache
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple, cast, get_args
 
 import msgspec
 from msgspec.inspect import (
@@ -119,7 +119,7 @@ def accept(key: str, value: Any) -> Any:
     try:
         return msgspec.convert(_whole(value, field.kind), field.annotation)
     except msgspec.ValidationError:
-        raise BadValueError(f"{key} is {shown(value)}; it wants {wanted(key)}{_meant(key, value)}") from None
+        raise BadValueError(f"{key} {_seen(key, value)}; it wants {wanted(key)}{_meant(key, value)}") from None
 
 
 def _unusable(key: str, value: Any) -> str:
@@ -214,14 +214,35 @@ def _range(kind: IntType | FloatType) -> str:
     return "" if kind.ge is None else f" of {kind.ge} or more"
 
 
+def _seen(key: str, value: Any) -> str:
+    """Of a list, what is wrong in it."""
+    wrong = _wrong_in(key, value)
+    return f"has {shown(wrong)}" if wrong is not None else f"is {shown(value)}"
+
+
+def _wrong_in(key: str, value: Any) -> Any:
+    """The first of a list that is none of what the field takes; None if it is no list of a field that takes one."""
+    kind = fields()[key].kind
+    if not isinstance(kind, VarTupleType) or not isinstance(value, list):
+        return None
+    for one in cast("list[Any]", value):
+        try:
+            msgspec.convert([one], fields()[key].annotation)
+        except msgspec.ValidationError:
+            return one
+    return None
+
+
 def _meant(key: str, value: Any) -> str:
     field = fields()[key]
-    if isinstance(value, list):
-        return INSTEAD.get(key, "")
-    if not isinstance(field.kind, LiteralType) or not isinstance(value, str):
-        return ""
-    advice = meant(key, value, field.choices)
-    return f"; {advice}" if advice else ""
+    kind, word, choices = field.kind, value, field.choices
+    if isinstance(kind, VarTupleType):
+        kind, word = kind.item_type, _wrong_in(key, value)
+        choices = [str(each) for each in kind.values] if isinstance(kind, LiteralType) else []
+    if isinstance(kind, LiteralType) and isinstance(word, str):
+        advice = meant(key, word, choices)
+        return f"; {advice}" if advice else ""
+    return INSTEAD.get(key, "") if isinstance(value, list) else ""
 
 
 def meant(key: str, value: str, choices: Sequence[str]) -> str:

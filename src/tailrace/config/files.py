@@ -119,7 +119,8 @@ def _parse(path: Path) -> dict[str, Any]:
         return read_toml(read_text(path))
     except TomlError as error:
         reason = str(error)
-        raise ConfigError(f"{path} is not valid TOML: {reason[:1].lower()}{reason[1:]}") from None
+        hint = "" if path.suffix == ".toml" else "; name a file of settings, which may name data and reward"
+        raise ConfigError(f"{path} is not valid TOML: {reason[:1].lower()}{reason[1:]}{hint}") from None
 
 
 class TomlError(TailraceError):

@@ -37,7 +37,7 @@ def read_split(task: TaskSettings, answers: bool) -> Split:
     """The rows of a task's settings. `answers`: the reward compares with an answer, so every row must have one."""
     rows = read_rows(Path(task.data), answers)
     if task.eval_data:
-        return Split(rows, read_rows(Path(task.eval_data), answers))
+        return Split(rows, read_rows(Path(task.eval_data), answers, "task.eval_data"))
     held_out = min(HELD_OUT, len(rows) // FEW) if task.eval_rows is None else task.eval_rows
     if held_out >= len(rows):
         raise ConfigError(
@@ -53,23 +53,23 @@ def eval_rows(config: Config) -> dict[str, list[Columns]]:
     if config.eval.sets and config.task.name and ":" not in config.task.name:
         raise ConfigError(f"eval.sets is for data of your own; the task '{config.task.name}' holds out rows itself")
     answers = not config.task.name and needs_answer(config.task.reward)
-    return {name: read_rows(Path(path), answers) for name, path in config.eval.sets.items()}
+    return {name: read_rows(Path(path), answers, f"eval.sets.{name}") for name, path in config.eval.sets.items()}
 
 
-def read_rows(path: Path, answers: bool = False) -> list[Columns]:
-    """Every row, checked. The kind of data is told by what lies at the path."""
-    rows = [_checked(row, where, answers) for where, row in _numbered(path)]
+def read_rows(path: Path, answers: bool = False, setting: str = "task.data") -> list[Columns]:
+    """Every row, checked. The kind of data is told by what lies at the path, which this setting names."""
+    rows = [_checked(row, where, answers) for where, row in _numbered(path, setting)]
     if not rows:
         raise ConfigError(f"{path} has no rows; write at least one, with a prompt")
     return rows
 
 
-def _numbered(path: Path) -> Iterator[tuple[str, Any]]:
+def _numbered(path: Path, setting: str) -> Iterator[tuple[str, Any]]:
     """Rows with the place to name in an error."""
     if path.is_dir():
         return _directory(path)
     if not path.is_file():
-        raise ConfigError(f"{path} does not exist; task.data is a JSONL or parquet file, or a saved dataset directory")
+        raise ConfigError(f"{path} does not exist; {setting} is a JSONL or parquet file, or a saved dataset directory")
     if path.suffix == ".parquet":
         return _tables(_parquet([path]))
     if path.suffix == ".arrow":

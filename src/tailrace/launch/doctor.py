@@ -9,6 +9,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -71,6 +72,7 @@ def _machine(seen: Survey | str | None) -> Section:
         *_gpus(seen),
         *_false_bfloat16(),
         *_sandbox(),
+        *_bytecode(),
     ]
     return "this machine", facts + [(name, _package(name, there, missing)) for name, there, missing in PACKAGES]
 
@@ -147,6 +149,15 @@ def _sandbox() -> list[tuple[str, str]]:
     from tailrace.envs.sandbox import layers_here
 
     return [("sandbox", str(layers_here())), *(("", gap) for gap in layers_here().gaps())]
+
+
+def _bytecode() -> list[tuple[str, str]]:
+    """Only where it costs something."""
+    if not sys.dont_write_bytecode:
+        return []
+    named = bool(os.environ.get("PYTHONDONTWRITEBYTECODE"))
+    why = "PYTHONDONTWRITEBYTECODE is set" if named else "Python was started with -B"
+    return [("bytecode", f"not kept, because {why}: every process of a run compiles torch anew")]
 
 
 def _package(name: str, there: str, missing: str) -> str:

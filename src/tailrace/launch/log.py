@@ -26,6 +26,7 @@ from tailrace.sinks.base import SinkName
 from tailrace.sinks.follow import feed
 from tailrace.sinks.packages import NAMES, check_packages, open_sink
 from tailrace.store.folder import PRIVATE, PRIVATE_FOLDER
+from tailrace.store.journal import Journal
 from tailrace.wording import counted
 
 log = logging.getLogger(__name__)
@@ -41,6 +42,8 @@ def log_run(run: Path, to: Sequence[str], follow: bool, again: bool) -> int:
     check_packages(names)
     if follow and len(names) > 1:
         raise UsageError("--follow feeds one tracker until the run is over; start the command once for each")
+    if not follow or not run.exists():
+        Journal(to_path(str(run)))  # what is no run is refused here
     if follow:
         _stay_beside()
     for name in names:

@@ -54,12 +54,13 @@ class RunSamples(NamedTuple):
 
     def texts(self, samples: Sequence[KnownTrajectory]) -> list[str]:
         tokens = read_tokens(self.run, samples)
-        return [_beginning(one, tokens[one.id], self.decoder) for one in samples]
+        return [_beginning(one, each, self.decoder) for one, each in zip(samples, tokens, strict=True)]
 
 
 def _beginning(one: KnownTrajectory, tokens: SampleTokens, decoder: TokenDecoder) -> str:
-    """What a line of a list is about: of one that failed, why."""
-    return (one.reason if one.state == "failed" else "") or tokens.missing or completion_text(tokens, decoder)
+    """What a line of a list is about: of one that failed, why, and on what."""
+    text = tokens.missing or completion_text(tokens, decoder)
+    return f"{one.reason} | {text}" if one.state == "failed" and one.reason else text
 
 
 def print_samples(run: Path, label: str | None, options: ListOptions) -> int:
@@ -151,5 +152,5 @@ def _print_prompts(opened: RunSamples, asked: PromptFilter, as_json: bool) -> No
 
 def _question(opened: RunSamples, one: PromptRate) -> str:
     known = known_trajectories(opened.run, "prompt", one.newest)[:1]
-    found = [tokens.row for tokens in read_tokens(opened.run, known).values() if tokens.row is not None]
+    found = [tokens.row for tokens in read_tokens(opened.run, known) if tokens.row is not None]
     return opened.decoder.text(found[0].ids.tolist()) if found else ""

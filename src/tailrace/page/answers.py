@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 from urllib.parse import parse_qsl
 
@@ -35,6 +36,7 @@ from tailrace.page.files import list_logs, log_tail
 from tailrace.page.follow import PageContent
 from tailrace.page.runs import RunLibrary
 from tailrace.page.series import SeriesQuery, metric_names, series
+from tailrace.page.shared_answers import Stamp
 from tailrace.page.timeline import TimelineQuery
 from tailrace.store.database import file_of
 from tailrace.store.journal import Journal
@@ -44,6 +46,7 @@ BEGINNING = 300  # letters of a sample's text in a list
 GROUP_TOKENS = 4000  # of each sample of a group
 MOST_FIELDS = 24
 MOST_MEMBERS = 200  # of a group
+OF_FILES = ("/samples", "/sample", "/group", "/prompts", "/curves", "/series", "/config", "/index")
 
 Query = dict[str, str]
 Answer = Callable[[Query], PageContent]
@@ -85,6 +88,13 @@ class RunAnswers:
             "/index": lambda query: _content(self.index(_parsed(query, RunQuery))),
         }
 
+    def stamp(self, address: str, query: Query) -> Stamp:
+        """Of the files that an answer follows from; None: it follows from more."""
+        if address not in OF_FILES:
+            return None
+        folder = file_of(self._run_of(query)[1]).parent
+        return tuple([_written(path) for path in sorted(folder.glob("*.db*"))])
+
     # --------------------------------------------------------------------------------------------------------- samples
 
     def samples(self, query: Query) -> Any:
@@ -118,15 +128,14 @@ class RunAnswers:
     def _with_text(self, number: int, samples: list[KnownTrajectory]) -> list[tuple[KnownTrajectory, str]]:
         """With the text so far, and how much there is of what is being generated."""
         tokens, decoder = read_tokens(self._library.path(number), samples), self._library.decoder(number)
-        found: list[tuple[KnownTrajectory, str]] = []
-        for one in samples:
-            text = completion_text(tokens[one.id], decoder, BEGINNING)
-            found.append((_so_far(one, tokens[one.id]), text[:BEGINNING]))
-        return found
+        return [
+            (_so_far(one, each), completion_text(each, decoder, BEGINNING)[:BEGINNING])
+            for one, each in zip(samples, tokens, strict=True)
+        ]
 
     def _question(self, number: int, prompt: int) -> str:
         known = known_trajectories(self._library.path(number), "prompt", prompt)[:1]
-        rows = [one.row for one in read_tokens(self._library.path(number), known).values() if one.row is not None]
+        rows = [one.row for one in read_tokens(self._library.path(number), known) if one.row is not None]
         return self._library.decoder(number).text(rows[0].ids[:BEGINNING].tolist()) if rows else ""
 
     def _run_of(self, query: Query) -> tuple[int, Any]:
@@ -158,6 +167,14 @@ class RunAnswers:
         if found is None:
             raise BadQueryError("this run has no such log")
         return found
+
+
+def _written(path: Path) -> tuple[str, int, int]:
+    try:
+        found = path.stat()
+        return path.name, found.st_mtime_ns, found.st_size
+    except OSError:  # it is gone since
+        return path.name, 0, 0
 
 
 def _so_far(one: KnownTrajectory, tokens: SampleTokens) -> KnownTrajectory:

@@ -13,14 +13,17 @@ show the page in no frame and keep no figures.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 from tailrace.errors import TailraceError
 from tailrace.obs import html
 from tailrace.page.access import AccessControl
-from tailrace.page.answers import Answer, BadQueryError, parse_query
+from tailrace.page.answers import Answer, BadQueryError, Query, parse_query
+from tailrace.page.follow import PageContent
 from tailrace.page.http import Header, PageRequest, PageResponse, text_response
 from tailrace.page.prometheus import CONTENT_TYPE, exposition
+from tailrace.page.shared_answers import SharedAnswers, Stamp
 
 ASSETS = Path(__file__).parent / "assets"
 CONTENT_SECURITY_POLICY = (
@@ -46,12 +49,18 @@ TOO_MANY = "Too many wrong tokens came from there; wait a little."
 WRONG_TOKEN = "That is not the token of this page."
 
 Handler = Callable[[PageRequest], PageResponse]
+StampOf = Callable[[str, Query], Stamp]
 
 
 class PageApp:
-    def __init__(self, access: AccessControl, answers: Mapping[str, Answer]) -> None:
+    def __init__(
+        self, access: AccessControl, answers: Mapping[str, Answer], stamp: StampOf = lambda address, query: None
+    ) -> None:
+        """`stamp`: of the files that an answer follows from."""
         self._access = access
         self._answers = answers
+        self._stamp = stamp
+        self._shared = SharedAnswers()
         self._form = _asset("login.html")
         self._table: dict[str, dict[str, Handler]] = {
             "/": _read_only(self._private(_file("page.html", HTML), self._show_form)),
@@ -83,21 +92,21 @@ class PageApp:
     # -------------------------------------------------------------------------------------------------------- handlers
 
     def _data(self, request: PageRequest) -> PageResponse:
-        """Worked out elsewhere: it may read much."""
-        return PageResponse(200, work=lambda: self._answer(request))
+        """Unless somebody has just asked for the same, worked out elsewhere: it may read much."""
+        found = self._shared.fresh(request.target)
+        return PageResponse(200, work=lambda: self._answer(request)) if found is None else _tagged(request, found)
 
     def _answer(self, request: PageRequest) -> PageResponse:
-        address, _, query = request.target.partition("?")
+        address, _, text = request.target.partition("?")
         try:
-            found = self._answers[address](parse_query(query))
+            query = parse_query(text)
+            stamp, work = partial(self._stamp, address, query.copy()), partial(self._answers[address], query)
+            found = self._shared.get(request.target, stamp, work)
         except BadQueryError as error:
             return text_response(400, str(error))
         except TailraceError as error:
             return text_response(409, str(error))
-        tag = ("ETag", found.tag)
-        if found.tag and request.header("if-none-match") == found.tag:
-            return PageResponse(304, headers=(tag,))
-        return PageResponse(200, found.content, "application/json", (tag,))
+        return _tagged(request, found)
 
     def _metrics(self, request: PageRequest) -> PageResponse:
         figures = self._answers["/data"]
@@ -140,6 +149,14 @@ class PageApp:
             return PageResponse(303, headers=(("Location", "/"), ("Set-Cookie", self._access.new_session())))
         response = self._form_page(429, TOO_MANY) if verdict == "limited" else self._form_page(403, WRONG_TOKEN)
         return response._replace(delay_s=WRONG_TOKEN_DELAY_S)
+
+
+def _tagged(request: PageRequest, found: PageContent) -> PageResponse:
+    """Without its content, if the client has that."""
+    tag = ("ETag", found.tag)
+    if found.tag and request.header("if-none-match") == found.tag:
+        return PageResponse(304, headers=(tag,))
+    return PageResponse(200, found.content, "application/json", (tag,))
 
 
 def _read_only(handler: Handler) -> dict[str, Handler]:

@@ -36,7 +36,6 @@ from tailrace.protocol import (
     Request,
     SampleFailed,
     ScoringStarted,
-    TrajectoryMeta,
     WeightsLoaded,
 )
 from tailrace.rollout.build import build_runner, build_stranger
@@ -252,27 +251,27 @@ class RolloutWorker:
     # ------------------------------------------------------------------------------------------------------ reports
 
     def _end(self, outcome: Outcome) -> None:
-        key = outcome.episode.key
-        if outcome.reward is None:
-            self.samples.withdraw(*key)
-            self.controller.report(SampleFailed(self.spec.id, *key, outcome.reason))
-            return
-        meta = outcome.episode.meta(None if self.spec.worker else outcome.reward)
+        """Reported once its store has all of it, also of one that failed: people have to read what failed."""
+        episode, failed = outcome.episode, outcome.reward is None
+        key, ending = episode.key, self._ending(outcome)
 
-        def finish(receipt: Receipt | None) -> None:
+        def report(receipt: Receipt | None) -> None:
             if receipt is not None:
-                self.controller.report(self._over(meta, outcome.parts or {}), (receipt,))
+                self.controller.report(ending, (receipt,))
             self._unstored.discard(key)
 
         self._unstored.add(key)
-        self._store([outcome.episode])
-        self.samples.complete(*key, outcome.episode.completion_tokens, finish, outcome.episode.request.store)
+        self._store([episode])
+        self.samples.complete(*key, episode.completion_tokens, report, episode.request.store, failed)
 
-    def _over(self, meta: TrajectoryMeta, parts: dict[str, float]) -> Finished | HandedIn:
+    def _ending(self, outcome: Outcome) -> Finished | HandedIn | SampleFailed:
         """A stranger's sample is not finished by that: others check and judge it."""
+        meta = outcome.episode.meta(None if self.spec.worker else outcome.reward)
+        if outcome.reward is None:
+            return SampleFailed(self.spec.id, meta.id, meta.attempt, outcome.reason, meta)
         if self.spec.worker:
             return HandedIn(self.spec.id, (meta,))
-        return Finished(self.spec.id, meta, parts)
+        return Finished(self.spec.id, meta, outcome.parts or {})
 
     def _report_scoring(self) -> None:
         """Whose turn a judge has had for a while, and who goes on after that; a few times a second at most, so that

@@ -32,9 +32,9 @@ class Outcomes:
                 self._failures = 0
                 if self._trajectories.finish(meta):
                     self._trajectories.explain(meta.id, parts)
-            case SampleFailed(replica, trajectory, attempt, reason):
+            case SampleFailed(replica, trajectory, attempt, reason, meta):
                 ours = self._components.is_ours("replica", replica) and not _is_strangers(state, trajectory)
-                if self._trajectories.fail(trajectory, attempt, reason) and ours:
+                if self._trajectories.fail(trajectory, attempt, reason, meta) and ours:
                     self._count_failure(reason)
             case Trained(incarnation, step, mini_batch) if state.training.awaits(incarnation, step, mini_batch):
                 self._trajectories.trained([id for group in state.training.picked for id in group.trajectories], step)

@@ -25,7 +25,8 @@ run's own says `CheckFailed` of what a stranger has handed in.
 handled, because control may have learned something in between. Each returns what is wrong with it, or nothing. What is
 merely late or doubled is fine: control ignores it.
 
-What a replica says of tokens (`Finished`, `Parked`) it has to prove with a receipt of the sample store that has them.
+What a replica says of tokens (`Finished`, `SampleFailed`, `Parked`) it has to prove with a receipt of the sample store
+that has them.
 """
 
 from __future__ import annotations
@@ -194,10 +195,10 @@ class Validation:
 
     def complaint_about_event(self, sender: Sender, event: Event, receipts: Iterable[Receipt] = ()) -> str:
         wrong = self._events[sender.kind][type(event)](sender, event)
-        if wrong or not isinstance(event, Finished | Parked | HandedIn):
+        if wrong or not isinstance(event, Finished | SampleFailed | Parked | HandedIn):
             return wrong
         known = {(one.trajectory, one.attempt): one for one in receipts}
-        metas = (event.meta,) if isinstance(event, Finished) else event.samples
+        metas = event.samples if isinstance(event, Parked | HandedIn) else (event.meta,) if event.meta else ()
         return next(filter(None, (self._not_stored(meta, known.get((meta.id, meta.attempt))) for meta in metas)), "")
 
     def _not_stored(self, meta: TrajectoryMeta, receipt: Receipt | None) -> str:
@@ -237,7 +238,12 @@ class Validation:
         return wrong or _bad_figures("replica", event.parts)
 
     def _sample_failed(self, sender: Sender, event: SampleFailed) -> str:
-        return _own_replica(sender, event) or self._not_given(sender, event.trajectory, event.attempt)
+        wrong, meta = _own_replica(sender, event), event.meta
+        if not wrong and meta is not None and (meta.id, meta.attempt) != (event.trajectory, event.attempt):
+            return f"t{event.trajectory} with what is of t{meta.id}"
+        if wrong or meta is None:
+            return wrong or self._not_given(sender, event.trajectory, event.attempt)
+        return self._bad_meta(sender, meta)
 
     def _parked(self, sender: Sender, event: Parked) -> str:
         wrong = _own_replica(sender, event)

@@ -250,13 +250,20 @@ class SampleClient:
         self._call()
 
     def complete(
-        self, trajectory: TrajectoryId, attempt: int, tokens: int, completed: Completed, store: int = 0
+        self,
+        trajectory: TrajectoryId,
+        attempt: int,
+        tokens: int,
+        completed: Completed,
+        store: int = 0,
+        failed: bool = False,
     ) -> None:
         """This attempt ends with so many tokens after the prompt. Call `completed`, in the client's thread, with the
-        store's receipt once all of them are durable; with None if the attempt is refused or withdrawn before."""
+        store's receipt once all of them are durable; with None if the attempt is refused or withdrawn before.
+        `failed`: there is no reward for it, and its tokens are kept for people alone."""
         self._refuse_broken()
         with self._lock:
-            self._uploads.complete((trajectory, attempt), store, tokens, completed)
+            self._uploads.complete((trajectory, attempt), store, tokens, completed, failed)
         self._call()
 
     def complete_all(self, attempts: Sequence[tuple[Key, int, int]], action: Callable[[Receipts], None]) -> None:

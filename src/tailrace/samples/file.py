@@ -29,7 +29,9 @@ from tailrace.samples.messages import (
 from tailrace.samples.schema import (
     ADDED_SINCE,
     CHAIN,
+    FAILED_SEGMENTS,
     FORMAT,
+    HAS_FAILED,
     NOTED,
     ONE_HEAD,
     PUT_HEAD,
@@ -57,6 +59,11 @@ DELETED_AT_ONCE = 32  # samples per commit: deleting a step's worth at once woul
 ROW = "(?, ?, ?, ?, ?, ?, ?, ?)"
 ADD_SEGMENT = f"INSERT INTO segments VALUES {ROW}"
 ADD_SEGMENTS = f"INSERT INTO segments VALUES {', '.join([ROW] * ROWS_AT_ONCE)}"
+SEGMENT_COLUMNS = "number, trajectory_id, start, version, previous, tokens, logprobs, crc"
+KEEP_FAILED = f"""
+INSERT OR IGNORE INTO failed_segments (attempt, {SEGMENT_COLUMNS})
+SELECT ?, {SEGMENT_COLUMNS} FROM segments WHERE number IN ({CHAIN} SELECT at FROM chain)
+"""
 ALL_HEADS = "SELECT * FROM trajectories WHERE payload = 'live' OR payload = 'deleting'"
 
 Heads = dict[TrajectoryId, SampleHead]
@@ -232,12 +239,19 @@ class SampleFile:
                 growth = self._growth(replica, trajectory, attempt)
             verdicts[trajectory, attempt] = growth if isinstance(growth, int) else growth.add(start, run)
 
-    def complete(self, trajectory: TrajectoryId, attempt: int) -> None:
-        """What was stored of it last is the end of this attempt: it will not grow any more."""
+    def complete(self, trajectory: TrajectoryId, attempt: int, failed: bool = False) -> None:
+        """What was stored of it last is the end of this attempt: it will not grow any more. If it has `failed`, a copy
+        is kept for people, whatever becomes of the sample."""
         self._complete[trajectory] = attempt
         growth = self._growing.get(trajectory)
         if growth is not None and growth.owner[1] == attempt:
             growth.is_complete = True
+        if failed:
+            self._flush(trajectory)
+            head = self._head(trajectory)
+            if head is not None and head.last:
+                self._database.execute(FAILED_SEGMENTS)
+                self._database.execute(KEEP_FAILED, (attempt, head.last))
 
     def _growth(self, replica: int, trajectory: TrajectoryId, attempt: int) -> UncommittedGrowth | int:
         """Of a sample that this replica may append to, or a verdict."""
@@ -334,10 +348,15 @@ class SampleFile:
             id, head = self._deleting.popleft()
             if self._head(id) is None:  # else it was assigned again, and what was there is deleted already
                 self._delete_chain(head)
+                self._delete_failed(id)
                 self._put(id, SampleHead(*head[:4]), "deleted")
 
     def _delete_chain(self, head: SampleHead) -> None:
         self._database.execute(f"DELETE FROM segments WHERE number IN ({CHAIN} SELECT at FROM chain)", (head.last,))
+
+    def _delete_failed(self, trajectory: TrajectoryId) -> None:
+        if self._database.execute(HAS_FAILED):
+            self._database.execute("DELETE FROM failed_segments WHERE trajectory_id = ?", (trajectory,))
 
     def _merge(self) -> None:
         with self.merging:

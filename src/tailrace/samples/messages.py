@@ -30,6 +30,7 @@ NOT_SAMPLED = -1  # in a column of versions: a prompt, or what a tool has answer
 TOKEN_BYTES = 4  # of an int32, and of its float32 log-prob
 MOST_LOGPROB, LEAST_LOGPROB = 0.1, -1e6  # 0 and what arithmetic makes of it; what float32 holds
 STORED, GAP, UNKNOWN, FENCED = range(4)  # verdicts on an append
+GROWING, COMPLETE, FAILED = range(3)  # in a column of finals
 VERSIONS = 1 << 31
 
 Buffer = bytes | bytearray | memoryview
@@ -95,8 +96,9 @@ class Frame(Struct, tag_field="kind", tag=True):
 
 
 class Append(Frame):
-    """More of some samples. `starts`: how many tokens after the prompt come before each run. `finals`: 1 where nothing
-    will follow, and a receipt is wanted; such a run may be empty. `urgent`: something waits until they are durable."""
+    """More of some samples. `starts`: how many tokens after the prompt come before each run. `finals`: COMPLETE or
+    FAILED where nothing will follow, and a receipt is wanted; such a run may be empty. Tokens of what has FAILED are
+    kept for people, whatever follows. `urgent`: something waits until they are durable."""
 
     trajectories: memoryview
     attempts: memoryview

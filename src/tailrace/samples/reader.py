@@ -16,6 +16,7 @@ from tailrace.samples.messages import TOKEN_BYTES, Piece, SampleLength, StoredSa
 from tailrace.samples.schema import (
     ADDED_SINCE,
     CHAIN,
+    HAS_FAILED,
     NOTED,
     ONE_HEAD,
     PromptGoneError,
@@ -35,6 +36,10 @@ from tailrace.types import PromptId, Row, TrajectoryId
 
 READ_CHAIN = f"""{CHAIN}
 SELECT number, trajectory_id, start, version, previous, tokens, logprobs, crc FROM chain JOIN segments ON number = at
+"""
+READ_FAILED = """
+SELECT number, trajectory_id, start, version, previous, tokens, logprobs, crc FROM failed_segments
+WHERE trajectory_id = ? AND attempt = ? ORDER BY number DESC
 """
 AMONG = "IN (SELECT value FROM json_each(?))"  # any number of ids as one value
 
@@ -94,6 +99,15 @@ class SampleReader:
             found.append(StoredSample(id, head.group, head.prompt, (prompts[head.prompt], *self._pieces(id, head))))
         return found
 
+    def failed(self, trajectory: TrajectoryId, attempt: int, prompt: PromptId) -> StoredSample | None:
+        """What an attempt had generated that ended without a reward; None if nothing of it is kept."""
+        rows = self._query(READ_FAILED, (trajectory, attempt)) if self._query(HAS_FAILED) else []
+        if not rows:
+            return None
+        tokens = rows[0][2] + len(rows[0][5]) // TOKEN_BYTES
+        pieces = self._checked(trajectory, rows, tokens)
+        return StoredSample(trajectory, -1, prompt, (Piece(None, self.row(prompt).tokens), *pieces))
+
     def expect(self, ids: Sequence[TrajectoryId]) -> None:
         """From now on these are asked for, and no others: what is not noted yet of them is looked through once. In a
         file that nobody of this process writes."""
@@ -120,8 +134,11 @@ class SampleReader:
 
     def _pieces(self, trajectory: TrajectoryId, head: SampleHead) -> tuple[Piece, ...]:
         rows = self._query(READ_CHAIN, (head.last,)) if head.last else []
-        start = head.tokens
-        for row in rows:  # the newest first
+        return self._checked(trajectory, rows, head.tokens)
+
+    def _checked(self, trajectory: TrajectoryId, rows: list[Any], start: int) -> tuple[Piece, ...]:
+        """Rows of one sample, the newest first; `start`: where they end."""
+        for row in rows:
             start -= len(row[5]) // TOKEN_BYTES if isinstance(row[5], bytes) else 0
             if (row[1], row[2]) != (trajectory, start) or not is_as_written(row):
                 raise damaged_sample(self._path, trajectory, f"what t{trajectory} holds is not as it was written")

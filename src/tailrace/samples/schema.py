@@ -8,6 +8,8 @@
     segments(number, trajectory_id, start, version, previous, tokens, logprobs, crc)
                                                              version is NULL for what was not sampled; previous: the
                                                              segment before it of the same sample
+    failed_segments(attempt, ...)                            segments of attempts that ended without a reward, as they
+                                                             were: the sample begins anew, and people read what failed
 
 Tokens are int32 and log-probs float32, little-endian. A commit writes one row per sample and version, however many
 frames it came in. Rows are written in the order of their numbers and nothing points to them but the next row of the
@@ -51,6 +53,13 @@ CREATE TABLE segments (
     previous INTEGER NOT NULL, tokens BLOB NOT NULL, logprobs BLOB, crc INTEGER NOT NULL);
 CREATE INDEX trajectories_at_hand ON trajectories (payload) WHERE payload = 'live' OR payload = 'deleting';
 """
+FAILED_SEGMENTS = """
+CREATE TABLE IF NOT EXISTS failed_segments (
+    attempt INTEGER NOT NULL, number INTEGER NOT NULL, trajectory_id INTEGER NOT NULL, start INTEGER NOT NULL,
+    version INTEGER, previous INTEGER NOT NULL, tokens BLOB NOT NULL, logprobs BLOB, crc INTEGER NOT NULL,
+    PRIMARY KEY (trajectory_id, attempt, number))
+"""  # made when it is needed
+HAS_FAILED = "SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = 'failed_segments'"
 PUT_HEAD = "INSERT OR REPLACE INTO trajectories VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
 ONE_HEAD = "SELECT * FROM trajectories WHERE id = ?"
 ADDED_SINCE = "SELECT trajectory_id, number, start, version, coalesce(length(tokens), 0) FROM segments WHERE number > ?"

@@ -15,7 +15,20 @@ from functools import partial
 from math import inf
 from typing import NamedTuple
 
-from tailrace.samples.messages import FENCED, GAP, NOT_SAMPLED, STORED, TOKEN_BYTES, Append, Buffer, Piece, column
+from tailrace.samples.messages import (
+    COMPLETE,
+    FAILED,
+    FENCED,
+    GAP,
+    GROWING,
+    NOT_SAMPLED,
+    STORED,
+    TOKEN_BYTES,
+    Append,
+    Buffer,
+    Piece,
+    column,
+)
 from tailrace.types import Segment
 from tailrace.wire.messages import Receipt
 
@@ -55,7 +68,10 @@ class QueuedRun:
 class Upload:
     """Of one assignment."""
 
-    __slots__ = ("actions", "bytes", "completed", "end", "key", "retry_at", "sent", "since", "store", "waiting")
+    __slots__ = (
+        *("actions", "bytes", "completed", "end", "failed", "key", "retry_at"),
+        *("sent", "since", "store", "waiting"),
+    )
 
     def __init__(self, key: Key, store: int, start: int) -> None:
         self.key = key
@@ -68,6 +84,7 @@ class Upload:
         self.retry_at = 0.0
         self.actions: deque[tuple[int, Ended]] = deque()  # each with the length that has to be durable
         self.completed: Completed | None = None  # nothing will be appended any more, and this waits for a receipt
+        self.failed = False  # it has ended without a reward
 
     def add(self, piece: Piece | Segment) -> int:
         """Returns its bytes. Buffers that somebody might change are copied."""
@@ -102,9 +119,11 @@ class Upload:
         self.sent.clear()
 
     @property
-    def ends_with_this(self) -> bool:
-        """All of it is sent, and nothing will follow."""
-        return self.completed is not None and not self.waiting
+    def final(self) -> int:
+        """Whether all of it is sent, and nothing will follow."""
+        if self.completed is None or self.waiting:
+            return GROWING
+        return FAILED if self.failed else COMPLETE
 
     def acknowledge(self, length: int) -> tuple[int, int]:
         """Returns the bytes that need not be kept any more: of what was sent, and of what has to be sent no more. Of
@@ -182,13 +201,14 @@ class Uploads:
         self.queue(upload.store).urgent = True
         return []
 
-    def complete(self, key: Key, store: int, tokens: int, completed: Completed) -> None:
-        """Nothing will be appended after so many tokens. The store has to be told even if it has them all."""
+    def complete(self, key: Key, store: int, tokens: int, completed: Completed, failed: bool = False) -> None:
+        """Nothing will be appended after so many tokens. The store has to be told even if it has them all. `failed`: it
+        is kept for people alone."""
         upload = self._uploads.get(key)
         if upload is None:
             upload = self._uploads[key] = Upload(key, store, tokens)
         assert tokens == upload.end, f"t{key[0]} was appended up to {upload.end}, and is to end at {tokens}"
-        upload.completed = completed
+        upload.completed, upload.failed = completed, failed
         if not upload.waiting:
             upload.waiting.append(QueuedRun(None, tokens))
         queue = self.queue(store)
@@ -240,7 +260,7 @@ class Uploads:
         it: an action, or whoever may append no more."""
         if self.due_at(store, answered) > now:
             return None
-        queue, chosen = self.queue(store), list[tuple[Key, QueuedRun, bool]]()
+        queue, chosen = self.queue(store), list[tuple[Key, QueuedRun, int]]()
         room = most = queue.frame_bytes
         urgent = 2 * queue.bytes >= queue.credit
         for key, upload in list(queue.ready.items()):
@@ -250,7 +270,7 @@ class Uploads:
             urgent |= upload.is_waited_for
             while upload.waiting and room > 0:
                 upload.sent.append(run := upload.waiting.popleft())
-                chosen.append((key, run, upload.ends_with_this))
+                chosen.append((key, run, upload.final))
                 room -= run.size
             if not upload.waiting:
                 del queue.ready[key]
@@ -295,13 +315,13 @@ class Uploads:
         return due
 
 
-def _frame(chosen: list[tuple[Key, QueuedRun, bool]], urgent: bool) -> Append:
+def _frame(chosen: list[tuple[Key, QueuedRun, int]], urgent: bool) -> Append:
     runs = [run for _, run, _ in chosen]
     return Append(
         column([key[0] for key, _, _ in chosen]),
         column([key[1] for key, _, _ in chosen]),
         column([run.start for run in runs]),
-        column([int(final) for _, _, final in chosen]),
+        column([final for _, _, final in chosen]),
         column([NOT_SAMPLED if run.version is None else run.version for run in runs]),
         column([run.end - run.start for run in runs]),
         memoryview(b"".join([buffer for run in runs for buffer in run.tokens])),

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 from tailrace.samples.file import SampleFile, Verdicts
-from tailrace.samples.messages import FENCED, STORED, Acknowledgement, Append, column, read_column
+from tailrace.samples.messages import FAILED, FENCED, STORED, Acknowledgement, Append, column, read_column
 from tailrace.wire.messages import Receipt
 
 URGENT_S, BUSY_S = 0.005, 2.0  # that a commit waits for company, at least and at most
@@ -175,10 +175,11 @@ class GroupWriter:
         except PermissionError as error:
             self._answers.accuse(upload.client, str(error))
             return
-        for at in read_column(frame.finals).nonzero()[0].tolist():
+        finals = read_column(frame.finals)
+        for at in finals.nonzero()[0].tolist():
             key = int(read_column(frame.trajectories)[at]), int(read_column(frame.attempts)[at])
             if batch.verdicts[key] == STORED:
-                self._file.complete(*key)
+                self._file.complete(*key, failed=finals[at] == FAILED)
                 batch.complete.append(key)
 
     def _acknowledgement(self, batch: ClientBatch) -> Acknowledgement:

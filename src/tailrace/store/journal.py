@@ -239,6 +239,16 @@ class Journal:
         if whole and self.complete and str(last) != self.meta["complete"]:
             raise JournalError(f"{self.path} is damaged: it has {last} of its {self.meta['complete']} events")
 
+    def events(self, *kinds: str) -> Iterator[Event]:
+        """Those of these kinds alone, in order."""
+        decode = msgspec.json.Decoder(AnyEvent).decode
+        query = f"SELECT event FROM journal WHERE kind IN ({', '.join('?' * len(kinds))}) ORDER BY seq"
+        try:
+            with reading(self.path) as database:
+                yield from [decode(event) for (event,) in database.execute(query, kinds)]
+        except (*DAMAGE, *MALFORMED, TypeError) as error:
+            raise JournalError(f"{self.path} is damaged: {reason(error)}") from error
+
     @property
     def _readers(self) -> str:
         return f"tailrace {__version__}"

@@ -4,6 +4,9 @@
                  payload, crc)
 
     reward_parts(trajectory_id, name, value)    what rewards are made of, where they tell
+    failures(id, attempt, store, tokens, oldest, newest, finish, reason)
+                                                attempts that ended without a reward, also of samples that were
+                                                generated anew since
 
 The tokens themselves are in the files of the sample stores (see `samples`). The controller writes this table as events
 are handled, and commits it with the journal. What the trainer is told of a sample has a checksum (crc: of id, tokens,
@@ -46,13 +49,27 @@ REWARD_PARTS = """
 CREATE TABLE IF NOT EXISTS reward_parts
     (trajectory_id INTEGER, name TEXT, value REAL, PRIMARY KEY (trajectory_id, name))
 """
+FAILURES = """
+CREATE TABLE IF NOT EXISTS failures (
+    id INTEGER, attempt INTEGER, store INTEGER, tokens INTEGER, oldest INTEGER, newest INTEGER, finish TEXT,
+    reason TEXT, PRIMARY KEY (id, attempt))
+"""
+NOTE_FAILURE = """
+INSERT OR REPLACE INTO failures
+SELECT id, attempt, store, tokens, oldest, newest, finish, reason FROM trajectories WHERE id = ?
+"""
+FAILED = """
+(SELECT f.id, known.group_id, known.prompt_id, f.store, 'failed' AS state, f.tokens, f.oldest, f.newest, f.finish,
+    NULL AS reward, f.reason, NULL AS step, known.payload, f.attempt
+FROM failures AS f JOIN trajectories AS known ON known.id = f.id)
+"""  # with the columns of `trajectories`
 ASSIGN = """
 INSERT INTO trajectories (id, attempt, group_id, prompt_id, store, state) VALUES (?, ?, ?, ?, ?, 'running')
 ON CONFLICT (id) DO UPDATE SET attempt = excluded.attempt, store = excluded.store, state = 'running', tokens = NULL,
     oldest = NULL, newest = NULL, finish = '', reward = NULL, reason = '', payload = 'live', crc = NULL
 """
 AMONG = "IN (SELECT value FROM json_each(?))"  # any number of ids as one value
-KNOWN = "id, group_id, prompt_id, store, state, tokens, oldest, newest, finish, reward, reason, step, payload"
+KNOWN = "id, group_id, prompt_id, store, state, tokens, oldest, newest, finish, reward, reason, step, payload, attempt"
 GONE = ("lost", "regenerate")  # a store has lost the tokens
 COLUMN_OF = {"trajectory": "id", "group": "group_id", "prompt": "prompt_id"}
 
@@ -65,7 +82,7 @@ class KnownTrajectory(Struct):
     prompt: PromptId
     store: StoreId
     state: str  # running, finished, failed, trained, stale, filtered, lost
-    tokens: int | None  # once it is finished: without the prompt, and the versions that they are of
+    tokens: int | None  # once it has ended: without the prompt, and the versions that they are of
     oldest: Version | None
     newest: Version | None
     finish: str
@@ -73,6 +90,7 @@ class KnownTrajectory(Struct):
     reason: str  # why it failed
     step: int | None  # that trained it
     payload: str  # live, archived, deleted
+    attempt: int
 
 
 class SampleResult(NamedTuple):
@@ -110,8 +128,14 @@ class TrajectoryTable:
             rows = [(trajectory, name, value) for name, value in parts.items()]
             self._database.executemany("INSERT OR REPLACE INTO reward_parts VALUES (?, ?, ?)", rows)
 
-    def fail(self, trajectory: TrajectoryId, attempt: int, reason: str) -> bool:
-        return self._end(trajectory, attempt, ("failed", None, None, None, "", None, reason, None, trajectory))
+    def fail(self, trajectory: TrajectoryId, attempt: int, reason: str, meta: TrajectoryMeta | None = None) -> bool:
+        """`meta`: of what it failed on, if its store has that."""
+        extent = (meta.tokens, meta.oldest, meta.newest, meta.finish) if meta else (None, None, None, "")
+        noted = self._end(trajectory, attempt, ("failed", *extent, None, reason, None, trajectory))
+        if noted:
+            self._database.execute(FAILURES)
+            self._database.execute(NOTE_FAILURE, (trajectory,))
+        return noted
 
     def _end(self, trajectory: TrajectoryId, attempt: int, values: Values) -> bool:
         if self._running.get(trajectory) != attempt:
@@ -153,8 +177,8 @@ class TrajectoryTable:
         return found
 
     def _result(self, row: Values) -> SampleResult:
-        id, _, oldest, newest, finish, reward, crc = row
-        if (finish, reward, crc) == ("", None, None):
+        id, _, oldest, newest, _, reward, crc = row
+        if reward is None and crc is None:
             return SampleResult()
         if reward in (inf, -inf) or (reward is None and crc == _crc(*row[:-2], nan)):
             written = f"{self._database.path}: the reward of t{id} is not a finite number"
@@ -180,20 +204,26 @@ def trajectories_among(run: Path, ids: Sequence[TrajectoryId]) -> list[KnownTraj
     return _known(run, f"WHERE id {AMONG} ORDER BY id", (_list(ids),))
 
 
+def failed_attempts(run: Path, ids: Sequence[TrajectoryId] | None = None) -> list[KnownTrajectory]:
+    """All attempts, of these or of all, that ended without a reward, the oldest first."""
+    which, values = ("", ()) if ids is None else (f"WHERE id {AMONG}", (_list(ids),))
+    return _known(run, f"{which} ORDER BY id, attempt", values, "failures")
+
+
 def trajectories_after(run: Path, id: TrajectoryId, most: int) -> list[KnownTrajectory]:
     """The next so many after this one."""
     return _known(run, "WHERE id > ? ORDER BY id LIMIT ?", (id, most))
 
 
-def _known(run: Path, which: str, values: Values) -> list[KnownTrajectory]:
+def _known(run: Path, which: str, values: Values, table: str = "trajectories") -> list[KnownTrajectory]:
     path = file_of(run)
     try:
         with reading(path) as connection:
-            if not has_table(connection, "trajectories"):
+            if not has_table(connection, table):
                 return []
-            return [
-                KnownTrajectory(*row) for row in connection.execute(f"SELECT {KNOWN} FROM trajectories {which}", values)
-            ]
+            source = FAILED if table == "failures" else table
+            query = f"SELECT {KNOWN} FROM {source} {which}"
+            return [KnownTrajectory(*row) for row in connection.execute(query, values)]
     except DAMAGE as error:
         raise JournalError(f"{path} is damaged: {reason(error)}") from error
 

@@ -1,7 +1,7 @@
 // Which view is shown, by the address's hash, and asking again while somebody looks at it.
 "use strict";
 
-const LOOK_MS = 1000, HIDDEN_MS = 5000, SLOWEST_MS = 10000;
+const LOOK_MS = 1000, ENDED_MS = 3000, HIDDEN_MS = 5000, SLOWEST_MS = 10000;
 const VIEWS = { overview, samples, sample: sampleView, group: groupView, prompts, metrics, timeline: laneView, settings, runs };
 const TAB_OF = { sample: "samples", group: "samples" };
 const view = { run: 0 };
@@ -32,7 +32,7 @@ async function look() {
   try {
     await Promise.all([VIEWS[known].look(values), known === "overview" ? null : headOnly()]);
     if (known !== "overview") trouble("");
-    wait = LOOK_MS;
+    wait = overview.shown?.about.ended.state === "running" ? LOOK_MS : ENDED_MS;
   } catch (error) {
     trouble(error instanceof Refusal ? error.message : `No answer from the page (${error.message}); these are the last figures it gave.`);
     wait = Math.min(2 * wait, SLOWEST_MS);

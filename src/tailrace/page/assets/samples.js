@@ -53,7 +53,7 @@ function drawSamples(found, filter, took) {
 }
 
 function sampleRow({ known, text }) {
-  const row = element("tr"), name = element("td"), group = element("td"), words = element("td", "beginning", visible(known.reason || text));
+  const row = element("tr"), name = element("td"), group = element("td"), words = element("td", "beginning", visible([known.reason, text].filter(Boolean).join(" | ")));
   name.append(link(`t${known.id}`, "sample", { id: known.id }));
   group.append(link(`g${known.group}`, "group", { id: known.group }));
   const versions = known.oldest === null ? "–" : known.oldest === known.newest ? `v${known.oldest}` : `v${known.oldest}–${known.newest}`;
@@ -86,7 +86,7 @@ const sampleView = {
     say("sample-name", `Sample t${known.id}`);
     byId("sample-links").replaceChildren(link(`group g${known.group}`, "group", { id: known.group }), link(`prompt p${known.prompt}`, "samples", { prompt: known.prompt }));
     byId("sample-facts").replaceChildren(sampleFacts(one));
-    byId("sample-text").replaceChildren(sampleText(one, colouring));
+    byId("sample-text").replaceChildren(sampleText(one, colouring), ...one.failed.map((each) => failedAttempt(each, colouring)));
     say("sample-colours", colourWords(colouring, one));
   },
 };

@@ -49,6 +49,13 @@ function sampleText(sample, how) {
   return made;
 }
 
+function failedAttempt(sample, how) {
+  const { known } = sample, made = element("section", "failed-attempt");
+  made.append(element("h2", "", `Attempt ${known.attempt} failed`), element("p", "alarm", visible(known.reason)));
+  made.append(sampleText({ ...sample, passages: sample.passages.slice(1) }, how));
+  return made;
+}
+
 function sampleFacts(sample) {
   const { known } = sample, list = element("dl", "facts");
   const versions = known.oldest === null ? "–" : known.oldest === known.newest ? `v${known.oldest}` : `v${known.oldest} to v${known.newest}`;
