@@ -420,26 +420,33 @@ ASYNC = {  # a batch of prompts belongs to one step, which begins when all of it
     "schedule__staleness_policy": "wait",
     "trainer__require_batches": 4,
     "rollout__max_running": 128,
+    "rollout__memory": 0.8,
 }
 
 
 def nemo(schedule: str, model: str, gpus: int, tokens: int, ways: int, trainer_ways: int, **more: Any) -> Case:
     """`tokens`: the published mean of whole sequences."""
     age = more.get("schedule__steps_ahead", 1)
-    collector = {} if schedule == "sync" else ASYNC | {"schedule__max_staleness": age}
+    prompts = more.get("workload__prompts_per_step", 64)
+    collector = ASYNC | {"schedule__max_staleness": age, "schedule__max_open": age * prompts}
     settings = {
         "model__preset": model,
         "cluster__gpus": gpus,
         "workload__lengths__mean": tokens - 150,
         "split__tensor_parallel": ways,
         "split__trainer_parallel": trainer_ways,
-        **collector,
+        "trainer__recompute": model in RECOMPUTED,
+        "trainer__forward_tokens_per_batch": FORWARD_TOKENS[model],
+        "rollout__memory": 0.6,
+        **({} if schedule == "sync" else collector),
         **more,
     }
     return case("nemo_30b_a3b", schedule, **settings)
 
 
 A3B, DENSE, LLAMA_8B, A22B = "qwen3-30b-a3b", "qwen3-32b", "llama-3.1-8b", "qwen3-235b-a22b"
+RECOMPUTED = (LLAMA_8B, A22B)  # activation_checkpointing: True
+FORWARD_TOKENS = {A3B: 4 * 4096, DENSE: 4 * 4096, LLAMA_8B: 2 * 4096, A22B: 8192}  # logprob_batch_size sequences
 LARGE = {
     "workload__prompts_per_step": 16,
     "workload__max_completion_tokens": 8042,
@@ -489,7 +496,8 @@ NEMO_V6 = [
     ("235B-A22B, same GPUs", nemo("partial", A22B, 256, 5721, 8, 32, **LARGE_ASYNC),
      nemo("sync", A22B, 256, 5713, 16, 32, **LARGE_SYNC), (58.7, 37.4), (231, 312)),
 ]  # fmt: skip
-GB200 = {"cluster__gpu": "GB200", "cluster__gpus_per_host": 64}  # as far as NVLink goes
+GB200 = {"cluster__gpu": "GB200", "cluster__gpus_per_host": 4, "cluster__linked_gpus": 64}
+GB200_V6 = GB200 | {"trainer__forward_tokens_per_batch": 2 * 4096}
 NEMO_GB200 = [
     ("Llama 8B", nemo("partial", LLAMA_8B, 8, 1107, 1, 1, **GB200), nemo("sync", LLAMA_8B, 8, 1066, 1, 1, **GB200),
      (4463, 3359), (71.1, 91.0)),
@@ -503,10 +511,11 @@ NEMO_GB200 = [
      (87.9, 140), (268, 332)),
 ]  # fmt: skip
 NEMO_GB200_V6 = [
-    ("30B-A3B, same GPUs", nemo("partial", A3B, 16, 3197, 1, 1, **GB200), nemo("sync", A3B, 16, 3199, 1, 1, **GB200),
+    ("30B-A3B, same GPUs", nemo("partial", A3B, 16, 3197, 1, 1, **GB200_V6),
+     nemo("sync", A3B, 16, 3199, 1, 1, **GB200_V6),
      (1406, 1910), (301, 221)),
     ("235B-A22B", nemo("partial", A22B, 128, 5705, 8, 16, **LARGE_ASYNC_4, **GB200),
-     nemo("sync", A22B, 64, 5709, 8, 16, **LARGE_SYNC_4, **GB200),
+     nemo("sync", A22B, 64, 5709, 8, 16, **LARGE_SYNC_4, **GB200, rollout__memory=0.4),
      (85.5, 163), (278, 286)),
     ("235B-A22B, same GPUs", nemo("partial", A22B, 128, 5705, 8, 16, **LARGE_ASYNC_4, **GB200),
      nemo("sync", A22B, 128, 5693, 8, 16, **LARGE_SYNC_4, **GB200),
