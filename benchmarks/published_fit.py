@@ -3,7 +3,7 @@
     python benchmarks/published_fit.py        # prints the fit, writes benchmarks/results/published_fit.json
 
 Fitted are the floor of a layer in decoding, the trainer's share of peak in matrix products and how often activations go
-through memory beside them, what sharing its cards costs a trainer, the floor of a mixture's layers in training, and what
+through memory beside them, what sharing its cards costs a trainer, the floor of a mixture's layer in training, and what
 calling other hosts costs an engine; to the seconds of steps and of training that verl and NeMo RL v0.4 and v0.5 publish
 (AReaL's hours are left out: its lengths are not published, and those assumed for it were inferred from its throughput).
 Once all together, and once the last two with the others as they are shipped: those are what is shipped. A step in

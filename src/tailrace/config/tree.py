@@ -511,7 +511,7 @@ class Efficiency(Section):
     decoding: Literal["typical", "graph", "eager"] = "typical"
     sequence_us: Amount = 27.0  # host work per sequence and decode step
     all_reduce_us: Amount = 12.0  # latency of one small all-reduce within a host
-    host_call_us: Amount = 16000.0  # an engine on several hosts: what calling the others adds to a decode step
+    host_call_us: Amount = 12000.0  # an engine on several hosts: what calling the others adds to a decode step
     switch_s: Amount = 10.0  # colocated: from generation to training and back, per step, beside moving states
 
 

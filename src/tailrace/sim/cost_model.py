@@ -47,10 +47,10 @@ ENGINE_RESERVE = 2e9  # bytes per card for activations and graphs
 TRAINING_BYTES = 18  # per parameter: bf16 weights, float32 gradients, master weights and two Adam moments
 MOST_REPLICAS, MOST_TRAJECTORIES = 1_000_000, 10_000_000  # of one step: all that the memory of a machine holds
 PULL_S = 0.05  # start of a pull: pause, map, switch
-# A small all-reduce between hosts. Over the cards' interconnect (NVL72): SGLang on GB300, 8 ways on two hosts, takes 1.0
-# ms longer for 48 layers than with its kernel for one host (its issue 36429). Over the network: what NCCL expects of
-# 128 KB between two hosts of H100 (its issue 1453).
-LINKED_ALL_REDUCE_S, NETWORK_ALL_REDUCE_S = 23e-6, 52e-6
+# A small all-reduce between hosts. Over the cards' interconnect (NVL72): SGLang on GB300, 8 ways on two hosts, takes a
+# millisecond longer for 48 layers than with its kernel for one host (its issue 36429). Over the network: nccl-tests on
+# two hosts of eight H200 with links of 400 Gb/s, 64 to 83 us for 64 KB to 1 MB.
+LINKED_ALL_REDUCE_S, NETWORK_ALL_REDUCE_S = 23e-6, 75e-6
 
 
 class CostModel:
