@@ -38,8 +38,10 @@ SOURCES = """\
 - NeMo RL v0.4, v0.5, v0.6: docs/about/performance-summary.md of NVIDIA-NeMo/RL, tables of DGX-H100 in BF16, and those
   of GB200 of v0.5 and v0.6 (without DeepSeek V3, whose latent attention the model does not have); recipes in
   examples/configs/recipes/llm/performance of these versions; its rate of weights from pull request 1379; which groups a
-  step waits for: `ReplayBuffer.sample` and `AsyncTrajectoryCollector` of nemo_rl/algorithms/async_utils.py; the 128
-  sequences of its asynchronous engines: its pull request 4221, and `get_batch_defaults` of vLLM 0.10, 0.11 and 0.17.
+  step waits for, and how many prompts are generated at once: `ReplayBuffer.sample` and `AsyncTrajectoryCollector` of
+  nemo_rl/algorithms/async_utils.py; the 128 sequences of its asynchronous engines: its pull request 4221, and
+  `get_batch_defaults` of vLLM 0.10, 0.11 and 0.17. Memory of H100 and GB200: what the driver reports (81,559 and
+  189,471 MiB).
 - verl's balance of ranks: `_balance_batch` of verl/trainer/ppo/ray_trainer.py before pull request 3605 (10/23/2025).
 """
 
@@ -65,27 +67,26 @@ ASSUMED = """\
   published, so it changes roles without an engine that starts and stops (0 s); its own generator has 1, 4 and, in
   fp8, 8 ways; it begins one step ahead and continues long answers.
 - NeMo RL: prompts of 150 tokens; means as published, sigma 0.8, cut at the longest sequence; two extra forward
-  passes; weights at 36 GB/s (v0.4) and 85 GB/s (later), which is 13 and 5.5 s for 235B, as published; batches, packs,
-  splits and parallelism of its recipes, and engines with CUDA graphs (enforce_eager: False). What may be one or eight
-  steps old begins so many steps ahead and is updated in the middle of running answers (in_flight_weight_updates). A
-  batch of prompts belongs to one step, which begins when all of it is there. Asynchronous engines decode at most 128
-  sequences together (vLLM's default for them; 1,024 for the others). On GB200 all cards within NVLink's reach count as
-  one host.
+  passes; weights at 36 GB/s (v0.4) and 85 GB/s (later), which is 13 and 5.5 s for 235B, as published; batches, packs
+  (logprob_batch_size times larger in forward passes), splits and parallelism of its recipes, their
+  activation_checkpointing (8B and 235B) and gpu_memory_utilization (0.6; 0.8 asynchronous; 0.4 for 235B on 64 GB200 of
+  v0.6), and engines with CUDA graphs (enforce_eager: False). What may be one or eight steps old begins so many steps
+  ahead and is updated in the middle of running answers (in_flight_weight_updates). A batch of prompts belongs to one
+  step, which begins when all of it is there; at most one or eight batches of prompts are generated at once, and a
+  prompt holds its place until its last answer has ended. Asynchronous engines decode at most 128 sequences together
+  (vLLM's default for them; 1,024 for the others). Hosts of GB200 have four cards, and NVLink reaches 64.
 """
 
 MISSING = {  # what the model lacks, of rows that are off by more than 35 %
     ("LlamaRL", "405B"): (
-        "generation inside a trainer, without an engine. The baseline takes 636 s where reading the weights, with 64 "
-        "ways over eight hosts, gives 123; what it does in that time is not published"
-    ),
-    ("NeMo RL v0.6 GB200", "30B-A3B, same GPUs, per GPU"): (
-        "what slows a trainer on cards of its own. Eight of them train a step in 301 s, 16 in 136 (v0.5), where the "
-        "model has 208 and 106; 16 shared ones generate and train in 221 s, as modelled. So sharing, which costs a "
-        "quarter of the trainer's speed on H100, seems to cost nothing there"
+        "generation inside a trainer, without an engine. The baseline takes 636 s where reading the weights with 64 "
+        "ways, and all-reduces between eight hosts, give 112; what it does in that time is not published"
     ),
     ("NeMo RL v0.6 GB200", "235B-A22B, per GPU"): (
-        "not known. 64 cards that only generate beside 64 that only train take 278 s a step, 64 that do both in turn "
-        "286 s; the model has 195 and 310. On H100 the same recipe halves the step"
+        "where engines lie. On policy, 64 cards take 286 s a step and 128 take 345: 64 lie within one NVLink domain, "
+        "128 do not, and placement by topology came after v0.6 (its pull request 2612). The model has the same links "
+        "for both, and what a call between hosts costs from H100: 281 s for the asynchronous run (published 278), but "
+        "379 and 318 s on policy"
     ),
 }
 
@@ -102,9 +103,11 @@ DIFFERENCES = """\
 - verl, asynchronous: fetching itself takes time. At 32 GPUs, where training sets the step, its trainer still waits
   21 s a step for four times 128 prompts, which pass through one process with all their padding.
 - LlamaRL: lengths are not published, and they decide how long a synchronous round is.
-- NeMo RL, 30B-A3B: with 128 sequences a replica the model decodes a step of them in 28 ms, where 34.5 s a step of the
-  run that is eight steps off leave 23 ms at most.
-- GB200: steps that the trainer sets come out a fifth to a third too fast; the shares of peak are those of H20 and H100.
+- NeMo RL, 235B-A22B on policy, H100: what calling the second host costs is fitted to v0.4 and v0.5 (506 and 431 s);
+  v0.6 takes 395, and 312 on twice the cards, where the model has 466 and 409.
+- GB200, dense models: training comes out a tenth (8B) to a third (32B) too fast; the shares of peak are those of H20
+  and H100. Transformer Engine reports the host as a limit on Grace (its issue 2053): a linear layer whose product
+  takes 42 us there takes 100.
 """
 
 
@@ -420,26 +423,33 @@ ASYNC = {  # a batch of prompts belongs to one step, which begins when all of it
     "schedule__staleness_policy": "wait",
     "trainer__require_batches": 4,
     "rollout__max_running": 128,
+    "rollout__memory": 0.8,
 }
 
 
 def nemo(schedule: str, model: str, gpus: int, tokens: int, ways: int, trainer_ways: int, **more: Any) -> Case:
     """`tokens`: the published mean of whole sequences."""
     age = more.get("schedule__steps_ahead", 1)
-    collector = {} if schedule == "sync" else ASYNC | {"schedule__max_staleness": age}
+    prompts = more.get("workload__prompts_per_step", 64)
+    collector = ASYNC | {"schedule__max_staleness": age, "schedule__max_open": age * prompts}
     settings = {
         "model__preset": model,
         "cluster__gpus": gpus,
         "workload__lengths__mean": tokens - 150,
         "split__tensor_parallel": ways,
         "split__trainer_parallel": trainer_ways,
-        **collector,
+        "trainer__recompute": model in RECOMPUTED,
+        "trainer__forward_tokens_per_batch": FORWARD_TOKENS[model],
+        "rollout__memory": 0.6,
+        **({} if schedule == "sync" else collector),
         **more,
     }
     return case("nemo_30b_a3b", schedule, **settings)
 
 
 A3B, DENSE, LLAMA_8B, A22B = "qwen3-30b-a3b", "qwen3-32b", "llama-3.1-8b", "qwen3-235b-a22b"
+RECOMPUTED = (LLAMA_8B, A22B)  # activation_checkpointing: True
+FORWARD_TOKENS = {A3B: 4 * 4096, DENSE: 4 * 4096, LLAMA_8B: 2 * 4096, A22B: 8192}  # logprob_batch_size sequences
 LARGE = {
     "workload__prompts_per_step": 16,
     "workload__max_completion_tokens": 8042,
@@ -489,7 +499,8 @@ NEMO_V6 = [
     ("235B-A22B, same GPUs", nemo("partial", A22B, 256, 5721, 8, 32, **LARGE_ASYNC),
      nemo("sync", A22B, 256, 5713, 16, 32, **LARGE_SYNC), (58.7, 37.4), (231, 312)),
 ]  # fmt: skip
-GB200 = {"cluster__gpu": "GB200", "cluster__gpus_per_host": 64}  # as far as NVLink goes
+GB200 = {"cluster__gpu": "GB200", "cluster__gpus_per_host": 4, "cluster__linked_gpus": 64}
+GB200_V6 = GB200 | {"trainer__forward_tokens_per_batch": 2 * 4096}
 NEMO_GB200 = [
     ("Llama 8B", nemo("partial", LLAMA_8B, 8, 1107, 1, 1, **GB200), nemo("sync", LLAMA_8B, 8, 1066, 1, 1, **GB200),
      (4463, 3359), (71.1, 91.0)),
@@ -503,10 +514,11 @@ NEMO_GB200 = [
      (87.9, 140), (268, 332)),
 ]  # fmt: skip
 NEMO_GB200_V6 = [
-    ("30B-A3B, same GPUs", nemo("partial", A3B, 16, 3197, 1, 1, **GB200), nemo("sync", A3B, 16, 3199, 1, 1, **GB200),
+    ("30B-A3B, same GPUs", nemo("partial", A3B, 16, 3197, 1, 1, **GB200_V6),
+     nemo("sync", A3B, 16, 3199, 1, 1, **GB200_V6),
      (1406, 1910), (301, 221)),
     ("235B-A22B", nemo("partial", A22B, 128, 5705, 8, 16, **LARGE_ASYNC_4, **GB200),
-     nemo("sync", A22B, 64, 5709, 8, 16, **LARGE_SYNC_4, **GB200),
+     nemo("sync", A22B, 64, 5709, 8, 16, **LARGE_SYNC_4, **GB200, rollout__memory=0.4),
      (85.5, 163), (278, 286)),
     ("235B-A22B, same GPUs", nemo("partial", A22B, 128, 5705, 8, 16, **LARGE_ASYNC_4, **GB200),
      nemo("sync", A22B, 128, 5693, 8, 16, **LARGE_SYNC_4, **GB200),

@@ -1,7 +1,7 @@
 """Which schedule is fastest where: `partial`, `trajectory` and `adaptive` over the published set-ups, in virtual time.
 
     python benchmarks/schedule_sweep.py [strong] [weak] [--seeds 3] [--steps 60] [--processes 2] [--only NAME]
-                                        [--set KEY=VALUE]        # another setting for all of them
+                                        [--gpus N] [--set KEY=VALUE]  # only this size; another setting for all
     python benchmarks/schedule_sweep.py --table                  # what has been measured so far
 
 Strong scaling: the same step on more GPUs. Weak scaling: half a prompt per GPU. A third of the steps is warm-up (60
@@ -51,7 +51,7 @@ def cases(options: argparse.Namespace) -> Iterator[Case]:
         for scaling in options.scaling
         for name, sizes in presets[scaling].items()
         for gpus in sizes
-        if options.only in name
+        if options.only in name and options.gpus in (0, gpus)
     ]
     for seed in range(options.seeds):
         for gpus, scaling, name in sorted(points, reverse=True):
@@ -135,6 +135,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--only", default="", help="presets whose name has this in it")
+    parser.add_argument("--gpus", type=int, default=0, help="only clusters of this size")
     parser.add_argument("--set", action="append", default=[], help="another setting, such as schedule.mixed_share=0.2")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--table", action="store_true")

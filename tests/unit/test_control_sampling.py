@@ -83,6 +83,12 @@ def test_admission_counts_what_is_open_ready_and_in_the_step():
     assert admits(settings(max_staleness=2, steps_ahead=0.5), book, taken=1) == 0
 
 
+def test_a_group_that_is_open_holds_its_place_and_a_ready_one_does_not():
+    book = ledger(ready=[0, 0], started=[0])
+    assert admits(settings(max_staleness=8, max_open=2), book, taken=0) == 1
+    assert admits(settings(max_staleness=8, max_open=1), book, taken=0) == 0
+
+
 def test_weights_that_are_too_old_already_start_nothing():
     assert admits(settings(max_staleness=1), Ledger(), 0, lag=1) == 3
     assert admits(settings(max_staleness=1), Ledger(), 0, lag=2) == 0

@@ -8,7 +8,13 @@ import pytest
 
 from tailrace.config import Config, ConfigError, load, with_values
 from tailrace.config.tree import Efficiency
-from tailrace.sim.cost_model import LAYER_S, CostModel
+from tailrace.sim.cost_model import (
+    ENGINE_MEMORY,
+    LAYER_S,
+    LINKED_ALL_REDUCE_S,
+    NETWORK_ALL_REDUCE_S,
+    CostModel,
+)
 
 
 def cluster(preset: str = "qwen2.5-7b", **values: Any) -> Config:
@@ -30,11 +36,9 @@ def test_tiles_of_experts_fill_with_the_batch() -> None:
     assert CostModel(cluster()).loads.padding(1) == 1.0
 
 
-def test_a_layer_with_experts_has_a_longer_floor_and_graphs_a_shorter_one() -> None:
+def test_graphs_have_a_shorter_floor() -> None:
     eager, graph = (CostModel(cluster(efficiency__decoding=mode)).decode_fixed for mode in ("eager", "graph"))
     assert eager / graph == pytest.approx(LAYER_S["eager"] / LAYER_S["graph"])
-    mixture = CostModel(cluster("qwen3-30b-a3b")).decode_fixed
-    assert mixture == pytest.approx(48 * LAYER_S["typical"] * (1 + Efficiency().expert_layer))
 
 
 def test_fp8_generation_halves_what_is_read_and_leaves_more_room() -> None:
@@ -44,11 +48,32 @@ def test_fp8_generation_halves_what_is_read_and_leaves_more_room() -> None:
     assert fp8.push() == bf16.push()
 
 
-def test_ways_beyond_a_host_divide_layers() -> None:
-    one, two = (CostModel(cluster("llama-3.1-405b", cluster__gpus=1024, split__trainer_gpus=512,
-                                  split__tensor_parallel=ways)) for ways in (16, 32))  # fmt: skip
-    assert two.decode_weights == one.decode_weights
-    assert two.decode_per_kv_token == pytest.approx(one.decode_per_kv_token / 2)
+def test_ways_on_several_hosts_share_the_reading_and_pay_for_the_way_between_them() -> None:
+    large = {"cluster__gpus": 1024, "split__trainer_gpus": 512}
+    within, beyond = (CostModel(cluster("llama-3.1-405b", **large, split__tensor_parallel=ways)) for ways in (8, 16))
+    linked = CostModel(cluster("llama-3.1-405b", **large, split__tensor_parallel=16, cluster__linked_gpus=72))
+    assert beyond.decode_weights == pytest.approx(within.decode_weights / 2)
+    call = Efficiency().host_call_us * 1e-6
+    assert linked.decode_fixed == pytest.approx(within.decode_fixed + call + 2 * 126 * (LINKED_ALL_REDUCE_S - 12e-6))
+    assert beyond.decode_fixed == pytest.approx(within.decode_fixed + call + 2 * 126 * (NETWORK_ALL_REDUCE_S - 12e-6))
+
+
+def test_a_key_head_that_several_cards_have_takes_room_on_each() -> None:
+    eight, sixteen = (CostModel(cluster("llama-3.1-405b", split__tensor_parallel=ways)) for ways in (8, 16))
+    assert sixteen.kv_bytes_per_token == 2 * eight.kv_bytes_per_token
+
+
+def test_an_engine_has_the_share_of_a_card_that_is_written() -> None:
+    usual, half = (CostModel(cluster(rollout__memory=share)).kv_capacity for share in (0.0, 0.44))
+    assert usual == CostModel(cluster(rollout__memory=ENGINE_MEMORY)).kv_capacity > 2 * half
+
+
+def test_activations_that_are_computed_again_cost_a_pass() -> None:
+    kept, again = (
+        CostModel(cluster(trainer__recompute=on, trainer__forward_passes=0, trainer__tokens_per_batch=4096))
+        for on in (False, True)
+    )
+    assert again.train([4096] * 1024) == pytest.approx(kept.train([4096] * 1024) * 4 / 3, rel=0.01)
 
 
 def test_the_exchange_is_hidden_behind_arithmetic_until_it_is_longer() -> None:
@@ -104,6 +129,20 @@ def test_every_pack_of_a_mixture_has_a_floor() -> None:
         for size in (65536, 1024)
     )
     assert small > 2 * large
+
+
+def test_larger_packs_of_forward_passes_have_fewer_floors() -> None:
+    as_many, larger, none = (
+        CostModel(cluster("qwen3-30b-a3b", split__tensor_parallel=2, trainer__tokens_per_batch=1024, **settings)).train(
+            [1024] * 512
+        )
+        for settings in (
+            {"trainer__forward_passes": 2},
+            {"trainer__forward_passes": 2, "trainer__forward_tokens_per_batch": 4096},
+            {"trainer__forward_passes": 0},
+        )
+    )
+    assert none < larger < as_many
 
 
 def test_a_trainer_at_best_is_never_slower_than_one_with_uneven_ranks() -> None:

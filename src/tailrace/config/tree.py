@@ -104,6 +104,7 @@ class Cluster(Section):
     gpu: str = "H100"
     gpus: Count = 8  # of all kinds
     gpus_per_host: Count = 8
+    linked_gpus: Natural = 0  # cards that reach each other over their interconnect (NVL72: 72); 0: those of a host
     # the kind of card that trains; empty: `gpu`, or of several kinds the first that has a table
     trainer_gpu: str = ""
     network_gbytes_per_s: Annotated[float, Meta(gt=0)] = 100.0  # host to host, host memory to host memory
@@ -253,6 +254,7 @@ class Schedule(Section):
     # trajectories that are generated at once, over all replicas (not those that judges have); 0: one step's worth
     # (trajectory, adaptive: see kv_fill)
     max_inflight: Natural = 0
+    max_open: Natural = 0  # groups that are generated at once, each until its last sample has ended; 0: no limit
     # trajectory, adaptive: size of a replica's batch, as a multiple of what its KV holds; unset: 2 where samples keep
     # their version, else 1
     kv_fill: Annotated[float, Meta(gt=0)] | None = None
@@ -399,6 +401,7 @@ class Trainer(Section):
     beta2: Share = 0.95
     max_grad_norm: Annotated[float, Meta(gt=0)] = 1.0
     tokens_per_batch: Count = 16384  # micro-batch token budget; affects memory, not results
+    forward_tokens_per_batch: Natural = 0  # simulator: the same in the extra forward passes; 0: as many
     logit_tokens: Natural = 0  # most tokens whose logits exist at once; 0: 1,024, on a GPU what its memory is good for
     precision: Literal["", "float32", "bfloat16"] = ""  # of the arithmetic, not of weights and moments; as in [rollout]
     recompute: bool = False  # activation checkpointing: recompute activations in backward instead of keeping them
@@ -500,15 +503,15 @@ class Efficiency(Section):
     # how often a layer's activations go through a card's memory in one forward pass of the trainer, beside products
     activation_passes: Amount = 6.0
     # floor of one layer of a mixture in one of the trainer's passes over a pack: routing, sorting, sending
-    expert_pass_us: Amount = 3000.0
+    expert_pass_us: Amount = 5000.0
     colocated: Attained = 0.75  # of a trainer's speed, where an engine keeps a part of its cards' memory
     # floor of one layer in a decode step, however little it does; 0: by `decoding`
     layer_us: Amount = 0.0
     # how engines launch a decode step: from CUDA graphs, one kernel after the other, or as published RL systems do
     decoding: Literal["typical", "graph", "eager"] = "typical"
-    expert_layer: Amount = 1.5  # how much longer that floor is in a mixture's layer, as a share of it
     sequence_us: Amount = 27.0  # host work per sequence and decode step
     all_reduce_us: Amount = 12.0  # latency of one small all-reduce within a host
+    host_call_us: Amount = 12000.0  # an engine on several hosts: what calling the others adds to a decode step
     switch_s: Amount = 10.0  # colocated: from generation to training and back, per step, beside moving states
 
 

@@ -43,7 +43,9 @@ def admits(config: Config, ledger: Ledger, taken: int, lag: int = 0, paced: int 
     limit = admission_limit(config, lag)
     waits = config.schedule.staleness_policy == "wait"
     open_groups = ledger.open_groups * (1.0 if waits else max(useful_share, 1 / MOST_OPEN))
-    return int(min(limit, paced or limit) - len(ledger.ready) - taken - open_groups)
+    room = int(min(limit, paced or limit) - len(ledger.ready) - taken - open_groups)
+    most = config.schedule.max_open
+    return min(room, most - ledger.open_groups) if most else room
 
 
 def admission_limit(config: Config, lag: int = 0) -> int:

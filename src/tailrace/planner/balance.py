@@ -143,9 +143,12 @@ def _balanced(config: Config, sizes: Sizes, eta_t: float) -> tuple[float, float,
 
 def _batch(config: Config, sizes: Sizes, replicas: float) -> float:
     """The largest batch of one replica: by the KV cache, by the engine, and by the work in flight."""
-    in_flight = config.schedule.max_inflight or config.workload.trajectories_per_step
+    in_flight: float = config.schedule.max_inflight or config.workload.trajectories_per_step
     if config.colocated:
         in_flight = config.workload.trajectories_per_step
+    elif config.schedule.max_open:  # a group holds its place until its longest sample has ended
+        generating = float(sizes.completions.mean() / sizes.longest.mean())
+        in_flight = min(in_flight, config.schedule.max_open * config.workload.group_size * generating)
     by_memory = CostModel(config).kv_capacity / sizes.kv
     return max(1.0, min(by_memory, config.rollout.max_running, in_flight / max(replicas, 1e-9)))
 

@@ -10,8 +10,7 @@ hardware could do at best:
   floor per layer and some host work per sequence. Bandwidth and host work fit vLLM 0.24 on one H200 (five batch sizes,
   two models); the floor is that of the engines of published RL systems (`LAYER_S`);
 - experts (`experts.py`): a batch reads those that its tokens are routed to, in tiles that may be mostly empty;
-- parallelism beyond a host divides layers: a token passes the hosts one after the other, so the weights of all of them
-  are read in turn, while KV and arithmetic are shared;
+- an engine whose ways are on several hosts has slower all-reduces, and its hosts are called once a decode step;
 - prefill, the trainer's extra forward passes and its forward + backward reach a share of the card's peak each in their
   matrix products; what else the trainer computes is bound by memory bandwidth, and a mixture's layer has a floor;
 - tensor parallelism adds two all-reduces a layer, pipeline stages wait for each other at both ends of a mini-batch; the
@@ -48,6 +47,10 @@ ENGINE_RESERVE = 2e9  # bytes per card for activations and graphs
 TRAINING_BYTES = 18  # per parameter: bf16 weights, float32 gradients, master weights and two Adam moments
 MOST_REPLICAS, MOST_TRAJECTORIES = 1_000_000, 10_000_000  # of one step: all that the memory of a machine holds
 PULL_S = 0.05  # start of a pull: pause, map, switch
+# A small all-reduce between hosts. Over the cards' interconnect (NVL72): SGLang on GB300, 8 ways on two hosts, takes a
+# millisecond longer for 48 layers than with its kernel for one host (its issue 36429). Over the network: nccl-tests on
+# two hosts of eight H200 with links of 400 Gb/s, 64 to 83 us for 64 KB to 1 MB.
+LINKED_ALL_REDUCE_S, NETWORK_ALL_REDUCE_S = 23e-6, 75e-6
 
 
 class CostModel:
@@ -60,11 +63,10 @@ class CostModel:
         self.gpu: Gpu = rollout_card(config.cluster)
         self.trainer_gpu: Gpu = trainer_card(config.cluster)
         ways = config.split.tensor_parallel
-        within_host = min(ways, config.cluster.gpus_per_host)
         bandwidth = self.gpu.memory_bytes_per_s * reached.bandwidth
         self.loads = ExpertLoads(self.model)
-        self.decode_fixed = self.model.layers * self._layer_s(within_host)
-        self.decode_weights = self.model.rollout_weight_bytes / (within_host * bandwidth)
+        self.decode_fixed = self.model.layers * self._layer_s(ways) + self._call_s(ways)
+        self.decode_weights = self.model.rollout_weight_bytes / (ways * bandwidth)
         self._bases: dict[int, float] = {}
         self.decode_per_sequence = reached.sequence_us * 1e-6
         self.kv_bytes_per_token = kv_bytes_per_token(config, ways)
@@ -80,9 +82,16 @@ class CostModel:
 
     def _layer_s(self, tensor_ways: int) -> float:
         floor = self.reached.layer_us * 1e-6 or LAYER_S[self.reached.decoding]
-        if self.loads.mixture:
-            floor *= 1.0 + self.reached.expert_layer
-        return floor + (2e-6 * self.reached.all_reduce_us if tensor_ways > 1 else 0.0)
+        return floor + (2 * self._all_reduce_s(tensor_ways) if tensor_ways > 1 else 0.0)
+
+    def _all_reduce_s(self, ways: int) -> float:
+        if ways <= self.config.cluster.gpus_per_host:
+            return self.reached.all_reduce_us * 1e-6
+        return LINKED_ALL_REDUCE_S if ways <= self.config.cluster.linked_gpus else NETWORK_ALL_REDUCE_S
+
+    def _call_s(self, ways: int) -> float:
+        """A decode step of an engine on several hosts: the call to the other hosts, and their answer."""
+        return self.reached.host_call_us * 1e-6 if ways > self.config.cluster.gpus_per_host else 0.0
 
     # ------------------------------------------------------------------------------------------------- generation
 
@@ -112,7 +121,7 @@ class CostModel:
     def kv_capacity(self) -> int:
         """Tokens of KV that one replica can hold."""
         ways = self.config.split.tensor_parallel
-        share = COLOCATED_MEMORY if self.config.colocated else ENGINE_MEMORY
+        share = self.config.rollout.memory or (COLOCATED_MEMORY if self.config.colocated else ENGINE_MEMORY)
         room = ways * (self.gpu.memory_bytes * share - ENGINE_RESERVE) - self.model.rollout_weight_bytes
         return int(room / self.kv_bytes_per_token)
 
@@ -149,11 +158,16 @@ class CostModel:
     def _mini_batch(self, work_s: float, tokens: float) -> float:
         """Of a rank's packs: stages wait for the first of them and after the last, and a pack has a floor."""
         packs, stages = self._packs(tokens), self.config.split.trainer_pipeline_parallel
-        floor = self._passes * self.model.layers / stages * self._expert_pass_s
+        forward = self.config.trainer.forward_passes * self._forward_packs(tokens) / packs
+        floor = (self._update_passes + forward) * self.model.layers / stages * self._expert_pass_s
         return self._beside_exchange((packs + stages - 1) * (work_s / packs + floor), tokens)
 
     def _packs(self, tokens: float) -> int:
         return ceil(tokens / self.config.trainer.tokens_per_batch) or 1
+
+    def _forward_packs(self, tokens: float) -> int:
+        larger = self.config.trainer.forward_tokens_per_batch
+        return (ceil(tokens / larger) or 1) if larger else self._packs(tokens)
 
     @property
     def _expert_pass_s(self) -> float:
@@ -166,7 +180,8 @@ class CostModel:
     def _work(self, sizes: np.ndarray) -> np.ndarray:
         """Seconds of each sequence on the GPUs that work on it together, in all passes."""
         forward = 2.0 * self.model.active * sizes + self._attention(1.0) * sizes * sizes
-        passes = 3.0 / self.reached.training + self.config.trainer.forward_passes / self.reached.forward
+        passes = self._update_passes / self.reached.training
+        passes += self.config.trainer.forward_passes / self.reached.forward
         flops = self.config.split.trainer_parallel * self.trainer_gpu.flops
         per_token = self._through_memory + self._between_ways + self._between_experts
         return (forward * passes / flops + sizes * per_token) / (self.reached.colocated if self.config.colocated else 1)
@@ -196,8 +211,13 @@ class CostModel:
         return volume / self._trainer_link / self.config.split.trainer_parallel
 
     @property
+    def _update_passes(self) -> float:
+        """Of an update, in forward passes: backward takes two, and one more computes activations again."""
+        return 4.0 if self.config.trainer.recompute else 3.0
+
+    @property
     def _passes(self) -> float:
-        return 3.0 + self.config.trainer.forward_passes
+        return self._update_passes + self.config.trainer.forward_passes
 
     @property
     def _activation_bytes(self) -> float:
@@ -229,9 +249,9 @@ class CostModel:
         cluster, ways = self.config.cluster, self.config.split.trainer_parallel
         per_host = self.config.trainer_gpus_per_host
         fetching = 1 if ways == 1 else per_host
-        within_host = self.config.trainer_gpus <= per_host
+        linked = self.config.trainer_gpus <= max(per_host, cluster.linked_gpus)
         network = cluster.gpu_network_gbytes_per_s * 1e9 * self.reached.bandwidth / fetching
-        rate = self._trainer_link if within_host else min(self._trainer_link, network)
+        rate = self._trainer_link if linked else min(self._trainer_link, network)
         return self.model.weight_bytes / ways / rate
 
     @cached_property
@@ -317,10 +337,8 @@ class CostModel:
 
 
 def kv_bytes_per_token(config: Config, ways: int) -> float:
-    """Of all cards of a replica: with more ways in a host than key heads, several cards have a copy of the same head.
-    Ways beyond a host are taken to divide layers."""
-    model, within = config.model, min(ways, config.cluster.gpus_per_host)
-    return model.kv_bytes_per_token * max(1.0, within / (model.kv_heads or model.heads or within))
+    """Of all cards of a replica: with more ways than key heads, several cards have a copy of the same head."""
+    return config.model.kv_bytes_per_token * max(1.0, ways / (config.model.kv_heads or config.model.heads or ways))
 
 
 def check_fit(config: Config) -> None:
