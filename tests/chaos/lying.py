@@ -130,7 +130,7 @@ def no_numbers(worker: Any) -> None:
 
 def more_than_certain(worker: Any) -> None:
     """Probabilities above 1."""
-    _change_output(lambda out: out._replace(logprobs=-out.logprobs))
+    _change_output(lambda out: out._replace(logprobs=np.ones_like(out.logprobs)))
 
 
 def no_tokens_of_ours(worker: Any) -> None:

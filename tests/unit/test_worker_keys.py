@@ -36,6 +36,7 @@ from tailrace.runtime.admission import OF_A_STRANGER
 from tailrace.runtime.allowance import BURST, REMEMBERED, Allowance
 from tailrace.runtime.worker_keys import WorkerKeys
 from tailrace.store.journal import Journal
+from tailrace.store.run import RunStore
 from tailrace.wire.connection import Connection
 from tailrace.wire.keys import JOIN_KEY, JoinKey, host_key, stranger_token, worker_of
 from tailrace.wire.messages import (
@@ -98,13 +99,17 @@ def test_a_name_that_is_none_is_refused_and_opens_nothing(tmp_path: Path, name: 
 
 
 def test_the_command_makes_lists_and_withdraws(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    keys(tmp_path)
-    assert main(["workers", str(tmp_path), "--invite", "alice"]) == 0
-    assert main(["workers", str(tmp_path), "--revoke", "alice", "--reason", "gone"]) == 0
-    assert main(["workers", str(tmp_path)]) == 0
+    run = str(tmp_path / "run")
+    RunStore.create(tmp_path / "run", settings()).close(complete=False)
+    keys(tmp_path / "run")
+    assert main(["workers", run, "--invite", "alice"]) == 0
+    assert main(["workers", run, "--revoke", "alice", "--reason", "gone"]) == 0
+    assert main(["workers", run]) == 0
     assert "alice: revoked, gone" in capsys.readouterr().out
-    assert main(["workers", str(tmp_path), "--revoke", "bob"]) == 2
-    assert main(["workers", str(tmp_path / "nowhere"), "--invite", "bob"]) == 2
+    assert main(["workers", run, "--revoke", "bob"]) == 2
+    for nowhere in (tmp_path, tmp_path / "nowhere"):
+        assert main(["workers", str(nowhere), "--invite", "bob"]) == 2
+        assert main(["workers", str(nowhere)]) == 2, "it is no run"
 
 
 def test_a_strangers_token_proves_its_own_names_and_no_others(tmp_path: Path):
