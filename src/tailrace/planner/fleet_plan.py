@@ -47,7 +47,7 @@ LATE_STEPS = 20  # where a link brings versions too late: that shows once more s
 BEATS, MOST_HEARTBEAT_S = 20, 30.0  # heartbeats of a step at most, and the time between two
 MOST_IDLE = 0.9  # of a trainer from which anything is learnt of its speed
 ALIKE = 0.02  # of the replicas may be others
-COMES_NEAR = 0.6  # of the best throughput or price: others are not worth a simulation
+COMES_NEAR = 0.75  # of the best throughput or price: others are not worth a simulation
 
 
 class ProblemPart(NamedTuple):
