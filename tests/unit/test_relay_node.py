@@ -19,7 +19,6 @@ from tailrace.weights.messages import (
     AlreadyHeld,
     ChunkHeader,
     OfferVersion,
-    PullVersion,
     ReceivingElsewhere,
     VersionSealed,
 )
@@ -285,10 +284,10 @@ def test_a_stranger_pulls_no_version_from_a_relay_of_ours_nor_sends_it_one(tmp_p
     own = stranger_token(TOKEN.decode(), "alice").encode()
     with nodes(1, tmp_path) as (node,):
         publish(node.address, Weights(1, b"w" * PIECE)).join(DEADLINE_S)
-        for request in (PullVersion(1), OfferVersion(2, PIECE)):
-            with pytest.raises(TokenError), dial(node.address, own) as channel:
-                channel.send(request)
-                channel.receive("an answer")
+        with pytest.raises(TokenError):
+            fetch(node.address, own, 1, SharedMemory(tmp_path / "mine"))
+        with pytest.raises(TokenError), dial(node.address, own) as channel:
+            offer(channel, Weights(2, DATA))
         assert node.versions() == (1,)
 
 
