@@ -62,7 +62,7 @@ def test_fleets_are_alike_that_differ_by_a_few_replicas_of_many():
 
 
 def test_only_a_link_that_is_too_slow_is_taken_for_one():
-    """Groups that take longer than data may be old show how fast replicas are; more steps show what is dropped."""
+    """What is dropped because groups take longer than data may be old shows sooner."""
     in_time = Provisioning(work=1e6, rate=2e5, step_s=10.0, broadcast_s=1.0, generate_s=20.0, staleness=4)
     far, slow = in_time._replace(broadcast_s=30.0), in_time._replace(generate_s=60.0)
     assert [isfinite(one.needed) for one in (in_time, far, slow)] == [True, False, False]

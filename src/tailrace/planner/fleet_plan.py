@@ -47,6 +47,7 @@ LATE_STEPS = 20  # where a link brings versions too late: that shows once more s
 BEATS, MOST_HEARTBEAT_S = 20, 30.0  # heartbeats of a step at most, and the time between two
 MOST_IDLE = 0.9  # of a trainer from which anything is learnt of its speed
 ALIKE = 0.02  # of the replicas may be others
+DEARER = 1.05  # than the program's choice: once speeds were seen, others will not be the cheapest
 COMES_NEAR = 0.75  # of the best throughput or price: others are not worth a simulation
 
 
@@ -170,7 +171,9 @@ class FleetSearch:
             return self._comes_near(other, best)
         leader = min(self.found.values(), key=self._order)
         if self.goal.tokens_per_s:
-            return leader.result.tokens_per_s < self._target or other.dollars(self.figures.kinds) < leader.dollars
+            missed = leader.result.tokens_per_s < self._target
+            most = DEARER * best.dollars(self.figures.kinds) if missed else leader.dollars
+            return other.dollars(self.figures.kinds) < most
         return other.rate > leader.result.tokens_per_s
 
     def _alone(self) -> list[ProblemPart]:
@@ -256,9 +259,9 @@ class FleetSearch:
             self.progress(done, total, "simulating the best fleets")
 
     def _learn(self, judged: Sequence[FleetCandidate]) -> None:
-        """What the stages reached of their figures, the program's own choice counting last. A fleet to which a link
-        brings versions too late says nothing of that."""
-        judged = [each for each in judged if not _link_is_late(provision_of(each.config))]
+        """What the stages reached of their figures, the program's own choice counting last. A fleet in which data gets
+        too old says nothing of that."""
+        judged = [each for each in judged if isfinite(provision_of(each.config).needed)]
         for each in reversed(judged):
             shown = self.figures.shown_by(each.choice, each.result)
             if each.result.trainer_idle <= WAITS:  # they were enough, and may be able to do more
