@@ -1,14 +1,13 @@
 """Plans for several kinds of card: what each goal chooses, where it runs, and what is refused."""
 
-from math import inf, isfinite
+from math import inf
 
 import msgspec
 import pytest
 from test_kinds import fleet
 
 from tailrace.config import ConfigError, load, with_values
-from tailrace.control.provisioning import Provisioning
-from tailrace.planner.fleet_plan import _link_is_late, are_alike, placement_of, plan_fleet
+from tailrace.planner.fleet_plan import are_alike, placement_of, plan_fleet
 from tailrace.planner.fleet_program import FleetChoice, FleetGoal, ReplicaOption, TrainerOption
 from tailrace.planner.fleet_rates import FleetFigures
 from tailrace.planner.fleet_report import fleet_plan_json, notes, render_fleet_plan
@@ -59,14 +58,6 @@ def test_fleets_are_alike_that_differ_by_a_few_replicas_of_many():
     assert not are_alike(many, FleetChoice(trainer._replace(gpus=16), many.replicas))
     assert not are_alike(many, FleetChoice(trainer, ((one._replace(ways=2), 300),)))
     assert not are_alike(FleetChoice(trainer, ((one, 9),)), FleetChoice(trainer, ((one, 8),))), "one of few counts"
-
-
-def test_only_a_link_that_is_too_slow_is_taken_for_one():
-    """What is dropped because groups take longer than data may be old shows sooner."""
-    in_time = Provisioning(work=1e6, rate=2e5, step_s=10.0, broadcast_s=1.0, generate_s=20.0, staleness=4)
-    far, slow = in_time._replace(broadcast_s=30.0), in_time._replace(generate_s=60.0)
-    assert [isfinite(one.needed) for one in (in_time, far, slow)] == [True, False, False]
-    assert [_link_is_late(one) for one in (in_time, far, slow)] == [False, True, False]
 
 
 def test_what_is_to_be_pasted_makes_the_planned_fleet(plans, small, tmp_path):

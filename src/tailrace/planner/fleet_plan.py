@@ -22,7 +22,6 @@ import msgspec
 
 from tailrace.config import Config, ConfigError, with_values
 from tailrace.config.kinds import GpuKind
-from tailrace.control.provisioning import Provisioning
 from tailrace.planner.fleet_program import (
     FleetChoice,
     FleetGoal,
@@ -43,12 +42,11 @@ MORE = 0.95  # of its figures: what generation is taken to reach, where it was n
 SOLUTIONS = 4  # of the program until its replicas' batches fit their number
 JUDGED = 7  # candidates of a round
 STEPS = 5  # of a simulation, once it is steady
-LATE_STEPS = 20  # where a link brings versions too late: that shows once more steps are made than data may be old
+LATE_STEPS = 20  # where versions come too late: that shows once more steps are made than data may be old
 BEATS, MOST_HEARTBEAT_S = 20, 30.0  # heartbeats of a step at most, and the time between two
 MOST_IDLE = 0.9  # of a trainer from which anything is learnt of its speed
 ALIKE = 0.02  # of the replicas may be others
-DEARER = 1.05  # than the program's choice: once speeds were seen, others will not be the cheapest
-COMES_NEAR = 0.75  # of the best throughput or price: others are not worth a simulation
+COMES_NEAR = 0.6  # of the best throughput or price: others are not worth a simulation
 
 
 class ProblemPart(NamedTuple):
@@ -171,9 +169,7 @@ class FleetSearch:
             return self._comes_near(other, best)
         leader = min(self.found.values(), key=self._order)
         if self.goal.tokens_per_s:
-            missed = leader.result.tokens_per_s < self._target
-            most = DEARER * best.dollars(self.figures.kinds) if missed else leader.dollars
-            return other.dollars(self.figures.kinds) < most
+            return leader.result.tokens_per_s < self._target or other.dollars(self.figures.kinds) < leader.dollars
         return other.rate > leader.result.tokens_per_s
 
     def _alone(self) -> list[ProblemPart]:
@@ -259,9 +255,9 @@ class FleetSearch:
             self.progress(done, total, "simulating the best fleets")
 
     def _learn(self, judged: Sequence[FleetCandidate]) -> None:
-        """What the stages reached of their figures, the program's own choice counting last. A fleet in which data gets
-        too old says nothing of that."""
-        judged = [each for each in judged if isfinite(provision_of(each.config).needed)]
+        """What the stages reached of their figures, the program's own choice counting last. A fleet to which versions
+        come too late says nothing of that."""
+        judged = [each for each in judged if _in_time(each.config)]
         for each in reversed(judged):
             shown = self.figures.shown_by(each.choice, each.result)
             if each.result.trainer_idle <= WAITS:  # they were enough, and may be able to do more
@@ -321,22 +317,15 @@ def _quick(config: Config) -> Config:
     beats = min(BEATS, config.workload.trajectories_per_step / config.replicas)
     step_s = bound(config).step_s
     heartbeat_s = max(config.health.heartbeat_s, min(step_s / beats, MOST_HEARTBEAT_S))
-    made = with_values(config, {"run.steps": _steps(config), "health.heartbeat_s": heartbeat_s})
+    steps = STEPS if _in_time(config) else LATE_STEPS
+    made = with_values(config, {"run.steps": steps, "health.heartbeat_s": heartbeat_s})
     check_fit(made)
     return made
 
 
-def _steps(config: Config) -> int:
-    """Where data gets too old, as many more as it may be old: from then on some is dropped."""
-    provisioning = provision_of(config)
-    if _link_is_late(provisioning):
-        return LATE_STEPS
-    return STEPS if isfinite(provisioning.needed) else STEPS + config.schedule.max_staleness
-
-
-def _link_is_late(provisioning: Provisioning) -> bool:
-    """Versions reach a site too late, however fast replicas are; without the way there they would not."""
-    return not isfinite(provisioning.needed) and isfinite(provisioning._replace(broadcast_s=0.0).needed)
+def _in_time(config: Config) -> bool:
+    """Versions reach every site soon enough, however fast replicas are."""
+    return isfinite(provision_of(config).needed)
 
 
 # --------------------------------------------------------------------------------------------------------- phase two
