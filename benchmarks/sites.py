@@ -4,6 +4,7 @@ killed, and a stranger lies.
     sudo python benchmarks/sites.py                          # writes benchmarks/results/sites.json
     sudo python benchmarks/sites.py --whole                  # the same without differences between versions
     sudo python benchmarks/sites.py --calm 20 --cut 20       # shorter
+    sudo python benchmarks/sites.py --cuts 61 20 59 62 40 60 # only: all sites are cut off, one time after the other
 
 Home has controller, trainer, store, one relay and the replica that checks what strangers hand in. Each site is two
 machines (network namespaces) with `tailrace worker --site`, two replicas each: twelve in all. Round trips, rates and
@@ -20,6 +21,9 @@ learner's idle share (of the time, that in which the trainer had no mini-batch, 
 site's link in both directions for each version. At the end `tests/chaos/proof.py` goes through the journal and the
 stores: nothing was lost, and nothing counted twice. `network`: what the test network carries by itself, as plain TCP to
 all sites at once, and the share of one processor that its switch takes.
+
+`cuts`: for each of them how many machines joined in the `AFTER_CUT_S` seconds after it, and how many of these left
+again. Each of the six should join once; after a cut of a minute it may be giving the run up just then.
 
 `TROUBLES` is where further phases go: functions of the bed that return the name of what they did.
 """
@@ -64,6 +68,7 @@ MACHINES, REPLICAS = 2, 2  # of a site; of a machine
 MINI_BATCH_S, MINI_BATCHES = 2.0, 2
 WEIGHT_MBYTES = 20.0
 STRANGER = 1 + MACHINES * len(SITES)  # number of its host
+AFTER_CUT_S = 30.0  # to join again
 START_S = 600.0  # for 30 processes on a busy machine
 SLOWER = {  # than tests/chaos/fleet.py, whose workload it is; all replicas are elsewhere, but for a checker
     "rollout.stream_tokens": 64,
@@ -200,6 +205,29 @@ def measure(options: argparse.Namespace) -> Row:
         }
 
 
+def cut_again_and_again(seconds: list[float]) -> list[Row]:
+    """All sites at once."""
+    with TemporaryDirectory(dir="/dev/shm") as folder, bed_of(Path(folder), []) as bed:
+        until(bed.run, lambda: bed.steps() >= 5, "five steps")
+        rows = [_cut_all(bed, each) for each in seconds]
+        status, _, err = bed.run.interrupt()
+        assert status == 130, err
+        prove(bed.run.folder)
+    return rows
+
+
+def _cut_all(bed: Bed, seconds: float) -> Row:
+    for number in (number for numbers in bed.machines.values() for number in numbers):
+        bed.network.isolate(number)
+    time.sleep(seconds)
+    before = {one.host for one in guests.joined(bed.run)}
+    bed.network.heal()
+    time.sleep(AFTER_CUT_S)
+    joined = {one.host for one in guests.joined(bed.run)} - before
+    gone = {one.host: one.reason for one in guests.left(bed.run)}
+    return {"cut_s": seconds, "joined": len(joined), "left_again": [gone[host] for host in joined if host in gone]}
+
+
 def endings(bed: Bed) -> dict[str, list[str]]:
     """Of workers that are gone before the end: exit code and last words, by site."""
     found = {
@@ -288,10 +316,16 @@ def main() -> None:
     words.add_argument("--calm", type=float, default=60.0, help="seconds of every phase but the cut")
     words.add_argument("--cut", type=float, default=60.0, help="seconds for which a site is cut off")
     words.add_argument("--whole", action="store_true", help="versions are never sent as differences")
+    words.add_argument(
+        "--cuts", type=float, nargs="+", metavar="S", help="only this: cut all sites off for so long each"
+    )
     words.add_argument("--network", action="store_true", help="only what the network carries by itself")
     options = words.parse_args()
     if reason := missing():
         sys.exit(f"no hosts: {reason}")
+    if options.cuts:
+        save(cuts=cut_again_and_again(options.cuts))
+        return
     save(network=network_alone(10.0))
     if not options.network:
         save(**{"whole versions" if options.whole else "differences": measure(options)})

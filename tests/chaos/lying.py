@@ -95,6 +95,97 @@ def a_failure(worker: Any) -> None:
     worker._ending = changed
 
 
+def an_older_sample(worker: Any) -> None:
+    """It hands in the tokens of its first sample again and again."""
+    from tailrace.engines.emulated import EmulatedEngine
+
+    honest, first = EmulatedEngine._tokens, list[Any]()
+
+    def changed(self: Any, jobs: Any, *rest: Any) -> Any:
+        first.extend(jobs[: 1 - len(first)])
+        return honest(self, first * len(jobs), *rest)
+
+    EmulatedEngine._tokens = changed  # type: ignore[method-assign]
+
+
+def nothing_at_all(worker: Any) -> None:
+    """Completions without a token."""
+    from tailrace.rollout.episode import Episode
+
+    Episode.sampled = lambda self, *rest: None  # type: ignore[method-assign]
+
+
+def too_long(worker: Any) -> None:
+    from tailrace.rollout.episode import Episode
+
+    honest = Episode.sampled
+    Episode.sampled = lambda self, version, *data: honest(self, version, *[one * 10_000 for one in data])  # type: ignore[method-assign]
+
+
+def nobody_sampled_it(worker: Any) -> None:
+    """Its tokens are said to be an environment's."""
+    from tailrace.rollout.episode import Episode
+
+    Episode.sampled = lambda self, version, tokens, logprobs: tokens and self.observed(tokens)  # type: ignore[method-assign]
+
+
+def no_numbers(worker: Any) -> None:
+    _change_output(lambda out: out._replace(logprobs=out.logprobs * np.float32("nan")))
+
+
+def more_than_certain(worker: Any) -> None:
+    """Probabilities above 1."""
+    _change_output(lambda out: out._replace(logprobs=np.ones_like(out.logprobs)))
+
+
+def no_tokens_of_ours(worker: Any) -> None:
+    _change_output(lambda out: out._replace(tokens=-out.tokens))
+
+
+def others_data(worker: Any) -> None:
+    """It asks for samples that others have."""
+    honest = worker._generate
+
+    def changed(self: Any, command: Any) -> None:
+        honest(self, command)
+        for id in range(command.requests[0].trajectory + 40):
+            self.samples.fetch(id, 1, 0)
+
+    worker._generate = changed
+
+
+def a_flood(worker: Any) -> None:
+    from tailrace.protocol import Progressed
+
+    _say(worker, lambda self: [Progressed(self.spec.id, 1, number, 0, 0) for number in range(10_000)])
+
+
+def very_many_samples(worker: Any) -> None:
+    """In one message, and none of them anybody's."""
+    from tailrace.protocol import HandedIn, TrajectoryMeta
+
+    unknown = tuple(TrajectoryMeta(10**6 + id, 1, 5, 0, 0, "stop", None) for id in range(5000))
+    _say(worker, lambda self: [HandedIn(self.spec.id, unknown)])
+
+
+def a_long_message(worker: Any) -> None:
+    from tailrace.protocol import PullFailed
+
+    _say(worker, lambda self: [PullFailed(self.spec.id, 1, 0, "x" * (2 << 20))])
+
+
+def _say(worker: Any, events: Any) -> None:
+    """With its first work."""
+    honest = worker._generate
+
+    def changed(self: Any, command: Any) -> None:
+        honest(self, command)
+        for event in events(self):
+            self.controller.report(event)
+
+    worker._generate = changed
+
+
 def _change_output(change: Any) -> None:
     from tailrace.engines.emulated import EmulatedEngine
 
@@ -106,7 +197,9 @@ LIES = {
     each.__name__: each
     for each in (
         *(tokens, logprobs, best_of_many, best_of_many_for_real, cut_short),
-        *(other_version, a_reward, another_sample, a_failure),
+        *(other_version, a_reward, another_sample, a_failure, an_older_sample, nothing_at_all, too_long),
+        *(nobody_sampled_it, no_numbers, more_than_certain, no_tokens_of_ours, others_data),
+        *(a_flood, very_many_samples, a_long_message),
     )
 }
 

@@ -40,6 +40,13 @@ def test_a_few_long_ones_are_taken_along():
     assert costs.drain_s > 30, "6,000 steps of a nearly empty batch"
 
 
+def test_a_report_of_kv_that_is_older_than_its_samples_ends_nothing():
+    """What is left of it is then below 0, and so is the time that a step would take."""
+    samples = [InFlight(context=4_000, left=10, due_s=1e4, at_stake=100.0), InFlight(8_000, 11, 1e4, 100.0)]
+    slow_memory = COSTS._replace(step=1e-4, sequence=0.0, kv_token=1e-6)
+    assert choose(situation(samples, costs=slow_memory, kv=100))[0] in ("take_along", "stay", "drain")
+
+
 def test_what_is_about_to_end_is_waited_for():
     assert chosen([InFlight(8_000, 10)] * 4) == "drain"
 

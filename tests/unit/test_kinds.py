@@ -76,6 +76,9 @@ def test_settings_survive_being_written_down_and_read_again():
         ({"cluster.sites": {}}, r"of which no link is known; write \[cluster.sites.b\] and below it gbytes_per_s"),
         ({"cluster.sites": {"d": {"gbytes_per_s": 1}}}, "the link of a site at which no card is; write 'b'"),
         ({"cluster.cards": {"H20": 32}}, r"cluster.cards.H20 wants a table; write \[cluster.cards.H20\]"),
+        ({"cluster.cards": {"H20": {"gpus": 10**11}}}, "gpus is 100,000,000,000; write 1,000,000 or fewer"),
+        ({"cluster.cards": {"": {"gpu": "H20", "gpus": 8}}}, r"a kind in \[cluster.cards\] has no name"),
+        ({"cluster.cards": {"H20": {"gpus": 1}}, "split.trainer_gpus": 0}, "write cluster.cards.H20.gpus = 2"),
         ({"cluster.cards": {"H20": {"gpus": 0}}}, "have gpus = 0; write how many there are of one"),
     ],
 )

@@ -26,6 +26,7 @@ from tailrace.weights.region import MappedVersion
 from tailrace.weights.relay_node import RelayNode
 from tailrace.weights.shared_memory import SharedMemory
 from tailrace.weights.transfer import offer
+from tailrace.wire.keys import stranger_token
 
 DATA = os.urandom(3 * PIECE + 100_000)
 
@@ -276,6 +277,18 @@ def test_what_was_damaged_on_its_way_is_sealed_nowhere(tmp_path: Path) -> None:
         assert first.stored == second.stored == []
         assert isinstance(send(first, Weights(1, DATA)), VersionSealed)
         until(lambda: second.holds(1, DATA), "the good copy")
+
+
+def test_a_stranger_pulls_no_version_from_a_relay_of_ours_nor_sends_it_one(tmp_path: Path) -> None:
+    """It has a token of its own, by which it is sent versions; which ones, is for control to say."""
+    own = stranger_token(TOKEN.decode(), "alice").encode()
+    with nodes(1, tmp_path) as (node,):
+        publish(node.address, Weights(1, b"w" * PIECE)).join(DEADLINE_S)
+        with pytest.raises(TokenError):
+            fetch(node.address, own, 1, SharedMemory(tmp_path / "mine"))
+        with pytest.raises(TokenError), dial(node.address, own) as channel:
+            offer(channel, Weights(2, DATA))
+        assert node.versions() == (1,)
 
 
 def test_who_has_another_token_is_refused_on_either_side(tmp_path: Path) -> None:

@@ -41,13 +41,14 @@ from tailrace.samples.messages import (
     PieceColumns,
     ReadLengths,
     SampleLength,
+    Withdraw,
     column,
     encode,
 )
 from tailrace.types import Row
 from tailrace.wire.connection import Connection
 from tailrace.wire.keys import sample_key, signed_receipt
-from tailrace.wire.messages import Receipt
+from tailrace.wire.messages import UNNUMBERED, Receipt
 from tailrace.wire.session import StrangerError
 from tailrace.wire.tls import Identity
 
@@ -438,6 +439,26 @@ def test_who_sends_what_is_not_its_own_to_send_is_cut_off_and_named(tmp_path: Pa
         with client(running.port) as replica:  # nobody else is the worse for it
             stream(replica, 1, [10])
             stored(replica, 1)
+
+
+def test_who_asks_faster_than_it_can_be_answered_or_sends_too_much_at_once_is_cut_off(
+    tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.setattr("tailrace.samples.server.MOST_FETCHES", 100)
+    monkeypatch.setattr("tailrace.samples.server.LONGEST_FRAME", 1 << 16)
+    with store(tmp_path) as running:
+        name, held = "replica-1/1@alice", threading.Event()
+        running.server._readers.submit(held.wait)
+        running.server._readers.submit(held.wait)  # nobody is answered meanwhile
+        with Connection(f"tcp://127.0.0.1:{running.port}", name, sample_key(KEY, name)) as wire:
+            for number in range(200):
+                wire.send(UNNUMBERED, encode(Fetch(number, 1)))
+                wire.send(UNNUMBERED, encode(Withdraw(number, 1)))
+            wire.flush()
+            until(lambda: name in running.accused)
+        held.set()
+        assert running.accused[name] == "more than 100 requests at once"
+        assert accused(running, bytes(1 << 17), "replica-1/2@alice") == "a message of 131,072 bytes"
 
 
 def test_a_prompt_that_never_was_is_refused_and_ends_nothing(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from test_validation import config, meta, play
 
@@ -14,6 +15,7 @@ from played import KEYS, Played
 from tailrace.cli import main
 from tailrace.errors import UsageError
 from tailrace.protocol import (
+    Assignment,
     CheckFailed,
     Dismiss,
     Finished,
@@ -31,14 +33,17 @@ from tailrace.protocol import (
     WorkerRefused,
 )
 from tailrace.runtime.admission import OF_A_STRANGER
-from tailrace.runtime.allowance import BURST
+from tailrace.runtime.allowance import BURST, REMEMBERED, Allowance
 from tailrace.runtime.worker_keys import WorkerKeys
 from tailrace.store.journal import Journal
+from tailrace.store.run import RunStore
 from tailrace.wire.connection import Connection
 from tailrace.wire.keys import JOIN_KEY, JoinKey, host_key, stranger_token, worker_of
 from tailrace.wire.messages import (
+    UNNUMBERED,
     Collapsed,
     Dismissed,
+    Garbled,
     Hello,
     Measured,
     Offer,
@@ -46,8 +51,9 @@ from tailrace.wire.messages import (
     StoreAddresses,
     Wanted,
     WireError,
+    encode,
 )
-from tailrace.wire.server import ControlServer
+from tailrace.wire.server import LONGEST_OF_STRANGER, ControlServer
 from tailrace.wire.session import StrangerError
 from tailrace.wire.tls import Identity
 
@@ -93,13 +99,17 @@ def test_a_name_that_is_none_is_refused_and_opens_nothing(tmp_path: Path, name: 
 
 
 def test_the_command_makes_lists_and_withdraws(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    keys(tmp_path)
-    assert main(["workers", str(tmp_path), "--invite", "alice"]) == 0
-    assert main(["workers", str(tmp_path), "--revoke", "alice", "--reason", "gone"]) == 0
-    assert main(["workers", str(tmp_path)]) == 0
+    run = str(tmp_path / "run")
+    RunStore.create(tmp_path / "run", settings()).close(complete=False)
+    keys(tmp_path / "run")
+    assert main(["workers", run, "--invite", "alice"]) == 0
+    assert main(["workers", run, "--revoke", "alice", "--reason", "gone"]) == 0
+    assert main(["workers", run]) == 0
     assert "alice: revoked, gone" in capsys.readouterr().out
-    assert main(["workers", str(tmp_path), "--revoke", "bob"]) == 2
-    assert main(["workers", str(tmp_path / "nowhere"), "--invite", "bob"]) == 2
+    assert main(["workers", run, "--revoke", "bob"]) == 2
+    for nowhere in (tmp_path, tmp_path / "nowhere"):
+        assert main(["workers", str(nowhere), "--invite", "bob"]) == 2
+        assert main(["workers", str(nowhere)]) == 2, "it is no run"
 
 
 def test_a_strangers_token_proves_its_own_names_and_no_others(tmp_path: Path):
@@ -215,6 +225,11 @@ LIES: dict[str, Any] = {
     "a check": lambda p: CheckFailed(REPLICA, given(p).id, given(p).attempt, "?"),
     "another's sample": lambda p: HandedIn(REPLICA, (meta(p.running(1)[0][0], p.running(1)[0][1], 5, reward=None),)),
     "in another's name": lambda p: HandedIn(1, (given(p),)),
+    "a reward with what it hands in": lambda p: HandedIn(REPLICA, (msgspec.structs.replace(given(p), reward=1.0),)),
+    "very many samples at once": lambda p: HandedIn(REPLICA, tuple(meta(10**6 + id, 1, 5) for id in range(BURST + 1))),
+    "that it holds very much": lambda p: ReplicaJoined(
+        REPLICA, 2, p.controller.state.fleet.replicas[REPLICA].host, 0, 9, 9, (Assignment(0, 1),) * (BURST + 1)
+    ),
     "without a receipt": lambda p: HandedIn(REPLICA, (given(p),)),
     "figures": lambda p: Measured(0, {"engine/steps": 1.0}),
     "a price": lambda p: ReplicaJoined(REPLICA, 2, p.controller.state.fleet.replicas[REPLICA].host, 0, 9, 9, price=0.1),
@@ -275,6 +290,59 @@ def test_who_speaks_too_often_is_sent_away(tmp_path: Path):
         assert worker.excluded == "it sent more messages than a stranger may"
 
     play(tmp_path / "run", scene, settings())
+
+
+def test_so_is_a_machine_of_its_that_offers_itself_too_often_and_it_is_hung_up_on(tmp_path: Path):
+    from tailrace import __version__
+
+    async def scene(played: Played) -> None:
+        await played.welcome(STRANGER)
+        hung_up: list[str] = []
+        played.controller.server.hang_up = hung_up.append  # type: ignore[method-assign]
+        for _ in range(BURST + 200):
+            played.say(STRANGER, Offer(__version__, 1))
+        await played.turn()
+        await played.turn()
+        worker = played.controller.state.strangers.workers["alice"]
+        assert worker.excluded == "it sent more messages than a stranger may"
+        assert STRANGER in hung_up
+
+    play(tmp_path / "run", scene, settings())
+
+
+def test_no_more_names_are_remembered_than_have_something_to_be_remembered():
+    allowance = Allowance()
+    for number in range(3 * REMEMBERED):
+        assert allowance.spend(f"host-{number}/1@alice", now=float(number))
+    assert len(allowance._left) <= REMEMBERED
+
+
+def test_a_long_message_of_a_stranger_is_not_even_read(tmp_path: Path):
+    """That of others may be longer."""
+    made = keys(tmp_path)
+    made.invite("alice")
+
+    async def scene() -> list[Any]:
+        identity = Identity(KEYS.identity)
+        server = ControlServer(KEYS, identity=identity, worker_token=made.token)
+        heard: list[Any] = []
+        for name in ("replica-2/1@alice", "replica-0/1"):
+            call = await asyncio.to_thread(Connection, server.endpoint, name, KEYS.of(name), identity.fingerprint)
+            for content in (encode(Hello()), encode(Collapsed("x" * (LONGEST_OF_STRANGER + 1)))):
+                call.send(UNNUMBERED, content)
+            while call.has_unsent:
+                call.flush()
+                await asyncio.sleep(0.001)
+            while not heard or heard[-1].sender != name or isinstance(heard[-1].message, Hello):
+                heard += await server.receive()
+            call.close()
+        await server.close()
+        return [one.message for one in heard if not isinstance(one.message, Hello)]
+
+    garbled, collapsed = asyncio.run(scene())
+    assert isinstance(garbled, Garbled)
+    assert "a message of 1,0" in garbled.what
+    assert isinstance(collapsed, Collapsed)
 
 
 def test_what_it_hands_in_counts_once_with_a_receipt_and_a_replay_changes_nothing(tmp_path: Path):

@@ -128,6 +128,8 @@ def _kinds_are_used(config: Config) -> Iterator[str]:
         yield from _replica_of_a_kind(config, f"cluster.cards.{kind.name}.tensor_parallel is {kind.ways}", kind)
     if config.trainer_gpus > trainer.gpus:
         yield f"split.trainer_gpus is {config.trainer_gpus} but there are {trainer.gpus} {trainer.name}; write fewer"
+    elif config.cluster.gpus == 1:
+        yield f"one GPU cannot both train and generate; write cluster.cards.{trainer.name}.gpus = 2 or more"
     elif not config.replicas:
         yield f"split.trainer_gpus = {config.trainer_gpus} leaves no replica's worth of GPUs; write fewer"
 

@@ -181,7 +181,8 @@ def _gpu(settings: Settings) -> str:
 
 
 def _colocated(settings: Settings) -> bool | None:
-    return True if settings["cluster.gpus"] == 1 and not settings.measured else None
+    alone = settings["cluster.gpus"] == 1 and not gpus_in(_cards(settings))  # cards of a kind take no turns
+    return True if alone and not settings.measured else None
 
 
 def _kv_tokens(settings: Settings) -> int:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, cast
 COUNTS = ("gpus", "gpus_per_host", "tensor_parallel")
 NAMES = ("gpu", "site")
 OF_A_KIND = (*COUNTS, *NAMES)  # the rest of a table [cluster.cards.NAME] are figures of the card
+MOST_GPUS = 1_000_000  # of a kind
 OF_A_LINK = ("gbytes_per_s", "latency_ms")
 
 
@@ -100,6 +101,8 @@ def _distance(kind: GpuKind, trainer: GpuKind, sites: Mapping[str, Any]) -> tupl
 def bad_tables(cards: Mapping[str, Any], sites: Mapping[str, Any]) -> Iterator[str]:
     """What is wrong with single values; figures of cards are judged where they are read."""
     for name, table in cards.items():
+        if not name.strip():
+            yield "a kind in [cluster.cards] has no name; write one, such as [cluster.cards.H100]"
         yield from _bad_kind(f"cluster.cards.{name}", table)
     for name, table in sites.items():
         yield from _bad_link(f"cluster.sites.{name}", table)
@@ -114,6 +117,8 @@ def _bad_kind(where: str, table: Any) -> Iterator[str]:
         least = 0 if key == "gpus" else 1
         if key in values and not _is_count(values[key], least):
             yield f"{where}.{key} is {values[key]!r}; write a whole number of {least} or more"
+        elif values.get(key, 0) > MOST_GPUS:
+            yield f"{where}.{key} is {values[key]:,}; write {MOST_GPUS:,} or fewer"
     for key in NAMES:
         if not isinstance(values.get(key, ""), str):
             yield f"{where}.{key} is {values[key]!r}; write a name in quotes"

@@ -69,9 +69,10 @@ def with_given(config: Config, given: Mapping[str, Given]) -> Config:
 
 
 def refuse_other_sections(words: Sequence[str], section: str) -> dict[str, Given]:
-    """Those settings on a command line, if all are of this section."""
+    """Those settings on a command line, if all are of this section and each can be so."""
     given = read_words(words)
     refuse([f"--{key} is the run's; only --{section}* can be set here" for key in given if not key.startswith(section)])
+    _accepted(given)
     return given
 
 

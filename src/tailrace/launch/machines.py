@@ -124,9 +124,11 @@ def _patiently(attend: Callable[[], Attendance], patience: Patience) -> int:
                 return attended.status
             until, told = time.monotonic() + patience.wait_s, False
         except AbsentError as error:
-            if isinstance(error, SilentError) and not patience.stay:
-                log.error("%s", error)
-                return SILENT
+            if isinstance(error, SilentError):
+                if not patience.stay:
+                    log.error("%s", error)
+                    return SILENT
+                until, told = time.monotonic() + patience.wait_s, False  # it was there until now
             if time.monotonic() >= until:
                 raise
             if not told:

@@ -7,15 +7,14 @@ from pathlib import Path
 from tailrace.errors import UsageError
 from tailrace.logs import output
 from tailrace.runtime.worker_keys import WorkerKeys
+from tailrace.store.journal import Journal
 
 
 def workers(run: Path, invite: str | None, revoke: str | None, reason: str) -> int:
     """Make a key, withdraw one, or say who has one."""
     if reason and revoke is None:
         raise UsageError("--reason says why a key is withdrawn; write it with --revoke NAME")
-    if not run.is_dir():
-        raise UsageError(f"there is no run in {run}")
-    keys = WorkerKeys(run)
+    keys = WorkerKeys(Journal(run).path.parent)
     if invite is not None:
         output(f"{keys.invite(invite)}: bring it to {invite}, who joins with tailrace worker --key")
     elif revoke is not None:

@@ -44,7 +44,6 @@ from tailrace.wire.messages import (
     Dismissed,
     Ended,
     FromController,
-    Hello,
     Offer,
     Wanted,
     shares_folder,
@@ -124,7 +123,7 @@ class Agent:
         try:
             await self._serve()
             clean = True
-        except AgentError as error:
+        except (AgentError, SilentError) as error:
             self._trouble = str(error)[:LONGEST]
             raise
         finally:
@@ -146,16 +145,20 @@ class Agent:
                 leave_at = min(leave_at, time.monotonic() + FAREWELL_S)
             if time.monotonic() > leave_at:
                 self._over = "left"
-            if time.monotonic() - self._heard_at > self._silence_s:
+            if time.monotonic() - self._last_sign_at > self._silence_s:
                 silence = f"nothing was heard of the run for {self._silence_s:g} s"
                 raise SilentError(f"{silence}; if it goes on, join it again")
             await self._listen(time.monotonic() + OFFER_S)
 
+    @property
+    def _last_sign_at(self) -> float:
+        """Of the run. Who has just been let in again waits for the answer, however long it was cut off before."""
+        return max(self._heard_at, self._controller.connected_at)
+
     def _offer(self, leaving: bool) -> None:
         room, networks = self._room, interfaces() if self._room.ranks else {}
         offer = Offer(__version__, room.replicas, room.store is not None, self._components, room.ranks, networks)
-        self._controller.send(Hello())
-        self._controller.send(replace(offer, leaving=leaving, reason=self._trouble, site=room.site))
+        self._controller.offer(replace(offer, leaving=leaving, reason=self._trouble, site=room.site))
 
     async def _listen(self, until: float) -> None:
         """Between two offers. Something that changes here is worth one at once."""

@@ -60,7 +60,7 @@ from tailrace.protocol import (
     TrainerJoined,
     WorkerRevoked,
 )
-from tailrace.runtime.allowance import Allowance
+from tailrace.runtime.allowance import Allowance, messages_in
 from tailrace.runtime.backpressure import Backpressure
 from tailrace.runtime.components import FIRST_STORE, Components, RunHandle
 from tailrace.runtime.grants import reconciliation
@@ -81,7 +81,7 @@ from tailrace.store.run import RunStore
 from tailrace.store.waiting import PAUSE_S, Locked, to_terminal
 from tailrace.trainer.pace import BYTES_PER_PARAMETER
 from tailrace.watchdog import Watchdog
-from tailrace.wire.keys import HOST
+from tailrace.wire.keys import HOST, worker_of
 from tailrace.wire.messages import (
     Accused,
     Acknowledged,
@@ -109,6 +109,7 @@ LATE_BEATS = 1.5  # heartbeats without a datagram until frames are asked for
 LOOP_LAG, LAG_EVERY = "controller/loop_lag_p99_s", 100  # samples between two figures: ten seconds
 EVAL = "eval"  # who measured: the replicas together
 INTERRUPTED = "interrupted"
+TOO_MUCH = "more messages than a stranger may"
 STUCK_S = 10.0  # at one thing; then the controller writes to its log where it is
 
 
@@ -432,11 +433,19 @@ class Controller:
             self._take_in(process, message)
 
     def _complaint_about(self, process: Process, message: FromComponent | Garbled) -> str:
-        if process.spec.worker and not self._allowance.spend(process.spec.name, self.now):
-            return "more messages than a stranger may"
+        if process.spec.worker and not self._may_say(process.spec.name, message):
+            return TOO_MUCH
         return self._validation.complaint_about(_sender(process), message)
 
+    def _may_say(self, name: str, message: FromComponent | Garbled) -> bool:
+        """Whether a stranger has not yet said more than it may."""
+        return self._allowance.spend(name, self.now, messages_in(message))
+
     def _hear_host(self, name: str, message: FromComponent | Garbled) -> None:
+        if worker_of(name) and not self._may_say(name, message):
+            self.components.admission.refuse_host(name, TOO_MUCH)
+            self.server.hang_up(name)
+            return
         complaint = self._validation.complaint_about(Sender("host", 0, 0, 0, joined=True), message)
         if complaint:
             self.components.admission.refuse_host(name, complaint)

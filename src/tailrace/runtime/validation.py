@@ -254,8 +254,13 @@ class Validation:
 
     def _handed_in(self, sender: Sender, event: HandedIn) -> str:
         wrong = _own_replica(sender, event)
-        found = (self._bad_meta(sender, meta) or self._of_other_version(meta) for meta in event.samples)
+        found = (self._bad_hand_in(sender, meta) for meta in event.samples)
         return wrong or next(filter(None, found), "")
+
+    def _bad_hand_in(self, sender: Sender, meta: TrajectoryMeta) -> str:
+        if meta.reward is not None:
+            return f"t{meta.id} with the reward {meta.reward}, which is not for a stranger to say"
+        return self._bad_meta(sender, meta) or self._of_other_version(meta)
 
     def _of_other_version(self, meta: TrajectoryMeta) -> str:
         """A stranger keeps the version that it was given a sample under, or it could not be checked."""

@@ -50,7 +50,7 @@ class WorkerKeys:
     def invite(self, worker: str) -> Path:
         """Make a key; a name is used once."""
         if not WORKER.fullmatch(worker):
-            raise UsageError(f"'{worker}' is no name for a worker; write small letters, digits and _, at most 24")
+            raise UsageError(f"'{worker[:40]}' is no name for a worker; write small letters, digits and _, at most 24")
         if self._path(worker).exists() or self._path(worker, "revoked").exists():
             raise UsageError(f"there is or was a key for '{worker}'; write another name")
         self._write(JoinKey(self._fingerprint(), secrets.token_hex(32), worker))
@@ -58,7 +58,8 @@ class WorkerKeys:
 
     def revoke(self, worker: str, reason: str) -> None:
         if not WORKER.fullmatch(worker) or not self._path(worker).exists():
-            raise UsageError(f"'{worker}' has no key in {self._folder}; those who have are {self.names() or 'none'}")
+            known = ", ".join(self.names()) or "nobody"
+            raise UsageError(f"'{worker[:40]}' has no key in {self._folder}; {known} has")
         written = self._path(worker, "new")
         written.touch(PRIVATE)
         written.write_text(f"{reason}\n")

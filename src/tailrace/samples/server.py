@@ -56,7 +56,7 @@ from tailrace.samples.writer import GroupWriter, Key, ReceivedFrame, Sign
 from tailrace.types import MALFORMED, PromptId, Row, TrajectoryId
 from tailrace.wire import descriptors
 from tailrace.wire.keys import worker_of
-from tailrace.wire.listener import Listener, SignedChannel
+from tailrace.wire.listener import Listener, OversizedFrameError, SignedChannel
 from tailrace.wire.messages import LOOPBACK, Grant, Reconcile, WireError
 from tailrace.wire.session import StrangerError
 from tailrace.wire.tls import Identity
@@ -277,6 +277,8 @@ class SampleServer:
                 await self._has_room.wait()
                 number, content = await channel.receive(LONGEST_FRAME)
                 self._hear(client, number, content)
+        except OversizedFrameError as error:
+            self._cut_off(client, str(error))
         finally:
             answering.cancel()
             self._leave(client)
@@ -315,6 +317,9 @@ class SampleServer:
             return
         if not isinstance(frame, FRAMES[client.role]):
             self._cut_off(client, f"{type(frame).__name__}, which is not for a {client.role} to send")
+            return
+        if client.jobs.qsize() > MOST_FETCHES:
+            self._cut_off(client, f"more than {MOST_FETCHES:,} requests at once")
             return
         match frame:
             case Append():

@@ -75,6 +75,8 @@ class ControlClient:
         self._beat_at = 0.0
         self._inbox: queue.SimpleQueue[FromController] = queue.SimpleQueue()
         self._outbox: queue.SimpleQueue[FromComponent | None] = queue.SimpleQueue()
+        self._newest_offer: deque[Offer] = deque(maxlen=1)  # that was not sent
+        self.connected_at = 0.0  # when the controller last proved who it is
         self._give_up_at = inf  # if nobody listens then, the last words are lost
         self._wake, self._woken = socket.socketpair()
         self._wake.setblocking(False)
@@ -90,6 +92,11 @@ class ControlClient:
 
     def send(self, message: FromComponent) -> None:
         self._put(message)
+
+    def offer(self, offer: Offer) -> None:
+        """For a host. Only the newest is sent: what it offered while it was cut off holds no more."""
+        self._newest_offer.append(offer)
+        self._wake_up()
 
     def report(self, event: Event, receipts: tuple[Receipt, ...] = ()) -> None:
         self.send(Reported(event, receipts))  # type: ignore[arg-type]  # every Event is one of AnyEvent
@@ -134,6 +141,9 @@ class ControlClient:
     def _put(self, message: FromComponent | None) -> None:
         """Never waits: the thread that would have to make room may be the one that sends."""
         self._outbox.put(message)
+        self._wake_up()
+
+    def _wake_up(self) -> None:
         with suppress(BlockingIOError):  # full of calls that were not heard yet: the thread will wake up anyway
             self._wake.send(b"!")
 
@@ -148,6 +158,7 @@ class ControlClient:
                 over = time.monotonic() > self._give_up_at
                 time.sleep(RETRY_S)
                 continue
+            self.connected_at = time.monotonic()
             beats = wire.beat_sender()
             try:
                 over = self._converse(wire, beats)
@@ -202,14 +213,22 @@ class ControlClient:
         while not self._outbox.empty():
             message = self._outbox.get()
             if message is None:
+                self._send_offer(wire)
                 return False
-            if isinstance(message, Hello | Offer | Collapsed):
+            if isinstance(message, Hello | Collapsed):
                 wire.send(UNNUMBERED, encode(message))
             else:
                 self._number += 1
                 self._kept.append((self._number, encode(message)))
                 wire.send(*self._kept[-1])
+        self._send_offer(wire)
         return True
+
+    def _send_offer(self, wire: Connection) -> None:
+        """Whoever hears it may be another controller, which has to be told first who offers it."""
+        while self._newest_offer:
+            wire.send(UNNUMBERED, encode(self._hello))
+            wire.send(UNNUMBERED, encode(self._newest_offer.popleft()))
 
     def _take_in(self, wire: Connection, message: FromController) -> None:
         if isinstance(message, Acknowledged):

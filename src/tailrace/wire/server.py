@@ -37,6 +37,7 @@ BATCH = 256  # messages that are handled, and committed, together
 WAITING, WAITING_BYTES = 4096, 256 << 20  # what waits to be handled; then nobody is read from until there is less
 LONGEST_REPORT = 64 << 20  # bytes of one frame; a thousand samples streamed at once take 1 MB
 LONGEST_OFFER = 4 << 20
+LONGEST_OF_STRANGER = 1 << 20  # of either; it hands in one sample at a time
 UNREAD_BY_HOST = 64 << 20  # bytes that a machine has not taken yet; then it is hung up on
 UNREAD_BY_COMPONENT = 8 << 30
 MACHINES = 256  # whoever has the run's token can call as many as it likes
@@ -189,6 +190,8 @@ class ControlServer:
 
     async def _read(self, peer: Peer) -> None:
         patience, longest = (SILENT_S, LONGEST_OFFER) if peer.is_host else (None, LONGEST_REPORT)
+        if worker_of(peer.name):
+            longest = LONGEST_OF_STRANGER
         while self._peers.get(peer.name) is peer:  # what was read before it was hung up on may still be here
             try:
                 async with asyncio.timeout(patience):
