@@ -26,7 +26,6 @@ from typing import NamedTuple
 from tailrace.control.speed import DecodeCosts
 from tailrace.protocol import UpdateChoice
 
-LARGEST_EXPONENT = 709.0  # beyond it a float overflows
 STALENESS = 0.05  # of a token, for each version that its first one lags behind more than it has to
 
 
@@ -93,9 +92,9 @@ def _late_s(now: Situation) -> float:
 
 def _dropped(sample: InFlight, ends_s: float) -> float:
     """How likely it is to end too late, if it is expected to end then: what is left of a sample is about as uncertain
-    as it is long. The KV that a replica last reported may be less than its samples have by now; then `ends_s` can be
-    below 0."""
-    return exp(min(LARGEST_EXPONENT, -max(0.0, sample.due_s) / ends_s)) if ends_s else 0.0
+    as it is long. One that has ended is not late: `ends_s` is below 0 where the KV that a replica last reported is less
+    than its samples have by now."""
+    return exp(-max(0.0, sample.due_s) / ends_s) if ends_s > 0.0 else 0.0
 
 
 def drain_s(now: Situation, enough: float = inf) -> float:

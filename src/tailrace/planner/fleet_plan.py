@@ -42,11 +42,10 @@ MORE = 0.95  # of its figures: what generation is taken to reach, where it was n
 SOLUTIONS = 4  # of the program until its replicas' batches fit their number
 JUDGED = 7  # candidates of a round
 STEPS = 5  # of a simulation, once it is steady
-LATE_STEPS = 20  # where versions come too late: that shows once more steps are made than data may be old
 BEATS, MOST_HEARTBEAT_S = 20, 30.0  # heartbeats of a step at most, and the time between two
 MOST_IDLE = 0.9  # of a trainer from which anything is learnt of its speed
 ALIKE = 0.02  # of the replicas may be others
-COMES_NEAR = 0.6  # of the best throughput or price: others are not worth a simulation
+COMES_NEAR = 0.7  # of the best throughput or price: others are not worth a simulation
 
 
 class ProblemPart(NamedTuple):
@@ -154,7 +153,7 @@ class FleetSearch:
         best = self._solve()
         if best is None and not self.found:
             raise ConfigError(self._refusal())
-        if best is None:
+        if best is None or not self._is_promising(best, best):
             return  # by what was learnt since; the best that was simulated is the plan
         yield best
         parts = [ProblemPart(fresh=False), *self._alone()]  # the simulator keeps the staleness bound
@@ -317,10 +316,14 @@ def _quick(config: Config) -> Config:
     beats = min(BEATS, config.workload.trajectories_per_step / config.replicas)
     step_s = bound(config).step_s
     heartbeat_s = max(config.health.heartbeat_s, min(step_s / beats, MOST_HEARTBEAT_S))
-    steps = STEPS if _in_time(config) else LATE_STEPS
-    made = with_values(config, {"run.steps": steps, "health.heartbeat_s": heartbeat_s})
+    made = with_values(config, {"run.steps": _steps_of(config), "health.heartbeat_s": heartbeat_s})
     check_fit(made)
     return made
+
+
+def _steps_of(config: Config) -> int:
+    """That samples come too late shows once more steps are made than they may be old."""
+    return STEPS if _in_time(config) else max(STEPS, 2 * config.schedule.max_staleness)
 
 
 def _in_time(config: Config) -> bool:
