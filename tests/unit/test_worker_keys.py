@@ -226,9 +226,9 @@ LIES: dict[str, Any] = {
     "another's sample": lambda p: HandedIn(REPLICA, (meta(p.running(1)[0][0], p.running(1)[0][1], 5, reward=None),)),
     "in another's name": lambda p: HandedIn(1, (given(p),)),
     "a reward with what it hands in": lambda p: HandedIn(REPLICA, (msgspec.structs.replace(given(p), reward=1.0),)),
-    "very many samples at once": lambda p: HandedIn(REPLICA, tuple(meta(10**6 + id, 1, 5) for id in range(BURST + 1))),
+    "very many samples at once": lambda p: HandedIn(REPLICA, tuple(meta(10**6 + id, 1, 5) for id in range(2 * BURST))),
     "that it holds very much": lambda p: ReplicaJoined(
-        REPLICA, 2, p.controller.state.fleet.replicas[REPLICA].host, 0, 9, 9, (Assignment(0, 1),) * (BURST + 1)
+        REPLICA, 2, p.controller.state.fleet.replicas[REPLICA].host, 0, 9, 9, (Assignment(0, 1),) * (2 * BURST)
     ),
     "without a receipt": lambda p: HandedIn(REPLICA, (given(p),)),
     "figures": lambda p: Measured(0, {"engine/steps": 1.0}),
@@ -308,6 +308,15 @@ def test_so_is_a_machine_of_its_that_offers_itself_too_often_and_it_is_hung_up_o
         assert STRANGER in hung_up
 
     play(tmp_path / "run", scene, settings())
+
+
+def test_who_is_given_many_samples_may_say_as_much_of_them():
+    allowance = Allowance()
+    for second in range(60):
+        allowance.give("replica-3@alice", float(second), samples=1000)
+        assert all(allowance.spend("replica-3@alice", float(second)) for _ in range(2000))
+    assert not all(allowance.spend("replica-3@alice", 60.0, messages=BURST) for _ in range(100))
+    assert not all(allowance.spend("replica-4@alice", 60.0) for _ in range(BURST + 1))
 
 
 def test_no_more_names_are_remembered_than_have_something_to_be_remembered():

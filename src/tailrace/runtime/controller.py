@@ -43,6 +43,7 @@ from tailrace.protocol import (
     EvalSetsOpened,
     Event,
     Explain,
+    Generate,
     GiveUp,
     HostLeft,
     RecordEvaluation,
@@ -533,7 +534,14 @@ class Controller:
     # --------------------------------------------------------------------------------------------------------- commands
 
     def _order(self, command: Command) -> None:
+        if isinstance(command, Generate):
+            self._expect_answers(command)
         self._orders.send(self.state, command)
+
+    def _expect_answers(self, command: Generate) -> None:
+        process = self.components.get("replica", command.replica)
+        if process is not None and process.spec.worker:
+            self._allowance.give(process.spec.name, self.now, len(command.requests))
 
     def _set_timer(self, command: SetTimer) -> None:
         self.later(max(0.0, command.at - self.now), partial(self._fire, command.timer))
