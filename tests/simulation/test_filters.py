@@ -17,7 +17,7 @@ from tailrace.sim.replay import replay
 from tailrace.sim.simulation import Simulation
 
 OWN_BOX = Path(__file__).parents[2] / "examples" / "clusters" / "own_box.toml"
-FAULTS = {"replica_per_hour": 200, "trainer_per_hour": 60, "controller_per_hour": 100, "sample_failure": 0.02}
+FAULTS = {"replica_per_hour": 150, "trainer_per_hour": 60, "controller_per_hour": 100, "sample_failure": 0.02}
 
 
 def simulated(steps: int = 6, **settings: object) -> Config:

@@ -32,6 +32,7 @@ MEANINGLESS = {  # whatever the others are
     ("trainer.dual_clip", 0.01): "write a value above 1",
     ("trainer.dual_clip", 0.97): "write a value above 1",
     ("trainer.dual_clip", 1.0): "write a value above 1",
+    ("rollout.memory", 0.01): "write more than rollout.memory = 0.01",
     ("local.replicas", 0): "write local.listen",
     ("local.ranks", 0): "write local.listen",
     ("relay.transport", "nixl"): "relay.interface",

@@ -410,6 +410,8 @@ def _too_large_to_serve(config: Config, costs: CostModel, need: int) -> str:
     ways = config.split.tensor_parallel
     enough = next((each for each in _possible_ways(config) if _holds(config, costs.gpu, each, need)), 0)
     advice = f"write split.tensor_parallel = {enough} or more" if enough else "take cards with more memory"
+    if 0 < enough <= ways and config.rollout.memory:  # with the share of a card that engines usually have
+        advice = f"write more than rollout.memory = {config.rollout.memory:g}"
     return (
         f"a replica of {ways} {costs.gpu.name} has no room for {config.model.parameters / 1e9:.3g}B parameters and one "
         f"sequence of {need} tokens; {advice}"
