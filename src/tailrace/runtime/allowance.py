@@ -23,7 +23,7 @@ class Allowance:
         left = self._at(name, now) - messages
         self._left[name] = (left, now)
         if len(self._left) > REMEMBERED:
-            self._left = {one: known for one, known in self._left.items() if self._at(one, now) < BURST}
+            self._left = {one: known for one, known in self._left.items() if self._at(one, now) != BURST}
         return left >= 0.0
 
     def give(self, name: str, now: float, samples: int) -> None:
