@@ -446,7 +446,8 @@ def test_where_datagrams_do_not_get_through_heartbeats_come_over_the_connection(
             assert KEYS.of(NAME) not in received
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as taken:
-        taken.bind(("127.0.0.1", 0))
+        with socket.create_server(("127.0.0.1", 0)) as free:  # the server needs the same port for its connections
+            taken.bind(free.getsockname())
         asyncio.run(scene(taken))
 
 

@@ -499,12 +499,12 @@ def test_who_does_not_read_is_cut_off(opened) -> None:
     """Asks for a lot and reads nothing: the page lets go, and has not kept it all in memory."""
     page = opened(content=b"x" * 4_000_000)
     with closing(page.call()) as caller:
-        caller.sendall((b"GET /data HTTP/1.1\r\n" + HOST + b"\r\n") * 100)
+        caller.sendall((b"GET /data HTTP/1.1\r\n" + HOST + b"\r\n") * 100)  # 400 MB of answers
         limit = time.monotonic() + DEADLINE_S
         while page.server.server_state.connections and time.monotonic() < limit:
             time.sleep(0.02)
         assert not page.server.server_state.connections
-        assert len(received(caller)) < 40_000_000
+        assert len(received(caller)) < 100_000_000, "what the kernel's buffers took, which differs by machine"
 
 
 # ------------------------------------------------------------------------------------------------------------ following
