@@ -13,6 +13,7 @@ from typing import get_args
 import pytest
 
 from sample_runs import Written, written_run
+from tailrace.browse import listing
 from tailrace.browse.conditions import Order, SampleFilter
 from tailrace.browse.console import plain
 from tailrace.browse.decoding import BROKEN, TokenDecoder, decoder_of
@@ -82,6 +83,13 @@ def ids(run: Path, **asked: object) -> list[int]:
 )
 def test_samples_are_found_by_what_they_are(run: Path, asked: dict[str, object], found: list[int]) -> None:
     assert ids(run, **asked) == found
+
+
+@pytest.mark.parametrize("more", [{}, {"order": "best"}, {"min_reward": 0.5}, {"limit": 1, "offset": 1}])
+def test_by_words_of_few_prompts_the_same_is_found_as_by_words_of_many(run: Path, monkeypatch, more) -> None:
+    found = [ids(run, asked=words, **more) for words in ("river", "what", "nowhere")]
+    monkeypatch.setattr(listing, "FEW_PROMPTS", 0)
+    assert [ids(run, asked=words, **more) for words in ("river", "what", "nowhere")] == found
 
 
 def test_every_attempt_that_failed_is_found_and_read_also_after_a_good_one(tmp_path: Path) -> None:

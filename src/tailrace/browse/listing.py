@@ -1,8 +1,9 @@
 """Samples of a run by what they are: a filter in, rows out, newest first unless asked otherwise.
 
-By words the text index beside the run gives the samples; it may be behind. By all else, `settled` in the same index
-gives those that change no more, and recent ones are compared in run.db; without an index, or if it is far behind, all
-of run.db is read. Attempts that failed have a table of their own in run.db.
+By words of completions the text index beside the run gives the samples, by words of prompts the prompts; it may be
+behind. By all else, `settled` in the same index gives those that change no more, and recent ones are compared in
+run.db; without an index, or if it is far behind, all of run.db is read. Attempts that failed have a table of their own
+in run.db.
 
 Rows are always those of run.db. Every query has a deadline, so that nobody who asks for much holds up others.
 """
@@ -38,7 +39,9 @@ from tailrace.store.database import DAMAGE, JournalError, file_of, has_table, re
 from tailrace.store.trajectories import AMONG, FAILED, KNOWN, KnownTrajectory
 
 QUERY_S = 10.0  # that a query may take
+CHECK_EVERY = 1_000_000  # instructions of SQLite: each check of the deadline waits for Python's lock
 COUNTED = 10_000  # matches; beyond that it is "more"
+FEW_PROMPTS = 2000  # samples of so many are looked up one prompt after the other, instead of reading all
 ROWS = ", ".join(f"t.{name.strip()}" for name in KNOWN.split(","))
 SAME = f"t.id = c.rowid >> {ATTEMPT_BITS} AND t.attempt % {1 << ATTEMPT_BITS} = c.rowid % {1 << ATTEMPT_BITS}"
 
@@ -75,11 +78,21 @@ def find_samples(run: Path, asked: SampleFilter) -> FoundSamples:
             query = _of_failures(asked)
             return _found(query.rows(connection, asked.limit, asked.offset), query.count(connection))
         asked = _without_unfinished(connection, asked)
-        recent = recent_samples(connection) if reads_all(asked) and _has_index(connection) else None
+        recent = recent_samples(connection) if _is_of_many(connection, asked) else None
         if recent is not None:
             return _settled_and_recent(connection, asked, recent)
         query = _by_words(asked) if asked.text else _of_run(asked)
         return _found(query.rows(connection, asked.limit, asked.offset), query.count(connection))
+
+
+def _is_of_many(connection: sqlite3.Connection, asked: SampleFilter) -> bool:
+    """Nearly all samples may have to be compared, and there is an index to do it with."""
+    if not reads_all(asked) or not _has_index(connection):
+        return False
+    if not asked.asked:
+        return True
+    prompts = f"SELECT count(*) FROM (SELECT 1 FROM search.questions WHERE questions MATCH ? LIMIT {FEW_PROMPTS + 1})"
+    return connection.execute(prompts, (in_words(asked.asked),)).fetchone()[0] > FEW_PROMPTS
 
 
 def _without_unfinished(connection: sqlite3.Connection, asked: SampleFilter) -> SampleFilter:
@@ -182,7 +195,7 @@ def _connected(path: Path, asked: SampleFilter) -> Iterator[sqlite3.Connection]:
 def deadline(connection: sqlite3.Connection) -> Iterator[None]:
     """SQLite asks now and then whether to go on."""
     until = time.monotonic() + QUERY_S
-    connection.set_progress_handler(lambda: int(time.monotonic() > until), 100_000)
+    connection.set_progress_handler(lambda: int(time.monotonic() > until), CHECK_EVERY)
     try:
         yield
     finally:
