@@ -33,6 +33,17 @@ def test_no_schedule_beats_the_bound_and_each_is_measured_in_its_steady_state(ki
     assert result.trained == 4 * 32
 
 
+@pytest.mark.parametrize("kind", ["sync", "one_step", "partial", "adaptive"])
+@pytest.mark.parametrize(("mini_batch", "limit"), [(18.0, ("trainer", "cores")), (0.5, ("cores",))])
+def test_where_processes_share_cores_the_bound_knows_that_costs_are_processor_seconds(kind, mini_batch, limit) -> None:
+    measured = {"decode_step": 0.04, "decode_sequence": 0.02, "prefill_token": 0.0001, "train_mini_batch": mini_batch}
+    costs = {f"costs__{name}": value for name, value in measured.items()}
+    shared = box(schedule__kind=kind, local__cores=2, local__replicas=3, rollout__kv_tokens=100_000, **costs)
+    result = Simulation(shared, until_steady=True).run()
+    assert 0.5 * result.bound_tokens_per_s < result.tokens_per_s <= 1.05 * result.bound_tokens_per_s
+    assert kind == "sync" or result.limit in limit
+
+
 def test_a_run_of_fixed_length_has_exactly_its_steps() -> None:
     simulation = Simulation(box(schedule__kind="partial", run__steps=6))
     result = simulation.run()

@@ -1,12 +1,13 @@
 """What no schedule can beat: an upper bound on the trained tokens per second of one config, and which limit sets it.
 
-Four limits, each as the seconds that a step takes at least:
+Five limits, each as the seconds that a step takes at least:
 
 - trainer: its arithmetic and its exchanges, with no rank waiting for another, and the stalls of its publications;
 - rollout: the decode roofline of the fleet, every replica with the largest batch that KV, engine and admission allow;
 - admission: Little's law. So many groups may be under way (`schedule.steps_ahead`), and none takes less time than its
   longest sample does alone on a replica;
-- longest sample: of schedules in rounds, which end with the longest sample of a step.
+- longest sample: of schedules in rounds, which end with the longest sample of a step;
+- cores: where processes share those of one machine (`cpu_sharing.py`), the processor seconds of both over all of them.
 
 Where training and generation take turns (shared GPUs, or a barrier without anything ahead), their times add up. All of
 it is from the cost model, pure, without a simulation. What is left out (pulls, moves, KV that is computed again,
@@ -25,10 +26,11 @@ from tailrace.config.tree import Config
 from tailrace.control.sampling import admission_limit
 from tailrace.control.schedules import Traits, traits
 from tailrace.sim.cost_model import CostModel
+from tailrace.sim.cpu_sharing import shared_cores, threads_of
 from tailrace.sim.measured_costs import PoolCosts, cost_model_of, pools_of
 from tailrace.sim.sizes import Sizes, sizes_of
 
-Limit = Literal["trainer", "rollout", "admission", "longest sample"]
+Limit = Literal["trainer", "rollout", "admission", "longest sample", "cores"]
 GROUPS_DRAWN, SAMPLES_DRAWN = 2048, 65_536  # at most
 
 
@@ -39,6 +41,7 @@ class Bound(msgspec.Struct, frozen=True, kw_only=True):
     rollout_s: float
     admission_s: float
     longest_sample_s: float
+    cores_s: float
     step_s: float
     tokens_per_s: float
     limit: Limit
@@ -46,7 +49,8 @@ class Bound(msgspec.Struct, frozen=True, kw_only=True):
 
 def bound(config: Config) -> Bound:
     """The bound of this config, its schedule's barrier included."""
-    costs, kind, pools = cost_model_of(config), traits(config), pools_of(config)
+    alone, kind = _alone_on_its_cores(config), traits(config)
+    costs, pools = cost_model_of(alone), pools_of(alone)
     drawn = max(1, min(GROUPS_DRAWN, SAMPLES_DRAWN // config.workload.group_size))
     sizes = sizes_of(config.workload, config.run.seed, drawn, beyond_a_step=True)
     trainer = _trainer_s(config, costs, sizes)
@@ -56,6 +60,7 @@ def bound(config: Config) -> Bound:
         "admission": 0.0 if kind.rounds else _admission_s(config, pools, sizes, trainer),
         "longest sample": _longest_s(config, pools, sizes) if kind.rounds else 0.0,
     }
+    seconds["cores"] = _cores_s(config, trainer - _stall_s(config, costs), seconds["rollout"])
     step = _step_s(config, kind, seconds, costs.switch_s if config.colocated else 0.0)
     tokens = float(np.mean(sizes.sequences)) * config.workload.trajectories_per_step
     return Bound(
@@ -63,10 +68,28 @@ def bound(config: Config) -> Bound:
         rollout_s=seconds["rollout"],
         admission_s=seconds["admission"],
         longest_sample_s=seconds["longest sample"],
+        cores_s=seconds["cores"],
         step_s=step,
         tokens_per_s=tokens / step,
         limit=max(seconds, key=lambda name: seconds[name]),
     )
+
+
+def _alone_on_its_cores(config: Config) -> Config:
+    """Measured costs are processor seconds where cores are shared: at best a process has all that it can use."""
+    engine, trainer = threads_of(config)
+    figures = config.costs
+    shorter = msgspec.structs.replace(
+        figures,
+        decode_step=figures.decode_step / engine,
+        decode_sequence=figures.decode_sequence / engine,
+        decode_kv_token=figures.decode_kv_token / engine,
+        prefill_token=figures.prefill_token / engine,
+        load=figures.load / engine,
+        train_mini_batch=figures.train_mini_batch / trainer,
+        train_token=figures.train_token / trainer,
+    )
+    return msgspec.structs.replace(config, costs=shorter)
 
 
 def _step_s(config: Config, kind: Traits, seconds: dict[Limit, float], switch_s: float) -> float:
@@ -84,7 +107,17 @@ def _trainer_s(config: Config, costs: CostModel, sizes: Sizes) -> float:
     """Of a step whose mini-batches are all alike."""
     per_step = config.workload.trajectories_per_step / len(sizes.sequences)
     trained = costs.train_at_best(sizes.sequences, per_step, config.trainer.mini_batches)
-    return trained + costs.push() / config.schedule.publish_every
+    return trained + _stall_s(config, costs)
+
+
+def _stall_s(config: Config, costs: CostModel) -> float:
+    return costs.push() / config.schedule.publish_every
+
+
+def _cores_s(config: Config, training_s: float, rollout_s: float) -> float:
+    """All that is computed in a step, if no core is ever idle."""
+    cores, (engine, trainer) = shared_cores(config), threads_of(config)
+    return (training_s * trainer + rollout_s * config.replicas * engine) / cores if cores else 0.0
 
 
 def _rollout_s(config: Config, pools: Sequence[PoolCosts], sizes: Sizes, kind: Traits) -> float:

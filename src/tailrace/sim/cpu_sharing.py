@@ -24,9 +24,8 @@ class CpuSharing:
 
     def __post_init__(self) -> None:
         config = self.config
-        self._cores = config.local.cores if config.costs.measured else 0
-        self._engine_threads = _threads(config.rollout.threads, self._cores)
-        self._trainer_threads = _threads(config.trainer.threads * config.trainer.ranks, self._cores)
+        self._cores = shared_cores(config)
+        self._engine_threads, self._trainer_threads = threads_of(config)
         self.shared = self._cores > 0
         self._crowding = 1.0  # cores wanted for each that is there, and never below 1
         self._slow_down()
@@ -49,6 +48,17 @@ class CpuSharing:
             replica.engine.share_cores(self.clock.now, self._crowding / self._engine_threads)
             if replica.engine.batch:
                 self.wake(replica)
+
+
+def shared_cores(config: Config) -> int:
+    """0: nobody shares any, and costs are seconds on the clock."""
+    return config.local.cores if config.costs.measured else 0
+
+
+def threads_of(config: Config) -> tuple[int, int]:
+    """How many cores an engine and the trainer can keep busy; 1 where nobody shares any."""
+    cores, trainer = shared_cores(config), config.trainer
+    return _threads(config.rollout.threads, cores), _threads(trainer.threads * trainer.ranks, cores)
 
 
 def _threads(given: int, cores: int) -> int:
