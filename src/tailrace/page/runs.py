@@ -9,12 +9,16 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
+from tailrace.browse.conditions import SampleFilter
 from tailrace.browse.decoding import TokenDecoder, decoder_of
+from tailrace.browse.listing import find_samples
 from tailrace.config.tree import Config
+from tailrace.errors import TailraceError
 from tailrace.obs.ending import RunEnding, ending_of
 from tailrace.page.follow import Follower
 from tailrace.store.database import DAMAGE, FILE, JournalError, has_table, reading
@@ -63,7 +67,12 @@ class RunLibrary:
 
     def warm_up(self) -> None:
         """What the first look at samples would wait for, by a thread: nobody may ever look."""
-        threading.Thread(target=self.decoder, args=(0,), name="tokenizer", daemon=True).start()
+        threading.Thread(target=self._warm_up, name="warm-up", daemon=True).start()
+
+    def _warm_up(self) -> None:
+        with suppress(TailraceError):  # whoever looks is told
+            self.decoder(0)
+            find_samples(self.path(0), SampleFilter(state="stale"))  # it reads all that filters compare, from the disk
 
     def decoder(self, number: int) -> TokenDecoder:
         """Loaded once; one that knows no tokenizer is tried again."""
