@@ -54,14 +54,14 @@ class Parts(NamedTuple):
 
     round_s: Any
     train_s: Any
-    fixed_s: float  # colocated: the change of roles
+    fixed_s: float  # colocated: the change of roles; else: samples that are handed to the trainer
     colocated: bool
 
     @property
     def step_s(self) -> Any:
         if self.colocated:
             return self.round_s + self.train_s + self.fixed_s
-        return np.maximum(self.round_s, self.train_s)
+        return np.maximum(self.round_s, self.train_s + self.fixed_s)
 
     @property
     def trainer_idle(self) -> Any:
@@ -79,7 +79,7 @@ def parts(config: Config) -> Parts:
     per_batch = len(sizes.sequences) // config.trainer.mini_batches
     batches = [sizes.sequences[at : at + per_batch] for at in range(0, len(sizes.sequences), per_batch)]
     trained = sum([costs.train(batch) for batch in batches]) + costs.push()
-    fixed = costs.switch_s if config.colocated else 0.0
+    fixed = costs.switch_s if config.colocated else costs.fetch(len(sizes.sequences))
     generated = round_seconds(config) if config.schedule.kind in ROUNDS else stream_seconds(config)
     return Parts(generated + costs.pull(remote=False), trained, fixed, config.colocated)
 

@@ -44,6 +44,18 @@ def test_where_processes_share_cores_the_bound_knows_that_costs_are_processor_se
     assert kind == "sync" or result.limit in limit
 
 
+def test_fetching_samples_delays_a_trainer_that_sets_the_pace_and_is_no_training() -> None:
+    slow = {"schedule__kind": "partial", "trainer__forward_passes": 200, "schedule__publish_every": 1}
+    without, fetched = (
+        Simulation(box(**slow, efficiency__fetch_us=fetch), until_steady=True).run() for fetch in (0, 200_000)
+    )
+    assert fetched.step_s - without.step_s == pytest.approx(0.2 * 32 * 4, rel=0.1)
+    assert fetched.step_s * (1 - fetched.trainer_idle) == pytest.approx(
+        without.step_s * (1 - without.trainer_idle), rel=0.1
+    )
+    assert fetched.tokens_per_s <= 1.05 * fetched.bound_tokens_per_s
+
+
 def test_a_run_of_fixed_length_has_exactly_its_steps() -> None:
     simulation = Simulation(box(schedule__kind="partial", run__steps=6))
     result = simulation.run()

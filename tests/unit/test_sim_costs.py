@@ -9,6 +9,7 @@ import pytest
 from tailrace.config import Config, ConfigError, load, with_values
 from tailrace.config.tree import Efficiency
 from tailrace.sim.cost_model import (
+    EAGER_MIXTURE_S,
     ENGINE_MEMORY,
     LAYER_S,
     LINKED_ALL_REDUCE_S,
@@ -39,6 +40,8 @@ def test_tiles_of_experts_fill_with_the_batch() -> None:
 def test_graphs_have_a_shorter_floor() -> None:
     eager, graph = (CostModel(cluster(efficiency__decoding=mode)).decode_fixed for mode in ("eager", "graph"))
     assert eager / graph == pytest.approx(LAYER_S["eager"] / LAYER_S["graph"])
+    mixture = CostModel(cluster("qwen3-30b-a3b", efficiency__decoding="eager"))
+    assert mixture.decode_fixed / mixture.model.layers == pytest.approx(EAGER_MIXTURE_S)
 
 
 def test_fp8_generation_halves_what_is_read_and_leaves_more_room() -> None:

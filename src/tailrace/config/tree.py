@@ -512,6 +512,8 @@ class Efficiency(Section):
     sequence_us: Amount = 27.0  # host work per sequence and decode step
     all_reduce_us: Amount = 12.0  # latency of one small all-reduce within a host
     host_call_us: Amount = 12000.0  # an engine on several hosts: what calling the others adds to a decode step
+    # before it trains on a sample: what handing it over through one process costs; 0: ranks read their own samples
+    fetch_us: Amount = 0.0
     switch_s: Amount = 10.0  # colocated: from generation to training and back, per step, beside moving states
 
 

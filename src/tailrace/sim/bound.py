@@ -2,7 +2,8 @@
 
 Five limits, each as the seconds that a step takes at least:
 
-- trainer: its arithmetic and its exchanges, with no rank waiting for another, and the stalls of its publications;
+- trainer: its arithmetic and its exchanges, with no rank waiting for another, the stalls of its publications, and what
+  fetching its samples takes;
 - rollout: the decode roofline of the fleet, every replica with the largest batch that KV, engine and admission allow;
 - admission: Little's law. So many groups may be under way (`schedule.steps_ahead`), and none takes less time than its
   longest sample does alone on a replica;
@@ -60,7 +61,7 @@ def bound(config: Config) -> Bound:
         "admission": 0.0 if kind.rounds else _admission_s(config, pools, sizes, trainer),
         "longest sample": _longest_s(config, pools, sizes) if kind.rounds else 0.0,
     }
-    seconds["cores"] = _cores_s(config, trainer - _stall_s(config, costs), seconds["rollout"])
+    seconds["cores"] = _cores_s(config, trainer - _waits_s(config, costs), seconds["rollout"])
     step = _step_s(config, kind, seconds, costs.switch_s if config.colocated else 0.0)
     tokens = float(np.mean(sizes.sequences)) * config.workload.trajectories_per_step
     return Bound(
@@ -107,11 +108,12 @@ def _trainer_s(config: Config, costs: CostModel, sizes: Sizes) -> float:
     """Of a step whose mini-batches are all alike."""
     per_step = config.workload.trajectories_per_step / len(sizes.sequences)
     trained = costs.train_at_best(sizes.sequences, per_step, config.trainer.mini_batches)
-    return trained + _stall_s(config, costs)
+    return trained + _waits_s(config, costs)
 
 
-def _stall_s(config: Config, costs: CostModel) -> float:
-    return costs.push() / config.schedule.publish_every
+def _waits_s(config: Config, costs: CostModel) -> float:
+    """In which the trainer computes nothing: publications, and samples that are handed over."""
+    return costs.push() / config.schedule.publish_every + costs.fetch(config.workload.trajectories_per_step)
 
 
 def _cores_s(config: Config, training_s: float, rollout_s: float) -> float:

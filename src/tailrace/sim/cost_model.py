@@ -40,6 +40,9 @@ from tailrace.sim.sharding import memory_bound_s
 # Floor of one layer in a decode step: a dozen small kernels, however little they do. From CUDA graphs: vLLM 0.24 on one
 # H200. One by one: assumed. Typical, of published RL systems: fitted (`benchmarks/published_fit.py`).
 LAYER_S = {"typical": 100e-6, "graph": 70e-6, "eager": 400e-6}
+# A mixture's layer has more kernels to launch. vLLM with Qwen3-30B-A3B, 48 layers on 4 ways, takes 33.9 ms one by one
+# and 10.0 from graphs (its issue 45709): 500 us more a layer.
+EAGER_MIXTURE_S = LAYER_S["graph"] + 500e-6
 FP8 = 1.74  # arithmetic of fp8 over bf16 (H200, products of a 7B model with 1,024 rows)
 ENGINE_MEMORY = 0.88  # share of a card that weights and KV of an engine may take
 COLOCATED_MEMORY = 0.7  # the same where a trainer shares the card
@@ -81,8 +84,14 @@ class CostModel:
         return self.config.split.tensor_parallel * self.gpu.flops * self.reached.prefill * fp8
 
     def _layer_s(self, tensor_ways: int) -> float:
-        floor = self.reached.layer_us * 1e-6 or LAYER_S[self.reached.decoding]
-        return floor + (2 * self._all_reduce_s(tensor_ways) if tensor_ways > 1 else 0.0)
+        return self._launch_s + (2 * self._all_reduce_s(tensor_ways) if tensor_ways > 1 else 0.0)
+
+    @property
+    def _launch_s(self) -> float:
+        if self.reached.layer_us:
+            return self.reached.layer_us * 1e-6
+        eager_mixture = self.reached.decoding == "eager" and self.loads.mixture
+        return EAGER_MIXTURE_S if eager_mixture else LAYER_S[self.reached.decoding]
 
     def _all_reduce_s(self, ways: int) -> float:
         if ways <= self.config.cluster.gpus_per_host:
@@ -141,6 +150,10 @@ class CostModel:
         work = self._work(sizes)
         slowest = max(self._largest_share(work), float(work.max(initial=0.0)))
         return self._mini_batch(slowest, float(sizes.sum()) / self._ranks)
+
+    def fetch(self, samples: int) -> float:
+        """Seconds that the trainer waits for samples that are there, while one process hands them over."""
+        return samples * self.reached.fetch_us * 1e-6
 
     def _largest_share(self, work: np.ndarray) -> float:
         """Of a rank in a mini-batch. Where ranks are balanced over a step, which of a rank's sequences come together in

@@ -55,7 +55,8 @@ class TrainerLoop:
             self.rollouts.pause(seconds)
         trainer.training = command
         trainer.busy_s += seconds
-        trainer.free_at = trainer.mini_batch_ends_at = max(trainer.free_at, self.clock.now) + seconds
+        begins_at = max(trainer.free_at, self.clock.now) + self.costs.fetch(len(sequences))
+        trainer.free_at = trainer.mini_batch_ends_at = begins_at + seconds
         self.clock.at(trainer.free_at, self._mini_batch_done, command)
 
     def stretch(self, factor: float) -> None:
