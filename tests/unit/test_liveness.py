@@ -30,7 +30,7 @@ from tailrace.wire.client import ControlClient
 from tailrace.wire.connection import Connection
 from tailrace.wire.keys import Keyring
 from tailrace.wire.liveness import LARGEST, LATE_S, ListeningClock, Liveness, datagram
-from tailrace.wire.messages import Beat, BeatHere, ComponentSpec, Hello, Ordered, Reported
+from tailrace.wire.messages import Beat, BeatHere, ComponentSpec, Ended, Hello, Ordered, Reported
 from tailrace.wire.server import ControlServer, ReceivedMessage
 
 KEYS = Keyring(bytes(32), "ab" * 32)
@@ -404,6 +404,18 @@ def test_a_component_that_computes_is_heard_and_nothing_of_that_is_a_message() -
             assert [type(one.message) for one in await server.receive()] == [Hello]
             assert not server._received
             assert server.liveness.waiting == {NAME: "store 0: 8.0 MB not yet stored"}
+
+    asyncio.run(scene())
+
+
+def test_that_the_run_is_over_is_known_before_the_component_asks_for_orders() -> None:
+    async def scene() -> None:
+        async with linked() as (server, client):
+            await server.receive()
+            assert not client.ended
+            await server.send(NAME, Ended(True))
+            await reached(lambda: client.ended)
+            assert [*client.receive(0.0)] == [Ended(True)]
 
     asyncio.run(scene())
 

@@ -390,6 +390,17 @@ def test_a_fetch_from_a_relay_that_stalls_ends_at_its_deadline_and_leaves_nothin
         weights.go.set()
 
 
+def test_who_leaves_does_not_wait_for_a_relay_that_is_gone(tmp_path: Path) -> None:
+    with nodes(1, tmp_path) as (node,):
+        gone = node.address
+    asked = list[int]()
+    mine = RemoteVersionCache(tmp_path / "mine", gone, TOKEN, lambda: asked.append(1) or len(asked) == 3)
+    with pytest.raises(ChannelError):
+        mine.open(1)
+    assert len(asked) == 3, "until then it tried again"
+    assert mine.held_bytes() == 0
+
+
 def test_what_is_not_a_relay_or_silent_is_named(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = Address(*silent.getsockname())

@@ -77,7 +77,8 @@ class RolloutWorker:
         staging = getattr(self.runner.engine, "staging", None)
         self._puller = Puller(staging) if staging is not None else None
         name = label("replica", self.spec.id)
-        self._relays = RelayReaders(self.spec.token.encode(), name, parallel=self._puller is not None)
+        token, in_parallel = self.spec.token.encode(), self._puller is not None
+        self._relays = RelayReaders(token, name, lambda: self.controller.ended, in_parallel)
         self._report_at = 0.0
         self.loads = 0
         self.load_s = 0.0

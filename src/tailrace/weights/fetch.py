@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from tailrace.types import Version
@@ -14,6 +15,11 @@ from tailrace.weights.version_buffer import VersionBuffer
 
 RETRY_S = 0.2  # between two attempts
 DEADLINE_S = 120.0
+GivenUp = Callable[[], bool]
+
+
+def never() -> bool:
+    return False
 
 
 def fetch(
@@ -23,9 +29,11 @@ def fetch(
     memory: SharedMemory,
     deadline_s: float = DEADLINE_S,
     stall_s: float = STALL_S,
+    given_up: GivenUp = never,
 ) -> MappedVersion:
-    """Copy a version into `memory` and map it. A broken connection is made again and resumes. A refusal, and what takes
-    longer than `deadline_s`, is a `ChannelError` or a `SharedMemoryError`; then nothing is left behind."""
+    """Copy a version into `memory` and map it. A broken connection is made again and resumes, unless nobody wants the
+    version any more. A refusal, and what takes longer than `deadline_s`, is a `ChannelError` or a `SharedMemoryError`;
+    then nothing is left behind."""
     fetching = VersionFetch(version, memory)
     until = time.monotonic() + deadline_s
     try:
@@ -36,7 +44,7 @@ def fetch(
             except (VersionRefusedError, TokenError):
                 raise
             except ChannelError:
-                if time.monotonic() + RETRY_S > until:
+                if given_up() or time.monotonic() + RETRY_S > until:
                     raise
                 time.sleep(RETRY_S)
     except BaseException:
@@ -73,25 +81,25 @@ class RemoteVersionCache(SharedMemory):
     """Opens versions of a relay on another host: each one is copied here first, and replaces the one before. `address`
     is the relay's, and may change."""
 
-    def __init__(self, path: Path, address: Address, token: bytes, deadline_s: float = DEADLINE_S) -> None:
+    def __init__(self, path: Path, address: Address, token: bytes, given_up: GivenUp = never) -> None:
         super().__init__(path)
         self.address = address
-        self._token, self._deadline_s = token, deadline_s
+        self._token, self._given_up = token, given_up
 
     def open(self, version: Version) -> MappedVersion:
         if version not in self.versions():
             for other in self.versions():
                 self.drop(other)
-            fetch(self.address, self._token, version, self, self._deadline_s)
+            fetch(self.address, self._token, version, self, given_up=self._given_up)
         return super().open(version)
 
 
 class RelayReaders:
     """Where a replica opens versions: in the shared memory of relays on its host, or in copies of those elsewhere.
-    `name` is the replica's."""
+    `name` is the replica's. Once it has `given_up`, a relay that is gone is not waited for."""
 
-    def __init__(self, token: bytes, name: str, parallel: bool = False) -> None:
-        self._token, self._name, self._parallel = token, name, parallel
+    def __init__(self, token: bytes, name: str, given_up: GivenUp, parallel: bool = False) -> None:
+        self._token, self._name, self._given_up, self._parallel = token, name, given_up, parallel
         self._local: dict[str, SharedMemoryReader] = {}  # kept, because they remember which versions are verified
         self._remote: dict[str, RemoteVersionCache] = {}
 
@@ -101,7 +109,7 @@ class RelayReaders:
             return self._local.setdefault(path, SharedMemoryReader(Path(path), self._parallel))
         if path not in self._remote:
             own = Path(path).with_name(f"{Path(path).name}-{self._name}")
-            self._remote[path] = RemoteVersionCache(own, Address.read(address), self._token)
+            self._remote[path] = RemoteVersionCache(own, Address.read(address), self._token, self._given_up)
         self._remote[path].address = Address.read(address)
         return self._remote[path]
 

@@ -64,6 +64,7 @@ class ControlClient:
     ) -> None:
         self.incarnation = spec.incarnation  # grows with every controller that this component meets
         self.waiting_for = ""  # who holds this component up, in a few words, for people to see; set it from any thread
+        self.ended = False  # the run is over: known here before the component's loop comes to it
         self._spec = spec
         self._stats = stats
         self._find_stores = find_stores
@@ -246,6 +247,7 @@ class ControlClient:
             for number, content in self._kept:
                 wire.send(number, content)
         self._reported = None  # control reckons with what was ordered until it hears of the stats again
+        self.ended = self.ended or isinstance(message, Ended)
         self._inbox.put(message)
 
     def _let_go(self, committed: int) -> None:
