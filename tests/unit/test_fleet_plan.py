@@ -19,7 +19,7 @@ CARDS = {"H800": {"gpus": 8}, "H20": {"gpus": 16}}
 
 @pytest.fixture(scope="module")
 def small():
-    return fleet(CARDS, **{"split.trainer_gpus": 0, "cluster.sites": {}, "workload.prompts_per_step": 128})
+    return fleet(CARDS, **{"split.trainer_gpus": 0, "cluster.sites": {}, "workload.prompts_per_step": 64})
 
 
 @pytest.fixture(scope="module")
