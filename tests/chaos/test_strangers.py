@@ -153,5 +153,7 @@ def test_a_stranger_that_samples_many_times_with_a_real_model_is_found_out(tmp_p
         run.until(lambda: run.events("CheckFailed"), "a check")
         assert stranger.child.wait(PATIENCE_S) == 2
         run.interrupt()
-    assert "is not the one that the seed draws" in found(run, CheckFailed)[0].reason
-    assert not trained_of_strangers(run)
+    refuted = found(run, CheckFailed)
+    assert "is not the one that the seed draws" in refuted[0].reason
+    trained = trained_of_strangers(run)  # at best what other numbers draw too, where the model is nearly certain
+    assert not trained & {one.trajectory for one in refuted}

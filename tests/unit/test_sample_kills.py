@@ -42,7 +42,10 @@ class StoreProcess:
         self.port = int(self._child.stdout.readline())
 
     def stop(self) -> None:
+        """And wait until all of its threads stand still: the signal takes effect a little later."""
         self._child.send_signal(signal.SIGSTOP)
+        threads = Path(f"/proc/{self._child.pid}/task")
+        until(lambda: all((each / "stat").read_text().rsplit(") ", 1)[1][0] == "T" for each in threads.iterdir()))
 
     def kill(self) -> None:
         self._child.kill()
