@@ -260,15 +260,21 @@ def replica_recovery(run: Victim, tape: Tape, id: int, number: signal.Signals) -
     at = tape.now
     run.send(number, run.processes()[f"replica{id}"])
     run.wait_until(lambda: _taken_over(run, id, at), f"others to go on with the work of replica {id}")
-    time.sleep(1.0)
     known, again, moved = _taken_over(run, id, at) or (0.0, 0.0, {})
     if not moved:  # it had nothing in hand just then
         return Recovery(f"replica {_how(number)}", known, again, known)
+    given = {one: at + when for one, when in moved.items()}
+    run.wait_until(lambda: _gone_on(run, tape, given), f"a token of what replica {id} had in hand")
+    return Recovery(f"replica {_how(number)}", known, again, min(_gone_on(run, tape, given)) - at)
+
+
+def _gone_on(run: Victim, tape: Tape, given: dict[int, float]) -> list[float]:
+    """When tokens of these samples were stored, or their end, since each of them was given to somebody."""
     with connected(run) as database:
-        segments = database.execute("SELECT number, trajectory_id FROM segments").fetchall()
-    times = [(tape.when(number), at + moved[id]) for number, id in segments if id in moved]
-    shows = min([seen for seen, given in times if seen > given], default=0.0)
-    return Recovery(f"replica {_how(number)}", known, again, shows - at)
+        segments = database.execute("SELECT trajectory_id, number FROM segments").fetchall()
+    stored = [(id, tape.when(number)) for id, number in segments if id in given]
+    ended = [(e.event.meta.id, e.now) for e in entries(run, min(given.values())) if isinstance(e.event, Finished)]
+    return [when for id, when in stored + ended if when > given.get(id, float("inf"))]
 
 
 def _taken_over(run: Victim, id: int, at: float) -> tuple[float, float, dict[int, float]] | None:
