@@ -41,3 +41,9 @@ def test_every_row_is_in_plain_units(gpu):
     assert 65e12 <= gpu.flops <= 2.5e15
     assert 12e9 <= gpu.host_bytes_per_s <= gpu.interconnect_bytes_per_s <= 900e9
     assert 0.1 < gpu.dollars_per_hour < 20
+
+
+def test_the_arithmetic_of_another_card_counts_as_far_as_products_attain_it():
+    h100, gb200 = find("H100"), find("GB200")
+    assert h100.flops_like_h100 == h100.flops
+    assert 2.2 < gb200.flops_like_h100 / h100.flops < gb200.flops / h100.flops

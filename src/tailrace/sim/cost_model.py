@@ -11,8 +11,9 @@ hardware could do at best:
   two models); the floor is that of the engines of published RL systems (`LAYER_S`);
 - experts (`experts.py`): a batch reads those that its tokens are routed to, in tiles that may be mostly empty;
 - an engine whose ways are on several hosts has slower all-reduces, and its hosts are called once a decode step;
-- prefill, the trainer's extra forward passes and its forward + backward reach a share of the card's peak each in their
-  matrix products; what else the trainer computes is bound by memory bandwidth, and a mixture's layer has a floor;
+- prefill, the trainer's extra forward passes and its forward + backward reach a share of an H100's peak each in their
+  matrix products, and as much more or less of another card's as large products do there (`gpus.py`); what else the
+  trainer computes is bound by memory bandwidth, and a mixture's layer has a floor;
 - tensor parallelism adds two all-reduces a layer, pipeline stages wait for each other at both ends of a mini-batch; the
   exchange of sharded weights and gradients goes on beside the arithmetic, as in FSDP, so that only what is longer than
   that, and the first and last layer of it, is waited for;
@@ -81,7 +82,7 @@ class CostModel:
     def _rollout_flops(self) -> float:
         """Of a replica, as far as an engine reaches them."""
         fp8 = FP8 if self.model.rollout_bytes_per_weight == 1 else 1.0
-        return self.config.split.tensor_parallel * self.gpu.flops * self.reached.prefill * fp8
+        return self.config.split.tensor_parallel * self.gpu.flops_like_h100 * self.reached.prefill * fp8
 
     def _layer_s(self, tensor_ways: int) -> float:
         return self._launch_s + (2 * self._all_reduce_s(tensor_ways) if tensor_ways > 1 else 0.0)
@@ -195,7 +196,7 @@ class CostModel:
         forward = 2.0 * self.model.active * sizes + self._attention(1.0) * sizes * sizes
         passes = self._update_passes / self.reached.training
         passes += self.config.trainer.forward_passes / self.reached.forward
-        flops = self.config.split.trainer_parallel * self.trainer_gpu.flops
+        flops = self.config.split.trainer_parallel * self.trainer_gpu.flops_like_h100
         per_token = self._through_memory + self._between_ways + self._between_experts
         return (forward * passes / flops + sizes * per_token) / (self.reached.colocated if self.config.colocated else 1)
 

@@ -1,8 +1,10 @@
 """A catalogue of GPUs: what a card holds, moves and computes, and what an hour of it costs.
 
 Figures are the makers' published ones: dense (without sparsity) bf16 with fp32 accumulation, decimal gigabytes, and
-bandwidth in one direction. What a program attains of them is the cost model's affair. Cards without a switch between
-them talk over PCIe. T4 and V100 have no bf16: their row has fp16.
+bandwidth in one direction. What a program attains of them is the cost model's affair, but for one thing that differs by
+card: the share of peak that large matrix products reach. It is of the table of maximum achievable matmul FLOPS in
+stas00/ml-engineering (bf16, the same program on every card); cards that are not in it are taken to be like an H100.
+Cards without a switch between them talk over PCIe. T4 and V100 have no bf16: their row has fp16.
 
 Prices are round figures of public clouds on demand, per GPU-hour. They differ widely by place, time and contract:
 override them (`cluster.cards`) before drawing conclusions about money.
@@ -21,6 +23,7 @@ from tailrace.config.tree import Cluster
 PCIE3 = 12e9  # what copies attain of x16, one direction
 PCIE4 = 25e9
 PCIE5 = 50e9
+MATMUL_H100 = 0.803
 
 
 class Gpu(NamedTuple):
@@ -33,24 +36,30 @@ class Gpu(NamedTuple):
     interconnect_bytes_per_s: float  # to the other GPUs of its host, per GPU and direction
     host_bytes_per_s: float  # to and from the host's memory
     dollars_per_hour: float
+    matmul: float = MATMUL_H100  # share of `flops` that large matrix products reach
+
+    @property
+    def flops_like_h100(self) -> float:
+        """What its arithmetic is worth, where programs attain as much of it as of an H100's."""
+        return self.flops * self.matmul / MATMUL_H100
 
 
 GPUS: tuple[Gpu, ...] = (
-    # name, memory, memory bandwidth, dense bf16, interconnect, host link, price
-    Gpu("A100-40GB", 40e9, 1.555e12, 312e12, 300e9, PCIE4, 1.5),
-    Gpu("A100-80GB", 80e9, 2.039e12, 312e12, 300e9, PCIE4, 2.0),
-    Gpu("A800", 80e9, 2.039e12, 312e12, 200e9, PCIE4, 1.8),  # an A100 with NVLink cut to 400 GB/s in both directions
+    # name, memory, memory bandwidth, dense bf16, interconnect, host link, price, share of peak in matrix products
+    Gpu("A100-40GB", 40e9, 1.555e12, 312e12, 300e9, PCIE4, 1.5, 0.869),
+    Gpu("A100-80GB", 80e9, 2.039e12, 312e12, 300e9, PCIE4, 2.0, 0.869),
+    Gpu("A800", 80e9, 2.039e12, 312e12, 200e9, PCIE4, 1.8, 0.869),  # an A100 with NVLink cut to 400 GB/s both ways
     Gpu("H100", 80e9, 3.35e12, 989e12, 450e9, PCIE5, 3.0),  # SXM
     Gpu("H100-PCIe", 80e9, 2.0e12, 756e12, PCIE5, PCIE5, 2.5),
-    Gpu("H800", 80e9, 3.35e12, 989e12, 200e9, PCIE5, 2.5),  # an H100 with NVLink cut to 400 GB/s in both directions
+    Gpu("H800", 80e9, 3.35e12, 989e12, 200e9, PCIE5, 2.5),  # an H100 with NVLink cut to 400 GB/s both ways
     Gpu("H20", 96e9, 4.0e12, 148e12, 450e9, PCIE5, 1.5),
     Gpu("H200", 141e9, 4.8e12, 989e12, 450e9, PCIE5, 3.5),
-    Gpu("B200", 180e9, 8.0e12, 2.25e15, 900e9, PCIE5, 5.0),
-    Gpu("GB200", 186e9, 8.0e12, 2.5e15, 900e9, 450e9, 6.0),  # reaches its host over NVLink-C2C
-    Gpu("B300", 288e9, 8.0e12, 2.25e15, 900e9, PCIE5, 6.0),
-    Gpu("MI300X", 192e9, 5.3e12, 1.307e15, 448e9, PCIE5, 2.5),
-    Gpu("MI325X", 256e9, 6.0e12, 1.307e15, 448e9, PCIE5, 3.0),
-    Gpu("MI355X", 288e9, 8.0e12, 2.5e15, 537e9, PCIE5, 4.5),
+    Gpu("B200", 180e9, 8.0e12, 2.25e15, 900e9, PCIE5, 5.0, 0.776),
+    Gpu("GB200", 186e9, 8.0e12, 2.5e15, 900e9, 450e9, 6.0, 0.729),  # reaches its host over NVLink-C2C
+    Gpu("B300", 288e9, 8.0e12, 2.25e15, 900e9, PCIE5, 6.0, 0.786),
+    Gpu("MI300X", 192e9, 5.3e12, 1.307e15, 448e9, PCIE5, 2.5, 0.511),
+    Gpu("MI325X", 256e9, 6.0e12, 1.307e15, 448e9, PCIE5, 3.0, 0.601),
+    Gpu("MI355X", 288e9, 8.0e12, 2.5e15, 537e9, PCIE5, 4.5, 0.626),
     Gpu("L4", 24e9, 0.3e12, 121e12, PCIE4, PCIE4, 0.7),
     Gpu("L40S", 48e9, 0.864e12, 362e12, PCIE4, PCIE4, 1.5),
     Gpu("A10G", 24e9, 0.6e12, 70e12, PCIE4, PCIE4, 1.0),

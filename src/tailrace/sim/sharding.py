@@ -163,7 +163,7 @@ def arithmetic_s(config: Config, tokens: float, recompute: bool) -> float:
     """Forward, backward and extra forward passes over so many tokens on one card, attention left out."""
     reached, passes, extra = config.efficiency, 4.0 if recompute else 3.0, config.trainer.forward_passes
     products = 2.0 * config.model.active * (passes / reached.training + extra / reached.forward)
-    return tokens * (products / trainer_card(config).flops + memory_bound_s(config, passes + extra))
+    return tokens * (products / trainer_card(config).flops_like_h100 + memory_bound_s(config, passes + extra))
 
 
 def memory_bound_s(config: Config, passes: float) -> float:
