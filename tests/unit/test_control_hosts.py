@@ -17,6 +17,7 @@ from tailrace.protocol import (
     GiveUp,
     HostJoined,
     HostLeft,
+    LoadWeights,
     PullFailed,
     RelayJoined,
     RelayLost,
@@ -218,6 +219,19 @@ def test_a_replica_that_can_never_load_weights_is_quarantined_with_the_reason():
         drive.tell(PullFailed(1, incarnation, 0, "no room on the device"))
     assert "no room on the device" in drive.plane.state.fleet.replicas[1].reason
     assert [one.reason for one in drive.orders(GiveUp) if "quarantined" in one.reason]
+
+
+def test_a_replica_whose_far_relay_dies_under_its_hands_pulls_from_another_and_is_not_blamed():
+    drive = Drive(config(), replicas=4, relays=3).join_all()
+    drive.tell(RelayLost(2, 1, "it died"))
+    drive.tell(ReplicaLost(2, 1, "it died"))
+    assert isinstance(order := drive.join(2, incarnation=2, version=-1)[-1], LoadWeights)
+    assert order.relay == 0
+    drive.tell(RelayLost(0, 1, "it died"))
+    (order,) = [one for one in drive.tell(PullFailed(2, 2, 0, "nobody listens")) if isinstance(one, LoadWeights)]
+    assert (order.replica, order.incarnation, order.relay) == (2, 2, 1)
+    drive.tell(PullFailed(2, 2, 0, "nobody listens"))
+    assert not drive.plane.state.fleet.replicas[2].live  # that one is there: others reach it
 
 
 # ------------------------------------------------------------------------------------------------ what others bring

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 from relays import DEADLINE_S, TOKEN, Node, Weights, both_ways, nixl, nodes, publish, take_way, until
 from tailrace.weights import version_buffer
-from tailrace.weights.channel import Address, Channel, ChannelError, TokenError, dial
+from tailrace.weights.channel import Address, Channel, ChannelError, NobodyListensError, TokenError, dial
 from tailrace.weights.checksum import PIECE, piece_checksums
 from tailrace.weights.fetch import RemoteVersionCache, fetch
 from tailrace.weights.messages import (
@@ -277,6 +278,15 @@ def test_what_was_damaged_on_its_way_is_sealed_nowhere(tmp_path: Path) -> None:
         assert first.stored == second.stored == []
         assert isinstance(send(first, Weights(1, DATA)), VersionSealed)
         until(lambda: second.holds(1, DATA), "the good copy")
+
+
+def test_a_relay_that_is_gone_is_not_waited_for_until_the_deadline(tmp_path: Path) -> None:
+    with nodes(1, tmp_path) as (node,):
+        address = node.address
+    own = SharedMemory(tmp_path / "mine")
+    with pytest.raises(NobodyListensError, match="could not connect"):
+        fetch(address, TOKEN, 1, own, deadline_s=math.inf, gone_s=0.3)
+    assert own.held_bytes() == 0
 
 
 def test_a_stranger_pulls_no_version_from_a_relay_of_ours_nor_sends_it_one(tmp_path: Path) -> None:

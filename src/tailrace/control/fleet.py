@@ -40,6 +40,7 @@ class Replica(msgspec.Struct):
     use_first: bool = False  # work under this version before pulling another: they come as fast as it can pull
     target: Version = NONE  # while pulling
     source: RelayId = NONE  # while pulling
+    source_incarnation: int = 0  # of that relay, when the pull was ordered
     kv_capacity: int = 0
     roofline: int = 0
     kv_tokens: int = 0  # as last reported

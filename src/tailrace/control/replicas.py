@@ -207,17 +207,19 @@ def weights_loaded(context: Context, event: WeightsLoaded) -> None:
 
 
 def pull_failed(context: Context, event: PullFailed) -> None:
-    """Whose fault it is, is started afresh: a relay with a damaged copy, or a replica that cannot load a good one."""
+    """Whose fault it is, is started afresh: a relay with a damaged copy, or a replica that cannot load a good one. If
+    the relay has gone meanwhile, the replica pulls again from where it can."""
     replica = _pulling(context, event)
     if replica is None:
         return
     relay = context.relays.relays[replica.source]
-    if not event.damaged:
+    gone = not relay.live or relay.incarnation != replica.source_incarnation
+    if not event.damaged and not gone:
         lose(context, replica, f"could not load version {event.version}: {event.reason}")
         return
     weights.end_pull(context, replica)
     context.touch(replica)
-    if relay.live and event.version in relay.versions:
+    if not gone and event.version in relay.versions:
         weights.give_up_relay(context, relay, f"its copy of version {event.version} cannot be loaded: {event.reason}")
 
 

@@ -166,7 +166,7 @@ def pull(context: Context, replica: Replica, version: Version) -> bool:
     context.fleet.hungry.pop(replica.id, None)
     context.state.pulling += 1
     replica.target = version
-    replica.source = source.id
+    replica.source, replica.source_incarnation = source.id, source.incarnation
     replica.enter("pulling", context.now)
     context.send(LoadWeights(replica.id, replica.incarnation, version, source.id))
     return True

@@ -82,6 +82,10 @@ class UnreachableError(ChannelError):
     """Nobody answers there."""
 
 
+class NobodyListensError(UnreachableError):
+    """The host is there, but the process is not."""
+
+
 class TokenError(ChannelError):
     """The peer belongs to another run; a retry will not help."""
 
@@ -318,7 +322,8 @@ def connect(address: Address, stall_s: float = STALL_S, until: float = math.inf)
     try:
         connection = socket.create_connection((address.host, address.port), timeout=max(timeout_s, 1e-3))
     except OSError as error:
-        raise UnreachableError(f"could not connect to {address.host_port}: {error.strerror or error}") from None
+        kind = NobodyListensError if isinstance(error, ConnectionRefusedError) else UnreachableError
+        raise kind(f"could not connect to {address.host_port}: {error.strerror or error}") from None
     channel = Channel(connection, address.host_port, stall_s, until)
     channel.round_trip_s = time.monotonic() - began
     return channel

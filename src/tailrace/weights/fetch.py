@@ -7,7 +7,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tailrace.types import Version
-from tailrace.weights.channel import STALL_S, Address, Channel, ChannelError, TokenError, VersionRefusedError, dial
+from tailrace.weights.channel import (
+    STALL_S,
+    Address,
+    Channel,
+    ChannelError,
+    NobodyListensError,
+    TokenError,
+    VersionRefusedError,
+    dial,
+)
 from tailrace.weights.region import MappedVersion
 from tailrace.weights.shared_memory import SharedMemory, SharedMemoryReader
 from tailrace.weights.transfer import pull, receive
@@ -15,6 +24,7 @@ from tailrace.weights.version_buffer import VersionBuffer
 
 RETRY_S = 0.2  # between two attempts
 DEADLINE_S = 120.0
+GONE_S = 5.0  # a relay whose host refuses connections for so long is gone; control knows another one
 GivenUp = Callable[[], bool]
 
 
@@ -30,12 +40,14 @@ def fetch(
     deadline_s: float = DEADLINE_S,
     stall_s: float = STALL_S,
     given_up: GivenUp = never,
+    gone_s: float = GONE_S,
 ) -> MappedVersion:
     """Copy a version into `memory` and map it. A broken connection is made again and resumes, unless nobody wants the
-    version any more. A refusal, and what takes longer than `deadline_s`, is a `ChannelError` or a `SharedMemoryError`;
-    then nothing is left behind."""
+    version any more or nobody listens there for `gone_s`. A refusal, and what takes longer than `deadline_s`, is a
+    `ChannelError` or a `SharedMemoryError`; then nothing is left behind."""
     fetching = VersionFetch(version, memory)
     until = time.monotonic() + deadline_s
+    listened = time.monotonic()  # when somebody did
     try:
         while True:
             try:
@@ -43,8 +55,10 @@ def fetch(
                     return fetching.resume(channel)
             except (VersionRefusedError, TokenError):
                 raise
-            except ChannelError:
-                if given_up() or time.monotonic() + RETRY_S > until:
+            except ChannelError as error:
+                now = time.monotonic()
+                listened = listened if isinstance(error, NobodyListensError) else now
+                if given_up() or now + RETRY_S > min(until, listened + gone_s):
                     raise
                 time.sleep(RETRY_S)
     except BaseException:
