@@ -147,7 +147,7 @@ def test_nodes_have_the_ranks_of_the_trainer_and_replicas_beside_them(tmp_path, 
     with launched(tmp_path, two_nodes, *ranks, *here) as run:
         assert run.wait()[0] == 0, run.said
         assert [(one.ranks, len(one.replicas)) for one in joined(run)] == [(1, 1), (1, 1)]
-        assert "and 1 trainer ranks on" in run.said
+        assert "and 1 trainer rank on" in run.said
         run.gone()
         assert prove(run.folder).steps == 60
 
