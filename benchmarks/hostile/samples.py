@@ -168,7 +168,7 @@ def from_store(_: Path) -> tuple[list[bytes], Decode]:
     receipt = messages.Acknowledgement(4, column([1, 2]), column([1, 1]), column([9, 0]), column([0, 3]))
     prefix = messages.Prefix(1, 1, PROMPT, *PieceColumns.of([piece(1, 0, 9), piece(1, 9, 12, None)]))
     answers = [receipt, prefix, messages.Refusal(2, 1, "there is a newer attempt"), slice_of(1, [sample])]
-    answers += [messages.LengthTable(2, column([3, 12, 9])), messages.PromptRows(3, (PROMPT,))]
+    answers += [messages.LengthTable(2, column([3, 12, 9, 9])), messages.PromptRows(3, (PROMPT,))]
     answers += [messages.RequestFailed(1, "t1 is gone")]
     kinds: Sequence[Any] = (messages.ReadSamples, messages.ReadLengths, messages.ReadPrompts)
 

@@ -153,7 +153,8 @@ def test_lengths_end_with_the_last_sampled_token(path: Path) -> None:
     add(file, 8, 0, 4, version=None)
     file.commit()
     reader = SampleReader(path, file)
-    assert reader.lengths([8, 7, 9]) == [SampleLength(8, 3, 0, 0), SampleLength(7, 3, 23, 16), SampleLength(9, 3, 0, 0)]
+    found = [SampleLength(8, 3, 0, 0, 4), SampleLength(7, 3, 23, 16, 25), SampleLength(9, 3, 0, 0, 0)]
+    assert reader.lengths([8, 7, 9]) == found
     reader.close()
     file.close()
 

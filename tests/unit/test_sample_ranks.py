@@ -11,12 +11,13 @@ import msgspec
 import pytest
 
 from sample_stores import RunningStore, address, client, grant, piece, store, stored, stream, until
+from tailrace.protocol import Train, TrainGroup
 from tailrace.samples import client as client_module
 from tailrace.samples import server as server_module
 from tailrace.samples.client import SampleClient, SampleStoreError
 from tailrace.trainer.rank_group import _Group
-from tailrace.trainer.reader import SampleInfo, StoreReader
-from tailrace.wire.messages import StoreAddresses
+from tailrace.trainer.reader import SampleInfo, StoreReader, sample_infos
+from tailrace.wire.messages import Ordered, StoreAddresses
 
 RANK = "trainer-0.1/1"
 
@@ -69,3 +70,19 @@ def test_a_sample_of_versions_that_nobody_was_told_of_is_not_trained_on(tmp_path
         older = msgspec.structs.replace(told, versions=(3, 4))
         with pytest.raises(SampleStoreError, match="t1 is of versions 2 to 4 in store 0, and finished with 3 to 4"):
             list(StoreReader(rank, [older]).read([1]))
+
+
+def test_a_sample_that_is_shorter_in_its_store_than_it_finished_is_not_trained_on(tmp_path: Path) -> None:
+    """An older copy of the store's file has the beginning of it, of versions that fit."""
+    command = Train(1, 5, 0, True, (TrainGroup(9, (1, 2)),))
+    with store(tmp_path) as running, client(running.port) as replica, client(running.port, RANK) as rank:
+        running.assign(grant(1), grant(2))
+        for id in (1, 2):
+            stream(replica, id, [20])
+            stored(replica, id)
+        until(lambda: [one.tokens for one in rank.lengths([1, 2])] == [20, 20])
+        found, told = {one.id: one for one in rank.lengths([1, 2])}, Ordered(command, rewards={1: 0.5, 2: 1.0})
+        expected = (SampleInfo(1, 9, 0.5, 23, 20, 3), SampleInfo(2, 9, 1.0, 23, 20, 3))
+        assert sample_infos(command, msgspec.structs.replace(told, tokens={1: 20, 2: 20}), found) == expected
+        with pytest.raises(SampleStoreError, match="t2 has 20 tokens in store 0, and finished with 64"):
+            sample_infos(command, msgspec.structs.replace(told, tokens={1: 20, 2: 64}), found)

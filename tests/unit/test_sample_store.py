@@ -254,7 +254,8 @@ def test_lengths_and_samples_come_in_the_order_asked_for_and_in_bounded_memory(t
             stored(replica, id)
         order = random.Random(1).sample(range(count), count)
         with client(running.port, TRAINER) as trainer:
-            assert trainer.lengths(order) == [SampleLength(id, 3, 3 + length, length) for id in order]
+            lengths = [SampleLength(id, 3, 3 + length, length, length if id else length + 7) for id in order]
+            assert trainer.lengths(order) == lengths
             reading = trainer.read(order)
             first = next(reading)
             assert first.id == order[0]

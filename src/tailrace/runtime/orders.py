@@ -71,7 +71,8 @@ class Orders:
         results = self._trajectories.results(ids)
         rewards = {id: result.reward for id, result in results.items()}
         versions = {id: result.versions for id, result in results.items() if result.versions is not None}
-        self._send("trainer", TRAINER, Ordered(command, rewards=rewards, versions=versions))
+        tokens = {id: result.tokens for id, result in results.items() if result.tokens is not None}
+        self._send("trainer", TRAINER, Ordered(command, rewards=rewards, versions=versions, tokens=tokens))
 
     def _publish(self, _: State, command: Publish) -> None:
         addresses = self._components.publish_addresses(command.relay)

@@ -313,7 +313,7 @@ class SampleClient:
         with closing(self._ask(store, ReadLengths, ids, within_s)) as answers:
             answer = next(answers)
         assert isinstance(answer, LengthTable)
-        rows = read_column(answer.values).reshape(-1, 3).tolist()
+        rows = read_column(answer.values).reshape(-1, 4).tolist()
         return [SampleLength(id, *row) for id, row in zip(ids, rows, strict=True)]
 
     def read(self, ids: Sequence[TrajectoryId], store: int = 0, within_s: float = SILENT_S) -> Samples:

@@ -77,6 +77,7 @@ class SampleLength(NamedTuple):
     prompt: int
     length: int
     sampled: int
+    tokens: int  # after the prompt, with what was not sampled
 
 
 class StoredSample(NamedTuple):
@@ -185,7 +186,7 @@ class Refusal(Frame):
 
 
 class LengthTable(Frame):
-    """Answer to `ReadLengths`: a row (prompt, length, sampled) for each id, in the order asked for."""
+    """Answer to `ReadLengths`: a row (prompt, length, sampled, tokens) for each id, in the order asked for."""
 
     request: Natural
     values: memoryview

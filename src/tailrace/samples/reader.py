@@ -168,7 +168,7 @@ class SampleReader:
 
 
 def _length(id: TrajectoryId, head: SampleHead, prompt: int) -> SampleLength:
-    return SampleLength(id, prompt, prompt + head.span if head.sampled else 0, head.sampled)
+    return SampleLength(id, prompt, prompt + head.span if head.sampled else 0, head.sampled, head.tokens)
 
 
 def _merged(rows: Iterable[tuple[Any, ...]]) -> Iterator[Piece]:

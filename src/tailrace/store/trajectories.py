@@ -98,6 +98,7 @@ class SampleResult(NamedTuple):
 
     reward: float | None = None
     versions: tuple[Version, Version] | None = None  # the oldest and the newest that its tokens are of
+    tokens: int | None = None  # after the prompt
 
 
 class TrajectoryTable:
@@ -177,7 +178,7 @@ class TrajectoryTable:
         return found
 
     def _result(self, row: Values) -> SampleResult:
-        id, _, oldest, newest, _, reward, crc = row
+        id, tokens, oldest, newest, _, reward, crc = row
         if reward is None and crc is None:
             return SampleResult()
         if reward in (inf, -inf) or (reward is None and crc == _crc(*row[:-2], nan)):
@@ -185,7 +186,7 @@ class TrajectoryTable:
             raise JournalError(f"{written}, and it cannot be trained on; mend the reward, and begin a new run")
         if _crc(*row[:-1]) != crc:
             raise self._damaged(f"how t{id} ended is not as it was written")
-        return SampleResult(reward, (oldest, newest))
+        return SampleResult(reward, (oldest, newest), tokens)
 
     def _damaged(self, how: str) -> JournalError:
         """Nobody asks for what was never written down: what is missing was lost with a part of the file."""

@@ -6,12 +6,14 @@ just the samples of its own share, by id, through a `TrajectoryReader`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
+from tailrace.protocol import Train
 from tailrace.samples.client import SampleClient, SampleStoreError
-from tailrace.samples.messages import StoredSample, segment_of
+from tailrace.samples.messages import SampleLength, StoredSample, segment_of
 from tailrace.types import GroupId, StoreId, Struct, Trajectory, TrajectoryId, Version
+from tailrace.wire.messages import Ordered
 
 
 class SampleInfo(Struct):
@@ -25,6 +27,23 @@ class SampleInfo(Struct):
     prompt: int = 0
     store: StoreId = 0  # that has it
     versions: tuple[Version, Version] | None = None  # the oldest and newest that its tokens may be of
+
+
+def sample_infos(
+    command: Train, order: Ordered, lengths: Mapping[TrajectoryId, SampleLength]
+) -> tuple[SampleInfo, ...]:
+    """Of a mini-batch, in its order. `SampleStoreError` where a store has another number of tokens than a sample
+    finished with: its file may be an older copy, and it has not been told yet what should be there."""
+    infos: list[SampleInfo] = []
+    for group, id, store in [(one.group, *located) for one in command.groups for located in one.located()]:
+        found, finished_with = lengths[id], order.tokens.get(id)
+        if finished_with not in (None, found.tokens):
+            raise SampleStoreError(
+                f"t{id} has {found.tokens} tokens in store {store}, and finished with {finished_with}"
+            )
+        told = order.rewards[id], found.length, found.sampled, found.prompt
+        infos.append(SampleInfo(id, group, *told, store, order.versions.get(id)))
+    return tuple(infos)
 
 
 class SampleLengths(NamedTuple):

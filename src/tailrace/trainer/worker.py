@@ -29,7 +29,7 @@ from tailrace.trainer.divergence import DivergedError, Divergence, put_aside_aft
 from tailrace.trainer.manifest import CheckpointError
 from tailrace.trainer.pace import CheckpointPace
 from tailrace.trainer.rank_group import RankGroup, build_rank_group
-from tailrace.trainer.reader import SampleInfo
+from tailrace.trainer.reader import SampleInfo, sample_infos
 from tailrace.trainer.sending import PublishRoute
 from tailrace.trainer.spared import SparedSteps
 from tailrace.types import StoreId, TrajectoryId, Version
@@ -175,14 +175,8 @@ class TrainerWorker:
 
     def _describe(self, command: Train, order: Ordered) -> tuple[SampleInfo, ...]:
         """All that the plan of a mini-batch needs: lengths from the stores, the rest from the controller."""
-        located = {id: (group.group, store) for group in command.groups for id, store in group.located()}
-        lengths = {one.id: one[1:] for one in self._lengths({id: store for id, (_, store) in located.items()})}
-        rewards, versions = order.rewards, order.versions
-        infos: list[SampleInfo] = []
-        for id, (group, store) in located.items():
-            prompt, length, sampled = lengths[id]
-            infos.append(SampleInfo(id, group, rewards[id], length, sampled, prompt, store, versions.get(id)))
-        return tuple(infos)
+        stores = {id: store for group in command.groups for id, store in group.located()}
+        return sample_infos(command, order, {one.id: one for one in self._lengths(stores)})
 
     def _lengths(self, stores: Mapping[TrajectoryId, StoreId]) -> Iterator[SampleLength]:
         for store in sorted(set(stores.values())):

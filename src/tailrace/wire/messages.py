@@ -195,11 +195,12 @@ class Ordered(Message):
     """A command of the control plane, and what else is needed to carry it out. Tokens are in the sample stores."""
 
     command: AnyCommand
-    # Train: of each sample, and the oldest and newest version that its tokens may be of
+    # Train: of each sample, the oldest and newest version that its tokens may be of, and how many come after the prompt
     rewards: dict[TrajectoryId, float | None] = msgspec.field(default_factory=dict[TrajectoryId, float | None])
     versions: dict[TrajectoryId, tuple[Version, Version]] = msgspec.field(
         default_factory=dict[TrajectoryId, tuple[Version, Version]]
     )
+    tokens: dict[TrajectoryId, Natural] = msgspec.field(default_factory=dict[TrajectoryId, Natural])
     # Publish, Route: where relays listen
     addresses: dict[RelayId, str] = msgspec.field(default_factory=dict[RelayId, str])
     arena: str = ""  # LoadWeights: where the version lies
