@@ -298,7 +298,7 @@ def small_disk(folder: Path, mbytes: int = 256) -> Iterator[Path]:
         return
     with image.open("wb") as file:
         file.truncate(mbytes << 20)
-    _call("mkfs.ext4", "-q", str(image))
+    _call("mkfs.ext4", "-q", "-b", "4096", str(image))  # pages of SQLite's shared memory are allocated whole
     _call("mount", "-o", "loop", str(image), str(folder))
     try:
         yield folder
