@@ -25,7 +25,7 @@ def examples() -> tuple[list[Any], list[Any]]:
     grants = (wire.Grant(0, 7, 2, 3, 4, True, 1), wire.Grant(1, 8, 1, 3, 4))
     down = [wire.Ended(True), wire.Assigned(grants), wire.Reconcile(grants, (1, 2), {1: (1, 30)}, (9,), (4, 5))]
     down += [wire.StoreAddresses((wire.StoreAddress(0, "tcp://127.0.0.1:1", "", "ab" * 32),), (1,)), wire.Introduce(3)]
-    down += [wire.Ordered(commands[0], {1: 0.5, 2: None}, {1: (0, 2)}, {0: "127.0.0.1:1"}, "arena")]
+    down += [wire.Ordered(commands[0], {1: 0.5, 2: None}, {1: (0, 2)}, {1: 30}, {0: "127.0.0.1:1"}, "arena")]
     return up, down + [wire.Ordered(command) for command in commands]
 
 

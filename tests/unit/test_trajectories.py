@@ -56,7 +56,7 @@ def test_a_reward_that_is_not_finite_is_refused(table: TrajectoryTable, reward: 
 def test_what_was_damaged_on_the_disk_is_refused(store: RunStore, damage: str) -> None:
     begin(store.trajectories)
     finish(store.trajectories, reward=1.0)
-    assert store.trajectories.results([3]) == {3: (1.0, (2, 3))}
+    assert store.trajectories.results([3]) == {3: (1.0, (2, 3), 5)}
     store._database.execute(f"UPDATE trajectories SET {damage} WHERE id = 3")
     with pytest.raises(JournalError, match="how t3 ended is not as it was written"):
         store.trajectories.results([3])

@@ -173,6 +173,7 @@ class Components:
             self._expect(self._local.start(specs[0], self._ranks.members(specs)))
         else:
             self.control.tell(TrainerWaits(self._provision.for_ranks(self._ranks.missing)))
+            self.look_for_missing()  # now: the next look may come after somebody who brings them
 
     def _cannot_start(self, role: str, id: int, error: OSError) -> None:
         """There are no descriptors, no memory or no processes left. Others may give some back: it is tried again for as
