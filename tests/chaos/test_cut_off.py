@@ -27,6 +27,19 @@ def cut_off(run: Run) -> list[CutOff]:
     return [one for entry in Journal(run.folder).entries() for one in entry.commands if isinstance(one, CutOff)]
 
 
+def under_way(run: Run, replica: int) -> set[int]:
+    """Samples that were given to a replica and that it has not reported yet."""
+    given = set[int]()
+    for entry in Journal(run.folder).entries():
+        event = entry.event
+        given -= {one.id for one in event.samples} if isinstance(event, HandedIn) else set()
+        given -= {event.meta.id} if isinstance(event, Finished) else set()
+        for command in entry.commands:
+            if isinstance(command, Generate) and command.replica == replica:
+                given |= {one.trajectory for one in command.requests}
+    return given
+
+
 def made_while_away(run: Run, replica: int) -> set[int]:
     """Samples that were given to a replica before it was cut off, and that count as it reported them afterwards."""
     given, away, counted = dict[int, int](), False, set[int]()
@@ -70,6 +83,7 @@ def test_a_site_that_is_cut_off_hands_in_what_it_made_when_it_is_back(tmp_path: 
         site = join(1, *(("--key", str(run.folder / "workers" / "alice.key")) if stranger else ()))
         run.until(lambda: run.events("ReplicaJoined") > (2 if stranger else 1), "its replica")
         run.until(lambda: run.events("HandedIn" if stranger else "Trained"), "work")
+        run.until(lambda: len(under_way(run, 2 if stranger else 1)) > 1, "samples under way there")
         network.isolate(1)
         time.sleep(CUT_S)
         network.heal()
