@@ -1,9 +1,11 @@
 """Prompts that teach nothing, decided before, during and after generation.
 
 before   a prompt whose last visits were all right, or all wrong, is skipped when its turn comes, most of the time, and
-         so is one of which there is a group already (`histories.py`)
-during   a group starts with few samples. Once their rewards differ it gets all of its samples; as long as all are
-         wrong it gets a few more; once all are right it is stopped: the others are never started
+         so is one of which there is a group already (`histories.py`). Once the data have come round within a step, such
+         prompts are visited only if the trainer would wait otherwise
+during   a group starts with few samples, unless the last visit was useful. Once their rewards differ it gets all of its
+         samples; as long as all are wrong it gets a few more; once all are right it is stopped: the others are never
+         started
 after    a group whose samples all got the same reward is left out, and another one takes its place (`groups.py`)
 
 What is started is finished: nothing is cancelled for being slow, and whether a group gets more samples depends on
@@ -28,16 +30,28 @@ MOST_FETCHED = 16  # times as many prompts are asked for as without skipping
 def open_groups(context: Context, count: int, round: int = 0) -> list[Group]:
     """Open as many groups, for the prompts whose turn it is; fewer where so many are skipped that none is left."""
     ledger, opened, skipped = context.ledger, list[Group](), list[Prompt]()
-    size, first = context.config.workload.group_size, context.config.first_samples
-    while len(opened) < count and len(ledger.pool):
+    size = context.config.workload.group_size
+    while len(opened) < count and len(ledger.pool) and not _may_wait(context):
         if _skips(context, ledger.pool.first()):
             skipped.append(ledger.skip_prompt())
         else:
-            opened.append(ledger.open_group(context.now, size, round, first))
+            opened.append(ledger.open_group(context.now, size, round, _first_samples(context, ledger.pool.first())))
     if skipped:
         streaks = [context.state.history.streak(prompt.row) for prompt in skipped]
         context.send(SkipPrompts(tuple([prompt.id for prompt in skipped]), tuple(streaks)))
     return opened
+
+
+def _first_samples(context: Context, prompt: Prompt) -> int:
+    """All where the last visit was useful: this one will be too, most likely, and is sooner complete."""
+    was_useful = context.state.history.was_useful(prompt.row)
+    return context.config.workload.group_size if was_useful else context.config.first_samples
+
+
+def _may_wait(context: Context) -> bool:
+    """All prompts have come up in this step, and enough is under way for the trainer to make it."""
+    came_round = context.config.groups.skips and context.state.history.rounds > 0
+    return came_round and not context.traits.rounds and context.lacks <= 0
 
 
 def _skips(context: Context, prompt: Prompt) -> bool:

@@ -185,8 +185,17 @@ class Context:
         """How many more groups may be opened, under weights that are `lag` versions behind. While there is no trainer
         nobody knows how much it will need, and generation goes on as far as the staleness bound allows."""
         limit = int(self.state.pacing.limit) if self.traits.chooses and self.training.live else 0
-        useful, taken = self.state.history.useful_share, 0 if self.repeats_short else self.training.taken
-        return sampling.admits(self.config, self.ledger, taken, lag, limit, useful)
+        return sampling.admits(self.config, self.ledger, self._taken, lag, limit, self.state.history.useful_share)
+
+    @property
+    def lacks(self) -> float:
+        """Groups that its present step would still lack, if of the open ones as many are of use as of the last ones."""
+        useful = self.ledger.open_groups * self.state.history.useful_share
+        return self.config.workload.prompts_per_step - len(self.ledger.ready) - self._taken - useful
+
+    @property
+    def _taken(self) -> int:
+        return 0 if self.repeats_short else self.training.taken
 
     @property
     def mixed_share(self) -> float:

@@ -34,6 +34,7 @@ from tailrace.engines.layout import use_fast_layout
 from tailrace.engines.llama_decoder import is_known, llama_decoder
 from tailrace.engines.plain import PlainOperations
 from tailrace.engines.rescoring import Rescoring
+from tailrace.engines.round_trips import RoundTrips
 from tailrace.engines.shortage import carry_out
 from tailrace.engines.stops import Decode, StopStrings
 from tailrace.engines.trial import try_out
@@ -90,6 +91,7 @@ class NativeEngine:
         prefill = rollout.prefill_tokens or PREFILL.get(model.device.type, 512)
         switch = switch_of(model) or sys.maxsize
         self._scheduler = scheduler.Scheduler(blocks, rollout.block_tokens, prefill, rollout.max_running, switch)
+        self._round_trips = RoundTrips(self._executor.steps)
         self._counters = Counters()
         self._full: list[TrajectoryId] = []  # had no room for a single token when they came
         self.staging = staging_for(model)
@@ -161,7 +163,7 @@ class NativeEngine:
         self._scheduler.submit(scheduler.Sequence(job, end))
 
     def step(self) -> StepOutput:
-        plan = self._scheduler.plan(self._executor.steps)
+        plan = self._scheduler.plan(self._round_trips.steps)
         if not plan.chunks:
             assert not self._scheduler.waiting, "work is waiting, but none of it can start"
             return self._output(NOTHING_DRAWN)
@@ -223,6 +225,7 @@ class NativeEngine:
             ids.append(sequence.id)
             counts.append(taken)
             finish.append(ended)
+        self._round_trips.note(sum(counts), len(finish) - finish.count(""))
         return StepOutput(ids, counts, *_first_of_each(drawn, counts[len(full) :]), finish)
 
     def _take(self, sequence: scheduler.Sequence, tokens: list[int]) -> tuple[int, Finish]:
