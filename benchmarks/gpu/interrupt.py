@@ -3,6 +3,7 @@ arrive from another replica.
 
     python benchmarks/gpu/interrupt.py [native] [vllm] [--size 1.5b] [--json FILE]
     python benchmarks/gpu/interrupt.py native --size tiny --device cpu        # the same code on a CPU
+    python benchmarks/gpu/interrupt.py native vllm --vllm-python PYTHON --size 135m --device cpu --cases 4x128 16x512
 
 For every batch size and context length: sequences of that length decode until their rate is steady; then the weights
 are replaced (the same ones, so that nothing else changes) and decoding goes on until it is steady again. What was not
@@ -29,11 +30,12 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 sys.path[:0] = [str(ROOT / "benchmarks"), str(HERE), str(ROOT / "src")]  # `engine_vllm` is the one for a CPU
 
-RESULTS = ROOT / "benchmarks" / "results" / "gpu_interrupt.json"
+RESULTS = ROOT / "benchmarks" / "results"
 CASES = [(16, 512), (16, 4096), (16, 16384), (64, 512), (64, 4096), (256, 512), (256, 2048), (256, 4096)]
 TINY_CASES = [(2, 32), (4, 64)]
 STEADY_TOKENS = 48  # of every sequence, over which the steady rate is measured
 LONGEST_WAIT_S = 120.0
+LONGEST_IN_VLLM = 8192  # tokens of a sequence
 Row = dict[str, Any]
 
 
@@ -130,12 +132,10 @@ def native(options: argparse.Namespace) -> list[Row]:
     from tailrace.engines.native import NativeEngine
 
     cases = cases_of(options)
-    dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
-    model = random_model(options.size, options.device, dtype, max_position_embeddings=32768)
+    model = random_model(options.size, options.device, getattr(torch, dtype_of(options)), max_position_embeddings=32768)
     longest = max(context for _, context in cases) + 32 * STEADY_TOKENS
-    kv_tokens = max((count + 1) * (context + 20 * STEADY_TOKENS) for count, context in cases)
-    running = max(count for count, _ in cases) + 1
-    rollout = Rollout(max_running=running, kv_tokens=max(kv_tokens, longest), prefill_tokens=options.prefill_tokens)
+    kv_tokens = max(kv_tokens_of(cases), longest)
+    rollout = Rollout(max_running=running_of(cases), kv_tokens=kv_tokens, prefill_tokens=options.prefill_tokens)
     config = Config(workload=Workload(prompt_tokens=longest, max_completion_tokens=1), rollout=rollout)
     engine = NativeEngine(model, lambda tokens: "", (), config, seed=0)
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -150,20 +150,37 @@ def vllm(options: argparse.Namespace) -> list[Row]:
     from workloads import settings
 
     cases = [case for case in cases_of(options) if case[1] <= 4096]
+    dtype = dtype_of(options)
     with tempfile.TemporaryDirectory() as folder:
-        shape = {**settings(options.size), "torch_dtype": "bfloat16", "max_position_embeddings": 32768}
+        shape = {**settings(options.size), "torch_dtype": dtype, "max_position_embeddings": 32768}
         (Path(folder) / "config.json").write_text(json.dumps(shape))
-        arguments = {"model": folder, "dtype": "bfloat16", "load_format": "dummy", "skip_tokenizer_init": True}
-        arguments |= {"gpu_memory_utilization": 0.5, "max_model_len": 8192, "max_num_seqs": 257, "seed": 0}
-        engine = Ours(sys.executable, arguments, 0)._engine
-        model = random_model(options.size, "cpu", torch.bfloat16, max_position_embeddings=32768)
+        arguments = {"model": folder, "dtype": dtype, "load_format": "dummy", "skip_tokenizer_init": True}
+        arguments |= {"gpu_memory_utilization": 0.5, "max_model_len": LONGEST_IN_VLLM, "seed": 0}
+        arguments["max_num_seqs"] = running_of(cases)
+        kv_tokens = 0 if options.device == "cuda" else max(kv_tokens_of(cases), 2 * LONGEST_IN_VLLM)
+        engine = Ours(options.vllm_python, arguments, kv_tokens)._engine
+        model = random_model(options.size, "cpu", getattr(torch, dtype), max_position_embeddings=32768)
         weights = dict(model.state_dict())
         engine.load_weights(0, weights)
         return rows(Bench(engine, 100), weights, cases, "vllm", options)
 
 
 def cases_of(options: argparse.Namespace) -> list[tuple[int, int]]:
+    if options.cases:
+        return [(int(count), int(context)) for count, context in [case.split("x") for case in options.cases]]
     return CASES if options.device == "cuda" else TINY_CASES
+
+
+def dtype_of(options: argparse.Namespace) -> str:
+    return "bfloat16" if options.device == "cuda" else "float32"
+
+
+def running_of(cases: list[tuple[int, int]]) -> int:
+    return max(count for count, _ in cases) + 1
+
+
+def kv_tokens_of(cases: list[tuple[int, int]]) -> int:
+    return max((count + 1) * (context + 20 * STEADY_TOKENS) for count, context in cases)
 
 
 def rows(bench: Bench, weights: Any, cases: list[tuple[int, int]], name: str, options: argparse.Namespace) -> list[Row]:
@@ -180,9 +197,10 @@ def rows(bench: Bench, weights: Any, cases: list[tuple[int, int]], name: str, op
 
 
 def write(found: list[Row], name: str, options: argparse.Namespace) -> None:
-    known = json.loads(options.json.read_text()) if options.json.is_file() else {}
+    file = options.json or RESULTS / ("gpu_interrupt.json" if options.device == "cuda" else "cpu_interrupt.json")
+    known = json.loads(file.read_text()) if file.is_file() else {}
     known[f"{name} {options.size}"] = found
-    options.json.write_text(json.dumps(known, indent=1) + "\n")
+    file.write_text(json.dumps(known, indent=1) + "\n")
 
 
 def main() -> None:
@@ -190,8 +208,10 @@ def main() -> None:
     parser.add_argument("engines", nargs="*", default=["native"], help="native, vllm")
     parser.add_argument("--size", default="1.5b")
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--cases", nargs="+", default=[], help="sequences and their context, such as 64x512")
+    parser.add_argument("--vllm-python", default=sys.executable, help="the Python that has vLLM")
     parser.add_argument("--prefill-tokens", type=int, default=0)
-    parser.add_argument("--json", type=Path, default=RESULTS)
+    parser.add_argument("--json", type=Path, help="where the rows go; benchmarks/results, if not given")
     options = parser.parse_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")

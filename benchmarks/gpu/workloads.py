@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 ROW = "ROW "  # begins a line of JSON on a child's standard output; everything else there is chatter
 Work = list[tuple[list[int], int]]  # a prompt and how many tokens are wanted
 
-# Qwen2.5's published shapes, and one that a CPU runs in a second.
+# Qwen2.5's published shapes, a small one, and one that a CPU runs in a second.
 SHAPES: dict[str, dict[str, Any]] = {
     "1.5b": {
         "hidden_size": 1536,
@@ -31,6 +31,15 @@ SHAPES: dict[str, dict[str, Any]] = {
         "intermediate_size": 18944,
         "vocab_size": 152064,
         "tie_word_embeddings": False,
+    },
+    "135m": {  # SmolLM2's numbers
+        "hidden_size": 576,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "intermediate_size": 1536,
+        "vocab_size": 49152,
+        "tie_word_embeddings": True,
     },
     "tiny": {
         "hidden_size": 128,
