@@ -46,7 +46,8 @@ train: $(TRAINS)  ## train the default recipe: a small model on this machine's C
 	$(BIN)/tailrace train $(RECIPE) $(OPTIONS)
 
 test: setup  ## run the tests (WORKERS=n processes)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+	@# a test that hangs fails after ten minutes, and says where it stood
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true
 
 soak: setup  ## run the long tests too slow for every change, and break real runs for half an hour
 	HYPOTHESIS_PROFILE=search $(BIN)/python -m pytest -n 2 -m soak

@@ -25,6 +25,7 @@ from tailrace.sim.cost_model import check_fit
 from tailrace.sim.fit import fit, fitted, fragment
 from tailrace.sim.journal_statistics import FitError
 from tailrace.sim.simulation import Simulation
+from tailrace.store.journal import CARDS
 from tailrace.store.run import RunStore
 from tailrace.types import Prompt
 
@@ -144,6 +145,18 @@ def test_where_processors_did_the_work_their_seconds_are_its_cost(tmp_path: Path
     assert found["costs.decode_step"] == pytest.approx(TRUE.decode_step / 2, rel=1e-3)
     assert found["costs.train_token"] == pytest.approx(TRUE.train_token / 2, rel=1e-3)
     assert found["local.cores"] > 0
+
+
+def test_where_gpus_did_the_work_the_clock_has_its_cost(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path / "run", settings())
+    recorder.store.meta.set(CARDS, '[{"total":1}]')
+    recorder.generate(60, processor_share=0.9)  # the process looks again and again whether its card is done
+    recorder.train(8)
+    recorder.finish(10)
+    found = fitted(recorder.folder)
+    assert found["costs.decode_step"] == pytest.approx(TRUE.decode_step, rel=1e-3)
+    assert found["costs.train_token"] == pytest.approx(TRUE.train_token, rel=1e-3)
+    assert found["local.cores"] == 0
 
 
 def test_no_cost_is_negative_when_the_kinds_of_work_cannot_be_told_apart(tmp_path: Path) -> None:

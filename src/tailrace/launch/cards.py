@@ -21,12 +21,11 @@ from tailrace.config.errors import ConfigError
 from tailrace.config.tree import Config
 from tailrace.errors import UsageError
 from tailrace.model.device import check_devices, has_device_files, survey_apart, survey_for
-from tailrace.store.journal import FILE, Journal, Meta
+from tailrace.store.journal import CARDS, FILE, Journal, Meta
 from tailrace.types import Card
 
 log = logging.getLogger(__name__)
 
-NOTED = "cards"  # in the run's meta table
 IMAGINED = re.compile(r"(\d{1,4})x(\d{1,4}(?:\.\d+)?)")
 MOST = 1024
 
@@ -46,7 +45,7 @@ def deal_cards(config: Config, folder: Path, resume: bool, begun: bool) -> Dealt
     if earlier is not None and config.local.is_auto:
         config = with_replicas(config, earlier.config.local.replicas)
     if earlier is not None and begun:
-        cards = msgspec.json.decode(earlier.meta.get(NOTED, "[]"), type=tuple[Card, ...])
+        cards = msgspec.json.decode(earlier.meta.get(CARDS, "[]"), type=tuple[Card, ...])
         return dealt_among(config, cards)
     seen = survey_for(config)
     dealt = dealt_among(config, seen.cards if seen else ())
@@ -70,7 +69,7 @@ def _unused(config: Config, deal: Deal, cards: Sequence[Card]) -> list[str]:
 
 def record_cards(meta: Meta, cards: Sequence[Card]) -> None:
     """For a controller that has to take over."""
-    meta.set(NOTED, msgspec.json.encode(cards).decode())
+    meta.set(CARDS, msgspec.json.encode(cards).decode())
 
 
 def cards_of_worker() -> tuple[Card, ...]:

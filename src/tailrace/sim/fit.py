@@ -11,7 +11,8 @@ work:
 
 Costs are least squares over heartbeats and over mini-batches. Where processors did the work, they are fitted in
 processor seconds: the clock of a crowded machine would count the same work twice, and `local.cores` lets the simulation
-crowd it again. An engine that waits for a GPU, or an emulated one, is fitted by the clock.
+crowd it again. An emulated engine is fitted by the clock, and so are those of a machine with GPUs, however busily
+their processes wait for them.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from tailrace.config.render import render_values
 from tailrace.config.tree import Costs, Lengths
 from tailrace.sim.journal_statistics import FitError, JournalStatistics, journal_statistics
 from tailrace.store.database import file_of
-from tailrace.store.journal import Journal
+from tailrace.store.journal import CARDS, Journal
 from tailrace.store.metrics import measurements
 
 ENGINE = ("decoded", "steps", "prefilled", "kv_read")  # what costs time in an engine, the likeliest cost first
@@ -89,7 +90,9 @@ class _Measured:
     """The metrics of a run, sorted by who measured what."""
 
     def __init__(self, run: Path) -> None:
-        self.emulated = Journal(run).config.rollout.engine == "emulated"
+        journal = Journal(run)
+        self.emulated = journal.config.rollout.engine == "emulated"
+        self.has_cards = journal.meta.get(CARDS, "[]") != "[]"
         heartbeats: dict[str, dict[float, Counters]] = {}
         mini_batches: dict[tuple[int, float], Counters] = {}
         self.stalls: dict[str, list[float]] = {"publish": [], "checkpoint": []}
@@ -111,7 +114,9 @@ class _Measured:
         """Processors did the work, rather than that they waited for whoever does it."""
         intervals = list(self.intervals())
         busy = sum(one["busy_s"] for one in intervals)
-        return not self.emulated and sum(one.get("cpu_s", 0.0) for one in intervals) > BY_PROCESSOR * busy
+        if self.emulated or self.has_cards:
+            return False
+        return sum(one.get("cpu_s", 0.0) for one in intervals) > BY_PROCESSOR * busy
 
     def intervals(self) -> Iterator[Counters]:
         """What an engine did from one heartbeat to the next, wherever it did something."""

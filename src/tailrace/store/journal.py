@@ -48,6 +48,7 @@ __all__ = ["FILE", "FORMAT", "Entry", "Journal", "JournalError", "JournalWriter"
 
 FORMAT = 3
 BEGUN = "begun"  # in `meta`: the settings that its journal begins with; unset: those that it has
+CARDS = "cards"  # in `meta`: the GPUs of the machine, as JSON; none where nothing would use them
 RUN = "run"  # in `meta`: by which the files of its sample stores are known
 BATCH = 2000  # events per transaction
 SCHEMA = """
