@@ -52,6 +52,7 @@ class Progress:
         self.rows: dict[int, int] = {}  # of a prompt
         self.prompts: dict[int, int] = {}  # of a group
         self.tokens = 0
+        self.evaluated = 0  # tokens of evaluations while training: part of the run's seconds
         self.visits: dict[int, Counter[int]] = {}  # prompts generated, by row, for each difficulty
         self.spent = Counter[int]()  # tokens, for each difficulty
         self.rewards: dict[int, set[float | None]] = {}  # of a group
@@ -73,7 +74,9 @@ class Progress:
 
         if isinstance(entry.event, PromptsAdded):
             self.rows |= {prompt.id: prompt.row for prompt in entry.event.prompts}
-        elif isinstance(entry.event, Finished) and entry.event.meta.id < EVALUATION:
+        elif isinstance(entry.event, Finished) and entry.event.meta.id >= EVALUATION:
+            self.evaluated += entry.event.meta.tokens
+        elif isinstance(entry.event, Finished):
             self._answered(entry.event.meta)
         elif isinstance(entry.event, Trained):
             self.versions[entry.event.step + 1] = entry.now, self.tokens
@@ -173,6 +176,7 @@ def measured(arm: str, seed: int, progress: Progress, options: argparse.Namespac
         "last": curve[-1][2],
         "curve": curve,
         "tokens": {name: progress.spent[kind] for kind, name in enumerate(DIFFICULTIES)},
+        "evaluation_tokens": progress.evaluated,
         "useful_groups": progress.useful_groups,
         "staleness": vars_of(summary.staleness),
         "visits": {name: visits_of(progress, kind) for kind, name in enumerate(DIFFICULTIES)},
