@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 
 from drive import Drive, config
-from tailrace.config.tree import Schedule, ScheduleKind
+from tailrace.config.tree import Rollout, Schedule, ScheduleKind
 from tailrace.control.kinds import Kind, ReplicaFigures, batch_sizes, shares, sort_out
+from tailrace.control.quota import quota
 from tailrace.control.repack import Move, View, plan, spread
 from tailrace.protocol import EngineWork, Generate, LoadWeights, Parked, Progressed, Release, TimerFired, TrajectoryMeta
 
@@ -91,6 +92,19 @@ def test_the_fast_one_gets_four_times_as_much():
         drive.load(replica)
     given = {one.replica: len(one.requests) for one in drive.orders(Generate)[-2:]}
     assert given == {0: 13, 1: 3}
+
+
+@pytest.mark.parametrize(("max_running", "most"), [(1024, 285), (40, 50)])
+def test_a_batch_is_what_the_kv_holds_and_no_more_than_the_engine_decodes_together(max_running, most):
+    """A quarter more waits for a place there."""
+    sections = {
+        "schedule": Schedule(kind="adaptive", steps_ahead=64.0, mixed_share=1.0),
+        "rollout": Rollout(max_running=max_running),
+    }
+    drive = Drive(config("adaptive", prompts=8, size=16, **sections)).join_all()
+    for request in drive.running()[:64]:
+        drive.finish(request)
+    assert quota(drive.plane._context) == most
 
 
 def test_what_the_slow_one_would_bring_too_late_goes_on_at_the_fast_one():

@@ -9,6 +9,7 @@ from tailrace.config.tree import Schedule, Trainer
 from tailrace.control.quota import timely_share
 from tailrace.control.speed import DecodeCosts
 from tailrace.control.update_costs import InFlight, Situation, choose
+from tailrace.control.updates import in_flight
 from tailrace.protocol import EngineWork, Explain, Generate, LoadWeights, Progressed
 
 COSTS = DecodeCosts(step=0.011, sequence=3e-5, kv_token=2e-8, prefill_token=2.5e-5)
@@ -138,6 +139,30 @@ def test_no_more_samples_are_mixed_than_allowed():
     drive.store_everywhere(1)
     assert {order.replica for order in drive.orders(LoadWeights)} == {0}, "the other one runs out first"
     assert drive.plane.state.ledger.mixed == 0
+
+
+def test_kv_that_the_last_report_had_and_no_sample_has_any_more_is_not_recomputed():
+    drive = outdated()
+    drive.tell(Progressed(1, 1, 1_000_000, 4, 0))
+    contexts = [one.context for one in in_flight(drive.plane._context, drive.plane.state.fleet.replicas[1])]
+    drive.store_everywhere(1)
+    (explained,) = drive.orders(Explain)
+    assert explained.recompute_s == pytest.approx(COSTS.prefill_token * sum(contexts), rel=0.01)
+
+
+def test_between_two_reports_samples_grow_as_fast_as_their_engine_decodes():
+    drive = outdated()
+    context, replica = drive.plane._context, drive.plane.state.fleet.replicas[1]
+    drive.tell(Progressed(1, 1, 400, 4, 0))
+    reported = context.steps(replica)
+    context.now += 0.5
+    assert context.steps(replica) == pytest.approx(reported + 0.5 / COSTS.step, rel=0.05)
+    context.now += 60.0
+    most = reported + 1.0 / COSTS.step
+    assert context.steps(replica) == pytest.approx(most, rel=0.05), "a report a second was promised"
+    for request in drive.running(1):
+        drive.finish(request)
+    assert context.steps(replica) == reported, "it has nothing to do"
 
 
 def test_nothing_starts_on_weights_that_are_about_to_be_replaced():

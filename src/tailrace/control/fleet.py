@@ -47,6 +47,7 @@ class Replica(msgspec.Struct):
     pledged: int = 0  # tokens given to it since that report
     waiting: int = 0  # as last reported
     work: EngineWork | None = None  # as last reported
+    reported_at: float = 0.0
     speed: Speed = msgspec.field(default_factory=Speed)  # of its own engine
     costs: DecodeCosts | None = None  # at the last look; None: not known yet
     rate: float = 0.0  # tokens per second in a batch of usual size; 0: not known yet
@@ -153,7 +154,7 @@ class Fleet(msgspec.Struct):
         replica.work, replica.chosen_for = None, NONE
         replica.speed, replica.costs, replica.rate = Speed(), None, 0.0
         replica.kv_tokens = replica.pledged = replica.waiting = replica.kv_checked = 0
-        replica.last_seen = now
+        replica.last_seen = replica.reported_at = now
         replica.failures = 0
         replica.reason = ""
         replica.enter("ready", now)

@@ -48,7 +48,7 @@ def _learn_lengths(context: Context, group: Group) -> None:
         if sample.state == "done":
             lengths.append(max(1, sample.tokens))
         elif sample.replica != NOWHERE:
-            steps = context.fleet.replicas[sample.replica].steps
+            steps = context.steps(context.fleet.replicas[sample.replica])
             lengths.append(sample.grown(steps) + ledger.expected_left(sample, steps, most))
     if lengths:
         ledger.lengths.note_group([log(length) for length in lengths])

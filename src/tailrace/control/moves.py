@@ -8,7 +8,7 @@ from math import ceil
 
 from tailrace.control import evaluation, relief, repack, updates, weights, work
 from tailrace.control.fleet import Replica
-from tailrace.control.ledger import NOWHERE
+from tailrace.control.ledger import NOWHERE, Sample
 from tailrace.control.quota import quota
 from tailrace.control.state import Context
 from tailrace.protocol import Assignment, Parked, Release
@@ -42,7 +42,7 @@ def _relieve(context: Context, ready: list[Replica]) -> list[repack.Move]:
         target = next((one for one in targets if relief.may_take(context, one, source)), None)
         if target is None:
             continue
-        sizes = [work.kv_size(context, one.id) + source.steps - one.since for one in late]
+        sizes = _sizes(context, source, late)
         late = late[: _fitting(context, sizes, target)]
         if late:
             targets = [one for one in targets if one is not target]
@@ -84,13 +84,17 @@ def _gives_part(context: Context, move: repack.Move) -> bool:
     """Whether that is worth it; if so, it is ordered: as many of its part as the target has room for."""
     source, target = context.fleet.replicas[move.source], context.fleet.replicas[move.target]
     samples = [context.ledger.samples[id] for id in _part(context, source, target)]
-    prompts = [context.ledger.groups[one.group].prompt.tokens for one in samples]
-    sizes = [one.grown(source.steps) + prompt for one, prompt in zip(samples, prompts, strict=True)]
-    samples = samples[: _fitting(context, sizes, target)]
+    samples = samples[: _fitting(context, _sizes(context, source, samples), target)]
     if len(source.assigned) < 2 or not samples or not updates.gains_by_spreading(context, source, target, len(samples)):
         return False
     _release(context, move, tuple([Assignment(one.id, one.attempt) for one in samples]))
     return True
+
+
+def _sizes(context: Context, source: Replica, samples: list[Sample]) -> list[int]:
+    """Tokens of KV that each has by now."""
+    steps, groups = context.steps(source), context.ledger.groups
+    return [one.grown(steps) + groups[one.group].prompt.tokens for one in samples]
 
 
 def _part(context: Context, source: Replica, target: Replica) -> list[TrajectoryId]:

@@ -9,6 +9,7 @@ from tailrace.control.kinds import batch_sizes
 from tailrace.control.state import Context
 
 TO_RUN_OUT = 2.0  # times what the KV holds: where a batch has to run out before weights are pulled, some of it may wait
+WAITING = 0.25  # of the sequences that an engine decodes together, so many more wait there for a place
 HALF_A_STEP = 0.5  # the newest version was made so long ago when a group begins, on average
 
 
@@ -44,7 +45,8 @@ def _full_batches(context: Context) -> list[int]:
     """For each kind of replica, as many samples as keep its KV cache full; empty: it is not known yet how many."""
     kv = context.ledger.kv_per_sample(context.config.workload.max_completion_tokens)
     fill = context.config.schedule.kv_fill or (1.0 if context.mixed_share else TO_RUN_OUT)
-    full = [int(fill * kind.kv_capacity / kv) for kind in context.fleet.kinds] if kv else []
+    most = ceil(context.config.rollout.max_running * (1.0 + WAITING))
+    full = [min(most, int(fill * kind.kv_capacity / kv)) for kind in context.fleet.kinds] if kv else []
     return full if all(full) else []
 
 

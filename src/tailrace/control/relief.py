@@ -20,10 +20,11 @@ SURE = 2.0  # times as long as expected a sample may take: lengths are not known
 def late_samples(context: Context, source: Replica, slack_s: float = inf) -> list[Sample]:
     """Those of a replica that will not be in time, the latest first."""
     step_s = _step_s(context, source)
-    ledger, most = context.ledger, context.config.workload.max_completion_tokens
+    ledger, steps = context.ledger, context.steps(source)
+    most = context.config.workload.max_completion_tokens
     found: list[tuple[float, Sample]] = []
     for sample in [ledger.samples[id] for id in source.assigned]:
-        needed = step_s * ledger.expected_left(sample, source.steps, most)
+        needed = step_s * ledger.expected_left(sample, steps, most)
         over = SURE * needed - min(slack_s, _left_s(context, sample))
         if over > 0.0:
             found.append((over, sample))
@@ -52,7 +53,7 @@ def round_ends_s(context: Context, ready: list[Replica], source: Replica) -> flo
     ledger, most = context.ledger, context.config.workload.max_completion_tokens
     faster = [one for one in ready if is_faster(context, one, source)]
     longest = [
-        max((ledger.expected_left(ledger.samples[id], one.steps, most) for id in one.assigned), default=0.0)
+        max((ledger.expected_left(ledger.samples[id], context.steps(one), most) for id in one.assigned), default=0.0)
         for one in faster
     ]
     return max((_step_s(context, one) * left for one, left in zip(faster, longest, strict=True)), default=inf)

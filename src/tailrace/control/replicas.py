@@ -86,6 +86,7 @@ def progressed(context: Context, event: Progressed) -> None:
         replica.kv_tokens = event.kv_tokens
         replica.waiting = event.waiting
         replica.pledged = 0
+        replica.reported_at = context.now
         if event.work is not None:
             _note_speed(context, replica, Interval.between(replica.work, event.work))
             replica.work = event.work

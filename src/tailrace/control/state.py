@@ -197,6 +197,17 @@ class Context:
     def _taken(self) -> int:
         return 0 if self.repeats_short else self.training.taken
 
+    def steps(self, replica: Replica) -> int:
+        """Decode steps of its engine until now: as last reported, and as many as there was time for since. Where
+        answers are short, a whole batch may begin and end between two reports."""
+        costs = self.fleet.costs(replica)
+        if costs is None or not replica.assigned or replica.state == "pulling":
+            return replica.steps
+        batch = len(replica.assigned)
+        usual = batch * self.ledger.kv_per_sample(self.config.workload.max_completion_tokens)
+        since = min(self.now - replica.reported_at, self.config.health.heartbeat_s)
+        return replica.steps + int(since / costs.step_s(batch, min(replica.kv_load, usual)))
+
     @property
     def mixed_share(self) -> float:
         """Share of the samples that may have tokens of several versions. None where many groups are dropped for their

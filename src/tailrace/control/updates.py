@@ -53,10 +53,11 @@ def _situation(context: Context, replica: Replica, version: Version, costs: Deco
     """Of one that may take its work along."""
     behind = version - replica.version
     batch, elsewhere = _opportunity(context, replica, costs)
+    samples = in_flight(context, replica)
     return update_costs.Situation(
         costs=costs,
-        samples=in_flight(context, replica),
-        kv=replica.kv_load,
+        samples=samples,
+        kv=_kv_in_use(replica, samples),
         batch=batch,
         elsewhere=elsewhere,
         late_share=_late_share(context, max(batch, len(replica.assigned)), behind, costs),
@@ -75,8 +76,9 @@ def _late_share(context: Context, batch: float, behind: int, costs: DecodeCosts)
 
 
 def in_flight(context: Context, replica: Replica) -> list[update_costs.InFlight]:
-    """What a replica generates, as far as can be told from its last report and the lengths of other samples."""
-    ledger, steps, workload = context.ledger, replica.steps, context.config.workload
+    """What a replica generates, as far as can be told from its last report, the time since and the lengths of other
+    samples."""
+    ledger, steps, workload = context.ledger, context.steps(replica), context.config.workload
     at_stake = workload.group_size * (ledger.finished_tokens / max(1, ledger.finished_samples))  # tokens of a group
     due_s: Callable[[Version], float] = cache(partial(_due_s, context))
     samples: list[update_costs.InFlight] = []
@@ -88,6 +90,11 @@ def in_flight(context: Context, replica: Replica) -> list[update_costs.InFlight]
         part = at_stake / max(1, group.unfinished)
         samples.append(update_costs.InFlight(grown + group.prompt.tokens, left, due_s(group.oldest), part))
     return samples
+
+
+def _kv_in_use(replica: Replica, samples: list[update_costs.InFlight]) -> float:
+    """As last reported, but no more than what it generates now has: much of it may have ended since."""
+    return min(replica.kv_load, sum([one.context for one in samples]))
 
 
 def _due_s(context: Context, oldest: Version) -> float:
@@ -144,10 +151,10 @@ def is_worth_moving(context: Context, replica: Replica) -> bool:
     if costs is None:
         return True
     batch, elsewhere = _opportunity(context, replica, costs)
-    now = update_costs.Situation(
-        costs, in_flight(context, replica), replica.kv_load, batch, elsewhere, may_mix=False, may_stay=False
-    )
-    recompute_s = costs.prefill_token * replica.kv_load
+    samples = in_flight(context, replica)
+    kv = _kv_in_use(replica, samples)
+    now = update_costs.Situation(costs, samples, kv, batch, elsewhere, may_mix=False, may_stay=False)
+    recompute_s = costs.prefill_token * kv
     return update_costs.drain_s(now, enough=recompute_s) > recompute_s
 
 

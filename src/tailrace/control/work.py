@@ -138,7 +138,7 @@ def assign(context: Context, ids: list[TrajectoryId], candidates: list[Replica])
 def generate(context: Context, replica: Replica, ids: list[TrajectoryId]) -> None:
     ledger, assigned = context.ledger, replica.assigned
     store = context.stores.near(replica.host)
-    steps = replica.steps
+    steps = context.steps(replica)
     requests = tuple([ledger.assign(id, replica.id, replica.version, store, steps) for id in ids])
     for id in ids:
         assigned[id] = None
