@@ -299,7 +299,7 @@ def main() -> None:
     parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
     parser.add_argument("--goals", nargs="+", type=float, help="held-out accuracy; 0.8 and 0.85, on a GPU 0.8 and 0.9")
     parser.add_argument("--steps", type=int, default=None, help="30, on a GPU 60")
-    parser.add_argument("--every", type=int, default=None, help="steps between two evaluations; 2, on a GPU 4")
+    parser.add_argument("--every", type=int, default=None, help="steps between two evaluations; 2, on a GPU 8")
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--recipe", type=Path, default=None)
     parser.add_argument("--deadline", type=float, default=None, help="seconds for one run; 600, on a GPU 100")
@@ -313,7 +313,7 @@ def main() -> None:
     options.out = options.out or ROOT / "benchmarks" / "results" / RESULTS[options.gpu]
     options.steps = options.steps or (60 if options.gpu else 30)
     options.goals = options.goals or [0.8, 0.9 if options.gpu else 0.85]
-    options.every = options.every or (4 if options.gpu else 2)
+    options.every = options.every or (8 if options.gpu else 2)
     options.deadline = options.deadline or (100.0 if options.gpu else 600.0)
     rows = compare(options)
     if not rows:
