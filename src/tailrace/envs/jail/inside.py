@@ -70,22 +70,23 @@ class ProgramRun:
     def _enter(self) -> None:
         self.box = walls.BOX
         user = walls.enter_namespaces(self.shown)
-        supervisor = os.fork()
+        supervisor, lifeline = _fork()
         if supervisor:
             _end_as(os.waitpid(supervisor, 0)[1])
         os.setsid()  # a group of its own, or a signal to the group would reach those outside
         walls.drop_privileges(user)
-        _end_with_parent()
+        _end_with_parent(lifeline)
+        os.close(lifeline)
 
     def _keep(self) -> None:
         """Ends with the program. As process 1 it takes along all that is left, and the kernel sees to that."""
         requests = threads.listen() if self._shares_its_user() else None
-        program = os.fork()
+        program, lifeline = _fork()
         if program:
             self._watch(program, requests)
         if requests is not None:
             os.close(requests)
-        self._be_the_program()
+        self._be_the_program(lifeline)
 
     def _shares_its_user(self) -> bool:
         return "seccomp" in self.layers and "namespaces" not in self.layers
@@ -98,12 +99,13 @@ class ProgramRun:
             os._exit(LATE)
         _end_as(os.waitpid(program, 0)[1])
 
-    def _be_the_program(self) -> None:
+    def _be_the_program(self, lifeline: int) -> None:
         os.chdir(self.box)
         os.environ["HOME"] = self.box
         self._write_source()
         self._limit()
-        self._wall_in()
+        self._wall_in(lifeline)
+        os.close(lifeline)
         os.write(self.report, b"+")
         os.close(self.report)
         run(self.source)
@@ -124,11 +126,11 @@ class ProgramRun:
                 if "limits" not in self.layers:
                     raise
 
-    def _wall_in(self) -> None:
+    def _wall_in(self, lifeline: int) -> None:
         own_view = "namespaces" in self.layers
         if "seccomp" in self.layers or "landlock" in self.layers:
             walls.drop_capabilities()
-            _end_with_parent()
+            _end_with_parent(lifeline)
             call("prctl", SET_DUMPABLE, 0)  # no core: a limit of 0 does not keep it from a service that collects them
         if "landlock" in self.layers:
             version = int(self.layers["landlock"] or walls.landlock_version())
@@ -169,8 +171,19 @@ def _ended_within(seconds: float, process: int, requests: int | None) -> bool:
     return False
 
 
-def _end_with_parent() -> None:
+def _fork() -> tuple[int, int]:
+    """The child's number, or 0, and an end of a pipe: the child's is at its end once its parent is gone."""
+    lifeline, held = os.pipe()
+    child = os.fork()
+    os.close(lifeline if child else held)
+    return child, held if child else lifeline
+
+
+def _end_with_parent(lifeline: int | None = None) -> None:
+    """The kernel sees to that from here on, but not where the parent was gone before."""
     call("prctl", filter.SET_PDEATHSIG, 9)
+    if lifeline is not None and select.select([lifeline], [], [], 0)[0]:
+        os._exit(1)
 
 
 def _go_first_when_memory_runs_out() -> None:
