@@ -44,7 +44,9 @@ SOURCES = """\
   nemo_rl/algorithms/async_utils.py; the 128 sequences of its asynchronous engines: its pull request 4221, and
   `get_batch_defaults` of vLLM 0.10, 0.11 and 0.17. Memory of H100 and GB200: what the driver reports (81,559 and
   189,471 MiB).
-- verl's balance of ranks: `_balance_batch` of verl/trainer/ppo/ray_trainer.py before pull request 3605 (10/23/2025).
+- verl's balance of ranks: `_balance_batch` of verl/trainer/ppo/ray_trainer.py before pull request 3605 (10/23/2025);
+  since then each rank's samples are put in order of length, so that mini-batches are alike. The asynchronous trainer
+  balances what it fetches (`assemble_batch_from_rollout_samples` of fully_async_policy/detach_utils.py).
 """
 
 ASSUMED = """\
@@ -59,12 +61,13 @@ ASSUMED = """\
   colocated, none in async (as its scripts say); 256 sequences in flight per replica of 4 GPUs, and a trainer that
   waits for 128 prompts, four mini-batches, at a time (as its scripts say: require_batches = 4). Samples reach the
   asynchronous trainer through one process: 2.6 ms each, which is the 21 s that it waits at 32 GPUs (fitted to that).
-- verl 30B-A3B and verl tools: lengths so that training takes as long as published when colocated (mean 1,370 and 3,240,
+- verl 30B-A3B and verl tools: lengths so that training takes as long as published when colocated (mean 1,560 and 3,795,
   sigma 0.8); batches, ways, memory and packs of its scripts, 16 prompts in flight per replica; 30B: engines without
   CUDA graphs (enforce_eager: True), log-probs of the reference also in async; tools: turns as in laminar_tools_7b, of
   up to 16.
 - verl, verl one-step and Laminar: ranks are balanced over a step, not over a mini-batch (verl until October 2025; that
-  Laminar's trainer is verl's is assumed).
+  Laminar's trainer is verl's is assumed). verl 30B-A3B and verl tools are of November 2025 and fetch one mini-batch at a
+  time (require_batches = 1): balanced over a mini-batch.
 - verl one-step: 512 x 12 samples, two ways in rollout, four in training (as its scripts say); lengths so that training
   takes as long as published when colocated (FSDP2: median 210, mean 640; Megatron: 350 and 900).
 - DORA: split 5:3 (implied by its times), tensor parallelism 4 and 8, median length 1,100 (the mean is
@@ -367,9 +370,10 @@ def mixture_case(schedule: str, **own: Any) -> Case:
         model__preset=A3B,
         split__trainer_tensor_parallel=2,
         workload__max_completion_tokens=8192,
-        workload__lengths__median=995,
-        workload__lengths__mean=1370,
+        workload__lengths__median=1132,
+        workload__lengths__mean=1560,
         trainer__mini_batches=4,
+        trainer__balance="mini_batch",
         trainer__tokens_per_batch=10240,
         rollout__memory=0.7,
         efficiency__decoding="eager",
@@ -386,9 +390,10 @@ def tools_case(schedule: str, **own: Any) -> Case:
         cluster__gpus=32,
         workload__prompts_per_step=64,
         workload__max_completion_tokens=16384,
-        workload__lengths__median=2352,
-        workload__lengths__mean=3240,
+        workload__lengths__median=2756,
+        workload__lengths__mean=3795,
         trainer__mini_batches=4,
+        trainer__balance="mini_batch",
         trainer__tokens_per_batch=18432,
         trainer__forward_tokens_per_batch=4 * 18432,
         rollout__memory=0.8,
