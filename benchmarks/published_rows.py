@@ -38,12 +38,24 @@ SOURCES = """\
   grpo_30b_a3b_base_math_megatron_96_32.sh and dapo_7b_async_retool.sh of verl/experimental/fully_async_policy/shell.
 - verl's require_batches: `_get_samples_from_queue` of its fully_async_policy/fully_async_trainer.py.
 - NeMo RL v0.4, v0.5, v0.6: docs/about/performance-summary.md of NVIDIA-NeMo/RL, tables of DGX-H100 in BF16, and those
-  of GB200 of v0.5 and v0.6 (without DeepSeek V3, whose latent attention the model does not have); recipes in
-  examples/configs/recipes/llm/performance of these versions; its rate of weights from pull request 1379; which groups a
-  step waits for, and how many prompts are generated at once: `ReplayBuffer.sample` and `AsyncTrajectoryCollector` of
+  of GB200 of v0.5 and v0.6; recipes in examples/configs/recipes/llm/performance of these versions; its rate of weights
+  from pull request 1379; which groups a step waits for, and how many prompts are generated at once:
+  `ReplayBuffer.sample` and `AsyncTrajectoryCollector` of
   nemo_rl/algorithms/async_utils.py; the 128 sequences of its asynchronous engines: its pull request 4221, and
   `get_batch_defaults` of vLLM 0.10, 0.11 and 0.17. Memory of H100 and GB200: what the driver reports (81,559 and
   189,471 MiB).
+- verl V1: docs/advance/v1_async_trainer.md of verl-project/verl (08/20/2026), "V1 trainer all modes"; what is begun
+  ahead, which prompts are taken first, and over what ranks are balanced: verl/trainer/ppo/v1
+  (`trainer_colocate_async.py`, `replay_buffer.py`, `_balance_batch` of `trainer_base.py`); its rate of weights: the
+  checkpoint engine with 30B-A3B in docs/advance/fully_async.md. Shape of Qwen3.5-35B-A3B:
+  tests/utils/test_flops_counter.py.
+- verl MI300X: "verl on AMD: production-ready RL post-training on ROCm" (verl's blog, 08/14/2026; AMD's ROCm blog,
+  09/08/2026), and dapo_7b_math_fsdp2_16_16.sh of verl/experimental/fully_async_policy/shell.
+- verl 4B: docs/benchmark.md of IanYHWu/verl-may-2026-async, section 1, with _colocate_acemath_40k.sh and
+  _async_acemath_40k.sh of its scripts/benchmark. Shape of Qwen3.5-4B: scripts/models/qwen35-4B.sh of redai-infra/Relax.
+- LoongSage: docs/en/fully-async-mode.md of baidu-baige/LoongSage, section 5, with
+  conf/qwen3_30b_a3b/dapo_h20_1node.yaml and conf/default.yaml.
+- NeMo RL DeepSeek V3: the rows of DeepSeek V3 in the same tables of v0.4, v0.5 and v0.6, with the recipes of v0.6.
 - verl's balance of ranks: `_balance_batch` of verl/trainer/ppo/ray_trainer.py before pull request 3605 (10/23/2025);
   since then each rank's samples are put in order of length, so that mini-batches are alike. The asynchronous trainer
   balances what it fetches (`assemble_batch_from_rollout_samples` of fully_async_policy/detach_utils.py).
@@ -66,8 +78,26 @@ ASSUMED = """\
   CUDA graphs (enforce_eager: True), log-probs of the reference also in async; tools: turns as in laminar_tools_7b, of
   up to 16.
 - verl, verl one-step and Laminar: ranks are balanced over a step, not over a mini-batch (verl until October 2025; that
-  Laminar's trainer is verl's is assumed). verl 30B-A3B and verl tools are of November 2025 and fetch one mini-batch at a
-  time (require_batches = 1): balanced over a mini-batch.
+  Laminar's trainer is verl's is assumed). verl 30B-A3B and verl tools are of November 2025 and fetch one mini-batch at
+  a time (require_batches = 1): balanced over a mini-batch.
+- verl V1: four hosts of eight H100 (the page says H100 of its second table only), 64 x 8 samples (8: from tokens per
+  second, seconds and mean length), prompts of 150 tokens; mean lengths as published, sigma 0.8; recomputation of
+  activations as in verl's example for this model, one extra forward pass (decoupled PPO), packs of one longest
+  sequence. Asynchronous: one batch of prompts begun ahead, all of it at once, oldest prompts first, dropped when older
+  than 8 versions; weights at 14 GB/s. Of 40 layers 10 have attention with a KV cache (described as a quarter of the KV
+  bytes and of the query heads); the state of the other 30 is left out.
+- verl MI300X: as verl at 32 GPUs, but for the card, the mean length (890, as published for its first 260 steps), the
+  memory of its script (0.8, asynchronous) and the balance of ranks (over a mini-batch). The published medians.
+- verl 4B: lengths with the published mean of 25,000 and 5 % at the cap of 40,960 (sigma 0.31; both are of its runs on
+  B200); 16 prompts in flight per replica; one extra forward pass when colocated, none in async, recomputation of
+  activations, engines with CUDA graphs, as its scripts say. One parameter sync is four rounds of 32 (30) prompts. Of
+  32 layers 8 have attention with a KV cache, described as for verl V1. CPU time of the offloaded optimiser is left out.
+- LoongSage: 64 x 8 samples in four mini-batches, lengths so that the colocated step takes as long as published (mean
+  7,050, sigma 0.8); parallelism, packs, memory (0.8), CUDA graphs and at most 512 requests at once as its configuration
+  says; one extra forward pass. `no-window` with stale_steps = 1; `windowed-fifo` is not one of our schedules, and how
+  much its colocated partial rollout samples ahead is not published.
+- NeMo RL DeepSeek V3: as NeMo RL; latent attention as a KV cache of 576 elements a layer, of which every way of an
+  engine has a copy, and with the arithmetic of 128 heads.
 - verl one-step: 512 x 12 samples, two ways in rollout, four in training (as its scripts say); lengths so that training
   takes as long as published when colocated (FSDP2: median 210, mean 640; Megatron: 350 and 900).
 - DORA: split 5:3 (implied by its times), tensor parallelism 4 and 8, median length 1,100 (the mean is
@@ -417,6 +447,170 @@ def verl_later_rows() -> list[Row]:
     ]
 
 
+HYBRID_35B = {  # Qwen3.5-35B-A3B: attention with a KV cache in 10 of 40 layers
+    "model__preset": "",
+    "model__parameters": 34.66e9,
+    "model__active_parameters": 3.45e9,
+    "model__experts": 256,
+    "model__experts_per_token": 8,
+    "model__layers": 40,
+    "model__hidden": 2048,
+    "model__heads": 4,
+    "model__kv_heads": 2,
+    "model__head_dim": 256,
+    "model__bytes_per_kv": 0.5,
+}
+HYBRID_4B = {  # Qwen3.5-4B: in 8 of 32 layers
+    "model__preset": "",
+    "model__parameters": 4.2e9,
+    "model__layers": 32,
+    "model__hidden": 2560,
+    "model__heads": 4,
+    "model__kv_heads": 4,
+    "model__head_dim": 256,
+    "model__bytes_per_kv": 0.5,
+}
+
+
+def v1_case(schedule: str, tokens: int, **own: Any) -> Case:
+    """`tokens`: the published mean of answers."""
+    return case(
+        "verl_7b_h20",
+        schedule,
+        **HYBRID_35B,
+        cluster__gpu="H100",
+        cluster__gpus=32,
+        split__trainer_parallel=8,
+        split__trainer_tensor_parallel=2,
+        split__trainer_pipeline_parallel=2,
+        workload__prompts_per_step=64,
+        workload__group_size=8,
+        workload__max_completion_tokens=32768,
+        workload__lengths__median=0,
+        workload__lengths__sigma=0.8,
+        workload__lengths__mean=tokens,
+        trainer__mini_batches=4,
+        trainer__recompute=True,
+        trainer__tokens_per_batch=34816,
+        **own,
+    )
+
+
+V1_AHEAD = {
+    "schedule__steps_ahead": 1,
+    "schedule__max_inflight": 2 * 64 * 8,
+    "schedule__max_staleness": 8,
+    "schedule__order": "oldest",
+}
+
+
+def v1_rows() -> list[Row]:
+    sync = v1_case("sync", 12720, schedule__max_inflight=0, schedule__steps_ahead="unset")
+    shared = v1_case("partial", 12854, split__colocated=True, **V1_AHEAD)
+    apart = v1_case("partial", 12288, cluster__collective_gbytes_per_s=14, trainer__balance="mini_batch", **V1_AHEAD)
+    source, modes = (
+        "verl V1",
+        (("sync", sync, 12053), ("colocated async", shared, 18852), ("separate async", apart, 18829)),
+    )
+    rows = [
+        Row(source, f"{name} over sync", rate / modes[0][2], "speed-up", (one, sync), speed_up)
+        for name, one, rate in modes[1:]
+    ]
+    rates = [
+        Row(source, f"{name}, tokens/s", rate, "absolute", (one,), lambda r: r.tokens_per_s)
+        for name, one, rate in modes
+    ]
+    return rows + rates
+
+
+def mi300x_rows() -> list[Row]:
+    own = {
+        "cluster.gpu": "MI300X",
+        "workload.lengths.mean": 890,
+        "trainer.balance": "mini_batch",
+    }
+    slow, fast = case("verl_7b_h20", "sync", cluster__gpus=32), verl_async(32).with_setting("rollout.memory", 0.8)
+    for key, value in own.items():
+        slow, fast = slow.with_setting(key, value), fast.with_setting(key, value)
+    return pair("verl MI300X", "fully async over colocated, 32 GPUs", 219, 394, fast, slow)
+
+
+def small_case(schedule: str, prompts: int, **own: Any) -> Case:
+    return case(
+        "verl_7b_h20",
+        schedule,
+        **HYBRID_4B,
+        cluster__gpu="H100",
+        cluster__gpus=8,
+        split__tensor_parallel=2,
+        split__trainer_parallel=2,
+        split__trainer_tensor_parallel=2,
+        workload__prompts_per_step=prompts,
+        workload__group_size=8,
+        workload__max_completion_tokens=40960,
+        workload__lengths__median=0,
+        workload__lengths__sigma=0.31,
+        workload__lengths__mean=25000,
+        trainer__recompute=True,
+        trainer__balance="mini_batch",
+        rollout__memory=0.7,
+        efficiency__decoding="graph",
+        **own,
+    )
+
+
+def small_rows() -> list[Row]:
+    slow = small_case("sync", 32, trainer__mini_batches=2, schedule__max_inflight=0, schedule__steps_ahead="unset")
+    rows = [Row("verl 4B", "colocated, s a step", 739, "absolute", (slow,), step_s)]
+    for text, trainers, prompts, inflight, seconds in (("4 + 4", 4, 128, 32, 778), ("6 + 2", 6, 120, 16, 1603)):
+        fast = small_case(
+            "partial",
+            prompts,
+            split__trainer_gpus=trainers,
+            schedule__max_inflight=inflight * 8,
+            trainer__mini_batches=8,
+            trainer__require_batches=2,
+            trainer__forward_passes=0,
+            **FETCHED,
+        )
+        ratio = (prompts / 4 / seconds) / (32 / 739)
+        rows += [
+            Row("verl 4B", f"fully async over colocated, {text} H100", ratio, "speed-up", (fast, slow), speed_up),
+            Row("verl 4B", f"{text} H100, s a parameter sync", 4 * seconds, "absolute", (fast,), step_s),
+        ]
+    return rows
+
+
+def loong_case(schedule: str, **own: Any) -> Case:
+    return case(
+        "verl_7b_h20",
+        schedule,
+        model__preset=A3B,
+        cluster__gpus=16,
+        split__trainer_parallel=8,
+        split__trainer_tensor_parallel=4,
+        split__trainer_pipeline_parallel=2,
+        workload__prompts_per_step=64,
+        workload__group_size=8,
+        workload__max_completion_tokens=20480,
+        workload__lengths__median=0,
+        workload__lengths__sigma=0.8,
+        workload__lengths__mean=7050,
+        trainer__mini_batches=4,
+        trainer__tokens_per_batch=20480,
+        trainer__balance="mini_batch",
+        rollout__memory=0.8,
+        efficiency__decoding="graph",
+        **own,
+    )
+
+
+def loong_rows() -> list[Row]:
+    slow = loong_case("sync", schedule__max_inflight=0, schedule__steps_ahead="unset")
+    fast = loong_case("partial", schedule__steps_ahead=1, schedule__max_inflight=512)
+    return pair("LoongSage", "fully async over colocated, 16 GPUs", 451.74, 578.63, fast, slow)
+
+
 def one_step_case(schedule: str, longest: int, median: int, mean: int) -> Case:
     return case(
         "verl_7b_h20",
@@ -597,12 +791,56 @@ NEMO_GB200_V6 = [
      nemo("sync", A22B, 128, 5693, 8, 16, **LARGE_SYNC_4, **GB200),
      (85.5, 67.4), (278, 345)),
 ]  # fmt: skip
+LATENT = {  # DeepSeek V3: 576 elements of KV a layer, in every way; attention with 128 heads of 192 and 128
+    "model__preset": "",
+    "model__parameters": 671e9,
+    "model__active_parameters": 37e9,
+    "model__experts": 256,
+    "model__experts_per_token": 8,
+    "model__layers": 61,
+    "model__hidden": 7168,
+    "model__heads": 64,
+    "model__kv_heads": 1,
+    "model__head_dim": 320,
+    "model__bytes_per_kv": 2 * 576 / 640,
+    "workload__prompts_per_step": 32,
+    "workload__group_size": 16,
+    "workload__max_completion_tokens": 1386,
+    "trainer__mini_batches": 1,
+    "trainer__tokens_per_batch": 1536,
+}
+
+
+def deepseek(schedule: str, gpus: int, tokens: int, ways_: int, stages: int, **more: Any) -> Case:
+    per_forward = 1536 if schedule == "sync" else 2 * 1536  # logprob_batch_size
+    own = {**LATENT, **ways(1, stages), "trainer__forward_tokens_per_batch": per_forward, **more}
+    return nemo(schedule, A22B, gpus, tokens, ways_, stages, **own)
+
+
+LATENT_SYNC = {**GB200, "rollout__memory": 0.3}
+DEEPSEEK_V4 = [
+    ("H100 v0.4", deepseek("partial", 512, 744, 32, 16), deepseek("sync", 256, 745, 32, 16), (11.0, 11), (77.9, 154))
+]
+DEEPSEEK = [
+    ("H100 v0.5", deepseek("partial", 512, 738, 32, 16), deepseek("sync", 256, 744, 32, 16), (13.1, 12.7), (64.9, 134)),
+    ("H100 v0.6", deepseek("partial", 512, 710, 32, 16), deepseek("sync", 256, 701, 32, 16), (12.8, 12.1), (64.1, 134)),
+    ("H100 v0.6, same GPUs", deepseek("partial", 512, 710, 32, 16), deepseek("sync", 512, 697, 32, 16),
+     (12.8, 7.24), (64.1, 111)),
+    ("GB200 v0.5", deepseek("partial", 256, 994, 16, 8, **GB200), deepseek("sync", 128, 996, 32, 8, **GB200),
+     (31.7, 34.3), (64.5, 128)),
+    ("GB200 v0.6", deepseek("partial", 256, 708, 16, 8, **GB200), deepseek("sync", 128, 711, 32, 8, **LATENT_SYNC),
+     (26.7, 30.2), (61.7, 108)),
+    ("GB200 v0.6, same GPUs", deepseek("partial", 256, 708, 16, 8, **GB200),
+     deepseek("sync", 256, 700, 32, 8, **LATENT_SYNC), (26.7, 16.4), (61.7, 98.7)),
+]  # fmt: skip
 NEMO = (  # source, table, GB/s at which the trainer sends weights
     ("NeMo RL v0.4", NEMO_V4, 36),
     ("NeMo RL v0.5", NEMO_V5, 85),
     ("NeMo RL v0.6", NEMO_V6, 85),
     ("NeMo RL GB200", NEMO_GB200, 85),
     ("NeMo RL v0.6 GB200", NEMO_GB200_V6, 85),
+    ("NeMo RL DeepSeek V3", DEEPSEEK_V4, 36),
+    ("NeMo RL DeepSeek V3", DEEPSEEK, 85),
 )
 
 
@@ -621,4 +859,5 @@ def nemo_rows() -> list[Row]:
 
 def rows() -> list[Row]:
     verl = verl_rows() + verl_later_rows() + one_step_rows()
+    verl += v1_rows() + mi300x_rows() + small_rows() + loong_rows()
     return laminar_rows() + areal_rows() + verl + dora_rows() + llama_rows() + nemo_rows()
