@@ -39,7 +39,7 @@ SOURCES = """\
 - verl's require_batches: `_get_samples_from_queue` of its fully_async_policy/fully_async_trainer.py.
 - NeMo RL v0.4, v0.5, v0.6: docs/about/performance-summary.md of NVIDIA-NeMo/RL, tables of DGX-H100 in BF16, and those
   of GB200 of v0.5 and v0.6; recipes in examples/configs/recipes/llm/performance of these versions; its rate of weights
-  from pull request 1379; which groups a step waits for, and how many prompts are generated at once:
+  from pull requests 1379 and 1418; which groups a step waits for, and how many prompts are generated at once:
   `ReplayBuffer.sample` and `AsyncTrajectoryCollector` of
   nemo_rl/algorithms/async_utils.py; the 128 sequences of its asynchronous engines: its pull request 4221, and
   `get_batch_defaults` of vLLM 0.10, 0.11 and 0.17. Memory of H100 and GB200: what the driver reports (81,559 and
@@ -55,7 +55,8 @@ SOURCES = """\
   _async_acemath_40k.sh of its scripts/benchmark. Shape of Qwen3.5-4B: scripts/models/qwen35-4B.sh of redai-infra/Relax.
 - LoongSage: docs/en/fully-async-mode.md of baidu-baige/LoongSage, section 5, with
   conf/qwen3_30b_a3b/dapo_h20_1node.yaml and conf/default.yaml.
-- NeMo RL DeepSeek V3: the rows of DeepSeek V3 in the same tables of v0.4, v0.5 and v0.6, with the recipes of v0.6.
+- NeMo RL DeepSeek V3: the rows of DeepSeek V3 in the same tables of v0.4, v0.5 and v0.6, with the recipes of these
+  versions; how long new weights take: its pull requests 1379 (apart) and 1267 (colocated; in a review of 10/18/2025).
 - verl's balance of ranks: `_balance_batch` of verl/trainer/ppo/ray_trainer.py before pull request 3605 (10/23/2025);
   since then each rank's samples are put in order of length, so that mini-batches are alike. The asynchronous trainer
   balances what it fetches (`assemble_batch_from_rollout_samples` of fully_async_policy/detach_utils.py).
@@ -97,7 +98,8 @@ ASSUMED = """\
   says; one extra forward pass. `no-window` with stale_steps = 1; `windowed-fifo` is not one of our schedules, and how
   much its colocated partial rollout samples ahead is not published.
 - NeMo RL DeepSeek V3: as NeMo RL; latent attention as a KV cache of 576 elements a layer, of which every way of an
-  engine has a copy, and with the arithmetic of 128 heads.
+  engine has a copy, and with the arithmetic of 128 heads; new weights in 14 s (96 GB/s), and in 35 s where the engines
+  are on the trainer's cards, both as published (on GB200 as on H100).
 - verl one-step: 512 x 12 samples, two ways in rollout, four in training (as its scripts say); lengths so that training
   takes as long as published when colocated (FSDP2: median 210, mean 640; Megatron: 350 and 900).
 - DORA: split 5:3 (implied by its times), tensor parallelism 4 and 8, median length 1,100 (the mean is
@@ -107,9 +109,9 @@ ASSUMED = """\
   published, so it changes roles without an engine that starts and stops (0 s); its own generator has 1, 4 and, in
   fp8, 8 ways; it begins one step ahead and continues long answers.
 - NeMo RL: prompts of 150 tokens; means as published, sigma 0.8, cut at the longest sequence; two extra forward
-  passes; weights at 36 GB/s (v0.4) and 85 GB/s (later), which is 13 and 5.5 s for 235B, as published; batches, packs
-  (logprob_batch_size times larger in forward passes), splits and parallelism of its recipes, their
-  activation_checkpointing (8B and 235B) and gpu_memory_utilization (0.6; 0.8 asynchronous; 0.4 for 235B on 64 GB200 of
+  passes; weights at 85 GB/s, which is 5.5 s for 235B, as published (the pull request that brought it there is in v0.4
+  too: 1418); batches, packs (logprob_batch_size times larger in forward passes), splits and parallelism of its recipes,
+  their activation_checkpointing (8B and 235B) and gpu_memory_utilization (0.6; 0.8 asynchronous; 0.4 for 235B on 64 GB200 of
   v0.6), and engines with CUDA graphs (enforce_eager: False). What may be one or eight steps old begins so many steps
   ahead and is updated in the middle of running answers (in_flight_weight_updates). A batch of prompts belongs to one
   step, which begins when all of it is there; at most one or eight batches of prompts are generated at once, and a
@@ -814,14 +816,14 @@ LATENT = {  # DeepSeek V3: 576 elements of KV a layer, in every way; attention w
 def deepseek(schedule: str, gpus: int, tokens: int, ways_: int, stages: int, **more: Any) -> Case:
     per_forward = 1536 if schedule == "sync" else 2 * 1536  # logprob_batch_size
     own = {**LATENT, **ways(1, stages), "trainer__forward_tokens_per_batch": per_forward, **more}
+    if schedule == "sync":  # new weights take 35 s when colocated, beside the change of roles
+        own |= {"efficiency__switch_s": 10 + 35}
     return nemo(schedule, A22B, gpus, tokens, ways_, stages, **own)
 
 
 LATENT_SYNC = {**GB200, "rollout__memory": 0.3}
-DEEPSEEK_V4 = [
-    ("H100 v0.4", deepseek("partial", 512, 744, 32, 16), deepseek("sync", 256, 745, 32, 16), (11.0, 11), (77.9, 154))
-]
 DEEPSEEK = [
+    ("H100 v0.4", deepseek("partial", 512, 744, 32, 16), deepseek("sync", 256, 745, 32, 16), (11.0, 11), (77.9, 154)),
     ("H100 v0.5", deepseek("partial", 512, 738, 32, 16), deepseek("sync", 256, 744, 32, 16), (13.1, 12.7), (64.9, 134)),
     ("H100 v0.6", deepseek("partial", 512, 710, 32, 16), deepseek("sync", 256, 701, 32, 16), (12.8, 12.1), (64.1, 134)),
     ("H100 v0.6, same GPUs", deepseek("partial", 512, 710, 32, 16), deepseek("sync", 512, 697, 32, 16),
@@ -834,13 +836,12 @@ DEEPSEEK = [
      deepseek("sync", 256, 700, 32, 8, **LATENT_SYNC), (26.7, 16.4), (61.7, 98.7)),
 ]  # fmt: skip
 NEMO = (  # source, table, GB/s at which the trainer sends weights
-    ("NeMo RL v0.4", NEMO_V4, 36),
+    ("NeMo RL v0.4", NEMO_V4, 85),
     ("NeMo RL v0.5", NEMO_V5, 85),
     ("NeMo RL v0.6", NEMO_V6, 85),
     ("NeMo RL GB200", NEMO_GB200, 85),
     ("NeMo RL v0.6 GB200", NEMO_GB200_V6, 85),
-    ("NeMo RL DeepSeek V3", DEEPSEEK_V4, 36),
-    ("NeMo RL DeepSeek V3", DEEPSEEK, 85),
+    ("NeMo RL DeepSeek V3", DEEPSEEK, 96),
 )
 
 
