@@ -38,13 +38,28 @@ SOURCES = """\
   grpo_30b_a3b_base_math_megatron_96_32.sh and dapo_7b_async_retool.sh of verl/experimental/fully_async_policy/shell.
 - verl's require_batches: `_get_samples_from_queue` of its fully_async_policy/fully_async_trainer.py.
 - NeMo RL v0.4, v0.5, v0.6: docs/about/performance-summary.md of NVIDIA-NeMo/RL, tables of DGX-H100 in BF16, and those
-  of GB200 of v0.5 and v0.6 (without DeepSeek V3, whose latent attention the model does not have); recipes in
-  examples/configs/recipes/llm/performance of these versions; its rate of weights from pull request 1379; which groups a
-  step waits for, and how many prompts are generated at once: `ReplayBuffer.sample` and `AsyncTrajectoryCollector` of
-  nemo_rl/algorithms/async_utils.py; the 128 sequences of its asynchronous engines: its pull request 4221, and
-  `get_batch_defaults` of vLLM 0.10, 0.11 and 0.17. Memory of H100 and GB200: what the driver reports (81,559 and
-  189,471 MiB).
-- verl's balance of ranks: `_balance_batch` of verl/trainer/ppo/ray_trainer.py before pull request 3605 (10/23/2025).
+  of GB200 of v0.5 and v0.6; recipes in examples/configs/recipes/llm/performance of these versions; its rate of
+  weights from pull requests 1379 and 1418; which groups a step waits for, and how many prompts are generated at once:
+  `ReplayBuffer.sample` and `AsyncTrajectoryCollector` of nemo_rl/algorithms/async_utils.py; the 128 sequences of its
+  asynchronous engines: its pull request 4221, and `get_batch_defaults` of vLLM 0.10, 0.11 and 0.17. Memory of H100
+  and GB200: what the driver reports (81,559 and 189,471 MiB).
+- verl V1: docs/advance/v1_async_trainer.md of verl-project/verl (08/20/2026), "V1 trainer all modes"; what is begun
+  ahead, which prompts are taken first, and over what ranks are balanced: verl/trainer/ppo/v1
+  (`trainer_colocate_async.py`, `replay_buffer.py`, `_balance_batch` of `trainer_base.py`); its rate of weights: the
+  checkpoint engine with 30B-A3B in docs/advance/fully_async.md. Shape of Qwen3.5-35B-A3B:
+  tests/utils/test_flops_counter.py.
+- verl MI300X: "verl on AMD: production-ready RL post-training on ROCm" (verl's blog, 08/14/2026; AMD's ROCm blog,
+  09/08/2026), and dapo_7b_math_fsdp2_16_16.sh of verl/experimental/fully_async_policy/shell.
+- verl 4B: docs/benchmark.md of IanYHWu/verl-may-2026-async, section 1, with _colocate_acemath_40k.sh and
+  _async_acemath_40k.sh of its scripts/benchmark. Shape of Qwen3.5-4B: scripts/models/qwen35-4B.sh of redai-infra/Relax.
+- LoongSage: docs/en/fully-async-mode.md of baidu-baige/LoongSage, section 5, with
+  conf/qwen3_30b_a3b/dapo_h20_1node.yaml and conf/default.yaml.
+- NeMo RL DeepSeek V3: the rows of DeepSeek V3 in the same tables of v0.4, v0.5 and v0.6, with the recipes of these
+  versions; how long new weights take: its pull requests 1379 (apart) and 1267 (colocated; in a review of 10/18/2025).
+- NeMo RL, 0.88 of the memory: its pull request 3278 (after v0.6; 51 to 52 and 57.8 tokens/s per GPU).
+- verl's balance of ranks: `_balance_batch` of verl/trainer/ppo/ray_trainer.py before pull request 3605 (10/23/2025);
+  since then each rank's samples are put in order of length, so that mini-batches are alike. The asynchronous trainer
+  balances what it fetches (`assemble_batch_from_rollout_samples` of fully_async_policy/detach_utils.py).
 """
 
 ASSUMED = """\
@@ -59,12 +74,32 @@ ASSUMED = """\
   colocated, none in async (as its scripts say); 256 sequences in flight per replica of 4 GPUs, and a trainer that
   waits for 128 prompts, four mini-batches, at a time (as its scripts say: require_batches = 4). Samples reach the
   asynchronous trainer through one process: 2.6 ms each, which is the 21 s that it waits at 32 GPUs (fitted to that).
-- verl 30B-A3B and verl tools: lengths so that training takes as long as published when colocated (mean 1,370 and 3,240,
+- verl 30B-A3B and verl tools: lengths so that training takes as long as published when colocated (mean 1,560 and 3,795,
   sigma 0.8); batches, ways, memory and packs of its scripts, 16 prompts in flight per replica; 30B: engines without
   CUDA graphs (enforce_eager: True), log-probs of the reference also in async; tools: turns as in laminar_tools_7b, of
   up to 16.
 - verl, verl one-step and Laminar: ranks are balanced over a step, not over a mini-batch (verl until October 2025; that
-  Laminar's trainer is verl's is assumed).
+  Laminar's trainer is verl's is assumed). verl 30B-A3B and verl tools are of November 2025 and fetch one mini-batch at
+  a time (require_batches = 1): balanced over a mini-batch.
+- verl V1: four hosts of eight H100 (the page says H100 of its second table only), 64 x 8 samples (8: from tokens per
+  second, seconds and mean length), prompts of 150 tokens; mean lengths as published, sigma 0.8; recomputation of
+  activations as in verl's example for this model, one extra forward pass (decoupled PPO), packs of one longest
+  sequence. Asynchronous: one batch of prompts begun ahead, all of it at once, oldest prompts first, dropped when older
+  than 8 versions; weights at 14 GB/s. Of 40 layers 10 have attention with a KV cache (described as a quarter of the KV
+  bytes and of the query heads); the state of the other 30 is left out.
+- verl MI300X: as verl at 32 GPUs, but for the card, the mean length (890, as published for its first 260 steps), the
+  memory of its script (0.8, asynchronous) and the balance of ranks (over a mini-batch). The published medians.
+- verl 4B: lengths with the published mean of 25,000 and 5 % at the cap of 40,960 (sigma 0.31; both are of its runs on
+  B200); 16 prompts in flight per replica; one extra forward pass when colocated, none in async, recomputation of
+  activations, engines with CUDA graphs, as its scripts say. One parameter sync is four rounds of 32 (30) prompts. Of
+  32 layers 8 have attention with a KV cache, described as for verl V1. CPU time of the offloaded optimiser is left out.
+- LoongSage: 64 x 8 samples in four mini-batches, lengths so that the colocated step takes as long as published (mean
+  7,050, sigma 0.8); parallelism, packs, memory (0.8), CUDA graphs and at most 512 requests at once as its configuration
+  says; one extra forward pass. `no-window` with stale_steps = 1; `windowed-fifo` is not one of our schedules, and how
+  much its colocated partial rollout samples ahead is not published.
+- NeMo RL DeepSeek V3: as NeMo RL; latent attention as a KV cache of 576 elements a layer, of which every way of an
+  engine has a copy, and with the arithmetic of 128 heads; new weights in 14 s (96 GB/s), and in 35 s where the engines
+  are on the trainer's cards, both as published (on GB200 as on H100).
 - verl one-step: 512 x 12 samples, two ways in rollout, four in training (as its scripts say); lengths so that training
   takes as long as published when colocated (FSDP2: median 210, mean 640; Megatron: 350 and 900).
 - DORA: split 5:3 (implied by its times), tensor parallelism 4 and 8, median length 1,100 (the mean is
@@ -74,20 +109,25 @@ ASSUMED = """\
   published, so it changes roles without an engine that starts and stops (0 s); its own generator has 1, 4 and, in
   fp8, 8 ways; it begins one step ahead and continues long answers.
 - NeMo RL: prompts of 150 tokens; means as published, sigma 0.8, cut at the longest sequence; two extra forward
-  passes; weights at 36 GB/s (v0.4) and 85 GB/s (later), which is 13 and 5.5 s for 235B, as published; batches, packs
-  (logprob_batch_size times larger in forward passes), splits and parallelism of its recipes, their
-  activation_checkpointing (8B and 235B) and gpu_memory_utilization (0.6; 0.8 asynchronous; 0.4 for 235B on 64 GB200 of
-  v0.6), and engines with CUDA graphs (enforce_eager: False). What may be one or eight steps old begins so many steps
-  ahead and is updated in the middle of running answers (in_flight_weight_updates). A batch of prompts belongs to one
-  step, which begins when all of it is there; at most one or eight batches of prompts are generated at once, and a
-  prompt holds its place until its last answer has ended. Asynchronous engines decode at most 128 sequences together
-  (vLLM's default for them; 1,024 for the others). Hosts of GB200 have four cards, and NVLink reaches 64.
+  passes; weights at 85 GB/s, which is 5.5 s for 235B, as published (the pull request that brought it there is in v0.4
+  too: 1418); batches, packs (logprob_batch_size times larger in forward passes), splits and parallelism of its
+  recipes, their activation_checkpointing (8B and 235B) and gpu_memory_utilization (0.6; 0.8 asynchronous; 0.4 for
+  235B on 64 GB200 of v0.6), and engines with CUDA graphs (enforce_eager: False). What may be one or eight steps old
+  begins so many steps ahead and is updated in the middle of running answers (in_flight_weight_updates). A batch of
+  prompts belongs to one step, which begins when all of it is there; at most one or eight batches of prompts are
+  generated at once, and a prompt holds its place until its last answer has ended. Asynchronous engines decode at most
+  128 sequences together (vLLM's default for them; 1,024 for the others). Hosts of GB200 have four cards, and NVLink
+  reaches 64.
 """
 
 MISSING = {  # what the model lacks, of rows that are off by more than 35 %
     ("verl", "fully async over colocated, 32 GPUs"): (
         "answers that grow while a run trains, and not alike in both runs. The colocated one takes 494 s a step over "
         "its first 100 steps and 790 in the table; over those 100 steps its own clock says 1.72"
+    ),
+    ("verl 4B", "fully async over colocated, 6 + 2 H100"): (
+        "a pipeline that is still filling. The published figure is the mean of rounds 2 to 4 of one run, which fall "
+        "from 1,839 to 1,346 s; with the last of them the ratio is 0.51"
     ),
     ("LlamaRL", "405B"): (
         "generation inside a trainer, without an engine. The baseline takes 636 s where reading the weights with 64 "
@@ -113,8 +153,16 @@ DIFFERENCES = """\
   schedules. Its hours come out too short: the lengths are assumed.
 - Laminar's wait against NCCL (-37 %): compared with the collective of verl's documentation our wait is far
   shorter.
-- verl 30B-A3B: on a quarter of the cards an update takes 2.4 times as long, in the model 3.2 times. verl tools: on half
-  of them 1.6 times, in the model 1.4 times; and how long a call of its sandbox takes is not published.
+- verl 30B-A3B: on a quarter of the cards an update takes 2.4 times as long, in the model 3.5 times. verl tools: on half
+  of them 1.6 times, in the model 1.5 times; and how long a call of its sandbox takes is not published.
+- verl 4B: rounds of one short run, which vary by a factor of 1.5. Training takes 1.65 times as long as in the model,
+  colocated and apart alike; generation 1.2 times when colocated and 1.7 times apart. Linear attention has a state that
+  engines read and write in every decode step: 24 layers of half a million elements per sequence.
+- LoongSage: a weight update aborts requests, and groups whose samples are not all there then are dropped (its
+  partial_dropped_incomplete_count); the trainer goes back to the old policy's weights for every mini-batch's log-probs.
+- verl MI300X: both seconds come out at half of what is published, so the lengths of its first 64 steps were longer, or
+  an MI300X reaches less of its memory and arithmetic than an H100 does.
+- NeMo RL DeepSeek V3: on-policy steps come out 11 to 31 % too short, asynchronous ones 3 to 19 %.
 - LlamaRL: lengths are not published, and they decide how long a synchronous round is.
 - NeMo RL, 235B-A22B on policy, H100: what calling the second host costs is fitted to v0.4 and v0.5 (506 and 431 s);
   v0.6 takes 395, and 312 on twice the cards, where the model has 466 and 409.
@@ -367,9 +415,10 @@ def mixture_case(schedule: str, **own: Any) -> Case:
         model__preset=A3B,
         split__trainer_tensor_parallel=2,
         workload__max_completion_tokens=8192,
-        workload__lengths__median=995,
-        workload__lengths__mean=1370,
+        workload__lengths__median=1132,
+        workload__lengths__mean=1560,
         trainer__mini_batches=4,
+        trainer__balance="mini_batch",
         trainer__tokens_per_batch=10240,
         rollout__memory=0.7,
         efficiency__decoding="eager",
@@ -386,9 +435,10 @@ def tools_case(schedule: str, **own: Any) -> Case:
         cluster__gpus=32,
         workload__prompts_per_step=64,
         workload__max_completion_tokens=16384,
-        workload__lengths__median=2352,
-        workload__lengths__mean=3240,
+        workload__lengths__median=2756,
+        workload__lengths__mean=3795,
         trainer__mini_batches=4,
+        trainer__balance="mini_batch",
         trainer__tokens_per_batch=18432,
         trainer__forward_tokens_per_batch=4 * 18432,
         rollout__memory=0.8,
@@ -410,6 +460,164 @@ def verl_later_rows() -> list[Row]:
         *pair("verl 30B-A3B", "fully async over colocated, 128 GPUs", 282.75, 497.89, mixture_async, mixture),
         *pair("verl tools", "fully async over colocated, 32 GPUs", 221.36, 375.47, tools_async, tools),
     ]
+
+
+HYBRID_35B = {  # Qwen3.5-35B-A3B: attention with a KV cache in 10 of 40 layers
+    "model__preset": "",
+    "model__parameters": 34.66e9,
+    "model__active_parameters": 3.45e9,
+    "model__experts": 256,
+    "model__experts_per_token": 8,
+    "model__layers": 40,
+    "model__hidden": 2048,
+    "model__heads": 4,
+    "model__kv_heads": 2,
+    "model__head_dim": 256,
+    "model__bytes_per_kv": 0.5,
+}
+HYBRID_4B = {  # Qwen3.5-4B: in 8 of 32 layers
+    "model__preset": "",
+    "model__parameters": 4.2e9,
+    "model__layers": 32,
+    "model__hidden": 2560,
+    "model__heads": 4,
+    "model__kv_heads": 4,
+    "model__head_dim": 256,
+    "model__bytes_per_kv": 0.5,
+}
+
+
+def v1_case(schedule: str, tokens: int, **own: Any) -> Case:
+    """`tokens`: the published mean of answers."""
+    return case(
+        "verl_7b_h20",
+        schedule,
+        **HYBRID_35B,
+        cluster__gpu="H100",
+        cluster__gpus=32,
+        split__trainer_parallel=8,
+        split__trainer_tensor_parallel=2,
+        split__trainer_pipeline_parallel=2,
+        workload__prompts_per_step=64,
+        workload__group_size=8,
+        workload__max_completion_tokens=32768,
+        workload__lengths__median=0,
+        workload__lengths__sigma=0.8,
+        workload__lengths__mean=tokens,
+        trainer__mini_batches=4,
+        trainer__recompute=True,
+        trainer__tokens_per_batch=34816,
+        **own,
+    )
+
+
+V1_AHEAD = {
+    "schedule__steps_ahead": 1,
+    "schedule__max_inflight": 2 * 64 * 8,
+    "schedule__max_staleness": 8,
+    "schedule__order": "oldest",
+}
+
+
+def v1_rows() -> list[Row]:
+    sync = v1_case("sync", 12720, schedule__max_inflight=0, schedule__steps_ahead="unset")
+    shared = v1_case("partial", 12854, split__colocated=True, **V1_AHEAD)
+    apart = v1_case("partial", 12288, cluster__collective_gbytes_per_s=14, trainer__balance="mini_batch", **V1_AHEAD)
+    rows = [Row("verl V1", "sync, s a step", 22.79 * 3600 / 150, "absolute", (sync,), step_s)]
+    for name, fast, rate, hours in (("colocated", shared, 18852, 14.72), ("separate", apart, 18829, 14.10)):
+        rows += [
+            Row("verl V1", f"{name} async over sync", rate / 12053, "speed-up", (fast, sync), speed_up),
+            Row("verl V1", f"{name} async, s a step", hours * 3600 / 150, "absolute", (fast,), step_s),
+        ]
+    return rows
+
+
+def mi300x_rows() -> list[Row]:
+    own = {
+        "cluster.gpu": "MI300X",
+        "workload.lengths.mean": 890,
+        "trainer.balance": "mini_batch",
+    }
+    slow, fast = case("verl_7b_h20", "sync", cluster__gpus=32), verl_async(32).with_setting("rollout.memory", 0.8)
+    for key, value in own.items():
+        slow, fast = slow.with_setting(key, value), fast.with_setting(key, value)
+    return pair("verl MI300X", "fully async over colocated, 32 GPUs", 219, 394, fast, slow)
+
+
+def small_case(schedule: str, prompts: int, **own: Any) -> Case:
+    return case(
+        "verl_7b_h20",
+        schedule,
+        **HYBRID_4B,
+        cluster__gpu="H100",
+        cluster__gpus=8,
+        split__tensor_parallel=2,
+        split__trainer_parallel=2,
+        split__trainer_tensor_parallel=2,
+        workload__prompts_per_step=prompts,
+        workload__group_size=8,
+        workload__max_completion_tokens=40960,
+        workload__lengths__median=0,
+        workload__lengths__sigma=0.31,
+        workload__lengths__mean=25000,
+        trainer__recompute=True,
+        trainer__balance="mini_batch",
+        rollout__memory=0.7,
+        efficiency__decoding="graph",
+        **own,
+    )
+
+
+def small_rows() -> list[Row]:
+    slow = small_case("sync", 32, trainer__mini_batches=2, schedule__max_inflight=0, schedule__steps_ahead="unset")
+    rows = [Row("verl 4B", "colocated, s a step", 739, "absolute", (slow,), step_s)]
+    for text, trainers, prompts, inflight, seconds in (("4 + 4", 4, 128, 32, 778), ("6 + 2", 6, 120, 16, 1603)):
+        fast = small_case(
+            "partial",
+            prompts,
+            split__trainer_gpus=trainers,
+            schedule__max_inflight=inflight * 8,
+            trainer__mini_batches=8,
+            trainer__require_batches=2,
+            trainer__forward_passes=0,
+            **FETCHED,
+        )
+        ratio = (prompts / 4 / seconds) / (32 / 739)
+        rows += [
+            Row("verl 4B", f"fully async over colocated, {text} H100", ratio, "speed-up", (fast, slow), speed_up),
+            Row("verl 4B", f"{text} H100, s a parameter sync", 4 * seconds, "absolute", (fast,), step_s),
+        ]
+    return rows
+
+
+def loong_case(schedule: str, **own: Any) -> Case:
+    return case(
+        "verl_7b_h20",
+        schedule,
+        model__preset=A3B,
+        cluster__gpus=16,
+        split__trainer_parallel=8,
+        split__trainer_tensor_parallel=4,
+        split__trainer_pipeline_parallel=2,
+        workload__prompts_per_step=64,
+        workload__group_size=8,
+        workload__max_completion_tokens=20480,
+        workload__lengths__median=0,
+        workload__lengths__sigma=0.8,
+        workload__lengths__mean=7050,
+        trainer__mini_batches=4,
+        trainer__tokens_per_batch=20480,
+        trainer__balance="mini_batch",
+        rollout__memory=0.8,
+        efficiency__decoding="graph",
+        **own,
+    )
+
+
+def loong_rows() -> list[Row]:
+    slow = loong_case("sync", schedule__max_inflight=0, schedule__steps_ahead="unset")
+    fast = loong_case("partial", schedule__steps_ahead=1, schedule__max_inflight=512)
+    return pair("LoongSage", "fully async over colocated, 16 GPUs", 451.74, 578.63, fast, slow)
 
 
 def one_step_case(schedule: str, longest: int, median: int, mean: int) -> Case:
@@ -592,17 +800,71 @@ NEMO_GB200_V6 = [
      nemo("sync", A22B, 128, 5693, 8, 16, **LARGE_SYNC_4, **GB200),
      (85.5, 67.4), (278, 345)),
 ]  # fmt: skip
+LATENT = {  # DeepSeek V3: 576 elements of KV a layer, in every way; attention with 128 heads of 192 and 128
+    "model__preset": "",
+    "model__parameters": 671e9,
+    "model__active_parameters": 37e9,
+    "model__experts": 256,
+    "model__experts_per_token": 8,
+    "model__layers": 61,
+    "model__hidden": 7168,
+    "model__heads": 64,
+    "model__kv_heads": 1,
+    "model__head_dim": 320,
+    "model__bytes_per_kv": 2 * 576 / 640,
+    "workload__prompts_per_step": 32,
+    "workload__group_size": 16,
+    "workload__max_completion_tokens": 1386,
+    "trainer__mini_batches": 1,
+    "trainer__tokens_per_batch": 1536,
+}
+
+
+def deepseek(schedule: str, gpus: int, tokens: int, ways_: int, stages: int, **more: Any) -> Case:
+    per_forward = 1536 if schedule == "sync" else 2 * 1536  # logprob_batch_size
+    own = {**LATENT, **ways(1, stages), "trainer__forward_tokens_per_batch": per_forward, **more}
+    if schedule == "sync":  # new weights take 35 s when colocated, beside the change of roles
+        own |= {"efficiency__switch_s": 10 + 35}
+    return nemo(schedule, A22B, gpus, tokens, ways_, stages, **own)
+
+
+LATENT_SYNC = {**GB200, "rollout__memory": 0.3}
+DEEPSEEK = [
+    ("H100 v0.4", deepseek("partial", 512, 744, 32, 16), deepseek("sync", 256, 745, 32, 16), (11.0, 11), (77.9, 154)),
+    ("H100 v0.5", deepseek("partial", 512, 738, 32, 16), deepseek("sync", 256, 744, 32, 16), (13.1, 12.7), (64.9, 134)),
+    ("H100 v0.6", deepseek("partial", 512, 710, 32, 16), deepseek("sync", 256, 701, 32, 16), (12.8, 12.1), (64.1, 134)),
+    ("H100 v0.6, same GPUs", deepseek("partial", 512, 710, 32, 16), deepseek("sync", 512, 697, 32, 16),
+     (12.8, 7.24), (64.1, 111)),
+    ("GB200 v0.5", deepseek("partial", 256, 994, 16, 8, **GB200), deepseek("sync", 128, 996, 32, 8, **GB200),
+     (31.7, 34.3), (64.5, 128)),
+    ("GB200 v0.6", deepseek("partial", 256, 708, 16, 8, **GB200), deepseek("sync", 128, 711, 32, 8, **LATENT_SYNC),
+     (26.7, 30.2), (61.7, 108)),
+    ("GB200 v0.6, same GPUs", deepseek("partial", 256, 708, 16, 8, **GB200),
+     deepseek("sync", 256, 700, 32, 8, **LATENT_SYNC), (26.7, 16.4), (61.7, 98.7)),
+]  # fmt: skip
 NEMO = (  # source, table, GB/s at which the trainer sends weights
-    ("NeMo RL v0.4", NEMO_V4, 36),
+    ("NeMo RL v0.4", NEMO_V4, 85),
     ("NeMo RL v0.5", NEMO_V5, 85),
     ("NeMo RL v0.6", NEMO_V6, 85),
     ("NeMo RL GB200", NEMO_GB200, 85),
     ("NeMo RL v0.6 GB200", NEMO_GB200_V6, 85),
+    ("NeMo RL DeepSeek V3", DEEPSEEK, 96),
 )
 
 
 def nemo_rows() -> list[Row]:
-    rows: list[Row] = []
+    asynchronous = NEMO_V6[2][1].with_setting("cluster.collective_gbytes_per_s", 85)
+    larger = asynchronous.with_setting("rollout.memory", 0.88)
+    rows = [
+        Row(
+            "NeMo RL v0.6",
+            "235B-A22B, 0.88 of the memory over 0.8",
+            57.8 / 51.5,
+            "other",
+            (larger, asynchronous),
+            speed_up,
+        )
+    ]
     for source, table, refit in NEMO:
         for name, ahead, slow, rates, seconds in table:
             fast = ahead.with_setting("cluster.collective_gbytes_per_s", refit)
@@ -616,4 +878,5 @@ def nemo_rows() -> list[Row]:
 
 def rows() -> list[Row]:
     verl = verl_rows() + verl_later_rows() + one_step_rows()
+    verl += v1_rows() + mi300x_rows() + small_rows() + loong_rows()
     return laminar_rows() + areal_rows() + verl + dora_rows() + llama_rows() + nemo_rows()
