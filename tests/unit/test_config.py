@@ -174,6 +174,8 @@ BAD_RULES = [
         "trainer.mini_batches is 4, more than workload.prompts_per_step",
     ),
     ("--workload.group_size 1 --groups.min_survivors 2", "min_survivors is 2, more than workload.group_size; write 1"),
+    ("--workload.group_size 1 --groups.filter zero_advantage", "every group would be left out; write larger groups"),
+    ("--groups.max_filtered 9", "groups.max_filtered is used with a groups.filter alone"),
     (
         "--workload.lengths.mean 9 --workload.lengths.median 8 --workload.lengths.sigma 1",
         "has median and mean and sigma; two determine the law, so set the others to 0",
@@ -403,6 +405,7 @@ HINTS = [
     ("--ppo_epochs 2", "verl's name, and there is nothing like it here: every sample is trained once"),
     ("--num_iterations 2", "there is nothing like it here: every sample is trained once"),
     ("--total_epochs 2", "write --task.epochs"),
+    ("--filter_groups.max_num_gen_batches 10", "write --groups.max_filtered (groups, not batches of them)"),
     ("--model_name_or_path my-model", "write --model.path (a directory"),
     ("--actor_rollout_ref.model.path my-model", "did you mean --model.path?"),
     ("--algorithm.kl_ctrl.kl_coef 0.1", "write --trainer.kl (in the loss, not in the reward)"),

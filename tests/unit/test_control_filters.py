@@ -7,9 +7,21 @@ from msgspec.structs import replace
 
 from drive import Drive, config
 from tailrace.config.tree import SCHEDULES, Config, Filters, Groups, Schedule, Trainer
+from tailrace.control import filters
 from tailrace.control.histories import LONGEST, Outcome, PromptHistory, draw
 from tailrace.control.plane import ControlPlane
-from tailrace.protocol import FetchPrompts, Finished, Forget, PromptsAdded, Request, SkipPrompts, Train
+from tailrace.control.state import Context
+from tailrace.protocol import (
+    ControllerRestarted,
+    FetchPrompts,
+    Finished,
+    Forget,
+    PromptsAdded,
+    Request,
+    SkipPrompts,
+    Stop,
+    Train,
+)
 from tailrace.types import Prompt
 
 PINNED = 0.17037499043121127  # a resumed run draws what it would have drawn, also with a newer release
@@ -174,6 +186,48 @@ def test_every_schedule_trains_on_useful_groups_alone(kind):
     groups = [group for order in drive.orders(Train)[:1] for group in order.groups]
     assert groups
     assert all(group.group % 3 == 2 for group in groups)
+
+
+# ---------------------------------------------------------------------------------------------------------- all in vain
+
+
+def hopeless(limit: int) -> Drive:
+    """Groups end one after the other, and all of them are all right or all wrong."""
+    drive = driven(size=4, filters=Filters(), schedule=Schedule(max_inflight=64, steps_ahead=10))
+    drive.plane = ControlPlane(replace(drive.plane.config, groups=replace(ALL, max_filtered=limit)), drive.plane.state)
+    for _ in range(300):
+        if drive.orders(Stop):
+            break
+        if drive.plane.state.fetching:
+            drive.fetch()
+        for request in drive.running()[:1]:
+            answer(drive, request, float(request.group % 2))
+    return drive
+
+
+def test_a_run_that_finds_nothing_to_learn_ends_and_says_why():
+    drive = hopeless(limit=10)
+    (stop,) = drive.orders(Stop)
+    assert stop.failed
+    assert "none of the last 10 groups" in stop.reason
+    assert "all right in 5 of them and all wrong in 5" in stop.reason
+    assert not hopeless(limit=0).orders(Stop)
+
+
+def test_a_run_that_found_nothing_to_learn_can_be_resumed():
+    drive = hopeless(limit=10)
+    drive.tell(ControllerRestarted())
+    assert not drive.plane.state.stopped
+    assert not filters.why_hopeless(Context(drive.plane.config, drive.plane.state))
+
+
+def test_one_group_that_teaches_something_is_enough_to_go_on():
+    history = PromptHistory()
+    for outcome in ("easy", "hard", "hard"):
+        history.note_end(outcome, teaches=False)
+    assert (history.easy_in_vain, history.hard_in_vain) == (1, 2)
+    history.note_end("easy", teaches=True)  # with a Beta posterior
+    assert (history.easy_in_vain, history.hard_in_vain) == (0, 0)
 
 
 # --------------------------------------------------------------------------------------------------------------- before

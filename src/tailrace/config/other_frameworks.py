@@ -175,6 +175,7 @@ FRAMEWORK_NAMES: dict[str, FrameworkName] = {
     "lam": FrameworkName("verl", "trainer.gae_lambda"),
     "lambd": FrameworkName("OpenRLHF", "trainer.gae_lambda"),
     "filter_groups.enable": FrameworkName("verl", "groups.filter", "'zero_advantage' or 'none'"),
+    "filter_groups.max_num_gen_batches": FrameworkName("verl", "groups.max_filtered", "groups, not batches of them"),
     "dynamic_filtering": FrameworkName("OpenRLHF", "groups.filter", "'zero_advantage' or 'none'"),
     "use_dynamic_sampling": FrameworkName("NeMo-RL", "groups.filter", "'zero_advantage' or 'none'"),
     # the optimiser

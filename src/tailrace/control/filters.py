@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from math import ceil
 
-from tailrace.config.tree import Config
 from tailrace.control.histories import Outcome
 from tailrace.control.ledger import Group
 from tailrace.control.state import Context
@@ -113,9 +112,24 @@ def note_dropped(context: Context, group: Group) -> None:
         note(context, group)
 
 
-def teaches(config: Config, outcome: Outcome) -> bool:
-    """Whether anything can be learned from such a group."""
-    return outcome == "useful" or (outcome == "easy" and config.trainer.advantage == "beta")
+def teaches(context: Context, group: Group) -> bool:
+    """Whether anything can be learned from a group that has closed."""
+    outcome = note(context, group)
+    found = outcome == "useful" or (outcome == "easy" and context.config.trainer.advantage == "beta")
+    context.state.history.note_end(outcome, found)
+    return found
+
+
+def why_hopeless(context: Context) -> str:
+    """Why there is no use in going on, if there is none: that nothing is left to learn, or nothing can be, would
+    otherwise look like a run that takes long."""
+    easy, hard = context.state.history.easy_in_vain, context.state.history.hard_in_vain
+    most = context.config.groups.max_filtered
+    if not most or easy + hard < most:
+        return ""
+    found = f"the samples were all right in {easy:,} of them and all wrong in {hard:,}"
+    asked = "are the prompts too easy or too hard for this model, or does the reward not tell answers apart?"
+    return f"none of the last {easy + hard:,} groups (groups.max_filtered) has anything to teach: {found}; {asked}"
 
 
 def left_out(context: Context, group: Group) -> frozenset[TrajectoryId]:
