@@ -2,10 +2,7 @@
 
 GRESO (arXiv 2506.02177): a prompt whose last z visits were all alike (all right, or all wrong) is visited with chance
 `base ** z`, never less than `explore`. One base for easy prompts and one for hard ones; after every step each moves
-towards its target share of such groups. One useful visit clears a prompt's history, and makes up for a visit after it
-that is all wrong: a policy that learns hardly gets worse, so a prompt of which some answers were right is just seldom
-right. Without that, one such visit would put it with those that were never right, of which a few in a hundred teach
-anything.
+towards its target share of such groups. One useful visit clears a prompt's history.
 
 A visit that is under way, of which nothing is known yet or which is not trained yet, counts as one more of them: the
 policy that would answer is the same. Otherwise, where few prompts are left that teach anything and all others are
@@ -79,7 +76,7 @@ class PromptHistory(msgspec.Struct):
         self.useful_share += ((outcome == "useful") - self.useful_share) / RECENT
         if 0 <= row < rows:
             self.streaks.extend(bytes(max(0, row + 1 - len(self.streaks))))
-            self.streaks[row] = _after(self.streaks[row], outcome)
+            self.streaks[row] = _after(self.streak(row), outcome)
 
     def note_end(self, outcome: Outcome, teaches: bool) -> None:
         """A group will be trained on, or is left out because it teaches nothing."""
@@ -106,15 +103,12 @@ class PromptHistory(msgspec.Struct):
         self.step, self.looked_at = self.step + 1, 0
 
 
-def _after(value: int, outcome: Outcome) -> int:
+def _after(streak: int, outcome: Outcome) -> int:
     """The byte of a row after another visit."""
     if outcome == "useful":
         return USEFUL
-    if value == USEFUL:
-        return 0 if outcome == "hard" else 1
-    hard = value > HARD
-    before = value - HARD * hard if hard == (outcome == "hard") else 0
-    return min(LONGEST, before + 1) + HARD * (outcome == "hard")
+    before = streak if outcome == "easy" else -streak
+    return min(LONGEST, max(0, before) + 1) + (HARD if outcome == "hard" else 0)
 
 
 def _moved(base: float, share: float, target: float, rate: float) -> float:
