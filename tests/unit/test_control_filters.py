@@ -306,13 +306,13 @@ def test_the_data_do_not_come_round_for_nothing_while_the_trainer_has_enough():
     assert drive.plane.state.ledger.received < 2 * rows
 
 
-def test_where_the_trainer_would_wait_the_likeliest_prompts_come_first():
+def test_once_the_data_have_come_round_two_steps_are_filled_with_the_likeliest_prompts():
     """Nothing is known of the first row, and little of the next ten."""
     rows = 100
     drive = of_few_rows([0, *[2] * 10, *[100] * (rows - 11)], useful_share=0.32)
     under_way = fetch_all(drive, rows)
-    assert sum(under_way.values()) == 9  # 25 open ones have eight useful ones among them
-    assert under_way[0] == 1
+    assert sum(under_way.values()) == 50 - 16  # 50 open ones have 16 useful ones among them
+    assert under_way[0] >= 1
     assert sum(count for row, count in under_way.items() if row > 10) <= 2
 
 

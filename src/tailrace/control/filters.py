@@ -2,7 +2,7 @@
 
 before   a prompt whose last visits were all right, or all wrong, is skipped when its turn comes, most of the time, and
          so is one of which there is a group already (`histories.py`). Once the data have come round within a step, such
-         prompts are visited only if the trainer would wait otherwise
+         prompts are visited only as far as the next two steps need them
 during   a group starts with few samples, unless the last visit was useful. Once their rewards differ it gets all of its
          samples; as long as all are wrong it gets a few more; once all are right it is stopped: the others are never
          started
@@ -48,9 +48,10 @@ def _first_samples(context: Context, prompt: Prompt) -> int:
 
 
 def _may_wait(context: Context) -> bool:
-    """All prompts have come up in this step, and enough is under way for the trainer to make it."""
+    """All prompts have come up in this step, and enough is under way for it and for the next one: with enough for this
+    one alone the trainer would wait as long as a group takes, and replicas would have nothing to do meanwhile."""
     came_round = context.config.groups.skips and context.state.history.rounds > 0
-    return came_round and not context.traits.rounds and context.lacks <= 0
+    return came_round and not context.traits.rounds and context.lacks <= -context.config.workload.prompts_per_step
 
 
 def _skips(context: Context, prompt: Prompt) -> bool:
