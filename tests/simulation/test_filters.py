@@ -64,6 +64,16 @@ class Entry(msgspec.Struct):
     commands: tuple
 
 
+@pytest.mark.parametrize("kind", ["partial", "trajectory", "adaptive"])
+def test_replicas_have_work_while_the_trainer_waits_though_the_data_have_come_round(kind):
+    settings = {"workload.prompts_per_step": 24, "workload.difficulty.rows": 24, "schedule.kind": kind}
+    simulation = Simulation(simulated(steps=8, **settings))
+    result = simulation.run()
+    assert simulation.plane.state.ledger.skipped
+    assert result.trainer_idle > 0.5
+    assert result.rollout_idle < 0.05
+
+
 def test_filters_cost_fewer_tokens_for_the_same_useful_groups_and_starve_no_useful_prompt():
     costs, visits = {}, {}
     for name, prompts in (("none", 24), ("all", 8)):

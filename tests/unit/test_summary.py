@@ -296,6 +296,21 @@ def simulated(settings: dict[str, Any]) -> Config:
     return with_values(load([OWN_BOX]), {"run.steps": 4, "cluster.gpus": 16} | settings)
 
 
+def test_people_are_told_when_nothing_can_be_learned_for_long() -> None:
+    live = LiveRun(simulated({"workload.prompts_per_step": 20}))
+
+    def left_out(groups: int) -> list[str]:
+        live.see(1.0, TimerFired("health"), [Forget((0,), "filtered" if i % 2 else "stopped") for i in range(groups)])
+        return [one.text for one in live.notices if "taught nothing" in one.text]
+
+    assert not left_out(199)  # as many as in ten steps may be usual
+    assert left_out(1) == ["200 groups taught nothing in a row, and the trainer has got nothing since"]
+    assert len(left_out(1799)) == 1
+    assert len(left_out(1)) == 2
+    live.see(2.0, TimerFired("health"), [Train(1, 0, 0, True, ())])
+    assert len(left_out(199)) == 2
+
+
 def test_idle_shares_are_the_simulators(tmp_path: Path) -> None:
     config = simulated({"schedule.kind": "sync", "run.steps": 6})
     live = LiveRun(config)

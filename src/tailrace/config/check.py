@@ -13,7 +13,7 @@ from typing import Any, cast
 from tailrace.config.errors import refuse
 from tailrace.config.fields import BadValueError, accept, fields, read
 from tailrace.config.kinds import GpuKind, bad_tables
-from tailrace.config.tree import HELD_OUT, Config, Filters, Workload
+from tailrace.config.tree import HELD_OUT, Config, Filters, Groups, Workload
 
 Rule = Callable[[Config], Iterator[str]]
 
@@ -211,6 +211,13 @@ def _filters_are_used(config: Config) -> Iterator[str]:
         yield (
             f"filters.{changed[0]} is used with groups.filter = 'all' alone, and it is '{config.groups.filter}'; "
             "leave it out, or write groups.filter = 'all'"
+        )
+    if config.groups.max_filtered != Groups().max_filtered and config.groups.filter == "none":
+        yield "groups.max_filtered is used with a groups.filter alone; leave it out, or write groups.filter = 'all'"
+    if config.groups.filter != "none" and config.workload.group_size == 1 and config.trainer.advantage != "beta":
+        yield (
+            f"groups.filter is '{config.groups.filter}', but with workload.group_size = 1 no sample can be better than "
+            "the others of its group, and every group would be left out; write larger groups, or groups.filter = 'none'"
         )
     if config.groups.filter == "all" and config.trainer.advantage == "gae":
         yield "groups.filter is 'all', but with trainer.advantage 'gae' all groups teach; write groups.filter = 'none'"

@@ -51,6 +51,7 @@ _PROMPT_LENGTH = (
 _ALL_WEIGHTS = "all weights are trained; there are no adapters (LoRA)"
 _TRUNCATED = "an answer that was cut off is rewarded and trained on like any other"
 _ADVANTAGE = "'grpo' divides by the standard deviation of the group, 'dr_grpo' does not; that of a batch is not here"
+_GROUPS_LEFT_OUT = "groups in a row, not batches of them"
 _LOSS = "'grpo' averages over sequences, 'dapo' over tokens, 'dr_grpo' divides by the longest"
 _AGGREGATION = (
     "how tokens are averaged belongs to the loss: 'token-mean' is 'dapo', 'seq-mean-token-mean' 'grpo', "
@@ -175,6 +176,13 @@ FRAMEWORK_NAMES: dict[str, FrameworkName] = {
     "lam": FrameworkName("verl", "trainer.gae_lambda"),
     "lambd": FrameworkName("OpenRLHF", "trainer.gae_lambda"),
     "filter_groups.enable": FrameworkName("verl", "groups.filter", "'zero_advantage' or 'none'"),
+    "filter_groups.metric": FrameworkName("verl", "", "groups.filter compares the rewards that are trained on"),
+    "filter_groups.max_num_gen_batches": FrameworkName("verl", "groups.max_filtered", _GROUPS_LEFT_OUT),
+    "dynamic_sampling_max_gen_batches": FrameworkName("NeMo-RL", "groups.max_filtered", _GROUPS_LEFT_OUT),
+    "dynamic_sampling.max_sample_batches": FrameworkName("SkyRL", "groups.max_filtered", _GROUPS_LEFT_OUT),
+    "dynamic_sampling.type": FrameworkName("SkyRL", "groups.filter", "'zero_advantage' is its 'filter'; or 'none'"),
+    "dynamic_sampling_filter_path": FrameworkName("slime", "groups.filter", "'zero_advantage' or 'none'"),
+    "online_difficulty_filtering": FrameworkName("prime-rl", "groups.filter", "'zero_advantage' or 'none'"),
     "dynamic_filtering": FrameworkName("OpenRLHF", "groups.filter", "'zero_advantage' or 'none'"),
     "use_dynamic_sampling": FrameworkName("NeMo-RL", "groups.filter", "'zero_advantage' or 'none'"),
     # the optimiser
@@ -363,5 +371,6 @@ VALUES: dict[str, dict[str, str]] = {
         "none": "write 'constant'",
         "constant_with_warmup": "write 'constant', and trainer.warmup_steps",
     },
-    "groups.filter": {"dynamic": "write 'zero_advantage'", "dapo": "write 'zero_advantage'"},
+    "groups.filter": {"dynamic": "write 'zero_advantage'", "dapo": "write 'zero_advantage'"}
+    | dict.fromkeys(("greso", "aero"), "write 'all'"),
 }

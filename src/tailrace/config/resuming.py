@@ -25,6 +25,7 @@ MAY_CHANGE = frozenset(
         "run.evaluate",
         "task.epochs",
         "task.reward_workers",
+        "groups.max_filtered",
         "local.port",
         "local.listen",
         "local.start_s",

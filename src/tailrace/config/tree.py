@@ -288,6 +288,7 @@ class Groups(Section):
     # groups whose samples all got the same reward: none: trained on; zero_advantage: left out once they are complete
     # (DAPO); all: prompts are skipped and groups stopped before that ([filters])
     filter: Literal["none", "zero_advantage", "all"] = "none"
+    max_filtered: Natural = 10_000  # groups in a row that teach nothing, after which the run ends; 0: it goes on
     # rewards of a group that differ by no more than this (where some are above 1: by no more than this share of the
     # largest) are the same reward, with rounding
     reward_tolerance: Amount = 1e-6

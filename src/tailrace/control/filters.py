@@ -2,7 +2,7 @@
 
 before   a prompt whose last visits were all right, or all wrong, is skipped when its turn comes, most of the time, and
          so is one of which there is a group already (`histories.py`). Once the data have come round within a step, such
-         prompts are visited only if the trainer would wait otherwise
+         prompts are visited only as far as the next two steps need them
 during   a group starts with few samples, unless the last visit was useful. Once their rewards differ it gets all of its
          samples; as long as all are wrong it gets a few more; once all are right it is stopped: the others are never
          started
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from math import ceil
 
-from tailrace.config.tree import Config
 from tailrace.control.histories import Outcome
 from tailrace.control.ledger import Group
 from tailrace.control.state import Context
@@ -49,9 +48,10 @@ def _first_samples(context: Context, prompt: Prompt) -> int:
 
 
 def _may_wait(context: Context) -> bool:
-    """All prompts have come up in this step, and enough is under way for the trainer to make it."""
+    """All prompts have come up in this step, and enough is under way for it and for the next one: with enough for this
+    one alone the trainer would wait as long as a group takes, and replicas would have nothing to do meanwhile."""
     came_round = context.config.groups.skips and context.state.history.rounds > 0
-    return came_round and not context.traits.rounds and context.lacks <= 0
+    return came_round and not context.traits.rounds and context.lacks <= -context.config.workload.prompts_per_step
 
 
 def _skips(context: Context, prompt: Prompt) -> bool:
@@ -113,9 +113,24 @@ def note_dropped(context: Context, group: Group) -> None:
         note(context, group)
 
 
-def teaches(config: Config, outcome: Outcome) -> bool:
-    """Whether anything can be learned from such a group."""
-    return outcome == "useful" or (outcome == "easy" and config.trainer.advantage == "beta")
+def teaches(context: Context, group: Group) -> bool:
+    """Whether anything can be learned from a group that has closed."""
+    outcome = note(context, group)
+    found = outcome == "useful" or (outcome == "easy" and context.config.trainer.advantage == "beta")
+    context.state.history.note_end(outcome, found)
+    return found
+
+
+def why_hopeless(context: Context) -> str:
+    """Why there is no use in going on, if there is none: that nothing is left to learn, or nothing can be, would
+    otherwise look like a run that takes long."""
+    easy, hard = context.state.history.easy_in_vain, context.state.history.hard_in_vain
+    most = context.config.groups.max_filtered
+    if not most or easy + hard < most:
+        return ""
+    found = f"the samples were all right in {easy:,} of them and all wrong in {hard:,}"
+    asked = "are the prompts too easy or too hard for this model, or does the reward not tell answers apart?"
+    return f"none of the last {easy + hard:,} groups (groups.max_filtered) has anything to teach: {found}; {asked}"
 
 
 def left_out(context: Context, group: Group) -> frozenset[TrajectoryId]:

@@ -21,7 +21,7 @@ def close_if_complete(context: Context, group: Group) -> None:
         return
     if not context.ledger.close(group, context.config.groups.min_survivors):
         end(context, group, "failed")
-    elif context.config.groups.filter != "none" and not filters.teaches(context.config, filters.note(context, group)):
+    elif context.config.groups.filter != "none" and not filters.teaches(context, group):
         end(context, group, "stopped" if len(group.samples) < group.size else "filtered")
 
 

@@ -42,6 +42,8 @@ class PromptHistory(msgspec.Struct):
     easy: int = 0  # groups of the present step that turned out so
     hard: int = 0
     closed: int = 0  # groups of the present step, whatever they turned out to be
+    easy_in_vain: int = 0  # groups since the last one that was to be trained on
+    hard_in_vain: int = 0
     useful_share: float = 1.0  # of recent groups
     visited_share: float = 1.0  # of recent prompts: the others were skipped
     step: int = 0  # steps so far
@@ -75,6 +77,11 @@ class PromptHistory(msgspec.Struct):
         if 0 <= row < rows:
             self.streaks.extend(bytes(max(0, row + 1 - len(self.streaks))))
             self.streaks[row] = _after(self.streak(row), outcome)
+
+    def note_end(self, outcome: Outcome, teaches: bool) -> None:
+        """A group will be trained on, or is left out because it teaches nothing."""
+        self.easy_in_vain = 0 if teaches else self.easy_in_vain + (outcome == "easy")
+        self.hard_in_vain = 0 if teaches else self.hard_in_vain + (outcome == "hard")
 
     def skips(self, seed: int, prompt: Prompt, under_way: int, settings: Filters) -> bool:
         """Whether this visit is left out. What is being trained on is expected to become easy."""

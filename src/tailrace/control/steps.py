@@ -41,6 +41,8 @@ def train(context: Context) -> None:
     context.state.pacing.starved = True
     if context.state.exhausted and not len(context.ledger.pool) and not context.ledger.open_groups:
         _ran_out(context)
+    elif why := filters.why_hopeless(context):
+        stop(context, why, failed=True)
 
 
 def _required(context: Context, wanted: int) -> int:

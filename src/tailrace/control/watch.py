@@ -231,6 +231,8 @@ def controller_restarted(context: Context, _: ControllerRestarted) -> None:
     if context.state.stopped and not context.state.failed:
         context.send(Stop(context.state.stopped))
         return
+    if context.state.failed:
+        context.state.history.easy_in_vain = context.state.history.hard_in_vain = 0
     context.state.stopped, context.state.failed = "", False
     evaluation.restarted(context)
     for replica in context.fleet.replicas.values():

@@ -46,6 +46,7 @@ from tailrace.protocol import (
     SampleFailed,
     SettingsChanged,
     Stop,
+    Train,
     TrainerJoined,
     TrainerLost,
     TrainerWaits,
@@ -53,6 +54,8 @@ from tailrace.protocol import (
 from tailrace.types import ReplicaId, Version, label
 from tailrace.wording import counted
 
+MANY_LEFT_OUT = 100  # groups in a row that taught nothing are told of; or as many as in so many steps
+MANY_STEPS = 10
 MEAN_STEPS = 10  # over which the reward and the rate that are shown are averaged
 NOTICES = 50  # kept to be shown
 STALL = "publish/stall_s"
@@ -146,6 +149,7 @@ class LiveRun:
         self.seconds = 0.0
         self._last_now: float | None = None
         self._mini_batches = self._without_advantage = 0
+        self._left_out = 0  # groups that taught nothing, since the trainer was last given any
         self._stalls = 0
         self._stall_s = 0.0
 
@@ -166,6 +170,7 @@ class LiveRun:
             self._notice("all processes are up; the first samples are assigned", "info")
         for text, level in _notices(event, commands):
             self._notice(text, level)
+        self._count_left_out(commands)
         self._ending.see(event, commands)
 
     def measure(self, now: float, step: int, source: str, values: Mapping[str, float]) -> None:
@@ -183,6 +188,18 @@ class LiveRun:
             self.diverging = bool(values.get("skipped", self.diverging))
             if values.get("skipped"):
                 self._notice(f"an update of step {step + 1} is skipped: {NOT_FINITE}", "warning")
+
+    def _count_left_out(self, commands: Sequence[Command]) -> None:
+        """Many in a row look like a run that takes long."""
+        first = max(MANY_LEFT_OUT, MANY_STEPS * self.config.workload.prompts_per_step)
+        for command in commands:
+            if isinstance(command, Train):
+                self._left_out = 0
+            elif isinstance(command, Forget) and command.reason in ("filtered", "stopped"):
+                self._left_out += 1
+                if self._left_out % first == 0 and _is_power_of_ten(self._left_out // first):
+                    waits = "and the trainer has got nothing since"
+                    self._notice(f"{self._left_out:,} groups taught nothing in a row, {waits}", "warning")
 
     def _wait(self, source: str, subject: str, began: bool) -> None:
         """A process is held up by a slow one. The first that is, and the last, are worth a line."""
