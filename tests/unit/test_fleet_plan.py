@@ -128,3 +128,37 @@ def test_a_site_that_is_too_far_for_the_staleness_bound_gets_no_work(small):
     far = fleet(cards, **{"cluster.sites": {"b": {"gbytes_per_s": 0.001}}}, **sizes)
     best = plan_fleet(far, FleetGoal(), processes=1).best
     assert len({host.kind.site for host in best.config.fleet_hosts}) == 1
+
+
+MANY_SHORT = {
+    "split.trainer_gpus": 0,
+    "workload.prompts_per_step": 128,
+    "workload.prompt_tokens": 300,
+    "workload.max_completion_tokens": 4096,
+    "workload.lengths.median": 800,
+    "workload.lengths.p99": 4000,
+    "schedule.kind": "trajectory",
+    "schedule.max_staleness": 4,
+}
+
+
+def test_where_answers_take_too_long_for_the_staleness_bound_more_replicas_are_planned():
+    """Not less training: with fewer samples each they are sooner done."""
+    cards = {name: {"gpus": 8, "dollars_per_hour": 1.0} for name in ("H100", "H20")}
+    plan = plan_fleet(fleet(cards, **MANY_SHORT, **{"cluster.sites": {}}), FleetGoal(), processes=1)
+    assert any(each.result.trainer_idle > 0.3 for each in plan.others), "what the program chose at first"
+    assert plan.best.result.trainer_idle < 0.1
+
+
+def test_a_throughput_is_reached_at_home_where_versions_come_too_late_to_what_is_cheaper():
+    """At the pace that is asked for; more time would be enough."""
+    lima = {"gpu": "A100-80GB", "gpus": 16, "site": "lima", "dollars_per_hour": 0.9}
+    far = {
+        "model.preset": "qwen2.5-7b",
+        "cluster.cards": {"H800": {"gpus": 16}, "lima": lima},
+        "cluster.gpus": 32,
+        "cluster.sites": {"lima": {"gbytes_per_s": 0.2}},
+    }
+    plan = plan_fleet(fleet(**MANY_SHORT, **far), FleetGoal(tokens_per_s=40_000.0), processes=1)
+    assert plan.reached
+    assert len({host.kind.site for host in plan.best.config.fleet_hosts}) == 1
