@@ -31,7 +31,9 @@ from tailrace.planner.fleet_program import (
     best_fleet,
 )
 from tailrace.planner.fleet_rates import WAITS, FleetFigures, StageScale, config_of, counted
+from tailrace.planner.placement import NodeGroup, Placement
 from tailrace.planner.search import AS_FAST, Evaluate, Progress, evaluator
+from tailrace.planner.sizing import TrainerSize, size_trainer
 from tailrace.sim.bound import bound
 from tailrace.sim.cost_model import check_fit
 from tailrace.sim.provisioning import provision_of
@@ -84,6 +86,7 @@ class FleetPlan(msgspec.Struct, frozen=True, kw_only=True):
     others: tuple[FleetCandidate, ...]  # best first
     hosts: tuple[HostGroup, ...]
     simulations: int
+    trainer: TrainerSize | None = None  # None: no way of Tailrace's own to train fits
     too_small: tuple[str, ...] = ()  # kinds that hold neither a trainer nor a replica of the model
 
     @property
@@ -310,7 +313,8 @@ class FleetSearch:
             goal=self.goal,
             best=best,
             others=tuple(ranked[1:]),
-            hosts=placement_of(best.config),
+            hosts=(hosts := placement_of(best.config)),
+            trainer=size_trainer(best.config, _placed(hosts), self.figures.tokens),
             simulations=len(self.found),
             too_small=self.figures.too_small,
         )
@@ -382,6 +386,11 @@ def _loads(kind: GpuKind, taken: int) -> Iterator[tuple[int, int]]:
         cards = min(kind.gpus_per_host, kind.gpus - first)
         ranks = min(cards, max(0, taken - first))
         yield ranks, (cards - ranks) // kind.ways
+
+
+def _placed(hosts: Sequence[HostGroup]) -> Placement:
+    groups = [NodeGroup(group.nodes, group.ranks, group.replicas) for group in hosts]
+    return Placement(groups=tuple(groups), ways=max(group.kind.ways for group in hosts))
 
 
 def within(goal: FleetGoal) -> str:
