@@ -22,9 +22,10 @@ def render_fleet_plan(plan: FleetPlan, files: Sequence[str] = ()) -> str:
     rows = [_row("plan", plan.best), *[_row(describe_fleet(each), each) for each in plan.others]]
     parts = [
         _verdict(plan),
-        f"Paste into your config:\n\n{settings_toml(fleet_settings(plan.best) | launch_settings(plan))}",
+        f"Paste into your config:\n\n{settings_toml(fleet_settings(plan.best))}",
         render_table(COLUMNS, rows),
         f"Where it runs:\n{render_table(('', 'hosts', 'ranks', 'replicas', 'GPUs of one'), list(_hosts(plan)))}",
+        f"Settings to write too:\n\n{settings_toml(settings)}" if (settings := launch_settings(plan)) else "",
         "\n".join(commands(plan, files)),
         "\n".join(f"- {note}" for note in notes(plan)),
     ]
