@@ -3,7 +3,7 @@
     with hosts(3) as network:
         network.set(rate_mbits=50, delay_s=0.1, loss=0.05)
         relay = subprocess.Popen([*network[0].inside, sys.executable, ...])      # listens on network[0].address
-        network.cut(0, 1); network.heal()
+        network.cut((0, 1)); network.heal()
         network.place([1, 2], rate_mbits=20, delay_s=0.1, loss=0.01)             # a site of two, behind its own link
 
 A host is a namespace with one interface, a TAP device, whose other end the switch holds: it reads every frame, loses

@@ -85,6 +85,38 @@ def test_programs_get_plain_values(plans):
     assert found["commands"][0].startswith("tailrace train FILE --trainer.ranks")
 
 
+def test_the_commands_say_what_differs_between_hosts(small):
+    """Their site, the size of their replicas; and the network of a trainer on several hosts."""
+    lima = {"gpu": "H20", "gpus": 8, "site": "lima peru", "gpus_per_host": 4}
+    far = {
+        "model.preset": "qwen2.5-72b",
+        "cluster.cards": {"H800": {"gpus": 32}, "lima": lima},
+        "cluster.gpus": 40,
+        "cluster.trainer_gpu": "H800",
+        "cluster.sites": {"lima peru": {"gbytes_per_s": 10.0}},
+        "split.trainer_gpus": 32,
+    }
+    plan = plan_fleet(with_values(small, far), FleetGoal(), processes=1)
+    shaped = with_values(small, far | {"cluster.cards.lima.tensor_parallel": 4})
+    best = msgspec.structs.replace(plan.best, config=shaped)
+    plan = msgspec.structs.replace(plan, best=best, hosts=placement_of(shaped))
+    first, *joining = fleet_plan_json(plan, ["my fleet.toml"])["commands"]
+    assert first.startswith("tailrace train 'my fleet.toml' --trainer.ranks 32 --local.ranks 8 ")
+    assert "--trainer.interface NETWORK" in first
+    assert [each.split("    #")[0] for each in joining] == [
+        "tailrace worker --join HOST:PORT --key join.key --replicas 0 --ranks 8",
+        "tailrace worker --join HOST:PORT --key join.key --replicas 1 --site 'lima peru' --stay --wait 3600 "
+        "--rollout.vllm.tensor_parallel_size 4",
+    ]
+
+
+def test_what_the_trainer_needs_to_fit_its_cards_is_to_be_written_too(plans):
+    size = msgspec.structs.replace(plans["have"].trainer, recompute=True)
+    tight = msgspec.structs.replace(plans["have"], trainer=size)
+    assert fleet_plan_json(tight)["launch_settings"]["trainer.recompute"] is True
+    assert "recompute = true" in render_fleet_plan(tight)
+
+
 def test_one_kind_of_card_is_planned_within_a_budget_too(small):
     one = with_values(small, {"cluster.cards": {}, "cluster.gpu": "H100", "cluster.gpus": 8})
     assert plan_fleet(one, FleetGoal(budget=12.0), processes=1).best.dollars <= 12.0
@@ -128,3 +160,37 @@ def test_a_site_that_is_too_far_for_the_staleness_bound_gets_no_work(small):
     far = fleet(cards, **{"cluster.sites": {"b": {"gbytes_per_s": 0.001}}}, **sizes)
     best = plan_fleet(far, FleetGoal(), processes=1).best
     assert len({host.kind.site for host in best.config.fleet_hosts}) == 1
+
+
+MANY_SHORT = {
+    "split.trainer_gpus": 0,
+    "workload.prompts_per_step": 128,
+    "workload.prompt_tokens": 300,
+    "workload.max_completion_tokens": 4096,
+    "workload.lengths.median": 800,
+    "workload.lengths.p99": 4000,
+    "schedule.kind": "trajectory",
+    "schedule.max_staleness": 4,
+}
+
+
+def test_where_answers_take_too_long_for_the_staleness_bound_more_replicas_are_planned():
+    """Not less training: with fewer samples each they are sooner done."""
+    cards = {name: {"gpus": 8, "dollars_per_hour": 1.0} for name in ("H100", "H20")}
+    plan = plan_fleet(fleet(cards, **MANY_SHORT, **{"cluster.sites": {}}), FleetGoal(), processes=1)
+    assert any(each.result.trainer_idle > 0.3 for each in plan.others), "what the program chose at first"
+    assert plan.best.result.trainer_idle < 0.1
+
+
+def test_a_throughput_is_reached_at_home_where_versions_come_too_late_to_what_is_cheaper():
+    """At the pace that is asked for; more time would be enough."""
+    lima = {"gpu": "A100-80GB", "gpus": 16, "site": "lima", "dollars_per_hour": 0.9}
+    far = {
+        "model.preset": "qwen2.5-7b",
+        "cluster.cards": {"H800": {"gpus": 16}, "lima": lima},
+        "cluster.gpus": 32,
+        "cluster.sites": {"lima": {"gbytes_per_s": 0.2}},
+    }
+    plan = plan_fleet(fleet(**MANY_SHORT, **far), FleetGoal(tokens_per_s=40_000.0), processes=1)
+    assert plan.reached
+    assert len({host.kind.site for host in plan.best.config.fleet_hosts}) == 1

@@ -128,3 +128,10 @@ def test_a_version_reaches_a_far_site_as_late_as_its_link_says():
     near, far = [max(relay.took_s.values()) for relay in (simulation.fleet.relays[2], simulation.fleet.relays[3])]
     assert near < 0.1
     assert far == pytest.approx(simulation.config.model.weight_bytes / 0.1e9)
+
+
+def test_a_kind_of_which_all_cards_train_need_not_hold_a_replica():
+    cards = {"H100": {"gpus": 40}, "H20": {"gpus": 16, "tensor_parallel": 4}}
+    check_fit(fleet(cards, **{"model.preset": "llama-3.1-70b", "split.trainer_gpus": 40, "cluster.sites": {}}))
+    with pytest.raises(ConfigError, match="a replica of 1 H100 has no room"):
+        check_fit(fleet(cards, **{"model.preset": "llama-3.1-70b", "split.trainer_gpus": 36, "cluster.sites": {}}))

@@ -31,7 +31,9 @@ from tailrace.planner.fleet_program import (
     best_fleet,
 )
 from tailrace.planner.fleet_rates import WAITS, FleetFigures, StageScale, config_of, counted
+from tailrace.planner.placement import NodeGroup, Placement
 from tailrace.planner.search import AS_FAST, Evaluate, Progress, evaluator
+from tailrace.planner.sizing import TrainerSize, size_trainer
 from tailrace.sim.bound import bound
 from tailrace.sim.cost_model import check_fit
 from tailrace.sim.provisioning import provision_of
@@ -84,6 +86,7 @@ class FleetPlan(msgspec.Struct, frozen=True, kw_only=True):
     others: tuple[FleetCandidate, ...]  # best first
     hosts: tuple[HostGroup, ...]
     simulations: int
+    trainer: TrainerSize | None = None  # None: no way of Tailrace's own to train fits
     too_small: tuple[str, ...] = ()  # kinds that hold neither a trainer nor a replica of the model
 
     @property
@@ -110,8 +113,9 @@ class FleetSearch:
         self.goal = goal
         self.evaluate = evaluate
         self.progress = progress
-        self.figures = FleetFigures(config)
+        self.figures = FleetFigures(config, goal.tokens_per_s)
         self.scale = StageScale()
+        self.late: dict[tuple[str, int], float] = {}  # from a trainer's site to a kind: too late for this pace
         self.rounds = 0
         self.found: dict[Config, FleetCandidate] = {}
 
@@ -142,12 +146,25 @@ class FleetSearch:
     def _problem(self, replicas: int, part: ProblemPart = WHOLE) -> FleetProblem:
         whole = self.figures.problem(replicas, self.scale, part.fresh)
         kept = [number for number, option in enumerate(whole.trainers) if part.trains(option)]
-        far = frozenset((kept.index(trainer), kind) for trainer, kind in whole.too_far if trainer in set(kept))
+        too_far = whole.too_far | self._seen_late() if part.fresh else whole.too_far
+        far = frozenset((kept.index(trainer), kind) for trainer, kind in too_far if trainer in set(kept))
         return whole._replace(
             trainers=tuple([whole.trainers[number] for number in kept]),
             replicas=tuple([option for option in whole.replicas if part.generates(option)]),
             too_far=far,
         )
+
+    def _seen_late(self) -> frozenset[tuple[int, int]]:
+        """Trainers that are as fast as one beside which a kind was seen to get its versions too late."""
+        return frozenset(
+            (number, kind)
+            for number, option in enumerate(self.figures.trainers)
+            for (site, kind), rate in self.late.items()
+            if self._site(option.kind) == site and option.rate >= rate
+        )
+
+    def _site(self, kind: int) -> str:
+        return self.config.kinds[kind].site
 
     def _choices(self) -> Iterator[FleetChoice]:
         best = self._solve()
@@ -254,9 +271,13 @@ class FleetSearch:
             self.progress(done, total, "simulating the best fleets")
 
     def _learn(self, judged: Sequence[FleetCandidate]) -> None:
-        """What the stages reached of their figures, the program's own choice counting last. A fleet to which versions
-        come too late says nothing of that."""
-        judged = [each for each in judged if _in_time(each.config)]
+        """What the stages reached of their figures, the program's own choice counting last. A fleet that a link makes
+        late says nothing of that; where answers take too long, more replicas with fewer samples each are sooner done.
+        """
+        for each in judged:
+            if _link_is_late(each.config):
+                self._avoid(each)
+        judged = [each for each in judged if not _link_is_late(each.config)]
         for each in reversed(judged):
             shown = self.figures.shown_by(each.choice, each.result)
             if each.result.trainer_idle <= WAITS:  # they were enough, and may be able to do more
@@ -269,6 +290,14 @@ class FleetSearch:
             if self.rounds or result.trainer_idle <= WAITS:  # else what was shown is enough to go by
                 missed = result.tokens_per_s / self.goal.tokens_per_s
                 self.scale = self.scale._replace(spare=self.scale.spare * missed)
+
+    def _avoid(self, late: FleetCandidate) -> None:
+        """Beside a trainer of this pace, if it was kept waiting."""
+        trainer = late.choice.trainer
+        rate, site = self.figures.rate_of(trainer), self._site(trainer.kind)
+        for option, _ in late.choice.replicas:
+            if late.result.trainer_idle > WAITS and self._site(option.kind) != site:
+                self.late[site, option.kind] = min(rate, self.late.get((site, option.kind), rate))
 
     @property
     def _target(self) -> float:
@@ -284,7 +313,8 @@ class FleetSearch:
             goal=self.goal,
             best=best,
             others=tuple(ranked[1:]),
-            hosts=placement_of(best.config),
+            hosts=(hosts := placement_of(best.config)),
+            trainer=size_trainer(best.config, _placed(hosts), self.figures.tokens),
             simulations=len(self.found),
             too_small=self.figures.too_small,
         )
@@ -331,6 +361,12 @@ def _in_time(config: Config) -> bool:
     return isfinite(provision_of(config).needed)
 
 
+def _link_is_late(config: Config) -> bool:
+    """And not what a group takes, or not that alone."""
+    rule = provision_of(config)
+    return not isfinite(rule.needed) and isfinite(rule._replace(broadcast_s=0.0).needed)
+
+
 # --------------------------------------------------------------------------------------------------------- phase two
 
 
@@ -350,6 +386,11 @@ def _loads(kind: GpuKind, taken: int) -> Iterator[tuple[int, int]]:
         cards = min(kind.gpus_per_host, kind.gpus - first)
         ranks = min(cards, max(0, taken - first))
         yield ranks, (cards - ranks) // kind.ways
+
+
+def _placed(hosts: Sequence[HostGroup]) -> Placement:
+    groups = [NodeGroup(group.nodes, group.ranks, group.replicas) for group in hosts]
+    return Placement(groups=tuple(groups), ways=max(group.kind.ways for group in hosts))
 
 
 def within(goal: FleetGoal) -> str:

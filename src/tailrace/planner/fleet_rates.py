@@ -8,7 +8,7 @@ times.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import ceil
+from math import ceil, inf
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ from tailrace.planner.placement import heads_divide, two_kinds
 from tailrace.planner.sizing import fewest_ranks, longest_sequence
 from tailrace.sim.cost_model import TRAINING_BYTES, CostModel, config_of_kind
 from tailrace.sim.gpus import find
-from tailrace.sim.provisioning import batch_of, group_s, provision_of, sample_s, share_of, training_step_s
+from tailrace.sim.provisioning import Provisioning, batch_of, group_s, provision_of, sample_s, share_of, training_step_s
 from tailrace.sim.result import Result
 from tailrace.sim.sizes import Sizes, sizes_of
 
@@ -64,9 +64,9 @@ def counted(config: Config) -> Config:
 
 
 class FleetFigures:
-    """All that phase 1 asks of the cost model, computed once for a fleet."""
+    """All that phase 1 asks of the cost model, computed once for a fleet; `tokens_per_s`: a throughput to reach."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, tokens_per_s: float = 0.0) -> None:
         self.config = config
         self.sizes: Sizes = sizes_of(config.workload, config.run.seed)
         self.tokens = float(np.mean(self.sizes.sequences))
@@ -82,7 +82,7 @@ class FleetFigures:
             [each for number, kind in enumerate(config.kinds) for each in self._trainers(number, kind)]
         )
         self.shapes = [each for number, kind in enumerate(config.kinds) for each in self._shapes(number, kind)]
-        self.too_far = frozenset(self._too_far())
+        self.too_far = frozenset(self._too_far(tokens_per_s))
 
     @property
     def too_small(self) -> tuple[str, ...]:
@@ -155,8 +155,9 @@ class FleetFigures:
         ]
         return [each for each in found if each.costs.kv_capacity >= longest_sequence(self.config)]
 
-    def _too_far(self) -> list[tuple[int, int]]:
-        """Trainers and kinds at other sites: by the time that its first groups are done, a version is too old."""
+    def _too_far(self, tokens_per_s: float) -> list[tuple[int, int]]:
+        """Trainers and kinds at other sites: by the time that its first groups are done, a version is too old for the
+        fastest pace of the trainer, or for the pace of the throughput that is asked for."""
         sites = [kind.site for kind in self.config.kinds]
         latency = [self._latency_s(number) for number in range(len(sites))]
         return [
@@ -164,9 +165,17 @@ class FleetFigures:
             for option, trainer in enumerate(self.trainers)
             for number, site in enumerate(sites)
             if site != sites[trainer.kind]
-            and self.config.schedule.max_staleness * self.work / trainer.rate
-            <= self._crossing_s(sites[trainer.kind], site) + latency[number]
+            and self._is_late(trainer.rate, tokens_per_s, self._crossing_s(sites[trainer.kind], site), latency[number])
         ]
+
+    def _is_late(self, rate: float, tokens_per_s: float, crossing_s: float, latency_s: float) -> bool:
+        schedule = self.config.schedule
+        rule = Provisioning(self.work, rate, self.work / rate, crossing_s, latency_s, schedule.max_staleness)
+        if rule.window_s <= 0.0 or not tokens_per_s:
+            return rule.window_s <= 0.0
+        asked = rule._replace(step_s=self.work / tokens_per_s)  # as slow as it may be
+        every = max(schedule.publish_every, asked.least_publish_every)
+        return asked._replace(publish_every=every).needed == inf
 
     def _latency_s(self, number: int) -> float:
         """Of a group on the shape of a kind that is fastest, with its even share of a step."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import msgspec
 
 from tailrace.obs.tables import percent, render_table
 from tailrace.planner.fleet_plan import FleetCandidate, FleetPlan, HostGroup, within
+from tailrace.planner.launch_command import trainer_notes, trainer_settings
 from tailrace.planner.sizing_report import settings_toml
 from tailrace.sim.provisioning import advice_on, provision_of
 from tailrace.wording import counted
@@ -23,6 +25,7 @@ def render_fleet_plan(plan: FleetPlan, files: Sequence[str] = ()) -> str:
         f"Paste into your config:\n\n{settings_toml(fleet_settings(plan.best))}",
         render_table(COLUMNS, rows),
         f"Where it runs:\n{render_table(('', 'hosts', 'ranks', 'replicas', 'GPUs of one'), list(_hosts(plan)))}",
+        f"Settings to write too:\n\n{settings_toml(settings)}" if (settings := launch_settings(plan)) else "",
         "\n".join(commands(plan, files)),
         "\n".join(f"- {note}" for note in notes(plan)),
     ]
@@ -38,6 +41,7 @@ def fleet_plan_json(plan: FleetPlan, files: Sequence[str] = ()) -> dict[str, Any
         "best": _entry(plan.best),
         "others": [_entry(each) for each in plan.others],
         "hosts": [{**group.kind._asdict(), **group._asdict(), "kind": group.kind.name} for group in plan.hosts],
+        "launch_settings": launch_settings(plan),
         "commands": list(commands(plan, files)),
         "notes": list(notes(plan)),
         "provisioning": _provisioning(plan),
@@ -117,20 +121,45 @@ def _hosts(plan: FleetPlan) -> Iterator[tuple[str, ...]]:
         yield f"{group.kind.name}{at}", str(group.nodes), str(group.ranks or "-"), str(group.replicas or "-"), ways
 
 
+def launch_settings(plan: FleetPlan) -> dict[str, Any]:
+    """By dotted key: what else a run on these cards needs."""
+    settings = dict(trainer_settings(plan.best.config, plan.trainer)) if plan.trainer else {}
+    settings |= {"rollout.engine": "vllm"} if _has_large_replicas(plan) else {}
+    return settings
+
+
+def _has_large_replicas(plan: FleetPlan) -> bool:
+    return any(group.kind.ways > 1 for group in plan.hosts if group.replicas)
+
+
 def commands(plan: FleetPlan, files: Sequence[str]) -> Iterator[str]:
     """The first host of the trainer starts the run, all others join it."""
-    named, (first, *others) = " ".join(files) or "FILE", sorted(plan.hosts, key=lambda group: -group.ranks)
-    started = f"--local.ranks {first.ranks} --local.replicas {first.replicas} --local.listen ADDRESS"
-    yield f"tailrace train {named} --trainer.ranks {plan.best.config.trainer_gpus} {started}"
+    first, *others = sorted(plan.hosts, key=lambda group: -group.ranks)
+    ranks = plan.best.config.trainer_gpus
+    network = " --trainer.interface NETWORK" if ranks > first.ranks else ""
+    yield (
+        f"tailrace train {shlex.join(files) or 'FILE'} --trainer.ranks {ranks} --local.ranks {first.ranks} "
+        f"--local.replicas {first.replicas} --local.listen ADDRESS{network}{_shape(plan, first)}"
+    )
     for group in (first._replace(nodes=first.nodes - 1), *others):
         if group.nodes:
-            yield _join(group)
+            yield _join(plan, group, first.kind.site)
 
 
-def _join(group: HostGroup) -> str:
+def _join(plan: FleetPlan, group: HostGroup, home: str) -> str:
     ranks = f" --ranks {group.ranks}" if group.ranks else ""
+    far = f" --site {shlex.quote(group.kind.site or 'main')} --stay --wait 3600" if group.kind.site != home else ""
     many = "one more host" if group.nodes == 1 else f"each of {counted(group.nodes, 'host')}"
-    return f"tailrace worker --join HOST:PORT --replicas {group.replicas}{ranks}    # on {many} of {group.kind.name}"
+    return (
+        f"tailrace worker --join HOST:PORT --key join.key --replicas {group.replicas}{ranks}{far}{_shape(plan, group)}"
+        f"    # on {many} of {group.kind.name}"
+    )
+
+
+def _shape(plan: FleetPlan, group: HostGroup) -> str:
+    """A host whose replicas have one GPU says so too where others have several."""
+    said = group.replicas and _has_large_replicas(plan)
+    return f" --rollout.vllm.tensor_parallel_size {group.kind.ways}" if said else ""
 
 
 def notes(plan: FleetPlan) -> Iterator[str]:
@@ -148,5 +177,8 @@ def notes(plan: FleetPlan) -> Iterator[str]:
         yield f"Not needed: {', '.join(unused)}."
     if plan.too_small:
         yield f"Too little memory for this model and its longest sequences: {', '.join(plan.too_small)}."
-    if any(group.kind.ways > 1 for group in plan.hosts if group.replicas):
-        yield "Replicas of several GPUs are vLLM's: write rollout.engine = 'vllm' and rollout.python."
+    if _has_large_replicas(plan):
+        yield "Replicas of several GPUs are vLLM's, which needs a Python of its own: write it as rollout.python."
+    if plan.best.config.trainer_gpus > max(group.ranks for group in plan.hosts):
+        yield "NETWORK is the one between the trainer's hosts that you trust (NCCL does not encrypt)."
+    yield from trainer_notes(plan.best.config, plan.trainer)

@@ -85,7 +85,7 @@ def _no_trainer(config: Config, sizing: Sizing) -> str:
 def _settings(config: Config, sizing: Sizing) -> Iterator[tuple[str, Any]]:
     placement, trainer = sizing.placement, sizing.trainer
     assert trainer is not None
-    yield from _trainer_settings(config, trainer)
+    yield from trainer_settings(config, trainer)
     if placement.shared:
         yield "rollout.memory", _shared_memory(config, trainer)
     if placement.ways > 1:
@@ -95,7 +95,7 @@ def _settings(config: Config, sizing: Sizing) -> Iterator[tuple[str, Any]]:
         yield "local.replicas", placement.replicas
 
 
-def _trainer_settings(config: Config, size: TrainerSize) -> Iterator[tuple[str, Any]]:
+def trainer_settings(config: Config, size: TrainerSize) -> Iterator[tuple[str, Any]]:
     yield "trainer.ranks", size.ranks
     if size.ranks > size.ranks_per_host:
         yield "trainer.sharding", size.sharding
@@ -138,6 +138,15 @@ def _notes(config: Config, sizing: Sizing) -> Iterator[str]:
         yield "Write trainer.interface too: the network between your hosts that you trust (NCCL does not encrypt)."
     if placement.ways > 1:
         yield "vLLM needs a Python of its own: write it as rollout.python."
+    yield from trainer_notes(config, sizing.trainer)
+    if not placement.shared and (placement.ranks, placement.replicas) != (config.trainer_gpus, config.replicas):
+        yield (
+            f"{config.trainer_gpus} + {config.rollout_gpus} GPUs cannot be divided evenly over the hosts; these "
+            f"are {placement.ranks} ranks and {placement.replicas} replicas."
+        )
+
+
+def trainer_notes(config: Config, size: TrainerSize | None) -> Iterator[str]:
     if not config.model.path:
         yield "Write model.path, the directory of the model, in place of its shape."
     if config.split.trainer_parallel > 1:
@@ -145,11 +154,6 @@ def _notes(config: Config, sizing: Sizing) -> Iterator[str]:
             f"split.trainer_parallel = {config.split.trainer_parallel} is simulated only: Tailrace's ranks divide "
             "weights, not sequences, so long ones take longer than the table says."
         )
-    if sizing.trainer and sizing.trainer.recompute and not config.trainer.recompute:
+    if size and size.recompute and not config.trainer.recompute:
         more = arithmetic_s(config, 1.0, recompute=True) / arithmetic_s(config, 1.0, recompute=False) - 1
         yield f"Recomputing activations is not simulated: the trainer computes {more:.0%} more than the table has."
-    if not placement.shared and (placement.ranks, placement.replicas) != (config.trainer_gpus, config.replicas):
-        yield (
-            f"{config.trainer_gpus} + {config.rollout_gpus} GPUs cannot be divided evenly over the hosts; these "
-            f"are {placement.ranks} ranks and {placement.replicas} replicas."
-        )

@@ -367,7 +367,8 @@ def check_fit(config: Config) -> None:
             "write model.preset as well, for example model.preset = 'smollm2-135m'"
         )
     costs = CostModel(config)
-    for each in (config_of_kind(config, kind) for kind in config.kinds) if config.kinds else (config,):
+    generating = dict.fromkeys([host.kind for host in config.fleet_hosts if host.replicas])  # the others only train
+    for each in [config_of_kind(config, kind) for kind in generating] if config.kinds else [config]:
         _check_replica(each)
     per_gpu = TRAINING_BYTES * config.model.parameters / config.trainer_gpus
     if per_gpu > costs.trainer_gpu.memory_bytes:

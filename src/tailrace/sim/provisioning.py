@@ -17,7 +17,16 @@ from tailrace.sim.cost_model import CostModel
 from tailrace.sim.measured_costs import PoolCosts, cost_model_of, pools_of
 from tailrace.sim.sizes import Sizes, sizes_of
 
-__all__ = ["advice_on", "batch_of", "group_s", "provision_of", "sample_s", "share_of", "training_step_s"]
+__all__ = [
+    "Provisioning",
+    "advice_on",
+    "batch_of",
+    "group_s",
+    "provision_of",
+    "sample_s",
+    "share_of",
+    "training_step_s",
+]
 
 
 def provision_of(config: Config) -> Provisioning:
