@@ -47,6 +47,7 @@ from tailrace.trainer.manifest import ORIGIN
 from tailrace.weights.shared_memory import clear_abandoned
 from tailrace.wire import descriptors
 from tailrace.wire.keys import Keyring
+from tailrace.wording import plain_line
 
 log = logging.getLogger(__name__)
 
@@ -135,7 +136,7 @@ def _fatal(error: BaseException) -> str:
 
 def _complete(folder: Path, reason: str) -> bool:
     write_summary(folder, sys.stdout)
-    output(reason)
+    output(plain_line(reason))
     return True
 
 
