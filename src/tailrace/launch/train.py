@@ -72,6 +72,7 @@ def train(dealt: Dealt, folder: Path, beginning: Beginning, supervisor: Supervis
     keys = Keyring(supervisor.secret, supervisor.token)
     handle = RunHandle(keys, supervisor.lifeline, read_records(folder) if supervisor.begun else None, dealt.deal)
     store = _opened(folder, config, beginning, supervisor)
+    config = store.config if beginning.origin else config  # a fork has files of its own
     record_cards(store.meta, dealt.cards)
     note_files(store.meta, beginning.files)
     supervisor.begin()
