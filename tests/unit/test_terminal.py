@@ -13,6 +13,7 @@ from tailrace.launch.view import LiveView
 from tailrace.obs.live import LiveRun
 from tailrace.obs.terminal import Lines, Screen, clock, picture, watch
 from tailrace.protocol import (
+    WITH_THE_RUN,
     ControllerRestarted,
     Finished,
     Generate,
@@ -84,6 +85,16 @@ def test_what_is_alarming_is_told_at_once() -> None:
     show(62.0)
     show(63.0)
     assert out.getvalue() == "1:02  r0 lost: its process ended\n"
+
+
+def test_what_ended_with_the_run_is_no_fault() -> None:
+    live, out = live_run(), StringIO()
+    with watch(live, out):
+        live.see(0.0, ControllerRestarted(), [])
+        live.see(0.0, ReplicaLost(0, 1, WITH_THE_RUN), [])
+        live.see(0.0, ReplicaLost(1, 1, "killed by signal 9"), [])
+    assert out.getvalue().splitlines() == ["0:00  resumed", "0:00  r1 lost: killed by signal 9"]
+    assert live.noticed["warning"] == 1
 
 
 def test_an_update_that_is_not_finite_is_told_at_once() -> None:
