@@ -57,8 +57,8 @@ def forked(origin: Origin, given: dict[str, Given]) -> tuple[Config, Path]:
 
 
 def _refuse(journal: Journal, given: dict[str, Given]) -> None:
-    if journal.config.trainer.engine == "emulated":
-        raise ConfigError(f"{journal.path.parent} was emulated, so it has no weights to fork")
+    if journal.config.trainer.engine == "emulated" or not journal.config.model.path:
+        raise ConfigError(f"{journal.path.parent} was simulated or emulated, so it has no weights to fork")
     if "run.name" not in given:
         raise ConfigError("the new run has no name; write --run.name NAME")
     shape = next((key for key in given if key.startswith("model.")), "")
