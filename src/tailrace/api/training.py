@@ -70,6 +70,6 @@ def fork(
     _, folder = forked(Origin(path, version), read_keywords(settings))
     if (folder / "run.db").exists():
         raise ConfigError(f"{folder} has a run already; write another name")
-    given = read_keywords(settings | write_objects(objects, folder))
+    given = read_keywords(settings | (write_objects(objects, folder) if objects else {}))
     chosen = [] if version is None else ["--version", str(version)]
     return started(folder, ["fork", str(path), *chosen, *as_words(given)], wait, show, callbacks)
