@@ -20,6 +20,7 @@ from typing import TextIO, cast
 
 from tailrace.errors import TailraceError
 from tailrace.queued_stream import QueuedStream
+from tailrace.wording import plain
 
 VARIABLE = "TAILRACE_LOG_LEVEL"
 LEVELS = ("debug", "info", "warning", "error")
@@ -43,7 +44,7 @@ class SafeHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             stream = self._stream or sys.stderr
-            stream.write(f"{self.format(record)}\n")  # in one piece: several processes may have the same file
+            stream.write(f"{plain(self.format(record))}\n")  # in one piece: several processes may have the same file
             stream.flush()
         except (OSError, ValueError):
             pass

@@ -419,6 +419,9 @@ class TimerFired(Event):
     timer: str
 
 
+WITH_THE_RUN = "the run was stopped"  # why a component is lost that had nothing wrong
+
+
 class ControllerRestarted(Event):
     """Control was restored from snapshot and journal: silence until now says nothing about the others."""
 

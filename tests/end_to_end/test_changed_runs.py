@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from runs import NATIVE, START, Run
 from tailrace.launch.models import weights_of
+from tailrace.obs.summary import summarise
 from tailrace.protocol import SettingsChanged, SettingValue
 from tailrace.sim.replay import replay
 from tailrace.store.database import reading
@@ -45,6 +46,9 @@ def test_a_finished_run_is_extended_by_its_file_or_folder_and_its_journal_still_
 
     out = run.finish("--run.steps", "4", "--resume")
     assert "all steps are done" in out
+    assert "step 3/4" in out
+    assert "step 4/4" in out
+    assert summarise(run.folder).summary.steps == 4
     assert (steps_of(run), changes(run), replays(run)) == (4, [{"run.steps": 4}], True)
     status, out, err = tailrace("train", str(run.folder), "--resume", "--run.steps", "5")
     assert (status, "all steps are done" in out) == (0, True), err

@@ -112,6 +112,19 @@ def test_whoever_is_killed_in_the_middle_of_an_evaluation_every_result_is_there_
     assert all(found[id] == {given[id]} for id in found if id in given)
 
 
+def test_a_run_that_stopped_early_goes_on_with_more_patience(tmp_path):
+    early = [*EVALUATED, "--eval.every", "1", "--eval.patience", "1"]  # a coin judges: no version is better for long
+    run = Run(tmp_path, EMULATED, "--schedule.kind", "sync")
+    assert "stopped early: " in run.finish(*early)
+    begun = recorded(run)[-1].version
+    assert begun < 12
+    status, _, err = run.start("--resume").wait()
+    assert (status, "one that stopped early with more patience (--eval.patience 2)" in err) == (2, True), err
+    assert "all steps are done" in run.finish("--resume", "--eval.patience", "0")
+    replayed(run)
+    assert recorded(run)[-1].version == 12
+
+
 def evaluated_samples(run: Run) -> int:
     with closing(sqlite3.connect(f"file:{run.folder / 'run.db'}?mode=ro", uri=True)) as database:
         query = "SELECT count(*) FROM trajectories WHERE id >= ? AND state IN ('finished', 'evaluated')"

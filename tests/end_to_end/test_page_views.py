@@ -115,6 +115,29 @@ def test_a_sample_grows_on_the_page_while_it_is_generated(seen: Browser, tmp_pat
             seen.until("document.getElementById('sample-text').textContent.endsWith('one two three')")
 
 
+def test_the_focus_goes_into_a_view_and_stays_where_it_is_while_the_list_grows(seen: Browser, tmp_path: Path) -> None:
+    held = "document.activeElement.textContent"
+    with written_run(tmp_path / "run") as written:
+        written.ask("count")
+        written.answer(Written(0, ["one"]))
+        with page_of(tmp_path / "run") as (_, address):
+            seen.open("about:blank")
+            seen.complaints.clear()
+            seen.open(f"{address}#overview")
+            seen.until("document.getElementById('state')?.textContent === 'running'")
+            seen.ask("document.querySelector('nav a[href^=\"#samples\"]').click()")
+            seen.until("document.activeElement.dataset.view === 'samples'")
+            seen.until("document.querySelectorAll('#samples-rows tr').length === 1")
+            seen.ask("document.querySelector('#samples-rows a').focus()")
+            written.answer(Written(0, ["two"]))
+            written.store.commit()
+            seen.until("document.querySelectorAll('#samples-rows tr').length === 2")
+            assert (seen.ask(held), seen.text("samples-count")) == ("t0", "1 to 2 of 2 samples")
+            seen.ask("document.activeElement.click()")
+            seen.until("document.activeElement.dataset.view === 'sample'")
+            assert seen.complaints == []
+
+
 def test_what_a_reward_failed_on_is_read_with_its_error(seen: Browser, tmp_path: Path) -> None:
     with written_run(tmp_path / "run") as written:
         written.ask("name a river")

@@ -67,13 +67,23 @@ def test_a_script_trains_with_its_own_function_and_reads_the_run_as_rows(tmp_pat
         assert run.checkpoints[-1]["version"] == 2 and run.checkpoints[-1]["bytes"] > 1000
         assert run.path.name == "mine"
 
-        other = tailrace.fork(run, version=2, name="other", steps=1, show=False)
-        assert other.state == "complete" and len(other.metrics) == 1
-
         import pandas
         frame = pandas.DataFrame(run.metrics)
         assert list(frame["step"]) == [0, 1] and frame["reward"].min() >= 0.75
         assert len(pandas.DataFrame(run.samples(text=False))) >= 8
+
+        try:
+            run.resume(reward=make(0.5))
+        except ValueError as error:
+            assert "a run keeps its task.reward; tailrace.fork(run, ...)" in str(error), error
+        other = tailrace.fork(run, version=2, name="other", steps=1, reward=make(0.0), show=False)
+        assert other.state == "complete" and [row["reward"] for row in other.metrics] == [0.75]
+
+        import shutil
+        shutil.rmtree(run.path)
+        assert str(other.path.resolve() / "inputs") in other.config.task.data, "copied from the first run"
+        other.resume(steps=2, show=False)
+        assert len(other.metrics) == 2
         print("all is well")
         """,
     )
@@ -104,10 +114,15 @@ def test_what_cannot_be_sent_and_what_is_misspelt_is_refused_by_name(tmp_path: P
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"data": 5}, "data is int; write rows, each a dictionary, or the path of a file"),
         ({"data": {"train": [], "test": []}}, "data is dict of 'train', 'test'; write rows, .* or one split of it"),
+        ({"data": [{"prompt": "a"}, "b"]}, "row 2 of the data is str; write dictionaries"),
+        ({"data": [{"prompt": "a"}, {"prompt": "\ud800"}]}, r"row 2 of data has '\\ud800', half of a character"),
+        ({"data": [{"prompt": object()}]}, "row 1 of data cannot be written as JSON: object is no JSON"),
         ({"reward": 5}, "reward is int; write a function, or 'file.py:function'"),
         ({"callbacks": print}, r"callbacks is builtin_function_or_method; .*: callbacks=\[function\]"),
         ({"callbacks": [5]}, "callbacks has 5, which is no function"),
     ]
+    with pytest.raises(ValueError, match="a file of settings is dict; write its path, or settings as arguments"):
+        tailrace.train({"run": {"steps": 2}})  # type: ignore[arg-type]
     for arguments, sentence in wrong:
         with pytest.raises(ValueError, match=sentence):
             tailrace.train(**common | arguments)

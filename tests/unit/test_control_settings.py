@@ -56,11 +56,14 @@ def test_differences_are_of_what_may_change_and_can_be_put_back() -> None:
     assert fixed(before, now) == ["trainer.mini_batches", "run.seed"]
 
 
-def test_more_steps_or_more_prompts_are_further() -> None:
+def test_more_steps_more_prompts_or_more_patience_are_further() -> None:
     one = Config(run=Run(steps=3), task=TaskSettings(epochs=2))
     assert goes_further(one, Config(run=Run(steps=4), task=TaskSettings(epochs=2)))
     assert goes_further(one, Config(run=Run(steps=3), task=TaskSettings(epochs=0)))
     assert not goes_further(one, Config(run=Run(steps=3), task=TaskSettings(epochs=1)))
+    patient = [Config(run=Run(steps=3), eval=EvalSettings(every=1, patience=n)) for n in (0, 1, 2)]
+    assert [goes_further(patient[1], each) for each in patient] == [True, False, True]
+    assert not goes_further(patient[0], patient[2])
 
 
 def test_a_run_whose_end_waits_for_an_evaluation_goes_on_for_more_steps() -> None:

@@ -44,6 +44,12 @@ def test_a_command_shows_what_its_level_lets_through(count: int, capsys: pytest.
     assert os.environ[logs.VARIABLE] == logs.LEVELS[count], "for those whom it starts"
 
 
+def test_what_a_record_repeats_does_not_steer_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    logs.for_command()
+    log.error("there is no run %s", "\x1b]0;title\x07\u202e")
+    assert capsys.readouterr().err == "tailrace: there is no run \\x1b]0;title\\x07\\u202e\n"
+
+
 def test_notes_are_shown_by_default_and_what_others_log_only_as_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
     logs.for_command()
     logs.for_command()  # replaces the first

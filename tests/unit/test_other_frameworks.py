@@ -11,6 +11,7 @@ from runs import START
 from tailrace.config import ConfigError, from_keywords, load
 from tailrace.config.fields import fields
 from tailrace.config.files import flat
+from tailrace.config.keywords import BARE
 
 SAMPLES, TOKENS = "workload.group_size", "workload.max_completion_tokens"
 EVALUATED = ("eval.every", "") if "eval.every" in fields() else ("", "accuracy is measured")
@@ -46,6 +47,20 @@ ANSWERS = [
     ("total_epochs", "task.epochs", "whichever comes first"),
     ("eval_steps", *EVALUATED),
     ("test_freq", *EVALUATED),
+    ("eval_strategy", *EVALUATED),
+    ("trainer.val_before_train", "run.evaluate", "while it trains: eval.every"),
+    ("actor_rollout_ref.rollout.val_kwargs.n", "eval.samples", ""),
+    ("actor_rollout_ref.rollout.val_kwargs.temperature", "eval.temperature", ""),
+    ("actor_rollout_ref.rollout.val_kwargs.do_sample", "eval.temperature", "0 is greedy"),
+    ("actor_rollout_ref.rollout.val_kwargs.top_p", "", "as training does"),
+    ("num_generations_eval", "eval.samples", ""),
+    ("early_stopping_patience", "eval.patience", ""),
+    ("load_best_model_at_end", "eval.keep_best", "--version best"),
+    ("trainer.log_val_generations", "log.samples", ""),
+    ("log_completions", "log.samples", "every completion is kept"),
+    ("trainer.project_name", "log.project", ""),
+    ("data.shuffle", "task.shuffle", ""),
+    ("use_kl_in_reward", "trainer.kl", "not in the reward"),
     ("save_steps", "trainer.checkpoint_every", "in training steps"),
     ("save_freq", "trainer.checkpoint_every", "trainer.archive_every = N keeps every Nth"),
     ("save_total_limit", "trainer.keep_checkpoints", "2 or more"),
@@ -76,14 +91,13 @@ KEYWORDS = {
     "split.tensor_parallel": "tensor_parallel=...",
     "split.colocated": 'split={"colocated": ...}',
     "model.path": "model=...",
-    "eval.every": "eval_every=...",
-    "log.to": "log_to=...",
     "workload.prompt_tokens": "prompt_tokens=...",
 }
 
 
 def as_keyword(key: str) -> str:
-    return KEYWORDS.get(key) or f"{key.rpartition('.')[2]}=..."
+    section, word = key.rsplit(".", 1)
+    return KEYWORDS.get(key) or (f"{section}_{word}=..." if section in BARE else f"{word}=...")
 
 
 def refusal_in_a_file(name: str, folder: Path) -> str:

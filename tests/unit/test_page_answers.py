@@ -82,6 +82,14 @@ def test_all_runs_of_a_folder_are_listed_and_each_is_asked_for_by_its_number(lib
         answer(library, "/data?run=2")
 
 
+def test_a_listed_run_has_the_mean_reward_of_its_last_whole_step(tmp_path: Path) -> None:
+    with written_run(tmp_path, options=["--trainer.mini_batches", "2"]) as written:
+        for step, reward in ((0, 0.0), (0, 0.0), (1, 0.25), (1, 0.75), (2, 1.0)):
+            written.store.metrics.measure(float(step), step, "trainer", {"reward": reward, "loss": 0.5})
+    (run,) = RunLibrary([tmp_path]).list()
+    assert (run.done, run.reward) == (2, 0.5), "the third is under way"
+
+
 def test_samples_prompts_and_metrics_are_answered(library: RunLibrary) -> None:
     (row,) = answer(library, "/samples?text=forty&min_reward=0.5")["samples"]
     assert (row["known"]["id"], row["text"]) == (0, "forty two")

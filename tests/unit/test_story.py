@@ -198,6 +198,12 @@ def test_not_an_id() -> None:
         told("17")
 
 
+def test_nothing_in_a_story_steers_the_terminal() -> None:
+    failed = Entry(1, 1.0, SampleFailed(0, 0, 1, "it raised \x1b[2J\n       9.0 s  trained"), [])
+    lines = render_story(story([*ENTRIES[:8], failed], "t0", CONFIG)).splitlines()
+    assert lines[-1].endswith("it raised \\x1b[2J        9.0 s  trained")
+
+
 def test_rendering_shows_virtual_time() -> None:
     assert render_story(story(ENTRIES, "p1", CONFIG)).splitlines()[0] == "       0.3 s  p1 pooled: 64 tokens"
 

@@ -13,6 +13,8 @@ from tailrace.launch.view import LiveView
 from tailrace.obs.live import LiveRun
 from tailrace.obs.terminal import Lines, Screen, clock, picture, watch
 from tailrace.protocol import (
+    WITH_THE_RUN,
+    ControllerRestarted,
     Finished,
     Generate,
     JudgedTurn,
@@ -23,6 +25,8 @@ from tailrace.protocol import (
     Request,
     SampleFailed,
     ScoringStarted,
+    SettingsChanged,
+    Stop,
     Train,
     Trained,
     TrainerJoined,
@@ -83,6 +87,16 @@ def test_what_is_alarming_is_told_at_once() -> None:
     assert out.getvalue() == "1:02  r0 lost: its process ended\n"
 
 
+def test_what_ended_with_the_run_is_no_fault() -> None:
+    live, out = live_run(), StringIO()
+    with watch(live, out):
+        live.see(0.0, ControllerRestarted(), [])
+        live.see(0.0, ReplicaLost(0, 1, WITH_THE_RUN), [])
+        live.see(0.0, ReplicaLost(1, 1, "killed by signal 9"), [])
+    assert out.getvalue().splitlines() == ["0:00  resumed", "0:00  r1 lost: killed by signal 9"]
+    assert live.noticed["warning"] == 1
+
+
 def test_an_update_that_is_not_finite_is_told_at_once() -> None:
     live, out = live_run(), StringIO()
     show = Lines(live, out)
@@ -114,6 +128,28 @@ def test_failures_are_told_ever_more_rarely() -> None:
         "10 attempts at samples failed so far",
         "100 attempts at samples failed so far",
     ]
+
+
+def test_nothing_in_a_reason_steers_the_terminal() -> None:
+    hostile, shown = "it raised \x1b[2J\u202e\r\nstep 9/4", "it raised \\x1b[2J\\u202e step 9/4"
+    live, out = live_run(), StringIO()
+    with watch(live, out):
+        live.see(0.0, ReplicaJoined(0, 1, 0, 0, 100, 8), [Generate(0, 1, (Request(7, 1, 7, 7, 10),))])
+        live.see(1.0, SampleFailed(0, 7, 1, hostile), [])
+    assert out.getvalue().splitlines()[1] == f"0:01  1 attempt at samples failed so far; t7: {shown}"
+    assert any(shown in line for line in drawn(live, 50))
+
+
+@pytest.mark.parametrize("event", [ControllerRestarted(), SettingsChanged({"run.steps": 2})])
+def test_what_comes_after_the_end_counts_once_the_run_goes_on(event: ControllerRestarted | SettingsChanged) -> None:
+    live = live_run()
+    live.see(0.0, ReplicaJoined(0, 1, 0, 0, 100, 8), [Generate(0, 1, (Request(7, 1, 7, 7, 10),))])
+    live.see(0.0, Progressed(0, 1, 5, 1, 0), [Stop("it failed", failed=True)])
+    live.see(1.0, SampleFailed(0, 7, 1, "late"), [])
+    assert live.view().failures == 0
+    live.see(2.0, event, [])
+    live.see(3.0, SampleFailed(0, 7, 1, "it raised"), [])
+    assert live.view().failures == 1
 
 
 def test_the_screen_says_it_all(over: LiveRun) -> None:

@@ -16,31 +16,50 @@ import msgspec
 
 from tailrace.api.functions import write_reward
 from tailrace.config import Config, ConfigError, from_keywords, render
-from tailrace.launch.folder import has_run, refuse_taken, run_folder
+from tailrace.launch.folder import INPUTS, has_run, refuse_taken, run_folder
 from tailrace.store.folder import PRIVATE, PRIVATE_FOLDER
 
-INPUTS = "inputs"  # in the folder of a run
 SETTINGS = "settings.toml"
 File = str | PathLike[str]
 
 
 def write_inputs(files: Iterable[File], given: Mapping[str, Any]) -> tuple[Config, Path, Path]:
     """Settings, folder of the run, and the file that has them all. Nothing is written where they are refused."""
-    paths = [Path(fspath(file)) for file in files]
-    settings = _settings(given)
-    data = {key: settings.pop(key) for key in ("task.data", "task.eval_data") if _is_rows(settings.get(key))}
-    reward = settings.pop("task.reward") if callable(settings.get("task.reward")) else None
+    paths = [_path(file) for file in files]
+    settings, objects = apart(given)
     folder = _folder(from_keywords(settings, paths), paths, "run.name" in settings)
     refuse_taken(folder)
-    inputs = folder / INPUTS
-    inputs.mkdir(PRIVATE_FOLDER, parents=True, exist_ok=True)
-    settings |= {key: str(_write_rows(rows, inputs / f"{key[5:]}.jsonl")) for key, rows in data.items()}
-    settings |= {"task.reward": write_reward(reward, inputs)} if reward is not None else {}
+    settings |= write_objects(objects, folder)
     settings |= {"run.folder": str(folder.parent), "run.name": folder.name}
     config = from_keywords(settings, paths)
-    (inputs / SETTINGS).touch(PRIVATE)
-    (inputs / SETTINGS).write_text(render(config))
-    return config, folder, inputs / SETTINGS
+    file = folder / INPUTS / SETTINGS
+    file.touch(PRIVATE)
+    file.write_text(render(config))
+    return config, folder, file
+
+
+def _path(file: Any) -> Path:
+    if not isinstance(file, str | PathLike):
+        raise ConfigError(f"a file of settings is {type(file).__name__}; write its path, or settings as arguments")
+    return Path(fspath(cast("File", file)))
+
+
+def apart(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Settings as they can be written down; and by their keys, rows in memory and functions."""
+    settings = _settings(given)
+    keys = [key for key in ("task.data", "task.eval_data") if _is_rows(settings.get(key))]
+    keys += ["task.reward"] if callable(settings.get("task.reward")) else []
+    return settings, {key: settings.pop(key) for key in keys}
+
+
+def write_objects(objects: Mapping[str, Any], folder: Path) -> dict[str, str]:
+    """Rows and functions become files in the folder of the run; what the settings say of them."""
+    inputs = folder / INPUTS
+    inputs.mkdir(PRIVATE_FOLDER, parents=True, exist_ok=True)
+    return {
+        key: write_reward(value, inputs) if key == "task.reward" else _write_rows(value, inputs / f"{key[5:]}.jsonl")
+        for key, value in objects.items()
+    }
 
 
 def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -80,15 +99,22 @@ def _is_rows(value: Any) -> bool:
     return value is not None and not isinstance(value, str | PathLike)
 
 
-def _write_rows(rows: Any, file: Path) -> Path:
+def _write_rows(rows: Any, file: Path) -> str:
     """A list of dictionaries, a pandas frame or a Hugging Face dataset, as JSONL."""
-    try:
-        lines = [msgspec.json.encode(row, enc_hook=_plain) for row in _rows(rows)]
-    except TypeError as error:
-        raise ConfigError(f"a row of {file.stem} cannot be written as JSON: {error}; write text and numbers") from None
+    lines = [_line(row, f"row {number} of {file.stem}") for number, row in enumerate(_rows(rows), start=1)]
     file.touch(PRIVATE)
-    file.write_bytes(b"".join(line + b"\n" for line in lines))
-    return file
+    file.write_bytes(b"".join(lines))
+    return str(file)
+
+
+def _line(row: Any, which: str) -> bytes:
+    try:
+        return msgspec.json.encode(row, enc_hook=_plain) + b"\n"
+    except UnicodeEncodeError as error:
+        letter = ascii(error.object[error.start])
+        raise ConfigError(f"{which} has {letter}, half of a character, which is no text; write another") from None
+    except TypeError as error:
+        raise ConfigError(f"{which} cannot be written as JSON: {error}; write text and numbers") from None
 
 
 def _rows(rows: Any) -> list[dict[str, Any]]:
@@ -104,9 +130,10 @@ def _rows(rows: Any) -> list[dict[str, Any]]:
     elif not isinstance(rows, Iterable):
         raise ConfigError(f"data is {type(rows).__name__}; write rows, each a dictionary, or the path of a file")
     found = list(cast("Iterable[Any]", rows))
-    wrong = next((row for row in found if not isinstance(row, Mapping)), None)
-    if wrong is not None:
-        raise ConfigError(f"a row of the data is {type(wrong).__name__}; write dictionaries with 'prompt' and 'answer'")
+    for number, row in enumerate(found, start=1):
+        if not isinstance(row, Mapping):
+            kind = type(row).__name__
+            raise ConfigError(f"row {number} of the data is {kind}; write dictionaries with 'prompt' and 'answer'")
     return found
 
 

@@ -14,6 +14,7 @@ from typing import Any, Literal, cast
 
 from msgspec.structs import astuple
 
+from tailrace.api.inputs import apart
 from tailrace.api.process import CommandProcess
 from tailrace.api.steps import Row, StepRows
 from tailrace.config import Config, ConfigError
@@ -116,6 +117,10 @@ class RecordedRun:
         self, *, wait: bool = True, show: bool = True, callbacks: Sequence[Callback] = (), **settings: Any
     ) -> RecordedRun:
         """Go on where it stopped, or further than its end: `run.resume(steps=60, learning_rate=1e-6)`."""
+        settings, objects = apart(settings)
+        if objects:
+            key = next(iter(objects))
+            raise ConfigError(f"a run keeps its {key}; tailrace.fork(run, ...) makes another one that has this")
         given = read_keywords(settings)
         with_given(self.config, given)  # what is wrong with them is said here
         words = ["train", str(self.path), "--resume", *as_words(given)]

@@ -7,7 +7,7 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, Literal
 
-from tailrace.api.inputs import File, write_inputs
+from tailrace.api.inputs import File, apart, write_inputs, write_objects
 from tailrace.api.run import Callback, RecordedRun, as_words, refuse_callbacks, started
 from tailrace.config.errors import ConfigError
 from tailrace.config.keywords import read_keywords
@@ -59,16 +59,17 @@ def fork(
 ) -> RecordedRun:
     """Begin another run with the weights and moments of a version of a run, and train it, as `tailrace fork` would.
 
-    It has the settings of the first run, except for those that are given, and goes on with the prompts after those that
-    the version was trained on.
+    It has the settings of the first run, except for those that are given, rows and functions as for `train`, and goes
+    on with the prompts after those that the version was trained on.
     """
     path = run.path if isinstance(run, RecordedRun) else Path(fspath(run) if isinstance(run, PathLike) else run)
     from tailrace.launch.beginning import Origin
     from tailrace.launch.fork import forked
 
-    given = read_keywords({"run.name": name} | settings)
-    _, folder = forked(Origin(path, version), given)
+    settings, objects = apart({"name": name} | settings)
+    _, folder = forked(Origin(path, version), read_keywords(settings))
     if (folder / "run.db").exists():
         raise ConfigError(f"{folder} has a run already; write another name")
+    given = read_keywords(settings | (write_objects(objects, folder) if objects else {}))
     chosen = [] if version is None else ["--version", str(version)]
     return started(folder, ["fork", str(path), *chosen, *as_words(given)], wait, show, callbacks)

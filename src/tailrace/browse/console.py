@@ -11,19 +11,10 @@ from tailrace.browse.listing import COUNTED, FoundSamples
 from tailrace.browse.prompts import PromptRate
 from tailrace.browse.sample import Passage, SampleView
 from tailrace.store.trajectories import KnownTrajectory
-from tailrace.wording import counted
+from tailrace.wording import counted, plain
 
 LINE = "  | "
 LEVELS = "\N{LOWER ONE EIGHTH BLOCK}▂▃▄▅▆▇█"
-
-
-def plain(text: str) -> str:
-    """Line ends and tabs stay; all else that is not printable is shown by its number."""
-    return "".join(letter if letter.isprintable() or letter in "\n\t" else _escaped(letter) for letter in text)
-
-
-def _escaped(letter: str) -> str:
-    return f"\\x{ord(letter):02x}" if ord(letter) < 256 else f"\\u{ord(letter):04x}"
 
 
 def one_line(text: str, width: int) -> str:

@@ -132,7 +132,7 @@ def _unknown(key: str, given: Given) -> str:
 def _section_taken_for_value(key: str, dashes: str = "") -> str:
     if key not in sections():
         return ""
-    example = next(each for each in fields() if each.startswith(f"{key}."))
+    example = "model.path" if key == "model" else next(each for each in fields() if each.startswith(f"{key}."))
     return f"{dashes}{key} is a section, not a setting; write one of its settings, for example {dashes}{example}"
 
 

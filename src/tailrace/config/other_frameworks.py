@@ -33,12 +33,14 @@ _TENSOR_PARALLEL = "with rollout.engine = 'vllm': rollout.vllm.tensor_parallel_s
 _TRAINER_PARALLEL = "the trainer shards by FSDP2 over trainer.ranks"
 _SHARED_CARDS = "trainer and replicas are processes of their own, which share a GPU where there are too few"
 _MODEL = "a directory or a .gguf file that you have; nothing is downloaded. To simulate a known shape: model.preset"
-_DATA = "a JSONL or parquet file, or a saved dataset"
-_REWARD = "'file.py:function'"
-_ONE_REWARD = "'file.py:function', one function: let it call the others, each with its weight"
+_DATA = "a JSONL or parquet file, or a saved dataset; in Python also the rows"
+_REWARD = "'file.py:function'; in Python also the function"
+_ONE_REWARD = f"{_REWARD}; one function: let it call the others, each with its weight"
 _ONCE = "every sample is trained once. trainer.mini_batches says how many updates a step has"
 _EPOCHS = "a run ends with run.steps or task.epochs, whichever comes first, so set both"
 _WITH_MODEL = "the tokenizer lies with the model, in model.path"
+_KEPT = "so many of a step are told to trackers; every completion is kept and read with tailrace samples RUN"
+_EVALUATED_AS_TRAINED = "evaluations take sampling.top_p and sampling.top_k, as training does"
 _EVERY_STEP = "the metrics of every step are kept"
 _BOTH_CLIPS = "and the same for trainer.clip_high, unless that is another"
 _PASSES = "micro-batch token budget; affects memory, not results"
@@ -152,6 +154,7 @@ FRAMEWORK_NAMES: dict[str, FrameworkName] = {
     "entropy_coeff": FrameworkName("verl", "trainer.entropy"),
     "entropy_coef": FrameworkName("slime", "trainer.entropy"),
     "entropy_loss_coef": FrameworkName("OpenRLHF and SkyRL", "trainer.entropy"),
+    "use_kl_in_reward": FrameworkName("verl", "trainer.kl", "in the loss, not in the reward; 0 is without"),
     "clip_ratio": FrameworkName("verl", "trainer.clip_low", _BOTH_CLIPS),
     "clip_ratio_low": FrameworkName("verl", "trainer.clip_low"),
     "clip_ratio_high": FrameworkName("verl", "trainer.clip_high"),
@@ -296,18 +299,34 @@ FRAMEWORK_NAMES: dict[str, FrameworkName] = {
     "test_freq": FrameworkName("verl", "eval.every"),
     "eval_steps": FrameworkName("TRL", "eval.every"),
     "eval_interval": FrameworkName("SkyRL and slime", "eval.every"),
+    "eval_strategy": FrameworkName("TRL", "eval.every", "in training steps; 0 evaluates before and after only"),
+    "val_before_train": FrameworkName("verl", "run.evaluate", "before and after training; while it trains: eval.every"),
+    "val_kwargs.n": FrameworkName("verl", "eval.samples"),
+    "val_kwargs.temperature": FrameworkName("verl", "eval.temperature"),
+    "val_kwargs.do_sample": FrameworkName("verl", "eval.temperature", "0 is greedy"),
+    "val_kwargs.top_p": FrameworkName("verl", "", _EVALUATED_AS_TRAINED),
+    "val_kwargs.top_k": FrameworkName("verl", "", _EVALUATED_AS_TRAINED),
+    "num_generations_eval": FrameworkName("TRL", "eval.samples"),
+    "early_stopping_patience": FrameworkName("TRL", "eval.patience", "in evaluations"),
+    "load_best_model_at_end": FrameworkName("TRL", "eval.keep_best", "tailrace export RUN --version best has it then"),
+    "metric_for_best_model": FrameworkName("TRL", "eval.by", "a set, by its avg@k"),
     "report_to": FrameworkName("TRL", "log.to"),
     "logger": FrameworkName("verl and SkyRL", "log.to"),
     "use_wandb": FrameworkName("OpenRLHF and slime", "log.to"),
     "logging_steps": FrameworkName("TRL", "", _EVERY_STEP),
-    "log_completions": FrameworkName("TRL", "run.archive", "every completion is kept; false keeps none"),
-    "project_name": FrameworkName("verl and SkyRL", "", "a run has a folder (run.folder) and a name (run.name)"),
+    "log_completions": FrameworkName("TRL", "log.samples", _KEPT),
+    "log_val_generations": FrameworkName("verl", "log.samples", _KEPT),
+    "num_completions_to_print": FrameworkName("TRL", "log.samples", _KEPT),
+    "project_name": FrameworkName("verl and SkyRL", "log.project", "of wandb and trackio"),
+    "wandb_project": FrameworkName("OpenRLHF, slime and NeMo-RL", "log.project", "of wandb and trackio"),
     # prompts and rewards
     "train_files": FrameworkName("verl", "task.data", _DATA),
     "val_files": FrameworkName("verl", "task.eval_data", _DATA),
     "prompt_data": FrameworkName("OpenRLHF and slime", "task.data", _DATA),
     "dataset_name": FrameworkName("TRL", "task.data", _DATA),
     "train_dataset.path": FrameworkName("AReaL", "task.data", _DATA),
+    "data.shuffle": FrameworkName("verl", "task.shuffle", "true or false"),
+    "shuffle_dataset": FrameworkName("TRL", "task.shuffle", "true or false"),
     "train_data": FrameworkName("SkyRL", "task.data", _DATA),
     "val_data": FrameworkName("SkyRL", "task.eval_data", _DATA),
     "custom_reward_function.path": FrameworkName("verl", "task.reward", _REWARD),

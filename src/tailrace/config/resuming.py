@@ -99,4 +99,6 @@ def replaced(config: Config, values: Mapping[str, Any]) -> Config:
 def goes_further(before: Config, now: Config) -> bool:
     """Whether there is something to do for a run that had come to its end."""
     more_prompts = before.task.epochs and (now.task.epochs > before.task.epochs or not now.task.epochs)
-    return now.run.steps > before.run.steps or bool(more_prompts)
+    had, has = before.eval.patience, now.eval.patience
+    more_patience = had and (has > had or not has)  # for a run that stopped early
+    return now.run.steps > before.run.steps or bool(more_prompts or more_patience)

@@ -38,8 +38,13 @@ def unknown(key: str, spelling: Spelling = IN_A_FILE) -> str:
     if found:
         return f"{written} is {found.framework}'s name, {_instead(found, spelling)}"
     meant = nearest(key)
-    advice = f"did you mean {write(meant)}?" if meant else "--dry-run prints every setting"
-    return f"{written} is not {kind}; {advice}"
+    if meant:
+        return f"{written} is not {kind}; did you mean {write(meant)}?"
+    theirs = near(leaf(key), filter(_is_telling, FRAMEWORK_NAMES))
+    if theirs:
+        found = FRAMEWORK_NAMES[theirs]
+        return f"{written} is not {kind}; {theirs} is {found.framework}'s name, {_instead(found, spelling)}"
+    return f"{written} is not {kind}; --dry-run prints every setting"
 
 
 def _instead(found: FrameworkName, spelling: Spelling) -> str:
@@ -61,9 +66,9 @@ def nearest(key: str) -> str | None:
     section, dot, word = key.rpartition(".")
     if dot:
         return _misspelt(section, word)
-    leaves = [leaf(each) for each in fields()]
-    misspelt = near(key, {word for word in leaves if _is_telling(word) and leaves.count(word) == 1})
-    return next((each for each in fields() if leaf(each) == misspelt), None)
+    meant = near(key, {leaf(each) for each in fields() if _is_telling(leaf(each))})
+    found = _of_training([each for each in fields() if leaf(each) == meant])
+    return found[0] if len(found) == 1 else None
 
 
 def _misspelt(section: str, word: str) -> str | None:

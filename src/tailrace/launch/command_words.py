@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Mapping
+from pathlib import Path
 
 from tailrace.errors import UsageError
+
+HYDRA = re.compile(r"\+{0,2}[A-Za-z_][\w.]*=(?!.*\.toml$).*")  # `trainer.total_epochs=15`, as verl is told
 
 
 def split_words(words: list[str], commands: Mapping[str, argparse.ArgumentParser]) -> tuple[list[str], list[str]]:
@@ -23,6 +27,8 @@ def split_words(words: list[str], commands: Mapping[str, argparse.ArgumentParser
     while rest:
         word = rest.pop(0)
         option, equals, _ = word.partition("=")
+        if HYDRA.fullmatch(word) and not Path(word).exists() and "journal" not in {a.dest for a in command._actions}:
+            _refuse_without_dashes(word.lstrip("+"))
         if not word.startswith("--") or word == "--" or option in takes_value:
             own.append(word)
             if takes_value.get(option) and not equals and rest:
@@ -47,6 +53,16 @@ def _is_lone_flag(option: str, following: str) -> bool:
 
     key = option[2:].replace("-", "_")
     return key in fields() and is_bool(key) and following.lower() not in ("true", "false", "unset")
+
+
+def _refuse_without_dashes(word: str) -> None:
+    from tailrace.config.fields import fields, open_table
+    from tailrace.config.suggestions import AS_OPTION, unknown
+
+    key = word.partition("=")[0]
+    if key in fields() or open_table(key):
+        raise UsageError(f"a setting is written with two dashes: --{word}")
+    raise UsageError(unknown(key, AS_OPTION))
 
 
 def _refuse_misspelt(option: str, known: list[str]) -> None:

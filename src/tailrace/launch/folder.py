@@ -18,6 +18,7 @@ from tailrace.store.waiting import to_terminal
 from tailrace.wording import counted
 
 CHECKPOINTS = "checkpoints"
+INPUTS = "inputs"  # what a Python program gave the run
 RELEASE, RELEASES = "tailrace", "releases"  # in the run's meta table
 LONGEST_NAME = 200  # bytes; file systems take 255
 

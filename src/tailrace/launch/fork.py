@@ -15,11 +15,12 @@ from pathlib import Path
 import msgspec
 
 from tailrace.config.errors import ConfigError
+from tailrace.config.fields import read
 from tailrace.config.files import Given
-from tailrace.config.load import with_given
+from tailrace.config.load import with_given, with_values
 from tailrace.config.tree import Config
 from tailrace.launch.beginning import Origin
-from tailrace.launch.folder import CHECKPOINTS, begin_store, run_folder
+from tailrace.launch.folder import CHECKPOINTS, INPUTS, begin_store, has_run, run_folder
 from tailrace.launch.models import numbered, weights_of
 from tailrace.protocol import Command, Generate, Train
 from tailrace.store.folder import PRIVATE_FOLDER
@@ -30,6 +31,7 @@ from tailrace.trainer.manifest import ORIGIN, found_in, step_of
 log = logging.getLogger(__name__)
 
 KEY = "origin"  # in `meta`
+OF_PYTHON = ("task.data", "task.eval_data", "task.reward")  # may lie with a run that a program began
 
 
 class Recorded(msgspec.Struct):
@@ -55,8 +57,8 @@ def forked(origin: Origin, given: dict[str, Given]) -> tuple[Config, Path]:
 
 
 def _refuse(journal: Journal, given: dict[str, Given]) -> None:
-    if journal.config.trainer.engine == "emulated":
-        raise ConfigError(f"{journal.path.parent} was emulated, so it has no weights to fork")
+    if journal.config.trainer.engine == "emulated" or not journal.config.model.path:
+        raise ConfigError(f"{journal.path.parent} was simulated or emulated, so it has no weights to fork")
     if "run.name" not in given:
         raise ConfigError("the new run has no name; write --run.name NAME")
     shape = next((key for key in given if key.startswith("model.")), "")
@@ -91,12 +93,25 @@ def begin_fork(folder: Path, config: Config, origin: Origin) -> RunStore:
     weights, version = weights_of(journal, origin.version), _version(journal, origin.version)
     if found_in(weights.parent):  # else it is what the first run started from, and the settings name it
         _link(weights, folder)
-    store = begin_store(folder, config)
+    store = begin_store(folder, _with_own_inputs(config, origin.run, folder))
     recorded = Recorded(str(origin.run.resolve()), journal.meta.get(RUN, ""), version)
     store.meta.set(KEY, msgspec.json.encode(recorded).decode())
     store.commit()
     log.info("%s begins with v%d of %s, for %d steps", folder, version, origin.run, config.run.steps)
     return store
+
+
+def _with_own_inputs(config: Config, first: Path, folder: Path) -> Config:
+    """What a Python program gave the first run is copied: that run may be deleted."""
+    theirs, ours = first.resolve() / INPUTS, folder.resolve() / INPUTS
+    names = {key: Path(read(config, key)).name for key in OF_PYTHON if Path(read(config, key)).parent == theirs}
+    if not names or has_run(folder):
+        return config
+    ours.mkdir(PRIVATE_FOLDER, parents=True, exist_ok=True)
+    for name in names.values():
+        file = name.partition(":")[0]  # of a reward, its function follows
+        shutil.copy(theirs / file, ours / file)
+    return with_values(config, {key: str(ours / name) for key, name in names.items()})
 
 
 def _link(weights: Path, folder: Path) -> None:

@@ -63,6 +63,8 @@ def export_trajectories(run: Path, out: Path) -> int:
         raise ConfigError(f"{out} would be a parquet file by another name; write one that ends in .parquet")
     if out.exists():
         raise ConfigError(f"{out} exists; name a new file")
+    if Journal(run).meta.get("driver") == "simulation":
+        raise ConfigError(f"{run} is a simulation, which has no samples; name a run of 'tailrace train'")
     draft = out.with_name(f".{out.name}.new")
     try:
         count = write_trajectories(run, draft)
@@ -110,6 +112,8 @@ def _best(journal: Journal) -> int:
 def weights_of(journal: Journal, version: int | str | None) -> Path:
     """The directory of a version; 0 is what the run started from."""
     run = journal.path.parent
+    if not journal.config.model.path:
+        raise ConfigError(f"{run} was simulated or emulated, so it has no weights; name a run that trained a model")
     version = numbered(journal, version)
     saved = {step_of(path): path for path in found_in(run / CHECKPOINTS)}
     if version is None and saved:

@@ -47,6 +47,7 @@ from tailrace.trainer.manifest import ORIGIN
 from tailrace.weights.shared_memory import clear_abandoned
 from tailrace.wire import descriptors
 from tailrace.wire.keys import Keyring
+from tailrace.wording import plain_line
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +72,7 @@ def train(dealt: Dealt, folder: Path, beginning: Beginning, supervisor: Supervis
     keys = Keyring(supervisor.secret, supervisor.token)
     handle = RunHandle(keys, supervisor.lifeline, read_records(folder) if supervisor.begun else None, dealt.deal)
     store = _opened(folder, config, beginning, supervisor)
+    config = store.config if beginning.origin else config  # a fork has files of its own
     record_cards(store.meta, dealt.cards)
     note_files(store.meta, beginning.files)
     supervisor.begin()
@@ -135,7 +137,7 @@ def _fatal(error: BaseException) -> str:
 
 def _complete(folder: Path, reason: str) -> bool:
     write_summary(folder, sys.stdout)
-    output(reason)
+    output(plain_line(reason))
     return True
 
 

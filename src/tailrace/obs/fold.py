@@ -23,6 +23,7 @@ from tailrace.obs.trained_steps import BatchTotals, MiniBatchId, TrainedSteps, t
 from tailrace.protocol import (
     Cancel,
     Command,
+    ControllerRestarted,
     Dismiss,
     Evaluate,
     Event,
@@ -43,6 +44,7 @@ from tailrace.protocol import (
     Request,
     SampleFailed,
     ScoringStarted,
+    SettingsChanged,
     SkipPrompts,
     Stop,
     Train,
@@ -55,6 +57,8 @@ from tailrace.protocol import (
 from tailrace.protocol import Ending as GroupEnd
 from tailrace.scoring import TRUNCATED
 from tailrace.types import EVALUATION, GroupId, ReplicaId, TrajectoryId, Version
+
+AFTER_THE_END = (ControllerRestarted, SettingsChanged)  # a run that failed is resumed, or one has more to do
 
 
 class GroupCounts(msgspec.Struct, frozen=True):
@@ -129,6 +133,8 @@ class Fold:
 
     def see(self, now: float, event: Event, commands: Sequence[Command]) -> None:
         self._now = now
+        if isinstance(event, AFTER_THE_END):
+            self._stopped = False
         self.ignored = self._stopped
         self.changed.clear()
         if not self._stopped:
@@ -441,7 +447,7 @@ class Fold:
             self.groups_ended[command.reason] += 1
 
     def _stop(self, command: Stop) -> None:
-        """Control ignores whatever comes after it."""
+        """Control ignores whatever comes after it, unless the run goes on."""
         self._stopped = True
 
     def _remove(self, ids: Sequence[TrajectoryId]) -> None:

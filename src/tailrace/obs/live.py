@@ -25,6 +25,7 @@ from tailrace.obs.savings import Savings
 from tailrace.obs.spending import Spending
 from tailrace.obs.trained_steps import Staleness, staleness
 from tailrace.protocol import (
+    WITH_THE_RUN,
     Activate,
     Command,
     ControllerRestarted,
@@ -358,7 +359,8 @@ def _notices(event: Event, commands: Sequence[Command]) -> Noticed:
     elif isinstance(event, ReplicaJoined | TrainerJoined) and event.incarnation > 1:
         yield f"{_name(event)} is back", "info"
     elif isinstance(event, ReplicaLost | RelayLost | TrainerLost):
-        yield f"{_name(event)} lost: {event.reason}", "warning"
+        level: Level = "detail" if event.reason == WITH_THE_RUN else "warning"  # of which "resumed" says enough
+        yield f"{_name(event)} lost: {event.reason}", level
     elif isinstance(event, TrainerWaits):
         yield event.reason, "detail"  # the controller has said it on the terminal
     elif isinstance(event, PullFailed):

@@ -16,7 +16,7 @@ from tailrace.obs.sentences import Subject, span, under
 from tailrace.protocol import Command, Event
 from tailrace.store.journal import Entry
 from tailrace.types import label, parse_label
-from tailrace.wording import counted, plural
+from tailrace.wording import counted, plain_line, plural
 
 if TYPE_CHECKING:
     from tailrace.store.trajectories import KnownTrajectory
@@ -74,12 +74,12 @@ def story(entries: Iterable[Entry], name: str, config: Config) -> list[StoryLine
 
 
 def render_story(lines: Iterable[StoryLine]) -> str:
-    return "\n".join(f"{line.now:>10,.1f} s  {line.text}" for line in lines)
+    return "\n".join(f"{line.now:>10,.1f} s  {plain_line(line.text)}" for line in lines)
 
 
 def render_known(known: Iterable[KnownTrajectory]) -> str:
     """What a real run knows of a trajectory, or of those of a group or prompt."""
-    return "\n".join(f"     now      {_known(one)}" for one in known)
+    return "\n".join(f"     now      {plain_line(_known(one))}" for one in known)
 
 
 def _known(one: KnownTrajectory) -> str:

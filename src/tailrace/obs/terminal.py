@@ -27,6 +27,7 @@ from tailrace.obs.activity import WAITING
 from tailrace.obs.live import MEAN_STEPS, LiveRun, Notice, ReplicaView, RunView
 from tailrace.obs.tables import percent
 from tailrace.obs.trained_steps import StepRecord
+from tailrace.wording import plain_line
 
 REFRESH_S = 0.25
 BAR = 24  # characters
@@ -98,7 +99,7 @@ class Lines:
             self._print(step_line(step, live.view(now)))
 
     def _print(self, line: str) -> None:
-        output(line, self.stream)
+        output(plain_line(line), self.stream)
 
     def __enter__(self) -> Self:
         return self
@@ -187,7 +188,8 @@ def _line(text: str = "", style: str = "") -> Text:
 def _header(view: RunView, title: str, width: int) -> Text:
     """How far it is matters most: the bar gives way to it, and then the end of a long name."""
     step, far = f"  step {view.steps}/{view.total_steps}", f"  {clock(view.seconds)}"
-    rest = f"  {view.stopped}" if view.stopped else f", {clock(view.eta_s)} to go" if view.eta_s is not None else ""
+    to_go = f", {clock(view.eta_s)} to go" if view.eta_s is not None else ""
+    rest = f"  {plain_line(view.stopped)}" if view.stopped else to_go
     needed = len(step) + len(far) + (0 if view.stopped else len(rest))
     name = title if len(title) + needed <= width else f"{title[: max(8, width - needed - 1)]}…"
     length = min(40, width - len(name) - len(step) - len(far) - len(rest) - 2)
@@ -325,7 +327,8 @@ def _saved(view: RunView, width: int) -> Text:
 
 def _notices(notices: tuple[Notice, ...]) -> Iterator[Text]:
     for one in notices:
-        yield _line(f"{clock(one.at):>8}  ", "dim").append(one.text, "red" if one.level == "warning" else "")
+        style = "red" if one.level == "warning" else ""
+        yield _line(f"{clock(one.at):>8}  ", "dim").append(plain_line(one.text), style)
 
 
 # --------------------------------------------------------------------------------------------------------- wording

@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from statistics import fmean
 
 import msgspec
 
@@ -26,7 +27,10 @@ from tailrace.store.journal import Journal
 
 FOLLOWED = 6
 MOST_RUNS = 500
-NEWEST = "SELECT step, value FROM metrics WHERE source = 'trainer' AND name = 'reward' ORDER BY rowid DESC LIMIT 1"
+NEWEST = (
+    "SELECT step, value FROM metrics WHERE source = 'trainer' AND name = 'reward' AND value IS NOT NULL "
+    "ORDER BY rowid DESC LIMIT ?"
+)
 
 
 class ListedRun(msgspec.Struct, frozen=True):
@@ -37,7 +41,7 @@ class ListedRun(msgspec.Struct, frozen=True):
     steps: int  # that it is to have
     ended: RunEnding
     done: int = 0  # steps that it has trained
-    reward: float | None = None  # of the newest mini-batch
+    reward: float | None = None  # of the last of them
     accuracy: tuple[float | None, float | None] = (None, None)  # before and after, held out
     trouble: str = ""
 
@@ -143,7 +147,7 @@ def _listed(number: int, path: Path) -> ListedRun:
         config, folder = journal.config, journal.path.parent
         ended = ending_of(journal.meta, folder, None)
         created = journal.meta.get("created", "")
-        done, reward = _newest(journal.path)
+        done, reward = _newest(journal.path, config.trainer.mini_batches)
         accuracy = (_number(journal, "accuracy_before"), _number(journal, "accuracy_after"))
         kind, steps = config.schedule.kind, config.run.steps
         return ListedRun(number, _name(path, config), created, kind, steps, ended, done, reward, accuracy)
@@ -151,13 +155,17 @@ def _listed(number: int, path: Path) -> ListedRun:
         return ListedRun(number, path.name, "", "", 0, RunEnding("interrupted", ""), trouble=str(error))
 
 
-def _newest(path: Path) -> tuple[int, float | None]:
-    """Steps that are trained, and the reward of the last mini-batch: among the newest rows, so nothing is searched."""
+def _newest(path: Path, mini_batches: int) -> tuple[int, float | None]:
+    """Steps that are trained, and the mean reward of the last one: among the newest rows, so nothing is searched."""
     with reading(path) as connection:
         if not has_table(connection, "metrics"):
             return 0, None
-        found = connection.execute(NEWEST).fetchone()
-    return (found[0] + 1, found[1]) if found else (0, None)
+        rows = connection.execute(NEWEST, (2 * mini_batches,)).fetchall()
+    rewards: dict[int, list[float]] = {}
+    for step, value in rows:
+        rewards.setdefault(step, []).append(value)
+    last = max((step for step, each in rewards.items() if len(each) >= mini_batches), default=None)
+    return (0, None) if last is None else (last + 1, fmean(rewards[last]))
 
 
 def _number(journal: Journal, key: str) -> float | None:

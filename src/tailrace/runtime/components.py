@@ -21,6 +21,7 @@ from tailrace.config.tree import Config
 from tailrace.logs import open_log, to_stream
 from tailrace.protocol import (
     TRAINER,
+    WITH_THE_RUN,
     CutOff,
     Event,
     GiveUp,
@@ -356,7 +357,7 @@ class Components:
 
     def missing(self, left: ComponentRecords | None) -> list[Event]:
         """Who outlived the last controller is adopted; of the others control has to be told."""
-        state, gone = self.control.state, "the run was stopped"
+        state, gone = self.control.state, WITH_THE_RUN
         here: set[tuple[str, int]] = set()
         if left is not None:
             gone = "it ended while the controller was away"

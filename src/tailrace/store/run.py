@@ -196,8 +196,9 @@ def _refuse_ended(folder: Path, found: Journal, complete: bool) -> None:
     if found.meta.get("driver") == "simulation":
         raise JournalError(f"{folder} is a simulation, which cannot be resumed; run it again into another directory")
     if found.complete and not complete:
-        steps = found.config.run.steps
+        steps, patience = found.config.run.steps, found.config.eval.patience
+        early = f", one that stopped early with more patience (--eval.patience {2 * patience})" if patience else ""
         raise JournalError(
-            f"{folder} is complete; to train it further, resume it with more steps (--run.steps {2 * steps}), or make "
-            f"another run of one of its checkpoints with tailrace fork {folder}"
+            f"{folder} is complete; to train it further, resume it with more steps (--run.steps {2 * steps}){early}, "
+            f"or make another run of one of its checkpoints with tailrace fork {folder}"
         )

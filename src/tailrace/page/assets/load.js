@@ -49,6 +49,14 @@ function readHash() {
 
 // The run is part of every link, so that whoever follows it sees the same.
 const linkTo = (name, values) => { const text = query({ ...values, run: values?.run ?? (view.run || "") }); return `#${name}${text ? `?${text}` : ""}`; };
+// Rows that are drawn anew while a run goes on: the link or box that has the focus keeps it.
+function refill(list, rows) {
+  const held = list.contains(document.activeElement) ? document.activeElement : null;
+  list.replaceChildren(...rows);
+  const same = held && [...list.querySelectorAll(held.tagName)].find((each) => each.href === held.href && each.value === held.value);
+  if (same) same.focus({ preventScroll: true });
+}
+
 const go = (name, values) => { location.hash = linkTo(name, values); };
 
 function link(text, name, values, kind) {

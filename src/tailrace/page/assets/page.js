@@ -21,6 +21,8 @@ function showView(name) {
   }
 }
 
+const shownView = () => document.querySelector("main > [data-view]:not([hidden])");
+
 let wait = LOOK_MS, timer = 0, looking = 0;
 
 async function look() {
@@ -53,7 +55,11 @@ function redraw() {
 
 for (const listen of [listenToSamples, listenToPrompts, listenToMetrics, listenToLanes, listenToSettings, listenToRuns]) listen();
 redrawOnResize(redraw);
-addEventListener("hashchange", () => { look(); byId("main").focus({ preventScroll: true }); });
+addEventListener("hashchange", ({ oldURL }) => {
+  const before = new URL(oldURL).hash.split("?")[0];
+  look();
+  if (before !== location.hash.split("?")[0]) shownView().focus({ preventScroll: true }); // what had it is hidden now
+});
 document.addEventListener("visibilitychange", () => { if (!document.hidden) look(); });
 runs.look().then(() => { if (readHash().name === "metrics") look(); }, () => {});
 look();

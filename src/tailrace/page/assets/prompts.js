@@ -10,7 +10,7 @@ const prompts = {
     const found = await ask("/prompts", { ...values, run: view.run, limit: PAGE });
     if (found === this.found) return;
     this.found = found;
-    byId("prompts-rows").replaceChildren(...found.prompts.map(promptRow));
+    refill(byId("prompts-rows"), found.prompts.map(promptRow));
     say("prompts-count", found.prompts.length ? `${whole(offset + 1)} to ${whole(offset + found.prompts.length)}` : "no prompt was answered yet, or the index is being built");
     const pages = [];
     if (offset) pages.push(link("Back", "prompts", { ...values, offset: Math.max(0, offset - PAGE) || "" }, "button"));

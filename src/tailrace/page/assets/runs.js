@@ -8,7 +8,7 @@ const runs = {
     const { runs: found } = await ask("/runs");
     if (found === this.all) return;
     this.all = found;
-    byId("runs-rows").replaceChildren(...this.all.map(runRow));
+    refill(byId("runs-rows"), this.all.map(runRow));
     nameRuns();
   },
 };

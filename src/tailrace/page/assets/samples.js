@@ -41,10 +41,9 @@ const samples = {
 function drawSamples(found, filter, took) {
   const offset = Number(filter.offset || 0), last = offset + found.samples.length;
   const count = found.more ? `more than ${whole(found.count)}` : whole(found.count);
-  if (took !== null || !byId("samples-count").textContent) {
-    say("samples-count", found.samples.length ? `${whole(offset + 1)} to ${whole(last)} of ${count} samples${took ? `, ${(took / 1000).toFixed(2)} s` : ""}` : "no sample is like that");
-  }
-  byId("samples-rows").replaceChildren(...found.samples.map(sampleRow));
+  byId("samples-count").setAttribute("aria-live", took === null ? "off" : "polite"); // samples that are new are not read out
+  say("samples-count", found.samples.length ? `${whole(offset + 1)} to ${whole(last)} of ${count} samples${took ? `, ${(took / 1000).toFixed(2)} s` : ""}` : "no sample is like that");
+  refill(byId("samples-rows"), found.samples.map(sampleRow));
   const turn = (by) => ({ ...filter, offset: Math.max(0, offset + by) || "" });
   const pages = [];
   if (offset) pages.push(link("Back", "samples", turn(-PAGE), "button"));
