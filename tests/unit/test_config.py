@@ -175,7 +175,7 @@ BAD_RULES = [
     ),
     ("--workload.group_size 1 --groups.min_survivors 2", "min_survivors is 2, more than workload.group_size; write 1"),
     ("--workload.group_size 1 --groups.filter zero_advantage", "every group would be left out; write larger groups"),
-    ("--groups.max_filtered 9", "groups.max_filtered is used with a groups.filter alone"),
+    ("--groups.max_filtered 9 --groups.filter none", "groups.max_filtered is used with a groups.filter alone"),
     (
         "--workload.lengths.mean 9 --workload.lengths.median 8 --workload.lengths.sigma 1",
         "has median and mean and sigma; two determine the law, so set the others to 0",

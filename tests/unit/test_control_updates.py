@@ -57,6 +57,14 @@ def test_where_nothing_may_start_nothing_is_lost_by_draining():
     assert (choice, costs.drain_s) == ("drain", 0.0)
 
 
+def test_what_a_tool_has_is_not_waited_for_unless_nothing_may_start():
+    ending = [InFlight(8_000, 10)] * 4
+    choice, costs = choose(situation(ending, away=3))
+    assert (choice, costs.drain_s) == ("take_along", math.inf)
+    assert chosen(ending, away=3, batch=0.0) == "drain"
+    assert chosen(ending, away=3, may_mix=False, may_stay=False) == "drain"
+
+
 def test_where_work_is_scarce_an_idle_batch_costs_less():
     few = [InFlight(2_000, 4_000)] * 8
     everywhere_full, scarce = (choose(situation(few, batch=24.0, elsewhere=e))[1].drain_s for e in (0.0, 40.0))

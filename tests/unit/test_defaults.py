@@ -101,6 +101,7 @@ FOLLOWING = [
     ({"task.tools": "calculator"}, "task.max_turns", 3),
     ({"local.ranks": 3}, "trainer.ranks", 3),
     ({"filters.rate": 0.1}, "groups.filter", "all"),
+    ({"groups.max_filtered": 9}, "groups.filter", "zero_advantage"),
     ({"schedule.publish_every": 6}, "schedule.max_staleness", 5),
     ({"schedule.kind": "stream", "schedule.steps_ahead": 7}, "schedule.max_staleness", 7),
     ({"health.backoff_s": 90}, "health.backoff_max_s", 90),

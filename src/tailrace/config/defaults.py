@@ -208,8 +208,10 @@ def _eval_every(settings: Settings) -> int:
 
 
 def _filter(settings: Settings) -> str:
-    """Who sets filters wants them."""
-    return "all" if any(key.startswith("filters.") for key in settings.given) else _plain("groups.filter")
+    """Who sets filters wants them, and who says how many groups they may leave out wants one."""
+    if any(key.startswith("filters.") for key in settings.given):
+        return "all"
+    return "zero_advantage" if "groups.max_filtered" in settings.given else _plain("groups.filter")
 
 
 # Each may use those before it.

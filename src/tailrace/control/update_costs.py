@@ -48,6 +48,7 @@ class Situation(NamedTuple):
     may_stay: bool
     late_share: Sequence[float] = ()  # of what starts 1, 2, ... versions behind, until it pulls: what comes too late
     pace_s: float = 0.0  # between two versions
+    away: int = 0  # further samples that have it generate on when their tool answers
 
 
 class ChoiceCosts(NamedTuple):
@@ -98,9 +99,12 @@ def _dropped(sample: InFlight, ends_s: float) -> float:
 
 
 def drain_s(now: Situation, enough: float = inf) -> float:
-    """Of the cheapest moment from the first sample's end on. `enough`: more than this need not be known exactly."""
+    """Of the cheapest moment from the first sample's end on. `enough`: more than this need not be known exactly. Nobody
+    knows for how long it would wait for what is away: it is not worth it where that can be taken along."""
     if not now.batch:
         return 0.0
+    if now.away and now.may_mix:
+        return inf
     full = _full_rate(now)
     lost, best = 0.0, inf
     for stretch in _running_out(now):

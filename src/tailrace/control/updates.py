@@ -62,6 +62,7 @@ def _situation(context: Context, replica: Replica, version: Version, costs: Deco
         elsewhere=elsewhere,
         late_share=_late_share(context, max(batch, len(replica.assigned)), behind, costs),
         pace_s=context.training.pace_s,
+        away=replica.unfinished - len(replica.assigned),
         may_mix=True,
         may_stay=behind < context.config.schedule.max_staleness and context.admits(behind) > 0,
     )

@@ -112,10 +112,10 @@ def _best(journal: Journal) -> int:
 def weights_of(journal: Journal, version: int | str | None) -> Path:
     """The directory of a version; 0 is what the run started from."""
     run = journal.path.parent
-    if not journal.config.model.path:
-        raise ConfigError(f"{run} was simulated or emulated, so it has no weights; name a run that trained a model")
     version = numbered(journal, version)
     saved = {step_of(path): path for path in found_in(run / CHECKPOINTS)}
+    if not saved and not journal.config.model.path:
+        raise ConfigError(f"{run} was simulated or emulated, so it has no weights; name a run that trained a model")
     if version is None and saved:
         version = max(saved)
     if not version and (origin := found_in(run / ORIGIN)):
