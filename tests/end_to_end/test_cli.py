@@ -97,7 +97,7 @@ def test_a_fleet_that_dies_is_said_and_fails(rate: str, lost: list[str], shown: 
     faults = ["--faults.replica_per_hour", rate, "--health.max_restarts", "0", "--schedules", "sync,partial"]
     done = tailrace("simulate", OWN_BOX, *SMALL, *faults)
     assert done.returncode == 2
-    assert f"tailrace: {lost[0]} on 8 GPUs: the fleet was lost after" in done.stderr
+    assert f"tailrace: {lost[0]} on 8 GPUs: the run failed after" in done.stderr
     assert "no replica is left" in done.stderr
     assert [line.split()[0] for line in done.stdout.splitlines()][3:] == shown
 
@@ -236,6 +236,8 @@ MISTAKES = [
     ("export RUN --out model", "simulated or emulated, so it has no weights"),
     ("export RUN --trajectories samples.parquet", "is a simulation, which has no samples"),
     ("fork RUN --run.name other", "simulated or emulated, so it has no weights to fork"),
+    ("train . --resume", "has no run to resume"),
+    ("train --log.to jsonl tensorboard", "as A,B, without spaces"),
     ("log nowhere --to jsonl", "there is no run nowhere"),
     ("doctor nowhere.toml", "does not exist"),
     ("doctor BOX --model.preset llama-3.1-405b", "no room"),

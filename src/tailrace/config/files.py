@@ -151,4 +151,9 @@ def _neighbour(path: Path) -> str:
         return f", nor does the directory {path.parent}"
     names = [each.name for each in path.parent.iterdir() if each.is_file()]
     close = get_close_matches(path.name, names, n=1)
-    return f"; did you mean {path.parent / close[0]}?" if close else "; check its path"
+    if close:
+        return f"; did you mean {path.parent / close[0]}?"
+    listed = (
+        "" if path.suffix or path.parent != Path() else "; or is it one of a list? Write that as A,B, without spaces"
+    )
+    return f"; check its path{listed}"

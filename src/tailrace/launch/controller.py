@@ -52,6 +52,8 @@ def _told(files: list[str], settings: list[str], beginning: Beginning) -> tuple[
         return forked(beginning.origin, read_words(settings))
     if len(files) == 1 and has_run(Path(files[0])):
         return _of_run(Path(files[0]), settings, beginning)
+    if beginning.resume and len(files) == 1 and Path(files[0]).is_dir():
+        raise ConfigError(f"{files[0]} has no run to resume; name the folder of a run, or its file of settings")
     folder = run_folder(load_section(files, settings, "run"), files)
     if (beginning.resume or beginning.auto) and has_run(folder):
         from tailrace.launch.resumed import resumed

@@ -212,7 +212,8 @@ class FleetSearch:
     def _refusal(self) -> str:
         if not self.figures.trainers or not self.figures.shapes:
             what = "trains" if not self.figures.trainers else "holds a replica of"
-            return f"no kind of card in [cluster.cards] {what} {self.config.model.parameters / 1e9:.3g}B parameters"
+            size = f"{self.config.model.parameters / 1e9:.3g}B parameters"
+            return f"no kind of card in [cluster.cards] {what} {size}; write more cards, or some with more memory"
         everything = best_fleet(self._problem(self.config.replicas), FleetGoal())
         if everything is None or not everything.rate:
             return (

@@ -179,7 +179,7 @@ class Simulation:
             self._until_stopped(progress)
         if self.failed:
             steps = f"{self._trained_steps()} of {self.config.run.steps} steps"
-            raise FleetLostError(f"the fleet was lost after {steps}: {self.stopped}")
+            raise FleetLostError(f"the run failed after {steps}: {self.stopped}")
         return self.meter.result(self.clock.now)
 
     def _until_stopped(self, progress: Callable[[int], None] | None) -> None:

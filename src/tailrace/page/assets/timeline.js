@@ -12,7 +12,7 @@ const laneView = {
   run: 0,
   async look(values) {
     if (this.run !== view.run) [this.run, this.begin, this.end, this.data] = [view.run, 0, 0, null];
-    if (values.begin !== undefined || values.end !== undefined) [this.begin, this.end] = [Number(values.begin || 0), Number(values.end || 0)];
+    if (values.begin !== undefined || values.end !== undefined) [this.begin, this.end] = [Number(values.begin) || 0, Number(values.end) || 0];
     await this.load();
   },
   async load() {
