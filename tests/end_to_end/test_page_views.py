@@ -199,6 +199,12 @@ def test_two_runs_are_compared(seen: Browser, address: str) -> None:
     x, y = seen.ask(f"{box}.right") - 13, seen.ask(f"{box}.top") + 20
     seen.tell("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
     seen.until("document.getElementById('tip').textContent.startsWith('step 5\\nfirst: ')")
+    smooth = "document.getElementById('metric-smooth')"
+    seen.ask(f"{smooth}.value = 0; {smooth}.dispatchEvent(new Event('input'))")
+    assert seen.ask("location.hash").endswith("&log=1&smooth=0")
+    seen.ask("location.reload()")
+    seen.until(f"{chart}?.querySelectorAll('.line').length === 2")
+    assert seen.ask(f"[document.getElementById('metric-log').checked, {smooth}.value]") == [True, "0"]
 
 
 def test_the_address_says_which_run_is_shown(seen: Browser, address: str) -> None:

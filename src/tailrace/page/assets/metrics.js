@@ -13,6 +13,9 @@ const metrics = {
     this.names = [...Object.keys(BUILT_IN), ...found.flatMap(({ name, sources }) => sources.map((source) => `${source}:${name}`))];
     const first = this.names.find((name) => /^eval:eval\/[^/]+\/avg@/.test(name));
     this.picked = values.show ? values.show.split(",") : [...FIRST_SHOWN, first].filter((name) => this.names.includes(name));
+    byId("metric-axis").value = values.by === "time" ? "time" : "step";
+    byId("metric-log").checked = Boolean(values.log);
+    byId("metric-smooth").value = values.smooth || byId("metric-smooth").defaultValue;
     this.runs = values.compare ? values.compare.split(",").map(Number) : [view.run];
     fillPicker(this.names, this.picked);
     await Promise.all(this.picked.map((name) => drawMetric(name, this.runs)));
@@ -87,7 +90,15 @@ function dropOtherMetrics(picked) {
   for (const card of [...byId("metric-charts").children]) if (!picked.includes(card.dataset.name)) card.remove();
 }
 
+function keepHowDrawn() {
+  // In the address, for whoever reloads it or follows it, but no further step for Back.
+  const by = byId("metric-axis").value, log = byId("metric-log").checked, smooth = byId("metric-smooth");
+  const drawn = { by: by === "step" ? "" : by, log: log ? 1 : "", smooth: smooth.value === smooth.defaultValue ? "" : smooth.value };
+  history.replaceState(null, "", linkTo("metrics", { ...readHash().values, ...drawn }));
+  look();
+}
+
 function listenToMetrics() {
-  for (const id of ["metric-axis", "metric-log", "metric-smooth"]) byId(id).addEventListener("input", () => look());
+  for (const id of ["metric-axis", "metric-log", "metric-smooth"]) byId(id).addEventListener("input", keepHowDrawn);
   byId("metric-find").addEventListener("input", () => fillPicker(metrics.names, metrics.picked));
 }
