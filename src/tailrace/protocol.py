@@ -196,7 +196,7 @@ class ReplicaLost(Event):
 class EngineWork(Struct):
     """What an engine has done since it started, and how long that took: what things cost is fitted to this."""
 
-    busy_s: Annotated[float, Meta(ge=0.0)]
+    busy_s: Annotated[float, Meta(ge=0.0, le=1e9)]
     steps: Natural  # decode steps
     decoded: Natural  # sequences, over all decode steps
     kv_read: Natural  # KV tokens, over all decode steps

@@ -160,6 +160,22 @@ def a_flood(worker: Any) -> None:
     _say(worker, lambda self: [Progressed(self.spec.id, 1, number, 0, 0) for number in range(10_000)])
 
 
+def an_endless_engine(worker: Any) -> None:
+    """Its engine has worked for longer than there is a word for in the journal."""
+    from tailrace.protocol import EngineWork, Progressed
+
+    work = EngineWork(float("inf"), 1, 1, 1, 1)
+    _say(worker, lambda self: [Progressed(self.spec.id, self.spec.incarnation, 0, 0, 0, work)])
+
+
+def an_engine_beyond_reason(worker: Any) -> None:
+    """It needs no time for a great deal. This is for it alone to say, and nobody else's work depends on it."""
+    from tailrace.protocol import EngineWork, Progressed
+
+    work = [EngineWork(5e-324 * n, n, n, n, n) for n in range(20)]
+    _say(worker, lambda self: [Progressed(self.spec.id, self.spec.incarnation, 0, 0, 0, one) for one in work])
+
+
 def very_many_samples(worker: Any) -> None:
     """In one message, and none of them anybody's."""
     from tailrace.protocol import HandedIn, TrajectoryMeta
@@ -199,7 +215,7 @@ LIES = {
         *(tokens, logprobs, best_of_many, best_of_many_for_real, cut_short),
         *(other_version, a_reward, another_sample, a_failure, an_older_sample, nothing_at_all, too_long),
         *(nobody_sampled_it, no_numbers, more_than_certain, no_tokens_of_ours, others_data),
-        *(a_flood, very_many_samples, a_long_message),
+        *(a_flood, very_many_samples, a_long_message, an_endless_engine, an_engine_beyond_reason),
     )
 }
 

@@ -124,6 +124,7 @@ FOUND_OUT = {  # what each liar is dismissed for
     "a_flood": WorkerRefused,
     "very_many_samples": WorkerRefused,
     "a_long_message": WorkerRefused,
+    "an_endless_engine": WorkerRefused,
 }
 
 
@@ -155,6 +156,13 @@ def test_a_stranger_that_samples_many_times_with_a_real_model_is_found_out(tmp_p
         run.interrupt()
     assert "is not the one that the seed draws" in found(run, CheckFailed)[0].reason
     assert trained_of_strangers(run) <= checked(run), "at best what the seed draws too, where the model is certain"
+
+
+def test_what_a_stranger_says_of_its_engine_does_not_end_the_run(tmp_path: Path):
+    with open_run(tmp_path, EMULATED, *ENDLESS) as (run, join):
+        join("mallory", "an_engine_beyond_reason")
+        run.until(lambda: run.events("HandedIn"), "something handed in")
+        goes_on(run)
 
 
 def checked(run: Run) -> set[int]:

@@ -125,9 +125,8 @@ def test_a_lost_replica_s_samples_are_evaluated_by_another():
     assert only(drive.sent, RecordEvaluation).results[0].accuracy == 1.0
 
 
-def test_if_the_version_is_gone_the_newest_is_evaluated_instead():
-    drive = Evaluating(evaluated(every=100))
-    drive.join_all()
+def lose_version_0(drive: Evaluating) -> None:
+    """In the middle of its evaluation; there is another one by then."""
     drive.verdict(EVALUATION)
     step(drive)
     for replica in (0, 1):
@@ -135,6 +134,20 @@ def test_if_the_version_is_gone_the_newest_is_evaluated_instead():
     drive.plane.state.relays.relays[0].versions.remove(0)
     del drive.plane.state.relays.holders[0]
     drive.join(0, incarnation=2, version=1)
+
+
+def test_a_version_that_is_evaluated_out_of_turn_may_be_the_best_and_its_checkpoint_is_kept_until_that_is_known():
+    drive = Evaluating(evaluated(every=100, keep_best=1))
+    drive.join_all()
+    lose_version_0(drive)
+    told = [(one.versions, one.judged) for one in drive.orders(KeepCheckpoints)]
+    assert told == [((1,), -1)]
+
+
+def test_if_the_version_is_gone_the_newest_is_evaluated_instead():
+    drive = Evaluating(evaluated(every=100))
+    drive.join_all()
+    lose_version_0(drive)
     assert drive.orders(Evaluate)[-1].version == 1
     assert drive.orders(Evaluate)[-1].requests[0].trajectory > EVALUATION + 1, "with numbers of its own"
 

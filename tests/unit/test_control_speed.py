@@ -1,6 +1,8 @@
 """What generating costs, fitted to what engines report of themselves."""
 
 import random
+from itertools import pairwise
+from math import inf
 
 import pytest
 
@@ -64,3 +66,20 @@ def test_a_report_from_before_a_restart_does_not_count():
 def test_decoding_is_faster_in_company():
     assert TRUE.rate(64, 64 * 2000) > 20 * TRUE.rate(1, 2000)
     assert TRUE.rate(0, 0) == 0
+
+
+IMPOSSIBLE = {
+    "in no time": [EngineWork(5e-324 * n, n, n, n, n) for n in range(20)],
+    "without a step": [EngineWork(1e-3 * n, 0, n, 0, 0) for n in range(20)],
+}
+
+
+@pytest.mark.parametrize("claim", IMPOSSIBLE)
+def test_what_an_engine_cannot_have_done_is_reckoned_with_all_the_same(claim):
+    """A stranger may say anything of itself, and control goes on."""
+    speed, claims = Speed(), IMPOSSIBLE[claim]
+    for before, after in pairwise(claims):
+        speed.note(before, after)
+    for usual in (TRUE, DecodeCosts(0.1, 0.0, 1e-7, 1e-12)):
+        costs = speed.costs_near(usual)
+        assert costs is None or 0.0 < costs.rate(10, 1000) < inf

@@ -21,6 +21,7 @@ from tailrace.protocol import (
     AnyEvent,
     Checkpointed,
     ControllerRestarted,
+    EngineWork,
     EvalSetsOpened,
     Finished,
     Heartbeats,
@@ -135,6 +136,8 @@ LIES: dict[str, list[Any]] = {
         Reported(TrainerJoined(2, 0)),
         Reported(VersionStored(0, 1, 0)),
         Reported(Progressed(1, 1, 0, 0, 0)),
+        Reported(Progressed(0, 1, 0, 0, 0, EngineWork(float("inf"), 1, 1, 1, 1))),  # JSON has no word for it
+        Reported(Progressed(0, 1, 0, 0, 0, EngineWork(1e170, 1, 1, 1, 1))),
         Reported(ReplicaJoined(1, 2, 1, 0, 4000, 64)),
         Reported(ReplicaJoined(0, 2, 1, 0, 4000, 64)),  # on another host
         Reported(ReplicaJoined(0, 2, 0, 5, 4000, 64)),  # with a version that nobody has made

@@ -41,6 +41,7 @@ from tailrace.wire.connection import Connection
 from tailrace.wire.keys import JOIN_KEY, JoinKey, host_key, stranger_token, worker_of
 from tailrace.wire.messages import (
     UNNUMBERED,
+    Beat,
     Collapsed,
     Dismissed,
     Garbled,
@@ -306,6 +307,45 @@ def test_so_is_a_machine_of_its_that_offers_itself_too_often_and_it_is_hung_up_o
         worker = played.controller.state.strangers.workers["alice"]
         assert worker.excluded == "it sent more messages than a stranger may"
         assert STRANGER in hung_up
+
+    play(tmp_path / "run", scene, settings())
+
+
+UNHEARD: dict[str, Any] = {  # how somebody speaks to whom nobody listens
+    "signs of life": lambda p: p.say(f"replica-{REPLICA}/1@alice", Beat()),
+    "what it has said before": lambda p: p.say_bytes(f"replica-{REPLICA}/1@alice", encode(Beat()), number=1),
+    "without an introduction": lambda p: p.say(f"replica-{REPLICA}/2@alice", Beat()),
+    "in the name of one that is gone": lambda p: p.say(f"replica-{REPLICA}/0@alice", Hello()),
+}
+
+
+@pytest.mark.parametrize("way", UNHEARD)
+def test_what_a_stranger_says_is_counted_where_nobody_listens_too(tmp_path: Path, way: str):
+    async def scene(played: Played) -> None:
+        await played.welcome(STRANGER)
+        for _ in range(BURST + 200):
+            UNHEARD[way](played)
+        await played.turn()
+        await played.turn()
+        assert played.goes_on
+        worker = played.controller.state.strangers.workers["alice"]
+        assert worker.excluded == "it sent more messages than a stranger may"
+
+    play(tmp_path / "run", scene, settings())
+    events = [entry.event for entry in Journal(tmp_path / "run").entries()]
+    assert [type(one) for one in events].count(WorkerRefused) == 1
+
+
+def test_what_a_stranger_says_it_waits_for_is_no_figure(tmp_path: Path):
+    """It would be the name of a metric."""
+
+    async def scene(played: Played) -> None:
+        await played.welcome(STRANGER)
+        for name in (f"replica-{REPLICA}/1@alice", played.process("replica", 1).spec.name):
+            played.say(name, Hello())
+            played.say(name, Beat(f"{name} says so"))
+        played.controller._note_waiting()
+        assert list(played.controller.backpressure.waiting) == ["r1"]
 
     play(tmp_path / "run", scene, settings())
 

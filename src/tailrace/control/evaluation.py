@@ -219,6 +219,7 @@ def _begin_anew(context: Context) -> None:
     if newest > context.evaluation.version:
         _abandon(context)
         _begin(context, newest)
+        tell_trainer(context)
 
 
 def _abandon(context: Context) -> None:
@@ -350,10 +351,13 @@ def _rank(context: Context, score: float) -> None:
 
 
 def tell_trainer(context: Context) -> None:
-    """Which checkpoints must not be pruned; again with every new trainer."""
+    """Which checkpoints must not be pruned; again with every new trainer. It does not know of a version that is
+    evaluated out of turn, and that may be one of the best."""
     evaluation, training = context.evaluation, context.training
-    if context.config.eval.keep_best and training.live and evaluation.judged != NONE:
-        versions = tuple([one.version for one in evaluation.best])
+    out_of_turn = evaluation.version != NONE and not is_due(context.config, evaluation.version)
+    if context.config.eval.keep_best and training.live and (evaluation.judged != NONE or out_of_turn):
+        best = [one.version for one in evaluation.best]
+        versions = tuple([*best, evaluation.version] if out_of_turn else best)
         context.send(KeepCheckpoints(training.incarnation, versions, evaluation.judged))
 
 

@@ -19,6 +19,7 @@ from tailrace.protocol import EngineWork
 MEMORY = 0.998  # weight of a report after the next one
 OWN_MEMORY = 0.98  # the same of what is known of one replica alone
 FEWEST = 5  # reports of a replica before it is known how fast it is
+LEAST_S = 1e-9  # of an interval: no clock tells less apart, and what was done in it would count beyond all others
 COSTS = 4
 RIDGE = 1e-9  # of the diagonal: two costs that always came together share what they cost
 NEAR = 0.02  # share of an engine's time that a cost must have had to be known of this engine
@@ -51,7 +52,7 @@ class Interval(NamedTuple):
         """None before: since it started. None: it did nothing, or has started anew."""
         row = _difference(before, after)
         seconds = after.busy_s - (before.busy_s if before else 0.0)
-        if seconds <= 0.0 or min(row) < 0.0:
+        if seconds < LEAST_S or min(row) < 0.0:
             return None
         weight = 1.0 / seconds  # of the square: a busy interval counts by its length
         weighted = [weight * x for x in row]
@@ -81,7 +82,8 @@ class Speed(msgspec.Struct):
 
     def costs_near(self, others: DecodeCosts) -> DecodeCosts | None:
         """The same of one engine, of which less is known: where its reports do not tell two costs apart, they are as
-        those of the others are to each other. None after too few reports."""
+        those of the others are to each other. None after too few reports, or if decoding seems to take no
+        time at all."""
         fitted = _dot(others, [_dot(row, others) for row in self._rows()])
         if self.reports < FEWEST or fitted <= 0.0:
             return None
@@ -93,7 +95,7 @@ class Speed(msgspec.Struct):
         for i in kept:
             products[COSTS * i + i] += NEAR * scale * scale * fitted / usual[i] ** 2
         own = dict(zip(kept, _solve(tuple(products), tuple(wrong), kept), strict=True))
-        return DecodeCosts(*[max(0.0, cost + own.get(i, 0.0)) for i, cost in enumerate(usual)])
+        return _possible(DecodeCosts(*[max(0.0, cost + own.get(i, 0.0)) for i, cost in enumerate(usual)]))
 
     def _rows(self) -> list[list[float]]:
         return [self.products[COSTS * i : COSTS * (i + 1)] for i in range(COSTS)]
@@ -106,10 +108,14 @@ def _costs(products: tuple[float, ...], targets: tuple[float, ...]) -> DecodeCos
         solved = _solve(products, targets, kept)
         if min(solved) >= 0.0:
             values = dict(zip(kept, solved, strict=True))
-            costs = DecodeCosts(*[values.get(i, 0.0) for i in range(COSTS)])
-            return costs if costs.step_s(1, 0) > 0.0 else None
+            return _possible(DecodeCosts(*[values.get(i, 0.0) for i in range(COSTS)]))
         kept = [i for i, value in zip(kept, solved, strict=True) if value > 0.0]
     return None
+
+
+def _possible(costs: DecodeCosts) -> DecodeCosts | None:
+    """A decode step takes time."""
+    return costs if costs.step_s(1, 0) > 0.0 else None
 
 
 def _dot(first: Sequence[float], second: Sequence[float]) -> float:

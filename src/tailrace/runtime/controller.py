@@ -424,14 +424,25 @@ class Controller:
             return
         process = self.components.named(name)
         if process is None:
-            if isinstance(message, Hello):
-                self.components.turn_away(name)
+            self._hear_unknown(name, message)
             return
         complaint = "" if process.refused else self._complaint_about(process, message)
         if complaint:
             self.components.refuse(process, complaint)
         if not process.refused:
             self._take_in(process, message)
+
+    def _hear_unknown(self, name: str, message: FromComponent | Garbled) -> None:
+        """It has been replaced, or was started by a controller that died before it could say so."""
+        if worker_of(name) and not self._may_say(name, message):
+            self._silence(name)
+        elif isinstance(message, Hello):
+            self.components.turn_away(name)
+
+    def _silence(self, name: str) -> None:
+        """A stranger that says too much."""
+        self.components.admission.refuse_host(name, TOO_MUCH)
+        self.server.hang_up(name)
 
     def _complaint_about(self, process: Process, message: FromComponent | Garbled) -> str:
         if process.spec.worker and not self._may_say(process.spec.name, message):
@@ -444,8 +455,7 @@ class Controller:
 
     def _hear_host(self, name: str, message: FromComponent | Garbled) -> None:
         if worker_of(name) and not self._may_say(name, message):
-            self.components.admission.refuse_host(name, TOO_MUCH)
-            self.server.hang_up(name)
+            self._silence(name)
             return
         complaint = self._validation.complaint_about(Sender("host", 0, 0, 0, joined=True), message)
         if complaint:
@@ -582,7 +592,8 @@ class Controller:
     def _note_waiting(self) -> None:
         """Who is held up, and by which store, is named when that begins and when it ends."""
         found = [(self.components.named(name), what) for name, what in dict(self.server.liveness.waiting).items()]
-        labels = {process.label: what for process, what in found if process is not None}
+        own = [(process, what) for process, what in found if process is not None and not process.spec.worker]
+        labels = {process.label: what for process, what in own}  # a stranger would make up figures
         for change in self.backpressure.look(self.now, labels):
             self.note(str(change))
             values = {f"{WAITING_FOR}{change.subject}": float(change.began)}

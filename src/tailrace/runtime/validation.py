@@ -71,7 +71,18 @@ from tailrace.protocol import (
 )
 from tailrace.types import TrajectoryId
 from tailrace.wire.keys import is_genuine
-from tailrace.wire.messages import Accused, Collapsed, FromComponent, Garbled, Hello, Measured, Offer, Receipt, Reported
+from tailrace.wire.messages import (
+    Accused,
+    Beat,
+    Collapsed,
+    FromComponent,
+    Garbled,
+    Hello,
+    Measured,
+    Offer,
+    Receipt,
+    Reported,
+)
 
 LEAP = 1000  # incarnations that a component may be ahead of what is known: one for each controller that it met
 LONGEST_FINISH = 32
@@ -170,6 +181,8 @@ class Validation:
     def complaint_about(self, sender: Sender, message: FromComponent | Garbled) -> str:
         if isinstance(message, Garbled):
             return message.what
+        if isinstance(message, Beat):  # or something of a stranger that is counted and not looked at
+            return ""
         if not isinstance(message, MESSAGES[sender.kind]):
             return f"{type(message).__name__}, which is not for a {sender.kind} to say"
         match message:

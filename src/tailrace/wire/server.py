@@ -223,6 +223,9 @@ class ControlServer:
             if number:
                 self._heard[peer.name] = number
             self._deliver(ReceivedMessage(peer.name, number, message), len(content))
+            return
+        if worker_of(peer.name):  # how much a stranger says is counted, whether or not anybody listens
+            self._deliver(ReceivedMessage(peer.name, UNNUMBERED, Beat()), 0)
 
     def _ask(self, peer: Peer, heard: int) -> None:
         """It knew an earlier controller, or something of it was lost on the way: it has to begin anew."""
