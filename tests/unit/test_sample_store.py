@@ -34,6 +34,7 @@ from tailrace.samples import client as client_module
 from tailrace.samples import server as server_module
 from tailrace.samples.client import SampleClient, SampleStoreError
 from tailrace.samples.messages import (
+    MOST_RUNS,
     Append,
     AssignmentLost,
     Fetch,
@@ -445,11 +446,39 @@ def test_who_sends_what_is_not_its_own_to_send_is_cut_off_and_named(tmp_path: Pa
             stored(replica, 1)
 
 
+def test_a_frame_has_no_more_runs_than_are_written_at_once(tmp_path: Path) -> None:
+    with store(tmp_path) as running:
+        running.assign(*[grant(id) for id in range(MOST_RUNS + 100)])
+        assert accused(running, encode(frame(1, 0, [GOOD] * (MOST_RUNS + 1)))) == f"{MOST_RUNS + 1:,} runs in a frame"
+        with client(running.port, "replica-0/2") as replica:
+            for id in range(MOST_RUNS + 100):
+                replica.append(id, 1, 0, [piece(id, 0, 1)])
+            until(lambda: all(running.file.heads[id].tokens == 1 for id in range(MOST_RUNS + 100)))
+            assert "replica-0/2" not in running.accused
+
+
+def test_of_a_stranger_one_frame_at_a_time_waits_to_be_written(tmp_path: Path) -> None:
+    with store(tmp_path) as running:
+        running.assign(grant(1, replica=5))
+        name, held = "replica-5/1@alice", threading.Event()
+        running.server.add_prompts([PROMPT], lambda: until(held.is_set))  # in the writer's thread
+        with Connection(f"tcp://127.0.0.1:{running.port}", name, sample_key(KEY, name)) as wire:
+            for number, start in enumerate((0, 4, 8), start=1):
+                wire.send(number, encode(frame(1, start, [piece(1, start, start + 4)])))
+            wire.flush()
+            until(lambda: name in running.server._clients and not running.server._clients[name].may_send.is_set())
+            one = running.server._clients[name].queued_bytes
+            assert 0 < one < 2 * len(encode(frame(1, 0, [GOOD])))
+            held.set()
+            until(lambda: running.file.heads[1].tokens == 12)
+        assert name not in running.accused
+
+
 def test_who_asks_faster_than_it_can_be_answered_or_sends_too_much_at_once_is_cut_off(
     tmp_path: Path, monkeypatch
 ) -> None:
     monkeypatch.setattr("tailrace.samples.server.MOST_FETCHES", 100)
-    monkeypatch.setattr("tailrace.samples.server.LONGEST_FRAME", 1 << 16)
+    monkeypatch.setattr("tailrace.samples.server.LONGEST_OF_STRANGERS", 1 << 16)
     with store(tmp_path) as running:
         name, held = "replica-1/1@alice", threading.Event()
         for _ in range(READERS):  # nobody is answered meanwhile

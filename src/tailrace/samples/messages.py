@@ -26,6 +26,7 @@ from tailrace.types import Natural, Row, Segment, Struct
 from tailrace.wire.messages import Receipt, WireError
 
 LONGEST_FRAME = 64 << 20  # bytes
+MOST_RUNS = 2048  # of a frame: each takes the writer some time, however short it is
 NOT_SAMPLED = -1  # in a column of versions: a prompt, or what a tool has answered
 TOKEN_BYTES = 4  # of an int32, and of its float32 log-prob
 MOST_LOGPROB, LEAST_LOGPROB = 0.1, -1e6  # 0 and what arithmetic makes of it; what float32 holds
@@ -323,6 +324,8 @@ def complaint_about(frame: Append, limits: CompletionLimits) -> str:
         return "columns of different lengths"
     if not len(counts):
         return "an empty frame"
+    if len(counts) > MOST_RUNS:
+        return f"{len(counts):,} runs in a frame"
     if (counts < (finals == 0)).any():
         return "an empty run"
     wrong = _bad_columns(trajectories, attempts, starts, versions, counts, limits)

@@ -67,6 +67,7 @@ QUEUED = 48 << 20  # bytes that may wait for the writer
 BUDGET = 128 << 20  # bytes that all replicas may have on their way
 LEAST_CREDIT = 1 << 16  # bytes of each, however many there are: a step of a large batch
 SLICE = 4 << 20  # bytes of one answer to `ReadSamples`
+LONGEST_OF_STRANGERS = 16 << 20  # bytes of a frame: the longest completion and more
 UNREAD = 64 << 20  # bytes that a client has not taken yet; then it is hung up on, and has to connect again
 READERS = 2
 MOST_FETCHES = 1 << 16  # of one client
@@ -101,6 +102,7 @@ class Client:
         self.role, _, number = self.name.partition("/")[0].rpartition("-")
         self.id = int(number.partition(".")[0]) if number.partition(".")[0].isdecimal() else -1
         self.is_stranger = bool(worker_of(self.name))
+        self.longest_frame = LONGEST_OF_STRANGERS if self.is_stranger else LONGEST_FRAME
         self.queued_bytes = 0  # that wait for the writer
         self.may_send = asyncio.Event()  # these are no more than it may have
         self.may_send.set()
@@ -275,7 +277,7 @@ class SampleServer:
             while True:
                 await client.may_send.wait()
                 await self._has_room.wait()
-                number, content = await channel.receive(LONGEST_FRAME)
+                number, content = await channel.receive(client.longest_frame)
                 self._hear(client, number, content)
         except OversizedFrameError as error:
             self._cut_off(client, str(error))
@@ -354,7 +356,7 @@ class SampleServer:
             return
         received = ReceivedFrame(client, client.id, number, frame)
         client.queued_bytes += received.size
-        if client.queued_bytes > self._credit:
+        if client.queued_bytes > self._may_wait(client):
             client.may_send.clear()
         self._writer.put(received)
         if self._writer.queued_bytes > QUEUED:
@@ -367,9 +369,14 @@ class SampleServer:
     def _acknowledge(self, acknowledgements: list[tuple[Client, int, Acknowledgement]]) -> None:
         for client, size, acknowledgement in acknowledgements:
             client.queued_bytes -= size
-            if client.queued_bytes <= self._credit:
+            if client.queued_bytes <= self._may_wait(client):
                 client.may_send.set()
             client.send(acknowledgement)
+
+    def _may_wait(self, client: Client) -> int:
+        """Bytes for the writer before more is read of this one. Of a stranger one frame alone: what it sends may be of
+        no use, and take long."""
+        return 0 if client.is_stranger else self._credit
 
     # ---------------------------------------------------------------------------------------------------------- fetches
 

@@ -21,6 +21,7 @@ from tailrace.samples.messages import (
     FENCED,
     GAP,
     GROWING,
+    MOST_RUNS,
     NOT_SAMPLED,
     STORED,
     TOKEN_BYTES,
@@ -268,13 +269,13 @@ class Uploads:
                 continue
             upload.since = upload.since or number
             urgent |= upload.is_waited_for
-            while upload.waiting and room > 0:
+            while upload.waiting and room > 0 and len(chosen) < MOST_RUNS:
                 upload.sent.append(run := upload.waiting.popleft())
                 chosen.append((key, run, upload.final))
                 room -= run.size
             if not upload.waiting:
                 del queue.ready[key]
-            if room <= 0:
+            if room <= 0 or len(chosen) >= MOST_RUNS:
                 break
         queue.waiting_bytes -= most - room
         queue.urgent &= bool(queue.ready)
