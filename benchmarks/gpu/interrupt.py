@@ -7,11 +7,12 @@ arrive from another replica.
 
 For every batch size and context length: sequences of that length decode until their rate is steady; then the weights
 are replaced (the same ones, so that nothing else changes) and decoding goes on until it is steady again. What was not
-decoded meanwhile, at the steady rate, is the cost of the interrupt in seconds, split into the switch itself (the engine
-does nothing) and the recomputation of the KV (chunks of prefill beside the sequences that decode already). With
-`keep`, nothing is recomputed. A move is one sequence of the same length submitted beside the batch: what the batch did
-not decode, and the time until the newcomer's first token. Beside each: what the cost model says, tokens of KV times
-the prefill rate that this engine reached when it filled its batch.
+decoded from the call on, at the steady rate, is the cost of the interrupt in seconds: the time in which the engine does
+nothing, and the recomputation of the KV (chunks of prefill beside the sequences that decode already). Beside it, how
+long the call took: an engine in a process of its own decodes for a part of that. With `keep`, nothing is recomputed. A
+move is one sequence of the same length submitted beside the batch: what the batch did not decode, and the time until
+the newcomer's first token. Beside each: what the cost model says, tokens of KV times the prefill rate that this engine
+reached when it filled its batch.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ import random
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,6 +37,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 CASES = [(16, 512), (16, 4096), (16, 16384), (64, 512), (64, 4096), (256, 512), (256, 2048), (256, 4096)]
 TINY_CASES = [(2, 32), (4, 64)]
 STEADY_TOKENS = 48  # of every sequence, over which the steady rate is measured
+AFTER = 4  # times as many until it is steady again: vLLM's process has decoded some of them before the switch
 LONGEST_WAIT_S = 120.0
 LONGEST_IN_VLLM = 8192  # tokens of a sequence
 Row = dict[str, Any]
@@ -88,7 +92,7 @@ class Bench:
 
 def measure(bench: Bench, weights: Any, count: int, context: int) -> Row:
     engine = bench.engine
-    most = 16 * STEADY_TOKENS
+    most = 32 * STEADY_TOKENS
     began = time.perf_counter()
     ids = bench.submit(count, context, most)
     bench.until(ids, 1)
@@ -99,10 +103,11 @@ def measure(bench: Bench, weights: Any, count: int, context: int) -> Row:
         began = time.perf_counter()
         engine.load_weights(engine.version + 1, weights, keep_kv=keep)
         switch_s = time.perf_counter() - began
-        after = bench.until(ids, STEADY_TOKENS)
+        after = bench.until(ids, AFTER * STEADY_TOKENS)
+        before, steady = steady, rate_of(bench, ids)
         row[f"{name}_switch_s"] = switch_s
-        row[f"{name}_lost_s"] = after.seconds - after.tokens / rate_of(bench, ids)
-    row["predicted_lost_s"] = prefill_s * count * (context + 3 * STEADY_TOKENS)
+        row[f"{name}_lost_s"] = switch_s + after.seconds - 2 * after.tokens / (before + steady)
+    row["predicted_lost_s"] = prefill_s * count * (context + STEADY_TOKENS)
     return row | move(bench, ids, context, most)
 
 
@@ -162,7 +167,20 @@ def vllm(options: argparse.Namespace) -> list[Row]:
         model = random_model(options.size, "cpu", getattr(torch, dtype), max_position_embeddings=32768)
         weights = dict(model.state_dict())
         engine.load_weights(0, weights)
-        return rows(Bench(engine, 100), weights, cases, "vllm", options)
+        with mapped(weights) as file:
+            return rows(Bench(engine, 100), file, cases, "vllm", options)
+
+
+@contextmanager
+def mapped(weights: dict[str, Any]) -> Iterator[Any]:
+    """As a relay hands them to a replica: in a file of shared memory, written once."""
+    from tailrace.engines.vllm_engine import _write
+    from tailrace.weights.region import MappedVersion
+    from tailrace.weights.shared_memory import default_base
+
+    with tempfile.NamedTemporaryFile(dir=default_base(), prefix="tailrace-weights-") as file:
+        _write(file, weights)
+        yield MappedVersion(0, "", memoryview(b""), Path(file.name))
 
 
 def cases_of(options: argparse.Namespace) -> list[tuple[int, int]]:

@@ -87,12 +87,13 @@ class Request(Struct):
 
 
 class TrainGroup(Struct):
-    """A group as the trainer gets it: the samples that made it, and the sample store that has each; empty: all are in
-    store 0."""
+    """A group as the trainer gets it: the samples that made it, the sample store that has each (empty: all are in store
+    0), and the rewards of those that were generated and are not trained on."""
 
     group: GroupId
     trajectories: tuple[TrajectoryId, ...]
     stores: tuple[StoreId, ...] = ()
+    left_out: tuple[float, ...] = ()
 
     def located(self) -> list[tuple[TrajectoryId, StoreId]]:
         """Each sample with the store that has it."""

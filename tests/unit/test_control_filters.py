@@ -161,6 +161,7 @@ def test_of_many_wrong_samples_only_some_are_trained_on(most):
     (order,) = drive.orders(Train)
     kept = (0, 1, 3) if most else tuple(range(8))
     assert order.groups[0].trajectories == kept
+    assert order.groups[0].left_out == (0.0,) * (8 - len(kept))
 
 
 def test_with_a_beta_posterior_a_group_that_is_all_right_is_trained_on():

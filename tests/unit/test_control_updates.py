@@ -8,7 +8,7 @@ from drive import Drive, config
 from tailrace.config.tree import Schedule, Trainer
 from tailrace.control.quota import timely_share
 from tailrace.control.speed import DecodeCosts
-from tailrace.control.update_costs import InFlight, Situation, choose
+from tailrace.control.update_costs import CHEAPEST, DEAREST, InFlight, Situation, choose, price_of_lag
 from tailrace.control.updates import in_flight
 from tailrace.protocol import EngineWork, Explain, Generate, LoadWeights, Progressed
 
@@ -46,6 +46,16 @@ def test_a_report_of_kv_that_is_older_than_its_samples_ends_nothing():
     samples = [InFlight(context=4_000, left=10, due_s=1e4, at_stake=100.0), InFlight(8_000, 11, 1e4, 100.0)]
     slow_memory = COSTS._replace(step=1e-4, sequence=0.0, kv_token=1e-6)
     assert choose(situation(samples, costs=slow_memory, kv=100))[0] in ("take_along", "stay", "drain")
+
+
+def test_lag_costs_more_where_the_trainer_seldom_waits():
+    prices = [price_of_lag(waits) for waits in (0.0, 0.05, 0.15, 0.25, 0.4, 1.0)]
+    assert prices == sorted(prices, reverse=True)
+    assert prices[:2] == [DEAREST] * 2
+    assert prices[-2:] == [CHEAPEST] * 2
+
+    behind = situation([InFlight(4_000, 6_000)] * 60, kv=2e6)  # recomputing would cost 50 s
+    assert [choose(behind._replace(lag_price=price))[0] for price in (CHEAPEST, 1.0)] == ["stay", "take_along"]
 
 
 def test_what_is_about_to_end_is_waited_for():

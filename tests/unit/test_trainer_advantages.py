@@ -5,9 +5,10 @@ import statistics
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
-from tailrace.config.tree import Trainer
-from tailrace.trainer.advantages import GROUP_ADVANTAGES, dr_grpo, gae, grpo, rloo
+from tailrace.config.tree import Groups, Trainer
+from tailrace.trainer.advantages import GROUP_ADVANTAGES, dr_grpo, gae, group_advantages, grpo, rloo
 from tailrace.trainer.batch import plan_mini_batch
 from tailrace.trainer.reader import in_memory
 from tailrace.types import Segment, Trajectory
@@ -47,6 +48,19 @@ def test_a_beta_posterior_leaves_a_little_to_learn_from_a_group_that_is_all_righ
     assert mixed[0] > 0 > mixed[1] == mixed[2]
     batch = [plan_mini_batch(*in_memory([samples(rewards)]), Trainer(advantage="beta")) for rewards in ((1, 1), (0, 0))]
     assert [bool(one.advantages.any()) for one in batch] == [True, False]
+
+
+@pytest.mark.parametrize("advantage", GROUP_ADVANTAGES)
+def test_wrong_samples_that_are_not_trained_on_are_stood_for_by_the_others(advantage):
+    """Right ones are worth as much as in the whole group; the wrong ones together, as much as all of them."""
+    rewards, settings = np.array([1.0, 0.0, 0.25, 0.0, 0.25, 0.0, 0.25]), Trainer(advantage=advantage)
+    whole, some = (group_advantages(rewards, settings, Groups(), trained) for trained in (None, 3))
+    assert some[0] == whole[0] > 0
+    assert some[1:].sum() == pytest.approx(whole[1:].sum())
+
+    infos, reader = in_memory([samples(rewards[:3])])
+    told = [replace(info, left_out=tuple(rewards[3:])) for info in infos]
+    assert plan_mini_batch(told, reader, settings).advantages == pytest.approx(some)
 
 
 @pytest.mark.parametrize("advantage", [*GROUP_ADVANTAGES, "gae"])

@@ -128,11 +128,11 @@ def _advantages(run: Path, config: Config, samples: Sequence[KnownTrajectory]) -
 
 
 def _of_group(members: Sequence[KnownTrajectory], config: Config) -> dict[int, float]:
-    """Among those that were trained, or while none is, among all that have a reward."""
-    rewarded = [one for one in members if one.reward is not None]
+    """Of those that were trained, or while none is, of all that have a reward."""
+    rewarded = sorted([one for one in members if one.reward is not None], key=lambda one: one.state != "trained")
     used = [one for one in rewarded if one.state == "trained"] or rewarded
     if not used:
         return {}
-    rewards = np.array([one.reward for one in used], np.float64)
-    values = group_advantages(rewards, config.trainer, config.groups)
+    rewards = np.array([one.reward for one in rewarded], np.float64)
+    values = group_advantages(rewards, config.trainer, config.groups, trained=len(used))
     return {one.id: round(float(value), 4) for one, value in zip(used, values, strict=True)}

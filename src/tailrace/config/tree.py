@@ -317,7 +317,7 @@ class Filters(Section):
     rows: Natural = 16_777_216  # of the data that have a history, a byte each; later ones are never skipped
     first_samples: Natural = 0  # of a group, before more is known of it; 0: three quarters of workload.group_size
     add_samples: Count = 2  # that are started at a time, as long as all are wrong
-    wrong_per_right: Amount = 2.0  # most wrong samples of a group for each right one that are trained on; 0: all
+    wrong_per_right: Amount = 4.0  # most wrong samples of a group for each right one that are trained on; 0: all
 
 
 class RelaySettings(Section):

@@ -397,7 +397,8 @@ class Ledger(msgspec.Struct):
         group.state = "training"
         survivors = tuple([id for id in self.survivors(group) if id not in left_out])
         stores = tuple([self.samples[id].store for id in survivors])
-        return TrainGroup(group.id, survivors, stores if any(stores) else ())
+        rewards = tuple([self.samples[id].reward or 0.0 for id in sorted(left_out)])
+        return TrainGroup(group.id, survivors, stores if any(stores) else (), rewards)
 
     def put_back(self, group: Group) -> None:
         """A group that was handed to the trainer is ready again: it was not trained."""

@@ -62,6 +62,11 @@ class Training(msgspec.Struct):
         self.reason = ""
 
     @property
+    def waits(self) -> float:
+        """Share of the last step in which it had nothing to train on."""
+        return max(0.0, 1.0 - self.train_s / self.pace_s) if self.pace_s else 1.0
+
+    @property
     def picked(self) -> tuple[TrainGroup, ...]:
         """What is known of the mini-batch to train next: all of it, if it is a repetition and nothing was lost."""
         past = self.past.get(self.step)

@@ -10,9 +10,8 @@
 - draining costs what a shrinking batch does not decode. Where work is scarce, what is not started here is started
   elsewhere, so only the difference counts: what it would add here less what it adds there. The batch is followed to its
   end by the expected lengths of its samples, and the cheapest moment to take the rest along is the cost of draining;
-- staying costs staleness: each version that a new sample lags behind is priced at `STALENESS` of its tokens, and where
-  late groups are dropped, at what will be lost so. With every version that a replica lets pass, the next one is worth
-  more to it;
+- staying costs staleness: each version that a new sample lags behind has a price (`price_of_lag`), and so has what will
+  be lost where late groups are dropped. With every version that a replica lets pass, the next is worth more to it;
 - taking along and staying keep the batch full: samples end later there than in one that runs out. Each version that
   they end later is priced alike, and so is how much likelier they are to come too late.
 """
@@ -26,7 +25,14 @@ from typing import NamedTuple
 from tailrace.control.speed import DecodeCosts
 from tailrace.protocol import UpdateChoice
 
-STALENESS = 0.05  # of a token, for each version that its first one lags behind more than it has to
+CHEAPEST, DEAREST = 0.05, 0.13  # of a token, for each version that its first one lags behind more than it has to
+WORTH = 0.0165  # the same of the time in which the trainer waits
+
+
+def price_of_lag(waits: float) -> float:
+    """`waits`: share of the time in which the trainer has nothing to train on. More tokens are of use then only: where
+    it seldom waits, fresher ones are worth more."""
+    return min(DEAREST, max(CHEAPEST, WORTH / waits)) if waits > 0 else DEAREST
 
 
 class InFlight(NamedTuple):
@@ -48,6 +54,7 @@ class Situation(NamedTuple):
     may_stay: bool
     late_share: Sequence[float] = ()  # of what starts 1, 2, ... versions behind, until it pulls: what comes too late
     pace_s: float = 0.0  # between two versions
+    lag_price: float = CHEAPEST
     away: int = 0  # further samples that have it generate on when their tool answers
 
 
@@ -74,7 +81,7 @@ def choose(now: Situation) -> tuple[UpdateChoice, ChoiceCosts]:
 
 def _stay_s(now: Situation) -> float:
     """Since its last pull it has lagged 1, 2, ... versions behind, each for about the pace of versions."""
-    return now.pace_s * sum(STALENESS * behind + late for behind, late in enumerate(now.late_share, 1))
+    return now.pace_s * sum(now.lag_price * behind + late for behind, late in enumerate(now.late_share, 1))
 
 
 def _late_s(now: Situation) -> float:
@@ -86,7 +93,7 @@ def _late_s(now: Situation) -> float:
         soon_s += stretch.seconds
         sample = stretch.until
         late_s = max(soon_s, sample.left * step_s)
-        staler = STALENESS * (late_s - soon_s) / now.pace_s if now.pace_s else 0.0
+        staler = now.lag_price * (late_s - soon_s) / now.pace_s if now.pace_s else 0.0
         lost += sample.at_stake * (staler + _dropped(sample, late_s) - _dropped(sample, soon_s))
     return lost / _full_rate(now)
 

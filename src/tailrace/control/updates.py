@@ -62,6 +62,7 @@ def _situation(context: Context, replica: Replica, version: Version, costs: Deco
         elsewhere=elsewhere,
         late_share=_late_share(context, max(batch, len(replica.assigned)), behind, costs),
         pace_s=context.training.pace_s,
+        lag_price=update_costs.price_of_lag(context.training.waits),
         away=replica.unfinished - len(replica.assigned),
         may_mix=True,
         may_stay=behind < context.config.schedule.max_staleness and context.admits(behind) > 0,
@@ -143,7 +144,7 @@ def fresher_is_coming(context: Context, replica: Replica) -> bool:
     if made <= replica.version or made <= weights.wanted(context, replica):
         return False
     waited = context.now - training.made_at
-    return publish_s <= update_costs.STALENESS * training.pace_s and waited <= 2 * publish_s
+    return publish_s <= update_costs.CHEAPEST * training.pace_s and waited <= 2 * publish_s
 
 
 def is_worth_moving(context: Context, replica: Replica) -> bool:

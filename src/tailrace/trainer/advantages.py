@@ -53,11 +53,20 @@ GROUP_ADVANTAGES: dict[str, Callable[[Floats], Floats]] = {
 }
 
 
-def group_advantages(rewards: Floats, settings: Trainer, rules: Groups) -> Floats:
-    """Of a group as it is trained; zeros where a critic says how good each token was."""
+def group_advantages(rewards: Floats, settings: Trainer, rules: Groups, trained: int | None = None) -> Floats:
+    """Of a group as it is trained; zeros where a critic says how good each token was. `trained`: only so many, the
+    first, are trained on. The others, which were wrong, count in the mean and the spread all the same, and the wrong
+    ones that are trained on stand for them: the gradient is that of the whole group, as expected."""
     estimate = GROUP_ADVANTAGES.get(settings.advantage, np.zeros_like)
     keeps = settings.advantage == "beta" and float(rewards.mean()) > RIGHT_ABOVE
-    return np.zeros_like(rewards) if rules.same(rewards.tolist()) and not keeps else estimate(rewards)
+    advantages = np.zeros_like(rewards) if rules.same(rewards.tolist()) and not keeps else estimate(rewards)
+    return advantages if trained is None else _of_trained(rewards, advantages, trained)
+
+
+def _of_trained(rewards: Floats, advantages: Floats, trained: int) -> Floats:
+    wrong = rewards <= RIGHT_ABOVE
+    stands_for = wrong.sum() / max(1, wrong[:trained].sum())
+    return np.where(wrong, advantages * stands_for, advantages)[:trained]
 
 
 def gae(reward: float, values: Floats, gamma: float, lam: float) -> tuple[Floats, Floats]:

@@ -123,8 +123,9 @@ def token_credits(members: Sequence[int], batch: MiniBatch, values: Floats, sett
 
 
 def _group(group: Sequence[SampleInfo], settings: Trainer, rules: Groups) -> Iterator[tuple[SampleInfo, float, float]]:
-    rewards = _within_reach(np.array([_reward(info) for info in group]))
-    yield from zip(group, rewards, group_advantages(rewards, settings, rules), strict=True)
+    rewards = _within_reach(np.array([*[_reward(info) for info in group], *group[0].left_out]))
+    advantages = group_advantages(rewards, settings, rules, trained=len(group))
+    yield from zip(group, rewards[: len(group)], advantages, strict=True)
 
 
 def _within_reach(rewards: Floats) -> Floats:

@@ -27,6 +27,7 @@ class SampleInfo(Struct):
     prompt: int = 0
     store: StoreId = 0  # that has it
     versions: tuple[Version, Version] | None = None  # the oldest and newest that its tokens may be of
+    left_out: tuple[float, ...] = ()  # rewards of samples of its group that are not trained on
 
 
 def sample_infos(
@@ -35,14 +36,14 @@ def sample_infos(
     """Of a mini-batch, in its order. `SampleStoreError` where a store has another number of tokens than a sample
     finished with: its file may be an older copy, and it has not been told yet what should be there."""
     infos: list[SampleInfo] = []
-    for group, id, store in [(one.group, *located) for one in command.groups for located in one.located()]:
+    for group, id, store in [(one, *located) for one in command.groups for located in one.located()]:
         found, finished_with = lengths[id], order.tokens.get(id)
         if finished_with not in (None, found.tokens):
             raise SampleStoreError(
                 f"t{id} has {found.tokens} tokens in store {store}, and finished with {finished_with}"
             )
         told = order.rewards[id], found.length, found.sampled, found.prompt
-        infos.append(SampleInfo(id, group, *told, store, order.versions.get(id)))
+        infos.append(SampleInfo(id, group.group, *told, store, order.versions.get(id), group.left_out))
     return tuple(infos)
 
 
