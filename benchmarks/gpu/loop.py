@@ -113,6 +113,7 @@ def read_run(run: Path, options: argparse.Namespace) -> Row:
     summary = report.summary
     row |= {"staleness": summary.staleness.mean, "trainer_idle": summary.trainer_idle}
     row |= {"rollout_idle": summary.rollout_idle, "publish_stall_s": summary.publish_stall_s}
+    row |= {"groups_trained": summary.ledger.trained, "groups_dropped": summary.ledger.dropped_stale}
     return row | {"mismatch_kl": measured(run, "mismatch_kl")}
 
 

@@ -179,6 +179,17 @@ def test_a_sample_is_shown_with_its_turns_versions_and_log_probs(run: Path) -> N
     assert (growing.passages[1].text, growing.hidden) == ("still t", 5), "what there is of it, as far as is asked for"
 
 
+def test_advantages_are_those_of_the_whole_group_also_where_some_of_it_was_not_trained_on(tmp_path: Path) -> None:
+    with written_run(tmp_path / "run", group_size=5) as written:
+        written.ask("one", rows=[0])
+        written.answer(*[Written(0, [str(reward)], reward) for reward in (1.0, 0.0, 0.0, 0.0, 0.0)])
+        written.store.trajectories.trained([0, 1, 2], 0)
+        written.store.commit()
+    run, config = tmp_path / "run", Journal(tmp_path / "run").config
+    shown = view_samples(run, config, known_trajectories(run, "group", 0), decoder_of(config, run))
+    assert [one.advantage for one in shown] == [1.7889, -0.8944, -0.8944, None, None]  # two stand for four
+
+
 def test_a_letter_of_several_tokens_belongs_to_the_last_of_them() -> None:
     text = "aß水b"
     decoder = TokenDecoder(lambda ids: bytes(ids).decode(errors="replace"), known=True)
